@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Trains on this node with one process per GPU; without a GPU with NPROC processes (default 2).
+# usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]
+set -euo pipefail
+python="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python"
+
+if [[ $# -lt 1 ]]; then
+    echo "usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]" >&2
+    exit 2
+fi
+if [[ ! -x $python ]]; then
+    echo "local.sh: $python does not exist; run: bash launch/setup.sh" >&2
+    exit 1
+fi
+
+num_gpus() {
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
+    else
+        { nvidia-smi -L 2>/dev/null || true; } | wc -l
+    fi
+}
+
+gpus=$(num_gpus)
+if [[ $gpus -eq 0 ]]; then
+    # One thread a rank: ranks and the engine share the cores.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+else
+    # Tensor parallelism overlaps communication and computation only in this order of kernels.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+fi
+nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
+
+# exec: a signal to this script reaches torchrun, which ends its own ranks.
+exec "$python" -m megappo.torchrun --standalone --nproc-per-node "$nproc" -m megappo.train "$@"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Sets up, then checks style, types and behaviour. Arguments go to pytest.
+# usage: bash launch/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash launch/setup.sh
+# Tests spawn several processes on few cores.
+export OMP_NUM_THREADS=1
+.venv/bin/python -m ruff check .
+.venv/bin/python -m ruff format --check --quiet .
+.venv/bin/python -m mypy
+exec .venv/bin/python -m pytest "$@"
