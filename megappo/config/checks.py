@@ -1,0 +1,153 @@
+"""Keys that contradict each other: what can be told without a world size and without opening a file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config.schema import Config, Optim, Parallel, Trained
+
+
+def config_errors(config: Config) -> list[str]:
+    """Every contradiction, one line each, naming the keys, their values and the remedy."""
+    return [
+        *_trained(config, "actor", config.actor),
+        *_trained(config, "critic", config.critic),
+        *_clipping(config),
+        *_reference(config),
+        *_kl_controller(config),
+        *_rollout(config),
+        *_data(config),
+    ]
+
+
+def optimizer_steps(config: Config, trained: Trained) -> int:
+    """Optimizer steps of a trained component over the whole run."""
+    mini_batches = config.data.train_batch_size // trained.ppo_mini_batch_size
+    return config.trainer.total_steps * trained.ppo_epochs * mini_batches
+
+
+def longest_row(config: Config) -> int:
+    """Tokens a prompt and its response may have together."""
+    return config.data.max_prompt_length + config.rollout.max_response_length
+
+
+def context_errors(config: Config, key: str, limit: int, remedy: str) -> Iterator[str]:
+    """An error if `limit` tokens, set by `key`, are too few for an engine: it would cut responses or refuse prompts.
+
+    Source: SGLang 0.5.23, scheduler.py and tp_worker.py: a response gets at most limit - prompt - 2 tokens, and prompts
+    of limit - 6 tokens or more are refused.
+    """
+    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    needed = max(prompt + response + 2, prompt + 7)
+    if limit < needed:
+        yield (
+            f"{key} {limit} is below the {needed} tokens that an engine needs for data.max_prompt_length {prompt} and "
+            f"rollout.max_response_length {response} (their sum + 2, and the prompt + 7): {remedy}"
+        )
+
+
+def nearest_divisors(number: int, size: int) -> str:
+    """The divisors of `number` just below and above `size`, for advice."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below = [divisor for divisor in divisors if divisor < size][-1:]
+    above = [divisor for divisor in divisors if divisor > size][:1]
+    return " or ".join(map(str, below + above))
+
+
+def _trained(config: Config, name: str, trained: Trained) -> Iterator[str]:
+    yield from _mini_batch(config, name, trained)
+    yield from _micro_batch(config, f"{name}.max_tokens_per_micro_batch", trained.max_tokens_per_micro_batch)
+    yield from _sequence(f"{name}.parallel", trained.parallel)
+    yield from _learning_rate(f"{name}.optim", trained.optim)
+    steps = optimizer_steps(config, trained)
+    if steps and trained.optim.lr_warmup_steps >= steps:
+        yield (
+            f"{name}.optim.lr_warmup_steps {trained.optim.lr_warmup_steps} must be below the run's {steps} optimizer "
+            f"steps: shorten it or raise trainer.total_steps"
+        )
+
+
+def _mini_batch(config: Config, name: str, trained: Trained) -> Iterator[str]:
+    prompts, size = config.data.train_batch_size, trained.ppo_mini_batch_size
+    if prompts % size:
+        yield (
+            f"{name}.ppo_mini_batch_size {size} does not divide data.train_batch_size {prompts}: "
+            f"{nearest_divisors(prompts, size)} would"
+        )
+
+
+def _micro_batch(config: Config, key: str, max_tokens: int) -> Iterator[str]:
+    if max_tokens < longest_row(config):
+        yield (
+            f"{key} {max_tokens} cannot hold one row of data.max_prompt_length {config.data.max_prompt_length} + "
+            f"rollout.max_response_length {config.rollout.max_response_length}: set it to {longest_row(config)} or more"
+        )
+
+
+def _sequence(key: str, parallel: Parallel) -> Iterator[str]:
+    if parallel.sequence and parallel.tensor == 1:
+        yield f"{key}.sequence needs {key}.tensor > 1, found 1: raise tensor or turn sequence off"
+
+
+def _learning_rate(key: str, optim: Optim) -> Iterator[str]:
+    if optim.min_lr > optim.lr:
+        yield f"{key}.min_lr {optim.min_lr} is above {key}.lr {optim.lr}: lower it"
+    if optim.min_lr and optim.lr_decay_style == "constant":
+        yield (
+            f"{key}.min_lr {optim.min_lr} has no effect with lr_decay_style constant: "
+            "choose linear or cosine, or drop min_lr"
+        )
+
+
+def _clipping(config: Config) -> Iterator[str]:
+    actor = config.actor
+    key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+    if getattr(actor, key) >= 1:
+        yield f"actor.{key} {getattr(actor, key)} must be below 1: the ratio is clipped to 1 - {key}"
+
+
+def _reference(config: Config) -> Iterator[str]:
+    if config.algorithm.use_kl_in_reward:
+        if config.ref.parallel is not None:
+            yield from _sequence("ref.parallel", config.ref.parallel)
+        if config.ref.max_tokens_per_micro_batch is not None:
+            yield from _micro_batch(config, "ref.max_tokens_per_micro_batch", config.ref.max_tokens_per_micro_batch)
+        return
+    settings = {
+        "ref.parallel": config.ref.parallel,
+        "ref.max_tokens_per_micro_batch": config.ref.max_tokens_per_micro_batch,
+        "placement.ref": config.placement.ref,
+    }
+    for key, value in settings.items():
+        if value is not None:
+            yield f"{key} is set, but algorithm.use_kl_in_reward is false, so no reference is built: drop {key}"
+
+
+def _kl_controller(config: Config) -> Iterator[str]:
+    if config.algorithm.kl_ctrl.type == "adaptive" and not config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.kl_ctrl.type adaptive needs algorithm.use_kl_in_reward true: without a KL penalty there is "
+            "nothing to steer"
+        )
+
+
+def _rollout(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.top_k == 0:
+        yield "rollout.top_k 0 keeps no token: set -1 (off) or at least 1"
+    if rollout.max_total_tokens is not None:
+        yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens, "raise it")
+    if any(not text for text in rollout.stop):
+        yield "rollout.stop holds an empty string, which would end every response at once: remove it"
+
+
+def _data(config: Config) -> Iterator[str]:
+    if config.trainer.eval_interval and not config.data.val_files:
+        yield (
+            f"trainer.eval_interval {config.trainer.eval_interval} needs data.val_files, found none: "
+            "name some or set trainer.eval_interval to 0"
+        )
+    names = [Path(file).stem for file in config.data.val_files]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"data.val_files: several are called {name!r}, under which each would be reported: rename or merge them"
+    if config.data.prompt_key == config.data.label_key:
+        yield f"data.prompt_key and data.label_key are both {config.data.prompt_key!r}: name two different fields"

@@ -1,0 +1,47 @@
+"""Reading a YAML value as the type its key declares, losing nothing."""
+
+from types import NoneType, UnionType
+from typing import Annotated, Union, get_args, get_origin
+
+
+def as_declared(value: object, annotation: object) -> object:
+    """The value as the declared type, where YAML reads it as another one: `1e-6` is a string to PyYAML.
+
+    Whole numbers may be written as `1e3`; a single string may stand for a list of one. Bounds, literals and sections
+    are left to pydantic.
+
+    Raises:
+        ValueError: reading it so would lose something: 1.5 as an int, true as a number, 1 as a bool.
+    """
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return as_declared(value, args[0])
+    if origin in (Union, UnionType):
+        options = [option for option in args if option is not NoneType]
+        return value if value is None or len(options) > 1 else as_declared(value, options[0])
+    if origin is tuple:
+        return _as_tuple(value, args)
+    if annotation is int or annotation is float:
+        return _as_number(value, annotation)
+    if annotation is bool and not isinstance(value, bool):
+        raise ValueError("not a bool")
+    return value
+
+
+def _as_tuple(value: object, args: tuple) -> object:
+    if args == (str, ...) and isinstance(value, str):
+        return (value,)
+    return tuple(as_declared(item, args[0]) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _as_number(value: object, kind: type) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError("not a number")
+    if isinstance(value, str):
+        value = int(value) if value.strip().lstrip("+-").isdigit() else float(value)
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError("not a whole number")
+    try:
+        return kind(value)
+    except OverflowError as error:
+        raise ValueError("too large") from error

@@ -1,0 +1,133 @@
+"""What the schema says about each key, as text: for `--help` and for error messages."""
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megappo.config.schema import Config, Section
+
+REQUIRED = PydanticUndefined
+"""`Key.default` of a key that must be set."""
+
+WORDS: dict[object, str] = {bool: "true | false", str: "text", int: "int", float: "float"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema.
+
+    Attributes:
+        path: dotted, as an override writes it.
+        values: what its value may be, in words.
+        default: REQUIRED where there is none.
+        section: the type of the keys below it; None for a plain value.
+    """
+
+    path: str
+    values: str
+    default: object
+    description: str
+    section: type[Section] | None
+
+
+def keys(model: type[Section] = Config, prefix: str = "", defaults: object = REQUIRED) -> Iterator[Key]:
+    """Every key below `model`, a section before the keys in it, in the schema's order."""
+    for name, field in model.model_fields.items():
+        default = getattr(defaults, name) if isinstance(defaults, Section) else field.get_default()
+        section = _section(field.annotation)
+        yield Key(prefix + name, describe(field), default, field.description or "", section)
+        if section:
+            yield from keys(section, f"{prefix}{name}.", default)
+
+
+def nearest_key(path: str) -> str:
+    """Advice on an unknown key: the key probably meant, else what its section holds."""
+    known = [key.path for key in keys()]
+    section = path.rpartition(".")[0]
+    siblings = [key for key in known if key.rpartition(".")[0] == section]
+    names = {key.rpartition(".")[2]: key for key in siblings}
+    close = [names[name] for name in difflib.get_close_matches(path.rpartition(".")[2], names, 1, 0.7)]
+    if meant := close[0] if close else _elsewhere(path, known):
+        return f"did you mean {meant}?"
+    return f"{section or 'the top level'} has {', '.join(names)}"
+
+
+def show(value: object) -> str:
+    """A value as a message or an override writes it."""
+    if isinstance(value, Section):
+        value = value.model_dump(mode="json")
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def describe(field: FieldInfo) -> str:
+    """What a field's value may be: `int >= 1`, `k1 | abs`, `list of text`, `float > 0 | null`."""
+    return _describe(field.annotation, field.metadata)
+
+
+def _describe(annotation: object, metadata: Iterable[object] = ()) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [limit for item in args[1:] for limit in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return _describe(args[0], [*inner, *metadata])
+    if origin in (Union, UnionType):
+        return " | ".join("null" if option is NoneType else _describe(option, metadata) for option in args)
+    if origin is Literal:
+        return " | ".join(str(option) for option in args)
+    if origin is tuple:
+        return _describe_list(args, metadata)
+    if origin is dict:
+        return "keys with " + _describe(args[1])
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return "section"
+    return WORDS[annotation] + _bounds(metadata)
+
+
+def _describe_list(args: tuple, metadata: Iterable[object]) -> str:
+    if args[-1] is not ...:
+        return f"list of {len(args)}: each {_describe(args[0])}"
+    empty_is_wrong = any(isinstance(item, MinLen) for item in metadata)
+    return f"{'non-empty ' if empty_is_wrong else ''}list of {_describe(args[0])}"
+
+
+def _bounds(metadata: Iterable[object]) -> str:
+    """` >= 1`, ` in (0, 1]`: the outermost, that is last, limit of each side."""
+    low = high = None
+    for item in metadata:
+        match item:
+            case Ge(ge=limit):
+                low = (">=", f"[{limit}")
+            case Gt(gt=limit):
+                low = (">", f"({limit}")
+            case Le(le=limit):
+                high = ("<=", f"{limit}]")
+            case Lt(lt=limit):
+                high = ("<", f"{limit})")
+    if low and high:
+        return f" in {low[1]}, {high[1]}"
+    if low:
+        return f" {low[0]} {low[1][1:]}"
+    return f" {high[0]} {high[1][:-1]}" if high else ""
+
+
+def _section(annotation: object) -> type[Section] | None:
+    for option in (annotation, *get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+    return None
+
+
+def _elsewhere(path: str, known: list[str]) -> str | None:
+    """The key of that name, or nearly, in another section: the one whose section is most like the given one."""
+    by_name: dict[str, list[str]] = {}
+    for key in known:
+        by_name.setdefault(key.rpartition(".")[2], []).append(key)
+    names = difflib.get_close_matches(path.rpartition(".")[2], by_name, 1, 0.75)
+    same_section = [key for name in names for key in by_name[name] if key.startswith(path.partition(".")[0] + ".")]
+    return next(iter(same_section or [key for name in names for key in by_name[name]]), None)

@@ -1,0 +1,118 @@
+"""What the config names on disk: is it there, and can this program use it with these layouts? Reads headers only."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megappo.config.checks import context_errors, nearest_divisors
+from megappo.config.families import FAMILIES
+from megappo.config.schema import Config, Parallel
+
+DATA_FORMATS = (".jsonl", ".parquet")
+
+
+def file_errors(config: Config) -> list[str]:
+    """Missing or unusable files, one line each, naming the key, the path and the remedy."""
+    actor = {"actor.parallel": config.actor.parallel}
+    if config.algorithm.use_kl_in_reward and config.ref.parallel:
+        actor["ref.parallel"] = config.ref.parallel
+    critic = {"critic.parallel": config.critic.parallel}
+    errors: list[str] = []
+    if config.critic.model_path is None:
+        errors += _model(config, "model.path", config.model.path, actor | critic)
+    else:
+        errors += _model(config, "model.path", config.model.path, actor)
+        errors += _model(config, "critic.model_path", config.critic.model_path, critic)
+    for key, paths in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
+        errors += [error for path in paths for error in _data_file(key, Path(path))]
+    return [*errors, *_output_folder(config)]
+
+
+def _model(config: Config, key: str, path: str, layouts: dict[str, Parallel]) -> Iterator[str]:
+    folder = Path(path)
+    if not folder.is_dir():
+        yield f"{key}: no folder {path}: download the model (hf download NAME --local-dir FOLDER) or correct the path"
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield f"{key}: {path} holds no *.safetensors file: complete the download; other weight formats are not read"
+    if not (folder / "tokenizer_config.json").is_file():
+        yield f"{key}: {path} holds no tokenizer_config.json: complete the download"
+    try:
+        hf_config = json.loads((folder / "config.json").read_text("utf-8"))
+    except OSError as error:
+        yield f"{key}: cannot read {folder / 'config.json'} ({error.strerror}): complete the download"
+    except ValueError as error:
+        yield f"{key}: {folder / 'config.json'} is not valid JSON ({error}): download it again"
+    else:
+        if not isinstance(hf_config, dict):
+            yield f"{key}: {folder / 'config.json'} is not a JSON object: download it again"
+            return
+        yield from _architecture(config, key, folder / "config.json", hf_config, layouts)
+
+
+def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts: dict[str, Parallel]) -> Iterator[str]:
+    found = (hf_config.get("architectures") or ["none"])[0]
+    if found not in FAMILIES:
+        yield f"{key}: {file} is of architecture {found}; this version trains {', '.join(FAMILIES)}"
+        return
+    sizes = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+    missing = [name for name in sizes if name not in hf_config]
+    if missing:
+        yield f"{key}: {file} lacks {', '.join(missing)}: download it again"
+        return
+    for layout_key, parallel in layouts.items():
+        yield from _divides(layout_key, parallel, file, hf_config)
+    if key == "model.path":
+        yield from _engine_divides(config, file, hf_config)
+    positions = hf_config.get("max_position_embeddings")
+    if positions:
+        yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
+
+
+def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Iterator[str]:
+    heads = hf_config["num_attention_heads"]
+    divided = {
+        "num_attention_heads": (heads, "tensor", parallel.tensor),
+        "num_key_value_heads": (_key_value_heads(hf_config), "tensor", parallel.tensor),
+        "intermediate_size": (hf_config["intermediate_size"], "tensor", parallel.tensor),
+        "num_hidden_layers": (hf_config["num_hidden_layers"], "pipeline", parallel.pipeline),
+    }
+    for name, (size, dimension, ways) in divided.items():
+        if size % ways:
+            advice = f"{nearest_divisors(size, ways)} would"
+            yield f"{key}.{dimension} {ways} does not divide {name} {size} of {file}: {advice}"
+
+
+def _engine_divides(config: Config, file: Path, hf_config: dict) -> Iterator[str]:
+    """SGLang repeats key-value heads where there are fewer than ranks."""
+    ways, heads = config.rollout.tensor_parallel, hf_config["num_attention_heads"]
+    if heads % ways:
+        yield (
+            f"rollout.tensor_parallel {ways} does not divide num_attention_heads {heads} of {file}: "
+            f"{nearest_divisors(heads, ways)} would"
+        )
+    elif _key_value_heads(hf_config) % ways and ways % _key_value_heads(hf_config):
+        yield (
+            f"rollout.tensor_parallel {ways} neither divides num_key_value_heads {_key_value_heads(hf_config)} of "
+            f"{file} nor is a multiple of it: choose one that does"
+        )
+
+
+def _key_value_heads(hf_config: dict) -> int:
+    return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
+
+
+def _data_file(key: str, path: Path) -> Iterator[str]:
+    if path.suffix not in DATA_FORMATS:
+        yield f"{key}: {path} is neither .jsonl nor .parquet: convert it"
+    elif not path.is_file():
+        yield f"{key}: no file {path}: create it or correct the path"
+    elif path.stat().st_size == 0:
+        yield f"{key}: {path} is empty: put prompts in it"
+
+
+def _output_folder(config: Config) -> Iterator[str]:
+    folder = Path(config.trainer.output_dir)
+    taken = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+    if taken:
+        yield f"trainer.output_dir: {taken} is a file: name a folder"

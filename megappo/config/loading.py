@@ -1,0 +1,99 @@
+"""YAML file + `base:` + `key=value` overrides -> Config, or every error at once.
+
+Relative paths in a `base:` are relative to the file that names them. All other paths (model.path, data files,
+trainer.output_dir, reward files) are relative to the directory the program is started in.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megappo.config.describe import REQUIRED, Key, keys, nearest_key, show
+from megappo.config.errors import ConfigError
+from megappo.config.reading import KeyPath, Layer, read_file, read_override
+from megappo.config.schema import Config
+
+LONGEST_VALUE = 80
+"""Characters of a wrong value that an error repeats."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a run's config. Whether its keys agree with each other is `trainer.preflight.check_run`'s to tell.
+
+    Args:
+        path: YAML file. `base:` in it names one file or a list, merged deeply below it.
+        overrides: `key=value`, dotted keys, values written as in YAML; they win over files, later ones over earlier.
+    Raises:
+        ConfigError: with everything wrong in files, overrides, key names and values.
+    """
+    layer = read_file(Path(path))
+    for override in overrides:
+        layer = read_override(override).over(layer)
+    errors = list(layer.errors)
+    try:
+        config = Config.model_validate(layer.values)
+    except ValidationError as error:
+        errors += _schema_errors(error, layer, str(path))
+    if errors:
+        raise ConfigError(errors)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back equal."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _schema_errors(error: ValidationError, layer: Layer, file: str) -> list[str]:
+    """One line per wrong key; pydantic may report several for one value of a union or list."""
+    known = {key.path: key for key in keys()}
+    lines = {}
+    for problem in error.errors(include_url=False, include_context=False):
+        path = tuple(str(part) for part in problem["loc"])
+        if problem["type"] == "missing" and ".".join(path) in known:  # a list too short misses an item, not a key
+            lines.update(_missing(known, ".".join(path), file) if layer.complete else {})
+        elif problem["type"] == "extra_forbidden":
+            lines[path] = f"{_origin(layer, path, file)}: {'.'.join(path)}: unknown key; {nearest_key('.'.join(path))}"
+        else:
+            path = _key_path(known, path)
+            lines[path] = _wrong_value(known[".".join(path)], layer, path, file)
+    return list(lines.values())
+
+
+def _wrong_value(key: Key, layer: Layer, path: KeyPath, file: str) -> str:
+    found = show(_at(layer.values, path))
+    if len(found) > LONGEST_VALUE:
+        found = found[:LONGEST_VALUE] + "..."
+    return f"{_origin(layer, path, file)}: {key.path}: expected {key.values}, found {found}"
+
+
+def _missing(known: dict[str, Key], path: str, file: str) -> dict[KeyPath, str]:
+    """Of a missing section, the keys in it that have no default."""
+    required = [
+        key
+        for key in known.values()
+        if key.default is REQUIRED and not key.section and f"{key.path}.".startswith(f"{path}.")
+    ]
+    return {tuple(key.path.split(".")): f"{file}: {key.path}: must be set ({key.description})" for key in required}
+
+
+def _key_path(known: dict[str, Key], path: KeyPath) -> KeyPath:
+    """The key an error belongs to: pydantic goes on into list items and union members."""
+    while ".".join(path) not in known:
+        path = path[:-1]
+    return path
+
+
+def _origin(layer: Layer, path: KeyPath, file: str) -> str:
+    while path and path not in layer.origins:
+        path = path[:-1]
+    return layer.origins.get(path, file)
+
+
+def _at(values: Any, path: KeyPath) -> object:
+    for name in path:
+        values = values[name]
+    return values

@@ -1,0 +1,172 @@
+"""Every key a run's YAML may hold: its type, default and meaning. Immutable once loaded."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from megappo.config.coercion import as_declared
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+OpenFraction = Annotated[float, Field(gt=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Section(BaseModel):
+    """A section of the config: frozen, and refusing keys it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _as_declared(cls, value: object, info: ValidationInfo) -> object:
+        return as_declared(value, cls.model_fields[str(info.field_name)].annotation)
+
+
+class Model(Section):
+    path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
+    dtype: Literal["fp32", "bf16"] = Field("bf16", description="parameter and activation type of every model; fp32 on a CPU")
+    layer_spec: Literal["auto", "torch", "transformer_engine"] = Field("auto", description="transformer layers: TransformerEngine's where it is installed with CUDA, else torch-only ones")
+
+
+class Parallel(Section):
+    tensor: Positive = Field(1, description="tensor-parallel ranks per model replica")
+    pipeline: Positive = Field(1, description="pipeline stages per model replica")
+    sequence: bool = Field(False, description="sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
+
+
+class Optim(Section):
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate (Adam)")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
+    lr_warmup_steps: NonNegative = Field(0, description="optimizer steps of linear warm-up from 0")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field("constant", description="decay from lr to min_lr over the whole run")
+    weight_decay: NonNegativeFloat = Field(0.0, description="decoupled weight decay; not applied to biases and norms")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.95), description="Adam's moment decays")
+    eps: PositiveFloat = Field(1e-8, description="Adam's epsilon")
+    clip_grad: NonNegativeFloat = Field(1.0, description="clip the global gradient norm to this; 0 = off")
+    distributed: bool = Field(True, description="shard optimizer state over data-parallel ranks (Megatron's distributed optimizer)")
+
+
+class Trained(Section):
+    """What actor and critic, the trained models, share."""
+
+    parallel: Parallel = Field(Parallel(), description="layout of this component over its placement's ranks")
+    optim: Optim = Field(Optim(), description="optimizer")
+    recompute: Literal["none", "selective", "full"] = Field("none", description="activation recomputation in the backward pass")
+    max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most")
+    ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
+    ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
+    loss_agg_mode: Literal["token-mean"] = Field("token-mean", description="how token losses are averaged, always over all data-parallel ranks")
+
+
+class Actor(Trained):
+    clip_ratio: PositiveFloat = Field(0.2, description="PPO's epsilon: the probability ratio is clipped to 1 +- this")
+    clip_ratio_low: PositiveFloat | None = Field(None, description="lower epsilon; null = clip_ratio")
+    clip_ratio_high: PositiveFloat | None = Field(None, description="upper epsilon (clip-higher); null = clip_ratio")
+    clip_ratio_c: PositiveFloat | None = Field(3.0, gt=1, description="dual clip: bound on the loss of negative advantages; null = off")
+    entropy_coeff: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
+
+
+class Critic(Trained):
+    model_path: str | None = Field(None, description="Hugging Face language model the critic's trunk starts from; null = model.path")
+    value_clip: PositiveFloat | None = Field(0.5, description="clip new values to old values +- this in the value loss; null = off")
+
+
+class Ref(Section):
+    parallel: Parallel | None = Field(None, description="layout of the frozen reference; null = the actor's")
+    max_tokens_per_micro_batch: Positive | None = Field(None, description="tokens per forward micro-batch; null = the actor's")
+
+
+class Sync(Section):
+    bucket_bytes: Positive = Field(512 * 2**20, description="bytes of weights handed to the engine at a time")
+    probe_tolerance: PositiveFloat = Field(0.05, description="stop when trainer and engine log-probs of the rollouts differ by more than this on average (fp32: 1e-3)")
+
+
+class Rollout(Section):
+    n: Positive = Field(1, description="responses per prompt")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature of training rollouts")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling")
+    top_k: int = Field(-1, ge=-1, description="top-k sampling; -1 = off")
+    max_response_length: Positive = Field(1024, description="tokens a response may have before it is truncated")
+    stop: tuple[str, ...] = Field((), description="strings that end a response, besides the tokenizer's end token; each must be one token")
+    val_temperature: NonNegativeFloat = Field(0.0, description="sampling temperature of evaluations; 0 = greedy")
+    tensor_parallel: Positive = Field(1, description="GPUs per SGLang engine; placement's rollout ranks are cut into groups of this size")
+    max_running_requests: Positive = Field(256, description="sequences an engine decodes at once")
+    mem_fraction_static: OpenFraction = Field(0.5, description="share of GPU memory for the engine's weights and KV cache (GPU only)")
+    max_total_tokens: Positive | None = Field(None, description="KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)")
+    start_timeout_seconds: PositiveFloat = Field(600.0, description="how long an engine may take to start")
+    request_timeout_seconds: PositiveFloat = Field(1800.0, description="how long one request to an engine may take")
+    port: NonNegative = Field(0, le=65535, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
+    server_args: dict[str, str | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; SGLang refuses unknown ones")
+    sync: Sync = Field(Sync(), description="weight hand-over after each update")
+
+
+class Data(Section):
+    train_files: tuple[str, ...] = Field(min_length=1, description="jsonl or parquet files of training prompts")
+    val_files: tuple[str, ...] = Field((), description="jsonl or parquet files of held-out prompts; each is reported under its name")
+    train_batch_size: Positive = Field(256, description="prompts per step")
+    prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template")
+    label_key: str = Field("label", description="field passed to the reward function as the right answer")
+    max_prompt_length: Positive = Field(1024, description="a longer prompt (in tokens) is an error that names its line")
+    shuffle: bool = Field(True, description="a new order each epoch, from trainer.seed")
+
+
+class Reward(Section):
+    function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION of (prompts, responses, labels) -> list of scores")
+    num_workers: Positive = Field(1, description="processes that run the function, for each engine")
+    timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
+
+
+class KLCtrl(Section):
+    type: Literal["fixed", "adaptive"] = Field("fixed", description="keep kl_coef, or steer it towards target_kl")
+    kl_coef: NonNegativeFloat = Field(0.001, description="weight of the KL penalty in the reward")
+    horizon: Positive = Field(10000, description="adaptive: responses over which the coefficient adapts")
+    target_kl: PositiveFloat = Field(0.1, description="adaptive: KL per response token to hold")
+
+
+class Algorithm(Section):
+    adv_estimator: Literal["gae"] = Field("gae", description="advantage estimator")
+    gamma: Fraction = Field(1.0, description="discount per token")
+    lam: Fraction = Field(1.0, description="GAE's lambda")
+    whiten_advantages: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over all response tokens of a step")
+    use_kl_in_reward: bool = Field(True, description="subtract kl_coef x KL(policy, reference) from each token's reward; off builds no reference")
+    kl_penalty: Literal["k1", "abs", "k2", "k3"] = Field("k1", description="KL estimator")
+    kl_ctrl: KLCtrl = Field(KLCtrl(), description="KL coefficient")
+
+
+class Placement(Section):
+    actor: str = Field("all", description="ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
+    critic: str = Field("all", description="ranks of the critic")
+    ref: str | None = Field(None, description="ranks of the reference; null = the actor's")
+    rollout: str = Field("all", description="ranks whose GPUs the SGLang engines share")
+
+
+class Trainer(Section):
+    output_dir: str = Field(description="folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
+    total_steps: Positive = Field(100, description="PPO steps")
+    seed: NonNegative = Field(0, description="seeds data order, value head and sampling")
+    save_interval: NonNegative = Field(20, description="checkpoint every so many steps, and at the end; 0 = at the end only")
+    keep_checkpoints: NonNegative = Field(2, description="newest checkpoints to keep; 0 = all")
+    eval_interval: NonNegative = Field(10, description="evaluate on data.val_files every so many steps, before the first and at the end; 0 = off")
+    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
+    export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
+    num_samples: NonNegative = Field(4, description="rollouts printed and logged per evaluation")
+    process_group_timeout_seconds: PositiveFloat = Field(1800.0, description="a collective that waits longer than this ends the run")
+
+
+class Config(Section):
+    """A whole run. The YAML's top-level keys are the sections."""
+
+    model: Model = Field(description="the model all components start from")
+    placement: Placement = Field(Placement(), description="which component lives on which ranks (torchrun's global ranks, one per GPU)")
+    actor: Actor = Field(Actor(), description="the policy")
+    critic: Critic = Field(Critic(), description="the value model")
+    ref: Ref = Field(Ref(), description="the frozen reference policy of the KL penalty")
+    rollout: Rollout = Field(Rollout(), description="sampling and the SGLang engines")
+    data: Data = Field(description="prompts")
+    reward: Reward = Field(Reward(), description="scoring of responses")
+    algorithm: Algorithm = Field(Algorithm(), description="advantages and KL")
+    trainer: Trainer = Field(description="the run")

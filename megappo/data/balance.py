@@ -1,0 +1,109 @@
+"""Balancing rows over data-parallel ranks and micro-batches. Pure and deterministic: all ranks get the same answer."""
+
+import heapq
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class _Subset:
+    """Some items and the sum of their costs."""
+
+    cost: int
+    items: tuple[int, ...]
+
+    def __add__(self, other: "_Subset") -> "_Subset":
+        return _Subset(self.cost + other.cost, self.items + other.items)
+
+
+def balanced_partitions(costs: list[int], k: int) -> list[list[int]]:
+    """Partition item numbers 0..len(costs)-1 into k parts of nearly equal cost, each sorted, ordered by first item.
+
+    No part is empty where there are at least k items; otherwise the empty ones come last.
+
+    Raises:
+        ValueError: k < 1 or a negative cost.
+    Source: Karmarkar and Karp 1982, the largest differencing method for k parts; used so by verl and slime.
+    """
+    if k < 1 or any(cost < 0 for cost in costs):
+        raise ValueError(f"cannot partition into {k} parts: needs k >= 1 and costs >= 0")
+    if k == 1:
+        return [list(range(len(costs)))]
+    # Heap of partial solutions: (-spread, tie-break, subsets by falling cost; empty ones left out).
+    heap = [(-cost, item, [_Subset(cost, (item,))]) for item, cost in enumerate(costs)]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, tie, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        merged = _merge(first, second, k)
+        smallest = merged[-1].cost if len(merged) == k else 0
+        heapq.heappush(heap, (smallest - merged[0].cost, tie, merged))
+    parts = sorted(sorted(subset.items) for subset in (heap[0][2] if heap else []))
+    return parts + [[] for _ in range(k - len(parts))]
+
+
+def _merge(first: list[_Subset], second: list[_Subset], k: int) -> list[_Subset]:
+    """Join the costliest subsets of one solution with the cheapest (or empty) ones of the other."""
+    overlap = max(0, len(first) + len(second) - k)
+    apart = len(first) - overlap
+    joined = [a + b for a, b in zip(first[apart:], reversed(second[len(second) - overlap :]), strict=True)]
+    return sorted(first[:apart] + joined + second[: len(second) - overlap], key=lambda subset: -subset.cost)
+
+
+def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Pack rows into few bins of at most max_tokens, balanced by tokens.
+
+    Args:
+        lengths: tokens of each row.
+        max_tokens: bound on a bin's tokens.
+
+    Returns:
+        Row positions of each bin; at most as many bins as first-fit-decreasing needs (11/9 of the optimum + 6/9).
+
+    Raises:
+        ValueError: a row longer than max_tokens, naming it.
+    """
+    for row, length in enumerate(lengths):
+        if length > max_tokens:
+            raise ValueError(
+                f"row {row} has {length} tokens, more than max_tokens_per_micro_batch {max_tokens}: "
+                f"raise it to at least {length}, or lower data.max_prompt_length or rollout.max_response_length"
+            )
+    return _fewest_bins(lengths, max_tokens)
+
+
+def _fewest_bins(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Bisect the number of bins between a lower bound and what first-fit-decreasing needs."""
+    best = _first_fit_decreasing(lengths, max_tokens)
+    low = max(1, -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
+    high = len(best)
+    while low <= high:
+        middle = (low + high) // 2
+        bins = _balanced_bins(lengths, max_tokens, middle)
+        if bins is None:
+            low = middle + 1
+        else:
+            best, high = bins, middle - 1
+    return best
+
+
+def _balanced_bins(lengths: list[int], max_tokens: int, num: int) -> list[list[int]] | None:
+    """Balanced bins, or None when one is over max_tokens."""
+    bins = balanced_partitions(lengths, num)
+    return bins if all(_tokens(rows, lengths) <= max_tokens for rows in bins) else None
+
+
+def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        fit = next((i for i, free in enumerate(room) if free >= lengths[row]), len(bins))
+        if fit == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[fit].append(row)
+        room[fit] -= lengths[row]
+    return sorted(sorted(rows) for rows in bins)
+
+
+def _tokens(rows: list[int], lengths: list[int]) -> int:
+    return sum(lengths[row] for row in rows)

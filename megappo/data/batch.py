@@ -1,0 +1,72 @@
+"""Rows of a step's batch: one row is one response with its prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """B rows held by one rank.
+
+    Attributes:
+        ids: [B] int64, row numbers, unique over all ranks.
+        prompt_lengths, response_lengths: [B] int64, in tokens.
+        input_ids: B tensors [prompt + response] int64, unpadded; empty list = the tokens are not here.
+        fields: float32 values by name, [B] (per row) or [B, R] (per response token, right-padded with 0). R is the
+            longest response of the whole step, so it is the same on all ranks.
+
+    Raises:
+        ValueError: a length or shape does not fit the rest; the message names the field.
+    """
+
+    ids: torch.Tensor
+    prompt_lengths: torch.Tensor
+    response_lengths: torch.Tensor
+    input_ids: list[torch.Tensor]
+    fields: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        size, prompts, responses = len(self.ids), len(self.prompt_lengths), len(self.response_lengths)
+        if not size == prompts == responses:
+            raise ValueError(f"{size} ids, {prompts} prompt_lengths, {responses} response_lengths: expected as many")
+        lengths = (self.prompt_lengths + self.response_lengths).tolist()
+        found = [len(tokens) for tokens in self.input_ids]
+        if found and found != lengths:
+            raise ValueError(f"input_ids have {found} tokens; expected prompt + response lengths {lengths}")
+        self._check_fields(size)
+
+    def _check_fields(self, size: int) -> None:
+        longest, width = int(self.response_lengths.max()) if size else 0, self.max_response_length
+        for name, values in self.fields.items():
+            if values.shape not in ((size,), (size, width)) or width < longest:
+                expected = f"[{size}] or [{size}, R] with one R >= {longest}"
+                raise ValueError(f"field {name} has shape {list(values.shape)}; expected {expected}")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def max_response_length(self) -> int:
+        """R: the width of the per-token fields; without any, this rank's longest response."""
+        widths = [values.shape[1] for values in self.fields.values() if values.dim() == 2]
+        return widths[0] if widths else int(self.response_lengths.max()) if len(self) else 0
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """[B, R] float32: the field of this name, else 1 on every response token."""
+        if "response_mask" in self.fields:
+            return self.fields["response_mask"]
+        return (torch.arange(self.max_response_length) < self.response_lengths[:, None]).float()
+
+    def select(self, indices: Sequence[int] | torch.Tensor) -> "Rows":
+        """The rows at these positions (not row numbers), in this order; R stays."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return Rows(
+            self.ids[index],
+            self.prompt_lengths[index],
+            self.response_lengths[index],
+            [self.input_ids[i] for i in index.tolist()] if self.input_ids else [],
+            {name: values[index] for name, values in self.fields.items()},
+        )

@@ -1,0 +1,63 @@
+"""How a step's batch is cut: trajectories, mini-batches, micro-batches. Without torch."""
+
+from dataclasses import dataclass
+
+from megappo.config.checks import longest_row
+from megappo.config.schema import Config
+from megappo.placement.layout import Layout
+
+Range = tuple[int, int]
+"""Fewest and most."""
+SHORTEST_ROW = 2
+"""Tokens of the shortest trajectory: a prompt of one, a response of one."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one component makes of a step's trajectories.
+
+    Attributes:
+        shards: data-parallel ones.
+        mini_batches: per epoch; 1 for a component that only computes log-probs.
+        epochs: passes over the trajectories; 0 for a component that is not trained.
+        trajectories: in one mini-batch, over all shards.
+        shard_trajectories: of one mini-batch, per data-parallel shard (balanced by tokens, so about this many).
+        micro_batches: of one mini-batch, per shard: when all rows are shortest, and longest.
+    """
+
+    shards: int
+    mini_batches: int
+    epochs: int
+    trajectories: int
+    shard_trajectories: Range
+    micro_batches: Range
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Per PPO step."""
+        return self.mini_batches * self.epochs
+
+
+def batch_cuts(config: Config, layouts: dict[str, Layout]) -> dict[str, Cut]:
+    """The cut of actor, critic and, where there is one, ref."""
+    prompts = config.data.train_batch_size
+    actor, critic = config.actor, config.critic
+    settings = {
+        "actor": (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.max_tokens_per_micro_batch),
+        "critic": (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.max_tokens_per_micro_batch),
+        "ref": (prompts, 0, config.ref.max_tokens_per_micro_batch or actor.max_tokens_per_micro_batch),
+    }
+    cuts = {}
+    for name, (mini_batch, epochs, max_tokens) in settings.items():
+        if name not in layouts:
+            continue
+        trajectories = mini_batch * config.rollout.n
+        shards = layouts[name].data
+        shard = (trajectories // shards, _ceil(trajectories, shards))
+        micro = (_ceil(shard[0] * SHORTEST_ROW, max_tokens), _ceil(shard[1], max_tokens // longest_row(config)))
+        cuts[name] = Cut(shards, prompts // mini_batch, epochs, trajectories, shard, micro)
+    return cuts
+
+
+def _ceil(number: int, size: int) -> int:
+    return -(-number // size)

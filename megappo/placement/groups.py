@@ -1,0 +1,258 @@
+"""One set of process groups per component, so that models with different layouts share one torchrun world.
+
+megatron-core is handed a component's ProcessGroupCollection wherever it takes one. What it still reads from globals is
+filled in by `ComponentGroups.active()`; the calls it hard-wires to the default process group run in `as_world()`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator, default_embedding_ranks, default_position_embedding_ranks
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from torch.distributed import distributed_c10d
+
+from megappo import platform
+from megappo.placement.layout import Layout
+
+# Field of the collection -> dimensions its ranks span. Without expert parallelism these are the dense ones for experts.
+DIMENSIONS = {
+    "tp": "tp",
+    "pp": "pp",
+    "cp": "cp",
+    "dp": "dp",
+    "mp": "tp-pp",
+    "tp_cp": "tp-cp",
+    "dp_cp": "dp-cp",
+    "intra_dp_cp": "dp-cp",
+    "tp_dp_cp": "tp-dp-cp",
+    "ep": "ep",
+    "expt_tp": "tp",
+    "expt_dp": "dp",
+    "intra_expt_dp": "dp",
+    "tp_ep": "tp-ep",
+    "tp_ep_pp": "tp-ep-pp",
+    "intra_dist_opt": "tp-dp-pp",
+}
+# Global of parallel_state -> field of the collection.
+GROUP_GLOBALS = {
+    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
+    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
+    "_CONTEXT_PARALLEL_GROUP": "cp",
+    "_DATA_PARALLEL_GROUP": "dp",
+    "_MODEL_PARALLEL_GROUP": "mp",
+    "_EMBEDDING_GROUP": "embd",
+    "_POSITION_EMBEDDING_GROUP": "pos_embd",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
+    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp_cp",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
+    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
+    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
+    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
+    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+}
+# Global of parallel_state with a group's global ranks -> field of the collection.
+RANK_GLOBALS = {
+    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
+    "_PIPELINE_GLOBAL_RANKS": "pp",
+    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
+    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
+    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
+    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
+    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
+}
+
+RngState = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class ComponentGroups:
+    """A component's process groups as this rank sees them.
+
+    Attributes:
+        layout: the component's ranks and their arrangement.
+        collection: what megatron-core takes as `pg_collection`; None on ranks outside the component.
+    """
+
+    layout: Layout
+    collection: ProcessGroupCollection | None
+    _globals: dict[str, Any] = field(default_factory=dict, repr=False)
+    _rng: RngState | None = field(default=None, repr=False)
+    _is_active: bool = field(default=False, repr=False)
+
+    @property
+    def member(self) -> bool:
+        """Whether this rank belongs to the component."""
+        return self.collection is not None
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Around every call into megatron-core: its globals and random streams are this component's.
+
+        Re-entrant; components may nest in each other; what was there before comes back.
+        """
+        self._require_member()
+        if self._is_active:
+            yield
+            return
+        before = {name: getattr(parallel_state, name) for name in self._globals}
+        rng_before = _rng_state()
+        self._is_active = True
+        _set_globals(self._globals)
+        _set_rng_state(self._rng)
+        try:
+            yield
+        finally:
+            self._rng = _rng_state()
+            _set_rng_state(rng_before)
+            _set_globals(before)
+            self._is_active = False
+
+    @contextlib.contextmanager
+    def as_world(self) -> Iterator[None]:
+        """Make the component's group the default one: for building the optimizer and dist_checkpointing.save/load.
+
+        Ranks count from 0 within the component meanwhile. Create no groups and address no other component inside.
+        torch has no public way to do this, hence its private names (torch is pinned, a test covers this).
+        """
+        self._require_member()
+        group, outer = self.collection.intra_dist_opt, dist.group.WORLD
+        if group is outer:
+            yield
+            return
+        numbers = {rank: i for i, rank in enumerate(self.layout.ranks)}
+        maps = distributed_c10d._world.pg_group_ranks
+        before = {own: maps[own] for own in self._groups()}
+        maps.update({own: {numbers[rank]: i for rank, i in ranks.items()} for own, ranks in before.items()})
+        distributed_c10d._update_default_pg(group)
+        try:
+            yield
+        finally:
+            distributed_c10d._update_default_pg(outer)
+            maps.update(before)
+
+    def _groups(self) -> set[dist.ProcessGroup]:
+        groups = {getattr(self.collection, name) for name in GROUP_GLOBALS.values()}
+        return {group for group in groups if group is not None}
+
+    def _require_member(self) -> None:
+        if not self.member:
+            raise RuntimeError(
+                f"rank {dist.get_rank()} is not among the component's ranks {self.layout.ranks}: check .member first"
+            )
+
+
+def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | None = None) -> dict[str, ComponentGroups]:
+    """Create every component's process groups. All ranks of the world call it together, with the same arguments.
+
+    Components with equal rank sets share groups. Each group runs one collective, since NCCL's first batched
+    point-to-point call on a group needs every member.
+
+    Args:
+        layouts: component -> layout.
+        seed: of the components' random streams.
+        timeout: after which a collective on these groups ends the run; None = torch's default.
+    Raises:
+        ValueError: a layout's ranks are not ascending, or not all in the world.
+    """
+    for name, layout in layouts.items():
+        _check(name, layout)
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        parallel_state._set_global_memory_buffer()
+    cache: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+    return {name: _component_groups(layout, seed, cache, timeout) for name, layout in layouts.items()}
+
+
+def _check(name: str, layout: Layout) -> None:
+    if list(layout.ranks) != sorted(set(layout.ranks)):
+        raise ValueError(f"{name}: ranks {layout.ranks} must ascend without repeats, as torch orders groups by rank")
+    if layout.ranks[-1] >= dist.get_world_size():
+        raise ValueError(
+            f"{name}: rank {layout.ranks[-1]} is not in this world of {dist.get_world_size()} ranks; "
+            "start more processes or change the placement"
+        )
+
+
+def _component_groups(
+    layout: Layout, seed: int, cache: dict[tuple[int, ...], dist.ProcessGroup], timeout: timedelta | None
+) -> ComponentGroups:
+    own: dict[str, tuple[int, ...]] = {}
+    for name, ranks in _rank_groups(layout):
+        if ranks not in cache:
+            cache[ranks] = _new_group(ranks, timeout)
+        if dist.get_rank() in ranks:
+            own[name] = ranks
+    if dist.get_rank() not in layout.ranks:
+        return ComponentGroups(layout, None)
+    # hcp (hierarchical context parallelism) and inter_dist_opt (several optimizer instances) are not in use.
+    absent = dict.fromkeys(("embd", "pos_embd", "hcp", "inter_dist_opt"))
+    collection = ProcessGroupCollection(**absent | {name: cache[ranks] for name, ranks in own.items()})
+    groups = ComponentGroups(layout, collection, _globals(collection, own))
+    groups._rng = _fresh_rng_state(groups, seed)
+    return groups
+
+
+def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every group of a component: its field in the collection and its global ranks."""
+    generator = RankGenerator(tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=1, order="tp-cp-ep-dp-pp")
+    for name, dimensions in DIMENSIONS.items():
+        for local in generator.get_ranks(dimensions):
+            yield name, tuple(layout.ranks[i] for i in local)
+    for local in generator.get_ranks("pp"):
+        stages = [layout.ranks[i] for i in local]
+        yield "embd", tuple(default_embedding_ranks(stages))
+        yield "pos_embd", tuple(default_position_embedding_ranks(stages))
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
+    group = dist.new_group(list(ranks), timeout=timeout)
+    if dist.get_rank() in ranks and len(ranks) > 1:
+        dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
+    return group
+
+
+def _globals(collection: ProcessGroupCollection, own: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
+    pipeline = list(own["pp"])
+    return {
+        **{name: getattr(collection, group) for name, group in GROUP_GLOBALS.items()},
+        **{name: list(own[group]) for name, group in RANK_GLOBALS.items()},
+        "_EMBEDDING_GLOBAL_RANKS": default_embedding_ranks(pipeline),
+        "_POSITION_EMBEDDING_GLOBAL_RANKS": default_position_embedding_ranks(pipeline),
+    }
+
+
+def _set_globals(values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(parallel_state, name, value)
+
+
+def _fresh_rng_state(groups: ComponentGroups, seed: int) -> RngState:
+    """The component's random streams, seeded as Megatron does: apart over pipeline stages and tensor ranks."""
+    before = _rng_state()
+    tensor_rank, stage = groups.collection.tp.rank(), groups.collection.pp.rank()
+    model_parallel_cuda_manual_seed(seed + 100 * stage, tp_rank=tensor_rank, ep_rank=0, etp_rank=tensor_rank)
+    fresh = _rng_state()
+    _set_rng_state(before)
+    return fresh
+
+
+def _rng_state() -> RngState:
+    return get_cuda_rng_tracker().get_states(), torch.cuda.get_rng_state()
+
+
+def _set_rng_state(state: RngState) -> None:
+    tracked, default = state
+    get_cuda_rng_tracker().set_states(tracked)
+    torch.cuda.set_rng_state(default)

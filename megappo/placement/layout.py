@@ -1,0 +1,66 @@
+"""How one component's ranks are arranged: the arithmetic of tensor, data and pipeline parallelism, without torch."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Coordinates(NamedTuple):
+    """A rank's place in a component: data-parallel shard, rank in the tensor-parallel group, pipeline stage."""
+
+    data: int
+    tensor: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A component's global ranks in Megatron's order: tensor fastest, then data, pipeline slowest.
+
+    Raises:
+        ValueError: there are no ranks, one is there twice, or they do not divide into tensor x pipeline.
+    Source: Megatron-core's default rank order "tp-cp-ep-dp-pp".
+    """
+
+    ranks: tuple[int, ...]
+    tensor: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"a rank is there twice in {self.ranks}")
+        if not self.ranks or len(self.ranks) % (self.tensor * self.pipeline):
+            raise ValueError(
+                f"{len(self.ranks)} ranks do not divide into replicas of "
+                f"tensor {self.tensor} x pipeline {self.pipeline}"
+            )
+
+    @property
+    def data(self) -> int:
+        """Number of data-parallel shards."""
+        return len(self.ranks) // (self.tensor * self.pipeline)
+
+    def coordinates(self, rank: int) -> Coordinates | None:
+        """Where a global rank stands in the component; None when the component is not on it."""
+        if rank not in self.ranks:
+            return None
+        rest, tensor = divmod(self.ranks.index(rank), self.tensor)
+        stage, data = divmod(rest, self.data)
+        return Coordinates(data=data, tensor=tensor, stage=stage)
+
+    def block(self, stage: int, shard: int) -> tuple[int, ...]:
+        """Global ranks of one pipeline stage of one data-parallel shard: its tensor-parallel group."""
+        start = (stage * self.data + shard) * self.tensor
+        return self.ranks[start : start + self.tensor]
+
+    def shard_of(self, rank: int) -> int | None:
+        """Data-parallel shard a global rank works for; None when the component is not on it."""
+        coordinates = self.coordinates(rank)
+        return None if coordinates is None else coordinates.data
+
+    def shard_ranks(self, shard: int) -> tuple[int, ...]:
+        """Global ranks that hold the rows of one data-parallel shard: all its tensor and pipeline ranks."""
+        return tuple(rank for stage in range(self.pipeline) for rank in self.block(stage, shard))
+
+    def output_rank(self, shard: int) -> int:
+        """Global rank that reports a shard's results: tensor rank 0 of the last pipeline stage."""
+        return self.block(self.pipeline - 1, shard)[0]

@@ -1,0 +1,56 @@
+"""Placement as text that people can read: what each component looks like, and what each rank does. Without torch."""
+
+from collections.abc import Iterator, Sequence
+
+from megappo.placement.layout import Layout
+from megappo.placement.ranks import format_ranks
+
+MOST_BLOCKS = 8
+
+
+def placement_picture(layouts: dict[str, Layout]) -> str:
+    """Each component: its sizes, then a line per pipeline stage with the ranks of every data-parallel shard."""
+    return "\n".join(line for name, layout in layouts.items() for line in _component(name, layout))
+
+
+def rank_table(layouts: dict[str, Layout], world_size: int) -> str:
+    """A line per rank: its data, tensor and pipeline coordinates in each component, and its engine."""
+    rows = [["rank", *(name if name != "rollout" else "engine" for name in layouts)]]
+    rows += [[str(rank), *(_cell(name, layouts[name], rank) for name in layouts)] for rank in range(world_size)]
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
+    """Columns of equal width, numbers to the right in them."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(_padded(cell, width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(indent + line.rstrip() for line in lines)
+
+
+def _padded(cell: str, width: int) -> str:
+    return cell.rjust(width) if cell.replace(",", "").isdigit() else cell.ljust(width)
+
+
+def _cell(name: str, layout: Layout, rank: int) -> str:
+    place = layout.coordinates(rank)
+    if place is None:
+        return "-"
+    if name == "rollout":
+        return f"e{place.data}" + " owner" * (place.tensor == 0)
+    return f"dp{place.data} tp{place.tensor} pp{place.stage}"
+
+
+def _component(name: str, layout: Layout) -> Iterator[str]:
+    if name == "rollout":
+        yield f"  {name}: {layout.data} engine(s) of {layout.tensor} rank(s)"
+    else:
+        yield f"  {name}: data {layout.data} x tensor {layout.tensor} x pipeline {layout.pipeline}"
+    for stage in range(layout.pipeline):
+        head = f"stage {stage}  " if layout.pipeline > 1 else ""
+        yield f"    {head}" + " ".join(_blocks("engine " if name == "rollout" else "dp", layout, stage))
+
+
+def _blocks(word: str, layout: Layout, stage: int) -> list[str]:
+    """One stage's shards; the middle of many is left out, as the table below has every rank."""
+    blocks = [f"[{word}{shard}: {format_ranks(layout.block(stage, shard))}]" for shard in range(layout.data)]
+    return blocks if len(blocks) <= MOST_BLOCKS else [*blocks[: MOST_BLOCKS - 2], "...", blocks[-1]]

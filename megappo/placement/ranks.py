@@ -1,0 +1,192 @@
+"""Which component lives on which ranks: from the config's text to layouts. Without torch."""
+
+from collections.abc import Iterable, Iterator
+
+from megappo.config.checks import nearest_divisors
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Config, Parallel
+from megappo.placement.layout import Layout
+
+
+def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
+    """Ranks written as `all`, `5`, `0-7` (inclusive), `0-3,6`, in ascending order.
+
+    Raises:
+        ValueError: the text is not of this form, a range runs backwards, a rank is named twice or not below world_size.
+    """
+    if text.strip() == "all":
+        return tuple(range(world_size))
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, last = _bounds(part, text)
+        if last >= world_size:
+            raise ValueError(
+                f"{text!r} names rank {last}, but this run has {world_size}, numbered from 0: "
+                f"start {last + 1} processes or more, or name lower ranks"
+            )
+        for rank in range(first, last + 1):
+            if rank in ranks:
+                raise ValueError(f"{text!r} names rank {rank} twice: name it once")
+            ranks.add(rank)
+    return tuple(sorted(ranks))
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ascending ranks as `parse_ranks` reads them: `0-3,6`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def smallest_world(config: Config) -> int | None:
+    """The fewest ranks that the placement can do with; None when every component is on `all` of them.
+
+    Raises:
+        ConfigError: a placement is not a list of ranks.
+    """
+    named, errors = [], []
+    for name, text in _texts(config).items():
+        try:
+            named += [] if text.strip() == "all" else [_bounds(part, text)[1] + 1 for part in text.split(",")]
+        except ValueError as error:
+            errors.append(f"placement.{name}: {error}")
+    if errors:
+        raise ConfigError(errors)
+    return max(named, default=None)
+
+
+def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
+    """Layout of each component of the run: actor, critic, ref (with use_kl_in_reward only), rollout.
+
+    The rollout's has one data-parallel shard per SGLang engine; its `output_rank` owns the engine.
+
+    Raises:
+        ConfigError: with everything that is wrong in the placement.
+    """
+    layouts, errors = _layouts(config, world_size)
+    errors += _batch_errors(config, layouts)
+    if errors:
+        raise ConfigError(errors)
+    return layouts
+
+
+def layout_errors(config: Config, world_size: int) -> list[str]:
+    """What is wrong in placement, layouts and the cut of the batch over them, one line each."""
+    try:
+        placement_layouts(config, world_size)
+    except ConfigError as error:
+        return list(error.errors)
+    return []
+
+
+def _texts(config: Config) -> dict[str, str]:
+    placement = config.placement
+    texts = {"actor": placement.actor, "critic": placement.critic}
+    if config.algorithm.use_kl_in_reward:
+        texts["ref"] = placement.actor if placement.ref is None else placement.ref
+    return texts | {"rollout": placement.rollout}
+
+
+def _bounds(part: str, text: str) -> tuple[int, int]:
+    """First and last rank of `5` or `0-7`; `text` is the whole, for the message."""
+    first, dash, last = (piece.strip() for piece in part.partition("-"))
+    numbers = (first, last) if dash else (first, first)
+    if not all(number.isascii() and number.isdigit() for number in numbers):
+        raise ValueError(f"{text!r} is not a list of ranks: write 'all', '0-7', '0,2' or '0-3,6'")
+    if int(numbers[0]) > int(numbers[1]):
+        raise ValueError(f"{text!r}: the range {part.strip()} runs backwards: write {numbers[1]}-{numbers[0]}")
+    return int(numbers[0]), int(numbers[1])
+
+
+def _layouts(config: Config, world_size: int) -> tuple[dict[str, Layout], list[str]]:
+    layouts, errors = {}, []
+    for name, text in _texts(config).items():
+        try:
+            layouts[name] = _layout(parse_ranks(text, world_size), *_parallel(config, name))
+        except ValueError as error:
+            if name != "ref" or not _ref_follows_actor(config):  # else it is said of the actor
+                errors.append(f"placement.{name}: {error}")
+    errors += _engine_errors(layouts["rollout"]) if "rollout" in layouts else []
+    errors += _cover_errors(layouts, world_size) if len(layouts) == len(_texts(config)) else []
+    return layouts, errors
+
+
+def _ref_follows_actor(config: Config) -> bool:
+    return config.placement.ref is None and config.ref.parallel is None
+
+
+def _parallel(config: Config, name: str) -> tuple[str, Parallel]:
+    """The key that lays a component out, and its value."""
+    if name == "rollout":
+        return "rollout.tensor_parallel", Parallel(tensor=config.rollout.tensor_parallel)
+    if name == "ref" and config.ref.parallel is None:
+        name = "actor"
+    return f"{name}.parallel", getattr(config, name).parallel
+
+
+def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
+    size = parallel.tensor * parallel.pipeline
+    if len(ranks) % size:
+        product = f"{key}'s tensor {parallel.tensor} x pipeline {parallel.pipeline} = {size}"
+        product = f"{key} {size}" if key == "rollout.tensor_parallel" else product
+        raise ValueError(
+            f"the {len(ranks)} ranks {format_ranks(ranks)} do not divide by {product}: "
+            f"name {_multiples(len(ranks), size)} ranks, or make it {nearest_divisors(len(ranks), size)}"
+        )
+    return Layout(ranks, parallel.tensor, parallel.pipeline)
+
+
+def _multiples(count: int, size: int) -> str:
+    below = count // size * size
+    return " or ".join(str(number) for number in (below, below + size) if number)
+
+
+def _engine_errors(rollout: Layout) -> Iterator[str]:
+    """An SGLang engine takes GPUs that follow each other."""
+    for engine in range(rollout.data):
+        ranks = rollout.block(0, engine)
+        if ranks[-1] - ranks[0] != len(ranks) - 1:
+            yield (
+                f"placement.rollout: engine {engine} of rollout.tensor_parallel {rollout.tensor} would get ranks "
+                f"{format_ranks(ranks)}, which do not follow each other: name runs of {rollout.tensor} ranks"
+            )
+
+
+def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:
+    without_actor = [rank for rank in layouts["rollout"].ranks if rank not in layouts["actor"].ranks]
+    if without_actor:
+        yield (
+            f"placement.rollout: ranks {format_ranks(without_actor)} are not the actor's "
+            f"({format_ranks(layouts['actor'].ranks)}): engines share GPUs with the actor in this version; "
+            "name ranks of placement.actor"
+        )
+    used = {rank for layout in layouts.values() for rank in layout.ranks}
+    idle = [rank for rank in range(world_size) if rank not in used]
+    if idle:
+        yield (
+            f"placement: ranks {format_ranks(idle)} of this run's {world_size} belong to no component: "
+            f"start {max(used) + 1} processes, or place a component there"
+        )
+
+
+def _batch_errors(config: Config, layouts: dict[str, Layout]) -> list[str]:
+    """Every data-parallel shard needs a row of every mini-batch."""
+    errors = []
+    sizes = {
+        "actor": ("actor.ppo_mini_batch_size", config.actor.ppo_mini_batch_size),
+        "critic": ("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size),
+        "ref": ("data.train_batch_size", config.data.train_batch_size),
+    }
+    for name, (key, prompts) in sizes.items():
+        shards = layouts[name].data if name in layouts else 0
+        if prompts * config.rollout.n < shards:
+            errors.append(
+                f"{key} {prompts} x rollout.n {config.rollout.n} = {prompts * config.rollout.n} trajectories are fewer "
+                f"than the {name}'s {shards} data-parallel shards on ranks {format_ranks(layouts[name].ranks)}: "
+                f"raise {key} to {-(-shards // config.rollout.n)} or more"
+            )
+    return errors
