@@ -1,0 +1,14 @@
+"""Processes that end with their parent. The standard library alone, so that any process may import it at once."""
+
+import ctypes
+import os
+import signal
+
+PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent's thread ends, even while user code runs in it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
+    if os.getppid() != parent_pid:  # it ended before the call
+        os.kill(os.getpid(), by)

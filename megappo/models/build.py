@@ -1,0 +1,49 @@
+"""One rank's part of a model: its pipeline stage and tensor shard, without weights."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megappo import platform
+from megappo.config.schema import Model, Parallel
+from megappo.models.hf_config import gpt_arguments, transformer_config
+from megappo.models.layer_specs import layer_spec
+from megappo.models.value_head import ValueHead
+from megappo.placement.groups import ComponentGroups
+
+
+def build_model(
+    hf_config: dict[str, Any],
+    model: Model,
+    parallel: Parallel,
+    groups: ComponentGroups,
+    *,
+    value_head: bool,
+    recompute: str,
+    trained: bool,
+) -> GPTModel:
+    """This rank's GPTModel, on its device, in `model.dtype`. Its weights are not set: load them before use.
+
+    Args:
+        hf_config: config.json.
+        groups: the component's groups, built for the layout of `parallel`; this rank is a member.
+        value_head: put a ValueHead in place of the output layer; the embeddings are then not tied.
+        recompute: "none", "selective" or "full".
+        trained: False freezes every parameter.
+    """
+    config = transformer_config(hf_config, model, parallel, recompute)
+    stage = groups.collection.pp.rank()
+    with groups.active():
+        gpt = GPTModel(
+            config,
+            layer_spec(config, model.layer_spec, stage),
+            pre_process=stage == 0,
+            post_process=stage == parallel.pipeline - 1,
+            pg_collection=groups.collection,
+            **gpt_arguments(hf_config, parallel.tensor, value_head),
+        )
+    if value_head and gpt.post_process:
+        gpt.output_layer = ValueHead(config, groups.collection.tp)
+    gpt.requires_grad_(trained)
+    return gpt.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)

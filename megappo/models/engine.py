@@ -1,0 +1,264 @@
+"""Forward passes and training steps of one Megatron model, on this rank, through megatron-core's own schedules.
+
+Algorithms are written above this seam (AReaL's `engine.train_batch(batch, loss_fn)`): a `Head` turns the model's output
+into values per response token, and a `LossFn` turns those into a loss.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.module import Float16Module
+
+from megappo import platform
+from megappo.config.schema import Optim
+from megappo.data.balance import micro_batches
+from megappo.data.batch import Rows
+from megappo.data.packing import Packed, pack
+from megappo.placement.groups import ComponentGroups
+
+Outputs = dict[str, torch.Tensor]
+"""Per response token, each [b, R] float32, 0 on padding."""
+Head = Callable[[torch.Tensor, Packed], Outputs]
+"""Last stage: the model's output [1, T, ...] -> Outputs."""
+LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""Outputs and their rows -> loss and metrics, both partial sums of the mini-batch's: they add up over micro-batches
+and data-parallel shards to what one pass over the whole mini-batch would give."""
+
+
+class MegatronEngine:
+    """One component's model on a rank of its layout.
+
+    Args:
+        model: this rank's stage and tensor shard, on the device, weights loaded.
+        groups: the component's process groups; this rank is a member.
+        head: see `Head`.
+        max_tokens: tokens packed into one micro-batch at most.
+    """
+
+    def __init__(self, model: GPTModel, groups: ComponentGroups, head: Head, max_tokens: int):
+        self.model = model
+        self.groups = groups
+        self.head = head
+        self.max_tokens = max_tokens
+        self.runner = Float16Module(model.config, model) if model.config.bf16 else model
+        pipeline = groups.collection.pp
+        self._p2p = P2PCommunicator(pipeline, model.config) if pipeline.size() > 1 else None
+        self._schedule = get_forward_backward_func(pipeline.size(), None)
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this rank reports the results of its data-parallel shard."""
+        collection = self.groups.collection
+        return collection.tp.rank() == 0 and collection.pp.rank() == collection.pp.size() - 1
+
+    @torch.no_grad()
+    def forward(self, rows: Rows) -> Outputs:
+        """The head's outputs for `rows` ([b, R] each, CPU) on the last stage; {} on other stages."""
+        bins = self._bins(rows)
+        self.runner.eval()
+        parts = self._run(rows, bins, self._collect, forward_only=True)
+        if not parts:
+            return {}
+        order = torch.tensor([row for rows_of_bin in bins for row in rows_of_bin]).argsort()
+        return {name: torch.cat([part[name] for part in parts])[order].cpu() for name in parts[0]}
+
+    def _collect(self, packed: Packed, output: torch.Tensor, non_loss_data: bool) -> Outputs:
+        """What the schedule calls, with non_loss_data=True, and collects."""
+        return self.head(output, packed)
+
+    def _run(self, rows: Rows, bins: Sequence[Sequence[int]], on_last_stage: Callable, forward_only: bool) -> list:
+        with self.groups.active():
+            return self._schedule(
+                forward_step_func=partial(self._forward_step, on_last_stage),
+                data_iterator=self._packs(rows, bins),
+                model=[self.runner],
+                num_microbatches=len(bins),
+                seq_length=1,  # with variable_seq_lengths the stages tell each other the real one
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=self.groups.collection,
+                p2p_communicator=self._p2p,
+            )
+
+    def _bins(self, rows: Rows) -> list[list[int]]:
+        return micro_batches([len(tokens) for tokens in rows.input_ids], self.max_tokens)
+
+    def _packs(self, rows: Rows, bins: Sequence[Sequence[int]]) -> Iterator[Packed]:
+        multiple = self.groups.layout.tensor if self.model.config.sequence_parallel else 1
+        for rows_of_bin in bins:
+            yield pack(rows.select(rows_of_bin), multiple, platform.device())
+
+    def _forward_step(self, on_last_stage: Callable, packs: Iterator[Packed], model: torch.nn.Module) -> tuple:
+        packed = next(packs)
+        # The heads cast to fp32 what they need: do not let Megatron copy all logits.
+        keep_dtype = {"fp32_output": False} if self.model.config.bf16 else {}
+        output = model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            packed_seq_params=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=packed.cu_seqlens,
+                cu_seqlens_kv=packed.cu_seqlens,
+                max_seqlen_q=packed.max_seqlen,
+                max_seqlen_kv=packed.max_seqlen,
+            ),
+            **keep_dtype,
+        )
+        return output, partial(on_last_stage, packed)
+
+
+class TrainedEngine(MegatronEngine):
+    """A `MegatronEngine` with gradients, optimizer and learning-rate schedule.
+
+    Args:
+        optim: the optimizer's settings.
+        total_optimizer_steps: over the whole run; the learning rate decays over them.
+    """
+
+    def __init__(
+        self,
+        model: GPTModel,
+        groups: ComponentGroups,
+        head: Head,
+        max_tokens: int,
+        optim: Optim,
+        total_optimizer_steps: int,
+    ):
+        super().__init__(model, groups, head, max_tokens)
+        config = model.config
+        self.optim = optim
+        with groups.active(), groups.as_world():
+            self.runner = DistributedDataParallel(
+                config=config,
+                ddp_config=DistributedDataParallelConfig(
+                    use_distributed_optimizer=optim.distributed, grad_reduce_in_fp32=True
+                ),
+                module=self.runner,
+                pg_collection=groups.collection,
+            )
+            self.optimizer = get_megatron_optimizer(
+                optimizer_config(optim, bf16=config.bf16),
+                [self.runner],
+                use_gloo_process_groups=False,
+                pg_collection=groups.collection,
+            )
+        self.scheduler = lr_scheduler(self.optimizer, optim, total_optimizer_steps)
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = _finalize_without_token_count
+
+    def train_batch(self, rows: Rows, loss_fn: LossFn) -> dict[str, float]:
+        """One optimizer step on this shard's rows of a mini-batch.
+
+        Returns:
+            `grad_norm`, `lr`, and on the last stage the loss function's metrics, summed over micro-batches.
+        Raises:
+            FloatingPointError: the loss or the gradient norm is not finite. The model is spoiled: end the run without
+                saving it.
+        """
+        self.runner.train()
+        self.runner.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        bins = self._bins(rows)
+        parts = self._run(rows, bins, partial(self._loss, loss_fn), forward_only=False)
+        with self.groups.active():
+            updated, grad_norm, _ = self.optimizer.step()
+        if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
+            raise FloatingPointError(f"the gradient norm is {grad_norm}: lower optim.lr, or look at the rewards")
+        lr = max(group["lr"] for group in self.optimizer.param_groups)
+        self.scheduler.step(increment=1)
+        return {"grad_norm": float(grad_norm), "lr": lr, **_summed(parts)}
+
+    def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
+        """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+            "dp_cp_group": self.groups.collection.dp_cp,
+        }
+        with self.groups.active():
+            # Of the unwrapped model: the wrappers' own methods disagree about the prefix "module.".
+            model = self.model.sharded_state_dict(metadata=metadata)
+            optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `dist_checkpointing.load` returned for `sharded_state_dict(is_loading=True)`.
+
+        The optimizer's settings stay those of this run's config, whatever the checkpoint was trained with.
+        """
+        with self.groups.active():
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            settings = {"betas": self.optim.betas, "eps": self.optim.eps}
+            for group in self.optimizer.param_groups:
+                group.update(settings, max_lr=self.optim.lr, min_lr=self.optim.min_lr)
+            self.scheduler.load_state_dict(state["scheduler"])
+
+    def as_world(self) -> AbstractContextManager:
+        """Makes the component's group the default one: dist_checkpointing is hard-wired to that."""
+        return self.groups.as_world()
+
+    def _loss(self, loss_fn: LossFn, packed: Packed, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        loss, metrics = loss_fn(self.head(output, packed), packed.rows)
+        # The loss is divided by the mini-batch's global counts already; this count must only exist.
+        return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+
+
+def optimizer_config(optim: Optim, bf16: bool) -> OptimizerConfig:
+    """Megatron's optimizer settings: decoupled Adam, fp32 moments and master weights."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=optim.distributed,
+    )
+
+
+def lr_scheduler(optimizer: object, optim: Optim, total_optimizer_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then the configured decay; it also exempts biases and norms from weight decay."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if optim.lr_warmup_steps else optim.lr,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=max(total_optimizer_steps, optim.lr_warmup_steps + 1),
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, **kwargs: object) -> None:
+    """Megatron's gradient reduction without its division: losses come divided by global counts."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _summed(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    if not parts:
+        return {}
+    return {name: float(sum(part[name].detach().double() for part in parts)) for name in parts[0]}

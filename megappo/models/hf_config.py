@@ -1,0 +1,165 @@
+"""From a Hugging Face config.json to megatron-core's TransformerConfig and GPTModel arguments."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+
+from megappo import platform
+from megappo.config.errors import ConfigError
+from megappo.config.families import FAMILIES, Family
+from megappo.config.schema import Model, Parallel
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+# Megatron's Llama 3 rope scaling takes the factor only; these are its constants.
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, recompute: str) -> TransformerConfig:
+    """Megatron's description of the layers of `hf`, in one layout.
+
+    Args:
+        hf: config.json of a model of one of FAMILIES.
+        recompute: "none", "selective" (attention) or "full" (every layer).
+    Raises:
+        ValueError: the model is not supported, or does not divide into the layout.
+    """
+    family = _family(hf)
+    _check_divides(hf, parallel)
+    dtype = DTYPES[model.dtype]
+    return TransformerConfig(
+        num_layers=hf["num_hidden_layers"],
+        hidden_size=hf["hidden_size"],
+        ffn_hidden_size=hf["intermediate_size"],
+        num_attention_heads=hf["num_attention_heads"],
+        num_query_groups=_num_key_value_heads(hf),
+        kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        layernorm_epsilon=hf["rms_norm_eps"],
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_layernorm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        calculate_per_token_loss=True,
+        # Packed micro-batches differ in length; Megatron then demands this dispatcher even of dense models.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # gloo sends asynchronously: the tensor must outlive the call.
+        deallocate_pipeline_outputs=platform.has_cuda(),
+        use_cpu_initialization=not platform.has_cuda(),
+        # Every weight is loaded later, yet only initialization marks weights as sharded: unmarked ones would be left
+        # out of the gradient norm on all but the first tensor-parallel rank.
+        perform_initialization=True,
+        **FUSIONS_OFF,
+        **RECOMPUTE[recompute],
+    )
+
+
+FUSIONS_OFF = dict.fromkeys(
+    (
+        "persist_layer_norm",
+        "bias_dropout_fusion",
+        "bias_activation_fusion",
+        "masked_softmax_fusion",
+        "apply_rope_fusion",
+        "gradient_accumulation_fusion",
+        "cross_entropy_loss_fusion",
+    ),
+    False,
+)
+
+
+def gpt_arguments(hf: dict[str, Any], tensor: int, value_head: bool) -> dict[str, Any]:
+    """GPTModel's keyword arguments besides the TransformerConfig: vocabulary, positions, tied embeddings.
+
+    Args:
+        tensor: tensor-parallel ranks, into which the vocabulary is padded to divide.
+        value_head: the model gets a value head; its embeddings are then never tied.
+    """
+    return {
+        "vocab_size": padded_vocab_size(hf["vocab_size"], tensor),
+        "max_sequence_length": hf["max_position_embeddings"],
+        "share_embeddings_and_output_weights": is_tied(hf) and not value_head,
+        "position_embedding_type": "rope",
+        **_rope_arguments(hf),
+    }
+
+
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """The next multiple of `tensor`; rows from vocab_size on are padding."""
+    return -(-vocab_size // tensor) * tensor
+
+
+def is_tied(hf: dict[str, Any]) -> bool:
+    """Whether the output layer is the embedding. Hugging Face's default, where config.json is silent, is no."""
+    return bool(hf.get("tie_word_embeddings", False))
+
+
+def _family(hf: dict[str, Any]) -> Family:
+    """The family of `hf`, or an error that names what is not supported and what is."""
+    architectures = hf.get("architectures") or ["no architecture at all"]
+    if architectures[0] not in FAMILIES:
+        raise ValueError(
+            f"config.json names {architectures[0]}, which is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    unsupported = {
+        "hidden_act": hf.get("hidden_act", "silu") != "silu",
+        "attention_bias": bool(hf.get("attention_bias")),
+        "mlp_bias": bool(hf.get("mlp_bias")),
+        "use_sliding_window": bool(hf.get("use_sliding_window")),
+        "layer_types": bool(set(hf.get("layer_types") or ()) - {"full_attention"}),
+    }
+    for key, is_unsupported in unsupported.items():
+        if is_unsupported:
+            found = f"config.json of this {architectures[0]} has {key} = {hf[key]!r}"
+            raise ConfigError([f"{found}, which is not supported"])
+    return FAMILIES[architectures[0]]
+
+
+def _num_key_value_heads(hf: dict[str, Any]) -> int:
+    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
+
+
+def _check_divides(hf: dict[str, Any], parallel: Parallel) -> None:
+    wrong = [
+        f"{key} = {size} does not divide by parallel.{name} = {ranks}"
+        for key, size, name, ranks in (
+            ("num_hidden_layers", hf["num_hidden_layers"], "pipeline", parallel.pipeline),
+            ("num_attention_heads", hf["num_attention_heads"], "tensor", parallel.tensor),
+            ("num_key_value_heads", _num_key_value_heads(hf), "tensor", parallel.tensor),
+            ("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor),
+        )
+        if size % ranks
+    ]
+    if parallel.sequence and parallel.tensor == 1:
+        wrong.append("parallel.sequence needs parallel.tensor > 1")
+    if wrong:
+        raise ValueError("the model does not fit the layout: " + "; ".join(wrong))
+
+
+def _rope_arguments(hf: dict[str, Any]) -> dict[str, Any]:
+    """Rotary base and scaling: rope_parameters (transformers 5), or rope_theta and rope_scaling (before)."""
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    base = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {"rotary_base": base}
+    if kind == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items()):
+        return {"rotary_base": base, "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    raise ConfigError([f"rope {rope} is not supported; supported are the default and llama3 with {LLAMA3_ROPE}"])

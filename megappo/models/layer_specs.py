@@ -1,0 +1,119 @@
+"""Which modules a transformer layer is made of: TransformerEngine's, or torch-only ones that also run on a CPU."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megappo import platform
+from megappo.config.errors import ConfigError
+
+
+def layer_spec(config: TransformerConfig, kind: str, stage: int) -> ModuleSpec | TransformerBlockSubmodules:
+    """The decoder of one pipeline stage, as GPTModel's `transformer_layer_spec`.
+
+    Args:
+        kind: "auto" (TransformerEngine where it is installed with CUDA, else torch), "torch" or "transformer_engine".
+        stage: pipeline rank, which says how many layers to build.
+    Raises:
+        ConfigError: "transformer_engine" is asked for and cannot run here.
+    """
+    if kind == "auto":
+        kind = "transformer_engine" if platform.has_transformer_engine() else "torch"
+    if kind == "torch":
+        return _torch_decoder(config, stage)
+    if not platform.has_transformer_engine():
+        raise ConfigError(
+            [
+                "model.layer_spec is transformer_engine, but TransformerEngine is not installed or CUDA is missing: "
+                "install transformer-engine, or set model.layer_spec=torch"
+            ]
+        )
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+
+
+def _torch_decoder(config: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
+    """Megatron's local layer with the two modules replaced that refuse sequence parallelism and packed batches."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    num_layers = get_num_layers_to_build(config, pp_rank=stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, its weight marked so that Megatron sums its gradient over sequence shards."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal self-attention within each sequence of a packed batch, without a mask over the whole pack.
+
+    Sequences of equal length attend in one call. That costs time and memory as the sum of squared lengths; a dense mask
+    would cost the square of the sum.
+    """
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
+        super().__init__()
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [T, heads, D], all sequences one after the other.
+            key: [T, groups, D], groups divides heads (grouped-query attention).
+            value: as key.
+            attention_mask: None: each sequence is causal.
+            packed_seq_params: cu_seqlens_q, int32 [sequences + 1], are the boundaries of the sequences.
+        Returns:
+            [T, heads * D].
+        Raises:
+            ValueError: the batch is not packed.
+        """
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            raise ValueError(
+                "the torch layer spec takes packed batches only: pass PackedSeqParams(qkv_format='thd', ...)"
+            )
+        parts, places = [], []
+        for place in _by_length(packed_seq_params.cu_seqlens_q):
+            parts.append(self._attend(*(tensor[place] for tensor in (query, key, value))).flatten(0, 1))
+            places.append(place.flatten())
+        return torch.cat(parts)[torch.cat(places).argsort()].flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Sequences of one length: query [sequences, length, heads, D], key and value with groups for heads."""
+        by_head = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output = F.scaled_dot_product_attention(*by_head, is_causal=True, scale=self.scale, enable_gqa=True)
+        return output.transpose(1, 2)
+
+
+def _by_length(cu_seqlens: torch.Tensor) -> list[torch.Tensor]:
+    """Positions in the pack, [sequences, length] for each length there is: equal sequences need no padding."""
+    lengths = cu_seqlens.diff()
+    return [
+        cu_seqlens[:-1][lengths == length, None] + torch.arange(length, device=cu_seqlens.device)
+        for length in lengths.unique().tolist()
+    ]

@@ -1,0 +1,131 @@
+"""Log-probs and entropy from vocabulary-sharded logits: one softmax for both, and the logits are never gathered."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NO_PROBABILITY = -1e30
+"""Stands for the logits of padding: exp() of it is exactly 0, and unlike -inf it leaves no NaN in 0 x log 0."""
+
+
+def vocab_parallel_log_probs_and_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-prob of each target and entropy of each token's distribution, softmax(logits / temperature).
+
+    Collectives: one maximum and one sum in the forward pass, none in the backward pass. The extra memory is
+    [chunk, V/tp] float32, and in the backward pass the gradient, of the logits' own shape and dtype.
+
+    Args:
+        logits: [T, V/tp], this rank's contiguous shard of the padded vocabulary, rank order; left untouched. It is
+            kept for the backward pass, so nobody else may write to it before.
+        targets: [T] int64 token ids, the same on every rank of the group.
+        group: ranks that hold the shards; every one of them calls.
+        vocab_size: true vocabulary; columns from there on are padding, have no probability and get gradient 0.
+        temperature: divides the logits here, chunk by chunk, so that the caller needs no scaled copy.
+        chunk: tokens worked on at a time; it does not change the result.
+    Returns:
+        log_probs [T] and entropy [T], float32 (float64 for float64 logits), in nats, the same on every rank. A target
+        outside [0, vocab_size) has log-prob NaN.
+    Raises:
+        ValueError: the shapes do not fit each other or the vocabulary.
+    Source: d log p(y) / dx = onehot(y) - p and d H / dx = -p (log p + H).
+    """
+    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
+        raise ValueError(f"expected logits [T, V/tp] and targets [T], got {[*logits.shape]} and {[*targets.shape]}")
+    if logits.shape[1] * group.size() < vocab_size:
+        raise ValueError(
+            f"{group.size()} shards of {logits.shape[1]} logits hold fewer than the {vocab_size} of vocab_size; "
+            "pass the model's true vocabulary size"
+        )
+    return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size, temperature, chunk)
+
+
+class _LogProbsAndEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        group: dist.ProcessGroup,
+        vocab_size: int,
+        temperature: float,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shard = _Shard(logits, group.rank() * logits.shape[1], vocab_size, temperature, chunk)
+        column, here = shard.columns(targets)
+        maximum = torch.cat([x.amax(-1) for _, x in shard.chunks()])
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.cat(
+            [_sums(x - maximum[rows, None], column[rows], here[rows]) for rows, x in shard.chunks()], dim=1
+        )
+        dist.all_reduce(sums, group=group)
+        exp_sum, exp_shifted_sum, target = sums
+        log_exp_sum = exp_sum.log()
+        # With s = x - max and Z = sum exp(s): log p = s - log Z, and H = log Z - sum(exp(s) s) / Z.
+        entropy = log_exp_sum - exp_shifted_sum / exp_sum
+        known = (targets >= 0) & (targets < vocab_size)
+        log_probs = torch.where(known, target - log_exp_sum, torch.nan)
+        ctx.save_for_backward(logits, maximum + log_exp_sum, entropy, column, here)
+        ctx.shard_arguments = (shard.first, vocab_size, temperature, chunk)
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
+        logits, log_normaliser, entropy, column, here = ctx.saved_tensors
+        shard = _Shard(logits, *ctx.shard_arguments)
+        grad = torch.zeros_like(logits)
+        for rows, x in shard.chunks():
+            log_p = x - log_normaliser[rows, None]
+            p = log_p.exp()
+            part = torch.zeros_like(p)
+            if grad_log_probs is not None:
+                part.addcmul_(p, grad_log_probs[rows, None], value=-1)
+                part.scatter_add_(1, column[rows, None], (grad_log_probs[rows] * here[rows])[:, None])
+            if grad_entropy is not None:
+                part.addcmul_(p * (log_p + entropy[rows, None]), grad_entropy[rows, None], value=-1)
+            grad[rows] = part / shard.temperature
+        return grad, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A rank's columns [first, first + V/tp) of the padded vocabulary, read a chunk of tokens at a time."""
+
+    logits: torch.Tensor
+    first: int
+    vocab_size: int
+    temperature: float
+    chunk: int
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Rows and a scaled copy of their logits, [chunk, V/tp] float32 (float64 stays)."""
+        dtype = torch.promote_types(self.logits.dtype, torch.float32)
+        for start in range(0, max(len(self.logits), 1), self.chunk):
+            rows = slice(start, start + self.chunk)
+            x = self.logits[rows].to(dtype) / self.temperature
+            x[:, max(self.vocab_size - self.first, 0) :] = NO_PROBABILITY
+            yield rows, x
+
+    def columns(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The targets' columns in this shard, [T] int64 (0 where elsewhere), and whether they are in it, [T] bool."""
+        column = targets - self.first
+        here = (column >= 0) & (column < self.logits.shape[1])
+        return torch.where(here, column, 0), here
+
+
+def _sums(shifted: torch.Tensor, column: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    """This shard's part of sum exp(s), sum exp(s) s and the target's s, [3, chunk], from s [chunk, V/tp]."""
+    exp = shifted.exp()
+    target = shifted.gather(1, column[:, None])[:, 0] * here
+    return torch.stack([exp.sum(-1), (exp * shifted).sum(-1), target])

@@ -1,0 +1,191 @@
+"""Model families as tables: which Hugging Face tensors each Megatron parameter is made of. Data only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.config.families import FAMILIES
+from megappo.models.hf_config import is_tied
+
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+VALUE_HEAD = "score.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter.
+
+    Attributes:
+        megatron: its name in the local layer spec, and in TransformerEngine's where that differs.
+        hf: names and symbolic shapes of the tensors it holds, stacked along dimension 0.
+        shard_dim: dimension cut over tensor-parallel ranks; None = replicated.
+        by_kv_head: the stacked tensors alternate per KV head (q q k v, q q k v, ...), not once per shard.
+    """
+
+    megatron: tuple[str, ...]
+    hf: tuple[tuple[str, tuple[str, ...]], ...]
+    shard_dim: int | None = None
+    by_kv_head: bool = False
+
+
+# Names outside the layers are complete; inside, they come after the layer's number.
+_MODEL = (
+    Rule(("embedding.word_embeddings.weight",), ((EMBEDDING, ("vocab", "hidden")),), shard_dim=0),
+    Rule(("decoder.final_layernorm.weight",), (("model.norm.weight", ("hidden",)),)),
+)
+_LAYER = (
+    Rule(
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        (("input_layernorm.weight", ("hidden",)),),
+    ),
+    Rule(
+        ("self_attention.linear_qkv.weight",),
+        (
+            ("self_attn.q_proj.weight", ("q", "hidden")),
+            ("self_attn.k_proj.weight", ("kv", "hidden")),
+            ("self_attn.v_proj.weight", ("kv", "hidden")),
+        ),
+        shard_dim=0,
+        by_kv_head=True,
+    ),
+    Rule(("self_attention.linear_proj.weight",), (("self_attn.o_proj.weight", ("hidden", "q")),), shard_dim=1),
+    Rule(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        (("post_attention_layernorm.weight", ("hidden",)),),
+    ),
+    Rule(
+        ("mlp.linear_fc1.weight",),
+        (("mlp.gate_proj.weight", ("ffn", "hidden")), ("mlp.up_proj.weight", ("ffn", "hidden"))),
+        shard_dim=0,
+    ),
+    Rule(("mlp.linear_fc2.weight",), (("mlp.down_proj.weight", ("hidden", "ffn")),), shard_dim=1),
+)
+_QKV_BIAS = (
+    Rule(
+        ("self_attention.linear_qkv.bias",),
+        (("self_attn.q_proj.bias", ("q",)), ("self_attn.k_proj.bias", ("kv",)), ("self_attn.v_proj.bias", ("kv",))),
+        shard_dim=0,
+        by_kv_head=True,
+    ),
+)
+_QK_NORMS = (
+    Rule(("self_attention.q_layernorm.weight",), (("self_attn.q_norm.weight", ("head",)),)),
+    Rule(("self_attention.k_layernorm.weight",), (("self_attn.k_norm.weight", ("head",)),)),
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A Hugging Face tensor and the shard of it that each tensor-parallel rank holds.
+
+    The last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    shard_dim: int | None
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What one Megatron parameter holds: `groups` times (a slice of every piece), along dimension 0."""
+
+    pieces: tuple[Piece, ...]
+    groups: int
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter on each rank."""
+        return (sum(piece.shard_shape[0] for piece in self.pieces), *self.pieces[0].shard_shape[1:])
+
+
+def compositions(
+    hf_config: dict[str, Any], *, tensor: int, padded_vocab_size: int, value_head: bool
+) -> dict[str, Composition]:
+    """Composition of every Megatron parameter, by its name with global layer numbers, under both layer specs.
+
+    Args:
+        hf_config: the model's config.json.
+        tensor: tensor-parallel size.
+        padded_vocab_size: rows of Megatron's embedding over all ranks, a multiple of `tensor`.
+        value_head: the output layer is a critic's replicated [1, hidden], not the language model's.
+    Raises:
+        ValueError: an unknown family, or sizes that `tensor` does not divide.
+    """
+    layer_rules = _layer_rules(hf_config)
+    sizes = _sizes(hf_config)
+    _check_divisible(sizes, tensor)
+    padded = {**sizes, "vocab": padded_vocab_size}
+    rules = {"": _MODEL + (_output_rule(hf_config, value_head),)}
+    rules.update({f"layers.{number}.": layer_rules for number in range(hf_config["num_hidden_layers"])})
+    return {
+        (f"decoder.{prefix}" if prefix else "") + name: _compose(rule, prefix, sizes, padded, tensor)
+        for prefix, table in rules.items()
+        for rule in table
+        for name in rule.megatron
+    }
+
+
+def pieces_of(table: Mapping[str, Composition]) -> dict[str, Piece]:
+    """Every Hugging Face tensor of the model by name, once, in the order of the rules."""
+    return {piece.name: piece for composition in table.values() for piece in composition.pieces}
+
+
+def hf_shapes(hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the model's Hugging Face tensors; a tied head, being the embedding, is not among them."""
+    table = compositions(hf_config, tensor=1, padded_vocab_size=hf_config["vocab_size"], value_head=False)
+    return {name: piece.shape for name, piece in pieces_of(table).items()}
+
+
+def _layer_rules(hf_config: dict[str, Any]) -> tuple[Rule, ...]:
+    architecture = (hf_config.get("architectures") or ["no architecture"])[0]
+    if architecture not in FAMILIES:
+        raise ValueError(f"config.json names {architecture}, whose weights are not known; known: {', '.join(FAMILIES)}")
+    family = FAMILIES[architecture]
+    return _LAYER + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
+
+
+def _output_rule(hf_config: dict[str, Any], value_head: bool) -> Rule:
+    if value_head:
+        return Rule((OUTPUT_LAYER,), ((VALUE_HEAD, ("one", "hidden")),))
+    # Tied, with pipeline stages: the last stage has a copy of the embedding for its output layer.
+    return Rule((OUTPUT_LAYER,), ((EMBEDDING if is_tied(hf_config) else LM_HEAD, ("vocab", "hidden")),), shard_dim=0)
+
+
+def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:
+    hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    head = hf_config.get("head_dim") or hidden // heads
+    kv_heads = hf_config.get("num_key_value_heads") or heads
+    return {
+        "one": 1,
+        "hidden": hidden,
+        "head": head,
+        "q": heads * head,
+        "kv": kv_heads * head,
+        "kv_heads": kv_heads,
+        "ffn": hf_config["intermediate_size"],
+        "vocab": hf_config["vocab_size"],
+    }
+
+
+def _check_divisible(sizes: Mapping[str, int], tensor: int) -> None:
+    for key, meaning in (("kv_heads", "num_key_value_heads"), ("ffn", "intermediate_size")):
+        if sizes[key] % tensor:
+            raise ValueError(
+                f"{meaning} {sizes[key]} does not divide by tensor parallelism {tensor}; "
+                "choose a tensor size that divides it"
+            )
+
+
+def _compose(rule: Rule, prefix: str, sizes: Mapping[str, int], padded: Mapping[str, int], tensor: int) -> Composition:
+    pieces = []
+    for name, symbols in rule.hf:
+        shard = [padded[symbol] for symbol in symbols]
+        if rule.shard_dim is not None:
+            shard[rule.shard_dim] //= tensor
+        shape = tuple(sizes[symbol] for symbol in symbols)
+        pieces.append(Piece(f"model.{prefix}{name}" if prefix else name, shape, tuple(shard), rule.shard_dim))
+    return Composition(tuple(pieces), sizes["kv_heads"] // tensor if rule.by_kv_head else 1)

@@ -1,0 +1,117 @@
+"""Loading Hugging Face weights into a Megatron model: each rank reads its own slices of the files, nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megappo.models.hf_config import is_tied
+from megappo.placement.groups import ComponentGroups
+from megappo.weights.families import (
+    EMBEDDING,
+    LM_HEAD,
+    OUTPUT_LAYER,
+    VALUE_HEAD,
+    Piece,
+    compositions,
+    pieces_of,
+)
+from megappo.weights.safetensors_io import HFFolder, WeightsError
+from megappo.weights.shards import check_parameters, compose, global_parameters
+
+_UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
+
+
+@torch.no_grad()
+def load_hf(
+    model: GPTModel,
+    folder: str | Path,
+    hf_config: dict[str, Any],
+    groups: ComponentGroups,
+    *,
+    value_head: bool = False,
+    seed: int = 0,
+) -> None:
+    """Fill the parameters this rank holds from a folder of safetensors. Call it before the optimizer copies them.
+
+    Values are cast to the parameters' dtype; rows of padded vocabulary become 0. No rank talks to another.
+
+    Args:
+        hf_config: the folder's config.json, of which `model` was built.
+        value_head: the output layer is a critic's. It comes from `score.weight` if the folder has it, and is drawn
+            from `seed` otherwise, the same on every rank. The language model's own head is left unused.
+    Raises:
+        WeightsError: a parameter without source, a tensor missing, unused, or of another shape; each named.
+        FileNotFoundError: the folder, or a file of it, is missing.
+    """
+    tensor_group = groups.collection.tp
+    table = compositions(
+        hf_config, tensor=tensor_group.size(), padded_vocab_size=model.vocab_size, value_head=value_head
+    )
+    parameters = global_parameters(model)
+    check_parameters(parameters, table)
+    with HFFolder(folder) as source:
+        _check_source(source, pieces_of(table), _optional(hf_config, value_head))
+        if is_tied(hf_config) and LM_HEAD in source.names() and not value_head:
+            _check_tied(source)
+        if value_head and VALUE_HEAD not in source.names() and OUTPUT_LAYER in parameters:
+            del parameters[OUTPUT_LAYER]
+            model.output_layer.init_weight(seed)
+        for name, parameter in parameters.items():
+            shards = [_read_shard(source, piece, tensor_group.rank()) for piece in table[name].pieces]
+            parameter.copy_(compose(shards, table[name]))
+
+
+def _optional(hf_config: dict[str, Any], value_head: bool) -> set[str]:
+    """Tensors that a folder may have or lack."""
+    if value_head:
+        return {VALUE_HEAD, LM_HEAD}
+    return {LM_HEAD} if is_tied(hf_config) else set()
+
+
+def _check_source(source: HFFolder, expected: dict[str, Piece], optional: set[str]) -> None:
+    found = {name for name in source.names() if not name.endswith(_UNUSED_SUFFIXES)}
+    missing = sorted(expected.keys() - found - optional)
+    unused = sorted(found - expected.keys() - optional)
+    if missing or unused:
+        raise WeightsError(
+            f"{source.folder} does not hold the tensors its config.json describes: missing {_listed(missing)}; "
+            f"unknown {_listed(unused)}; check its architecture and num_hidden_layers, and that the folder is complete"
+        )
+    for name in sorted(found & expected.keys()):
+        if source.shape(name) != expected[name].shape:
+            raise WeightsError(
+                f"{name} in {source.folder} has shape {[*source.shape(name)]}, but its config.json gives "
+                f"{[*expected[name].shape]}"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:8]) or "none"
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def _read_shard(source: HFFolder, piece: Piece, rank: int) -> torch.Tensor:
+    """A rank's part of a tensor, [*piece.shard_shape], 0 where it is padding."""
+    if piece.shard_dim is None:
+        return source.read(piece.name)
+    size, whole = piece.shard_shape[piece.shard_dim], piece.shape[piece.shard_dim]
+    part = source.read(piece.name, piece.shard_dim, min(rank * size, whole), min((rank + 1) * size, whole))
+    if part.shape == piece.shard_shape:
+        return part
+    padded = part.new_zeros(piece.shard_shape)
+    padded.narrow(piece.shard_dim, 0, part.shape[piece.shard_dim]).copy_(part)
+    return padded
+
+
+def _check_tied(source: HFFolder) -> None:
+    """A tied model's files may repeat the embedding as its head, but not hold another one."""
+    rows = source.shape(EMBEDDING)[0]
+    for start in range(0, rows, 4096):
+        stop = min(start + 4096, rows)
+        if not torch.equal(source.read(EMBEDDING, 0, start, stop), source.read(LM_HEAD, 0, start, stop)):
+            raise WeightsError(
+                f"config.json of {source.folder} ties the embeddings, but {LM_HEAD} differs from {EMBEDDING}; "
+                "set tie_word_embeddings to false, or remove the tensor"
+            )

@@ -1,0 +1,51 @@
+"""A rank's shards: the parameters a model has here, and the pieces of Hugging Face tensors each is made of."""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megappo.weights.families import Composition
+
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+
+
+def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by name, with layers numbered over the whole model instead of the pipeline stage."""
+
+    def with_global_layer(match: re.Match) -> str:
+        return f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}."
+
+    return {_LAYER.sub(with_global_layer, name): parameter for name, parameter in model.named_parameters()}
+
+
+def check_parameters(parameters: dict[str, torch.nn.Parameter], table: dict[str, Composition]) -> None:
+    """See that every parameter has a composition of its shape.
+
+    Raises:
+        ValueError: names the parameters that have none, or another shape.
+    """
+    unknown = sorted(parameters.keys() - table.keys())
+    if unknown:
+        raise ValueError(f"no Hugging Face tensors are known for the model's parameters {', '.join(unknown)}")
+    for name, parameter in parameters.items():
+        expected = table[name].shard_shape
+        if tuple(parameter.shape) != expected:
+            raise ValueError(
+                f"parameter {name} has shape {[*parameter.shape]} on this rank, its config.json gives {[*expected]}; "
+                "build the model and load it with the same config"
+            )
+
+
+def compose(pieces: Sequence[torch.Tensor], composition: Composition) -> torch.Tensor:
+    """The parameter made of this rank's shards of its pieces, all stacked along dimension 0."""
+    grouped = [piece.unflatten(0, (composition.groups, -1)) for piece in pieces]
+    return torch.cat(grouped, dim=1).flatten(0, 1)
+
+
+def decompose(parameter: torch.Tensor, composition: Composition) -> dict[str, torch.Tensor]:
+    """Views of a parameter by piece name, each [groups, rows per group, ...]: flattened, this rank's shard of it."""
+    rows = [piece.shard_shape[0] // composition.groups for piece in composition.pieces]
+    grouped = parameter.detach().unflatten(0, (composition.groups, -1)).split(rows, dim=1)
+    return {piece.name: part for piece, part in zip(composition.pieces, grouped, strict=True)}
