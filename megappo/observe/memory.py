@@ -1,0 +1,81 @@
+"""Peak memory of a step's phases, in GiB."""
+
+import os
+import threading
+import time
+
+import psutil
+import torch
+
+_GIB = 2**30
+_SAMPLE_SECONDS = 0.1
+_CHILDREN_SECONDS = 2.0
+
+
+class PhaseMemory:
+    """Peak memory of each phase on this rank: the GPU's allocator on a GPU, else resident memory.
+
+    Resident memory is summed over this process and all its children (an SGLang engine is one) and sampled ten times a
+    second by a thread; pages that they share count in each, so it errs upwards.
+    """
+
+    def __init__(self) -> None:
+        self._phase: str | None = None
+        self._bytes: dict[str, int] = {}
+        self._host_bytes = 0
+        self._processes = [psutil.Process()]
+        self._processes_listed = 0.0
+        self._lock = threading.Lock()
+        threading.Thread(target=self._sample_often, name="memory-sampler", daemon=True).start()
+
+    def start(self, phase: str) -> None:
+        """Begin a phase; phases do not nest."""
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        self._phase = phase
+        self._sample()
+
+    def stop(self) -> None:
+        """End the phase that was begun last."""
+        self._sample()
+        self._phase = None
+
+    def metrics(self) -> dict[str, float]:
+        """Peaks since the last call, in GiB.
+
+        Returns:
+            `memory/<phase>_peak_gib` of this rank; `memory/host_peak_gib/sum`, its resident memory, to add over ranks.
+        """
+        with self._lock:
+            peaks = {f"memory/{phase}_peak_gib": peak / _GIB for phase, peak in self._bytes.items()}
+            peaks["memory/host_peak_gib/sum"] = self._host_bytes / _GIB
+            self._bytes.clear()
+            self._host_bytes = 0
+        return peaks
+
+    def _sample_often(self) -> None:
+        while True:
+            time.sleep(_SAMPLE_SECONDS)
+            self._sample()
+
+    def _sample(self) -> None:
+        with self._lock:
+            host_bytes = self._resident_bytes()
+            self._host_bytes = max(self._host_bytes, host_bytes)
+            if self._phase is not None:
+                used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else host_bytes
+                self._bytes[self._phase] = max(self._bytes.get(self._phase, 0), used)
+
+    def _resident_bytes(self) -> int:
+        if time.monotonic() - self._processes_listed > _CHILDREN_SECONDS:
+            own = psutil.Process(os.getpid())
+            self._processes = [own, *own.children(recursive=True)]
+            self._processes_listed = time.monotonic()
+        return sum(_resident_bytes(process) for process in self._processes)
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_info().rss)
+    except psutil.NoSuchProcess:  # a child that ended since the processes were listed
+        return 0

@@ -1,0 +1,102 @@
+"""A step's metrics: reduced over ranks, then written to metrics.jsonl and TensorBoard."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+_SUFFIX_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "/max": max,
+    "_peak_gib": max,
+    "/min": min,
+    "/sum": sum,
+}
+
+
+def reduce_ranks(per_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge one mapping per rank into one: the name's ending says how.
+
+    `/max` and `_peak_gib` take the largest, `/min` the smallest, `/sum` the sum, every other name the unweighted mean,
+    each over the ranks that report the name. Means over unequal row or token counts must be formed before this call.
+    """
+    collected: dict[str, list[float]] = {}
+    for metrics in per_rank:
+        for name, value in metrics.items():
+            collected.setdefault(name, []).append(value)
+    return {name: _reduce(name, values) for name, values in collected.items()}
+
+
+def _reduce(name: str, values: list[float]) -> float:
+    for suffix, reduction in _SUFFIX_REDUCTIONS.items():
+        if name.endswith(suffix):
+            return float(reduction(values))
+    return math.fsum(values) / len(values)
+
+
+def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
+    """The steps logged so far, in file order; a last line cut short by a kill is left out.
+
+    Raises:
+        ValueError: a line that is not the last is no JSON object with a `step`.
+    """
+    path = Path(output_dir) / METRICS_FILE
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    steps = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            steps.append(_parse_step(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
+                    f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
+                ) from error
+    return steps
+
+
+def _parse_step(line: str) -> dict[str, Any]:
+    metrics = json.loads(line)
+    if not isinstance(metrics, dict) or not isinstance(metrics.get("step"), int):
+        raise ValueError("no 'step'")
+    return metrics
+
+
+class MetricsWriter:
+    """Appends one line a step to metrics.jsonl and the same values to TensorBoard, flushed at once."""
+
+    def __init__(self, output_dir: str | Path, resume_step: int = 0) -> None:
+        """Open the files. What earlier runs logged for `resume_step` and later is dropped: no step stands twice."""
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        _keep_steps_before(folder, resume_step)
+        self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
+        self._tensorboard = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step. NaN and infinity, which JSON lacks, become null in metrics.jsonl."""
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        """Close both files; a second call does nothing."""
+        self._file.close()
+        self._tensorboard.close()
+
+
+def _keep_steps_before(folder: Path, resume_step: int) -> None:
+    kept = [metrics for metrics in read_metrics(folder) if metrics["step"] < resume_step]
+    temporary = folder / (METRICS_FILE + ".tmp")
+    temporary.write_text("".join(json.dumps(metrics) + "\n" for metrics in kept), encoding="utf-8")
+    os.replace(temporary, folder / METRICS_FILE)

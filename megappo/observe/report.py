@@ -1,0 +1,106 @@
+"""The end of a run: a summary for the console and report.html, both read from metrics.jsonl."""
+
+import html
+import math
+from pathlib import Path
+from typing import Any
+
+from megappo.observe.charts import Points, line_chart, share_bar
+from megappo.observe.console import format_seconds, held_out_score
+from megappo.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
+from megappo.observe.samples import ROLLOUTS_FOLDER
+
+REPORT_FILE = "report.html"
+_REWARD = "reward/score/mean"
+_OUTPUTS = (
+    ("metrics", METRICS_FILE),
+    ("tensorboard", TENSORBOARD_FOLDER),
+    ("samples", ROLLOUTS_FOLDER),
+    ("checkpoints", "checkpoints"),
+    ("HF actor", "hf_actor"),
+)
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>
+:root {{ color-scheme: light dark; --ink: #1f2328; --dim: #59636e; --grid: #d8dee4; --paper: #ffffff; --line: #0969da }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #e6edf3; --dim: #9198a1; --grid: #30363d; --paper: #0d1117; --line: #4493f8 }}
+}}
+body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 760px;
+  margin: 2rem auto; padding: 0 1rem }}
+h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin: 2rem 0 .3rem }} pre {{ overflow-x: auto }}
+svg {{ width: 100%; height: auto; display: block }}
+svg text {{ font: 12px system-ui, sans-serif; fill: var(--dim) }}
+.grid {{ stroke: var(--grid) }} .line {{ stroke: var(--line); fill: none; stroke-width: 2 }}
+.dot {{ fill: var(--line) }}
+</style></head><body><h1>{title}</h1>
+<pre>{summary}</pre>
+{sections}
+</body></html>
+"""
+
+
+def summary(output_dir: str | Path, report: Path | None = None) -> str:
+    """Steps, time, held-out accuracy and reward before and after, and where the run's files are."""
+    folder = Path(output_dir)
+    steps = read_metrics(folder)
+    seconds = math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps)
+    last_step = steps[-1]["step"] if steps else 0
+    rows = [("steps", f"{last_step}, {format_seconds(seconds)} h:mm:ss")]
+    rows += _before_and_after(_held_out_title(steps), _held_out(steps))
+    rows += _before_and_after("mean reward", _points(steps, _REWARD))
+    rows += [(name, str(folder / path)) for name, path in _OUTPUTS if (folder / path).exists()]
+    rows += [("report", str(report))] if report else []
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)
+
+
+def write_report(output_dir: str | Path) -> Path:
+    """Write `report.html`, self-contained: curves of held-out score and reward, and what a step's time went to."""
+    folder = Path(output_dir)
+    steps = read_metrics(folder)
+    sections = [
+        _section(_held_out_title(steps).capitalize(), line_chart(_held_out(steps))),
+        _section("Mean reward of the training rollouts", line_chart(_points(steps, _REWARD))),
+        _section("Where the time of a step went", share_bar(_phase_seconds(steps))),
+    ]
+    path = folder / REPORT_FILE
+    title = html.escape(f"PPO run: {folder.resolve().name}")
+    page = _PAGE.format(title=title, summary=html.escape(summary(folder)), sections="\n".join(sections))
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def _section(title: str, chart: str) -> str:
+    return f"<h2>{html.escape(title)}</h2>\n{chart}"
+
+
+def _before_and_after(name: str, points: Points) -> list[tuple[str, str]]:
+    if not points:
+        return []
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    return [(name, f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")]
+
+
+def _held_out(steps: list[dict[str, Any]]) -> Points:
+    return [(metrics["step"], value) for metrics in steps if (value := held_out_score(metrics)) is not None]
+
+
+def _held_out_title(steps: list[dict[str, Any]]) -> str:
+    """Scores between 0 and 1 are shares of right answers; others are just scores."""
+    return "held-out accuracy" if all(0 <= score <= 1 for _, score in _held_out(steps)) else "held-out score"
+
+
+def _points(steps: list[dict[str, Any]], name: str) -> Points:
+    return [(metrics["step"], metrics[name]) for metrics in steps if metrics.get(name) is not None]
+
+
+def _phase_seconds(steps: list[dict[str, Any]]) -> dict[str, float]:
+    totals: dict[str, float] = {}
+    for metrics in steps:
+        for name, value in metrics.items():
+            phase = name.removeprefix("timing_s/")
+            if phase != name and phase != "step" and "/" not in phase:
+                totals[phase] = totals.get(phase, 0.0) + value
+    return totals

@@ -1,0 +1,72 @@
+"""Wall time of a step's phases, in seconds."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megappo.observe.memory import PhaseMemory
+
+
+class Timers:
+    """Measures phases: `with timers("rollout"): ...`, once or several times a step.
+
+    Phases that stand directly in a step exclude each other, so they and `timing_s/other` add up to `timing_s/step`.
+    A phase inside another is reported as `timing_s/<outer>/<inner>` and counts in the outer one only.
+    """
+
+    def __init__(self, memory: PhaseMemory | None = None) -> None:
+        """With `memory`, the outermost phases' peak memory is measured and reported too."""
+        self._memory = memory
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._step_start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a block. On a GPU a phase ends when its kernels have run."""
+        self._open.append(phase)
+        name = "/".join(self._open)
+        if self._memory is not None and name == phase:
+            self._memory.start(phase)
+        start = time.perf_counter()
+        try:
+            yield
+            _wait_for_kernels()
+        finally:
+            self._seconds[name] += time.perf_counter() - start
+            self._open.pop()
+            if self._memory is not None and name == phase:
+                self._memory.stop()
+
+    def restart(self) -> None:
+        """Begin the first step now and forget what was measured: the set-up is no part of it."""
+        self._step_start = time.perf_counter()
+        self._seconds.clear()
+        if self._memory is not None:
+            self._memory.metrics()
+
+    def lap(self) -> dict[str, float]:
+        """End the step and begin the next at the same instant, so that no time falls between steps.
+
+        Returns:
+            `timing_s/<phase>`, `timing_s/other` and `timing_s/step` in seconds, `memory/*` in GiB.
+        Raises:
+            RuntimeError: called inside a phase.
+        """
+        if self._open:
+            raise RuntimeError(f"the step cannot end inside the phase {'/'.join(self._open)!r}: leave it first")
+        now = time.perf_counter()
+        step_seconds, self._step_start = now - self._step_start, now
+        phases = sum(seconds for name, seconds in self._seconds.items() if "/" not in name)
+        timings = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        memory = self._memory.metrics() if self._memory is not None else {}
+        return timings | {"timing_s/other": step_seconds - phases, "timing_s/step": step_seconds} | memory
+
+
+def _wait_for_kernels() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

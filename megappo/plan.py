@@ -1,0 +1,147 @@
+"""Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
+
+    python -m megappo.plan CONFIG [key=value ...] [--world-size N]
+
+Exits with 0 when the run could start, with 2 after printing every error, one line each.
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from megappo.config.checks import longest_row, optimizer_steps
+from megappo.config.describe import show
+from megappo.config.errors import ConfigError
+from megappo.config.help import config_help
+from megappo.config.loading import load_config
+from megappo.config.schema import Config
+from megappo.placement.arithmetic import batch_cuts
+from megappo.placement.layout import Layout
+from megappo.placement.picture import aligned, placement_picture, rank_table
+from megappo.placement.ranks import placement_layouts, smallest_world
+from megappo.trainer.preflight import arrangement_errors, check_run
+
+WIDTH = 120
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan; the process's exit code."""
+    args = _parser().parse_intermixed_args(arguments)
+    try:
+        config = load_config(args.config, args.overrides)
+        world_size = args.world_size or _world_size(config)
+    except ConfigError as error:
+        return _fail(error.errors)
+    print(f"plan of {args.config} on {world_size} ranks\n\n{config_summary(config)}")
+    if not arrangement_errors(config, world_size):
+        layouts = placement_layouts(config, world_size)
+        print(f"\nplacement\n{placement_picture(layouts)}\n\n{rank_table(layouts, world_size)}")
+        print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
+    errors = check_run(config, world_size)
+    if errors:
+        return _fail(errors)
+    print(f"\nnothing is wrong: ready for {world_size} processes of megappo.train")
+    return 0
+
+
+def config_summary(config: Config) -> str:
+    """Every key's value, a paragraph per section."""
+    lines = [
+        textwrap.fill(
+            "  ".join(f"{key}={show(value)}" for key, value in _leaves(section)),
+            WIDTH,
+            initial_indent=f"  {name:<11}",
+            subsequent_indent=" " * 13,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for name, section in config.model_dump(mode="json").items()
+    ]
+    return "\n".join(["config", *lines])
+
+
+def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
+    """The step's totals, then how each component cuts them."""
+    cuts = batch_cuts(config, layouts)
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    totals = [
+        f"  {prompts:,} prompts x {n} responses = {prompts * n:,} trajectories",
+        f"  at most {longest_row(config):,} tokens each ({config.data.max_prompt_length:,} prompt + "
+        f"{config.rollout.max_response_length:,} response): {prompts * n * longest_row(config):,} tokens at worst",
+        f"  {layouts['rollout'].data} engine(s): about {prompts * n / layouts['rollout'].data:,.4g} trajectories each, "
+        f"{config.rollout.max_running_requests:,} at once",
+    ]
+    rows = [["", *cuts]] + [[title, *(cell(cut) for cut in cuts.values())] for title, cell in _BATCH_ROWS.items()]
+    run = f"  whole run: {config.trainer.total_steps:,} steps; optimizer steps: "
+    run += f"actor {optimizer_steps(config, config.actor):,}, critic {optimizer_steps(config, config.critic):,}"
+    return "\n".join([*totals, aligned(rows), run])
+
+
+_BATCH_ROWS = {
+    "data-parallel shards": lambda cut: f"{cut.shards:,}",
+    "mini-batches per epoch": lambda cut: f"{cut.mini_batches:,}",
+    "epochs": lambda cut: f"{cut.epochs:,}",
+    "optimizer steps": lambda cut: f"{cut.optimizer_steps:,}",
+    "trajectories per mini-batch": lambda cut: f"{cut.trajectories:,}",
+    "per shard, about": lambda cut: _range(cut.shard_trajectories),
+    "micro-batches per rank and mini-batch, at best": lambda cut: f"{cut.micro_batches[0]:,}",
+    "at worst": lambda cut: f"{cut.micro_batches[1]:,}",
+}
+
+
+def _range(bounds: tuple[int, int]) -> str:
+    return " to ".join(f"{bound:,}" for bound in sorted(set(bounds)))
+
+
+def _leaves(section: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _world_size(config: Config) -> int:
+    """Ranks the plan is for: torchrun's, where `all` leaves it open, else the fewest that the placement names."""
+    named = smallest_world(config)
+    of_launcher = os.environ.get("WORLD_SIZE", "")
+    everywhere = "all" in config.placement.model_dump().values()
+    if everywhere and of_launcher.isdigit() and int(of_launcher):
+        return int(of_launcher)
+    if named is None:
+        raise ConfigError(["placement: every component is on 'all' ranks: say how many with --world-size N"])
+    return named
+
+
+def _fail(errors: Sequence[str]) -> int:
+    sys.stdout.flush()
+    for error in errors:
+        print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of ranks of at least 1, found {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megappo.plan",
+        description="Print what a config means, without GPU or torchrun, and everything that is wrong with it.",
+        epilog=config_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of single keys")
+    parser.add_argument(
+        "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""Speaks SGLang's HTTP API: token ids in, token ids and log-probs out. Every reply is checked."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+
+FINISH_REASONS = ("stop", "length")
+ENDING_SECONDS = 3.0
+"""How long a crashed engine may take, from the break of its connections, to end."""
+
+
+class EngineError(RuntimeError):
+    """An SGLang engine that does not start, has ended, or refuses a request."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample; rollout's keys of the same names explain each. temperature 0 = greedy (log-probs as at 1)."""
+
+    max_response_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """SGLang's spelling."""
+        return {
+            "max_new_tokens": self.max_response_length,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop_token_ids": list(self.stop_token_ids),
+        }
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    tokens include the stop token. log_probs[t] is log p(tokens[t] | all before), after temperature, over the whole
+    vocabulary even where top_p or top_k cut it.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class EngineClient:
+    """One SGLang server: an `Engine`'s or one started elsewhere.
+
+    Args:
+        url: http://host:port.
+        api_key: the server's key.
+        timeout: seconds one request may take.
+        check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
+            error than "connection refused".
+    Raises:
+        EngineError: (every method) the server does not answer or refuses; the message holds its reply.
+    """
+
+    def __init__(self, url: str, api_key: str, timeout: float, check_alive: Callable[[], None] = lambda: None):
+        self.url = url
+        self.timeout = timeout
+        self._check_alive = check_alive
+        self._options = {
+            "base_url": url,
+            "headers": {"Authorization": f"Bearer {api_key}"},
+            "timeout": httpx.Timeout(timeout, connect=10.0),
+            "trust_env": False,  # a proxy from the environment must not see loopback traffic
+            # Drop idle connections before the server does (after 5 s), which could meet a request halfway.
+            "limits": httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+        }
+        self._http = httpx.Client(**self._options)
+
+    def is_healthy(self) -> bool:
+        """Whether the server is up and answers."""
+        try:
+            return self._http.get("/health", timeout=5.0).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
+        """One response for each prompt (token ids), in order, in one request."""
+        reply = self._post("/generate", _generate_body(prompts, params))
+        return _generations(reply, len(prompts))
+
+    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
+        """Log-probs of given sequences at temperature 1: for each, log p(token[t] | token[:t]) for t = 1, 2, ..."""
+        body = {
+            "input_ids": list(sequences),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        replies = self._post("/generate", body)
+        return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
+
+    def sleep(self) -> None:
+        """Free the GPU memory of weights and KV cache (on a CPU both stay). After wake() send the weights anew."""
+        self._post("/release_memory_occupation", {})
+
+    def wake(self) -> None:
+        """Take the memory back."""
+        self._post("/resume_memory_occupation", {})
+
+    def flush_cache(self) -> None:
+        """Forget all cached keys and values. Refused while requests run."""
+        self._post("/flush_cache", {})
+
+    def begin_weight_update(self) -> None:
+        """Open a weight update."""
+        self._post("/begin_weight_update", {})
+
+    def update_weights(self, payloads: Sequence[str], load_format: str) -> None:
+        """Load serialized tensors, one base64 payload per tensor-parallel rank of the engine."""
+        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
+        self._post("/update_weights_from_tensor", body)
+
+    def end_weight_update(self) -> None:
+        """Close the weight update opened before."""
+        self._post("/end_weight_update", {})
+
+    def open_async(self) -> httpx.AsyncClient:
+        """Connections for `generate_async`; use as an async context manager."""
+        return httpx.AsyncClient(**self._options)
+
+    async def generate_async(
+        self, http: httpx.AsyncClient, prompts: Sequence[list[int]], params: SamplingParams
+    ) -> list[Generation]:
+        """As `generate`, over `http` from `open_async`, many requests at a time."""
+        try:
+            response = await http.post("/generate", json=_generate_body(prompts, params))
+        except httpx.TransportError as error:
+            raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
+        return _generations(self._checked("/generate", response), len(prompts))
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            response = self._http.post(path, json=body)
+        except httpx.TransportError as error:
+            raise self._unreachable(path, error) from error
+        return self._checked(path, response)
+
+    def _unreachable(self, path: str, error: httpx.TransportError) -> EngineError:
+        self._check_alive()
+        if isinstance(error, httpx.TimeoutException):
+            return EngineError(f"{self.url}{path} took over {self.timeout:g} s: raise rollout.request_timeout_seconds")
+        deadline = time.monotonic() + ENDING_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            self._check_alive()
+        return EngineError(f"{self.url}{path} does not answer ({error!r}): is the engine running there?")
+
+    def _checked(self, path: str, response: httpx.Response) -> Any:
+        """The reply's JSON (or None), after checking both of SGLang's ways to say no."""
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        reply = response.json() if is_json and response.content else None
+        if response.status_code != 200 or (isinstance(reply, dict) and reply.get("success") is False):
+            raise EngineError(f"{self.url}{path} refused (HTTP {response.status_code}): {response.text}")
+        return reply
+
+
+def _generate_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
+    return {"input_ids": list(prompts), "sampling_params": params.as_json(), "return_logprob": True}
+
+
+def _generations(replies: Any, expected: int) -> list[Generation]:
+    if not isinstance(replies, list) or len(replies) != expected:
+        raise EngineError(f"expected {expected} responses from the engine, got {str(replies)[:500]}")
+    return [_generation(reply) for reply in replies]
+
+
+def _generation(reply: dict[str, Any]) -> Generation:
+    tokens, meta = reply["output_ids"], reply["meta_info"]
+    finish = meta["finish_reason"]["type"]
+    if finish not in FINISH_REASONS:
+        raise EngineError(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {meta['finish_reason']}")
+    entries = meta["output_token_logprobs"]
+    log_probs = [entry[0] for entry in entries]
+    if [entry[1] for entry in entries] != tokens:
+        raise EngineError(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
+    if any(value is None or not math.isfinite(value) for value in log_probs):
+        raise EngineError(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
+    return Generation(tokens, log_probs, finish)

@@ -1,0 +1,47 @@
+"""What stock SGLang needs on a machine without CUDA: `install()` before importing sglang, in each of its processes."""
+
+import importlib.util
+import os
+import sys
+import types
+from typing import NoReturn
+
+import torch
+
+from megappo import platform
+
+# Names that SGLang's CPU mode imports from sgl_kernel at module level. Without AMX instructions it never calls one.
+_KERNEL_NAMES = (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+)
+
+
+def install() -> None:
+    """Make `import sglang` work on a CPU; does nothing when CUDA is present or when called again."""
+    if torch.cuda.is_available():
+        return
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if importlib.util.find_spec("sgl_kernel") is None:
+        sys.modules["sgl_kernel"] = _kernel_names()
+    platform.define_torchvision_operators()
+
+
+def _kernel_names() -> types.ModuleType:
+    module = types.ModuleType("sgl_kernel", "Names that SGLang's CPU mode imports; calling one is an error.")
+    for name in _KERNEL_NAMES:
+        setattr(module, name, _absent_kernel(name))
+    return module
+
+
+def _absent_kernel(name: str) -> object:
+    def kernel(*_args: object, **_kwargs: object) -> NoReturn:
+        raise NotImplementedError(f"sgl_kernel.{name} was called, but the package sgl_kernel is not installed here")
+
+    return kernel

@@ -1,0 +1,139 @@
+"""An SGLang engine from its owner's side: start the server process, watch it, end exactly its process tree."""
+
+import atexit
+import importlib.util
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.config.schema import Rollout
+from megappo.rollout import launch
+from megappo.rollout.client import EngineClient, EngineError
+from megappo.rollout.keeper import remove_traces
+
+LOG_TAIL_LINES = 25
+POLL_SECONDS = 0.2
+
+
+class Engine:
+    """An SGLang server process of this process: loopback only, with a random API key, killed together with its owner.
+
+    Args:
+        model_path: Hugging Face folder whose weights are served until the first update.
+        rollout: the run's rollout section.
+        dtype: the run's model.dtype.
+        index: number of this engine on its node; it takes rollout.port + index.
+        gpu_ids: the node's CUDA devices of this engine, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
+        log_path: file for the server's output.
+        seed: seeds SGLang's sampling; must differ between engines.
+    Raises:
+        ConfigError: rollout.server_args holds a reserved name.
+        EngineError: SGLang is not installed.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        rollout: Rollout,
+        dtype: str,
+        *,
+        index: int,
+        gpu_ids: Sequence[str],
+        log_path: Path,
+        seed: int,
+    ):
+        if importlib.util.find_spec("sglang") is None:
+            raise EngineError("SGLang, which writes rollouts, is not installed: install megappo[cpu] or megappo[gpu]")
+        self._arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed)
+        self._rollout = rollout
+        self._gpu_ids = list(gpu_ids)
+        self._api_key = secrets.token_urlsafe(32)
+        self._process: subprocess.Popen | None = None
+        self.log_path = log_path
+        self.port = rollout.port + index if rollout.port else 0
+
+    @property
+    def url(self) -> str:
+        """Where the engine listens (known once started)."""
+        return f"http://{launch.HOST}:{self.port}"
+
+    def start(self) -> None:
+        """Start the process and return at once. Call it from a thread that lives as long as the engine shall.
+
+        Raises:
+            EngineError: the configured port is taken.
+        """
+        launch.remove_stale_traces()
+        self._guard = launch.reserve_port(self.port)
+        self.port = self._guard.getsockname()[1]
+        self._temporary = launch.temporary_folder()
+        self._process = self._spawn()
+        self._started = time.monotonic()
+        atexit.register(self.stop)
+
+    def wait_ready(self) -> EngineClient:
+        """Wait until the engine serves, and return its client.
+
+        Raises:
+            EngineError: the process ended (with the end of its log), or rollout.start_timeout_seconds passed.
+        """
+        timeout = self._rollout.request_timeout_seconds
+        client = EngineClient(self.url, self._api_key, timeout, check_alive=self.check_alive)
+        while not client.is_healthy():
+            self.check_alive()
+            if time.monotonic() - self._started > self._rollout.start_timeout_seconds:
+                self.stop()
+                raise EngineError(
+                    f"the SGLang engine did not start within {self._rollout.start_timeout_seconds:g} s: raise "
+                    f"rollout.start_timeout_seconds, or see why in {self.log_path}, which ends:\n{self._log_tail()}"
+                )
+            time.sleep(POLL_SECONDS)
+        self._guard.close()
+        return client
+
+    def check_alive(self) -> None:
+        """Raise EngineError with the end of the log if the process has ended."""
+        if self._process is None:
+            raise EngineError("the SGLang engine is not running: it was not started, or was stopped")
+        code = self._process.poll()
+        if code is not None:
+            raise EngineError(f"the SGLang engine ended (exit code {code}); {self.log_path} ends:\n{self._log_tail()}")
+
+    def stop(self) -> None:
+        """End the engine's processes, and only those; may be called at any time, and again."""
+        if self._process is None:
+            return
+        self._process.terminate()  # the keeper ends the server's processes and removes their traces
+        self._process.wait()
+        self._process = None
+        self._guard.close()
+        remove_traces(self._temporary)  # where the keeper was killed
+        atexit.unregister(self.stop)
+
+    def _spawn(self) -> subprocess.Popen:
+        address = {"host": launch.HOST, "port": self.port, "api_key": self._api_key}
+        settings = {"server_args": {**self._arguments, **address}}
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # For the owner's eyes only: asked for log_level=info, SGLang logs its arguments with the key among them.
+        descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "megappo.rollout.keeper", str(os.getpid()), str(self._temporary)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=launch.environment(self._gpu_ids, self._rollout.tensor_parallel, self._temporary),
+                start_new_session=True,
+            )
+        with process.stdin:
+            process.stdin.write(json.dumps(settings).encode())
+        return process
+
+    def _log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])

@@ -1,0 +1,126 @@
+"""What an engine's process is started with: SGLang's arguments, environment variables, a port, a temporary folder."""
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Rollout
+from megappo.rollout.client import EngineError
+from megappo.rollout.keeper import remove_traces
+
+HOST = "127.0.0.1"
+CPU_KV_CACHE_TOKENS = 65536
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+# Set here and in Engine; a user's value would break the client, the safety or the placement.
+RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
+RESERVED |= {"tp_size", "random_seed"}
+TRACES_PREFIX = "megappo-engine-"
+PACKAGE_ROOT = Path(__file__).parents[2]
+
+
+def server_arguments(
+    model_path: str | Path, rollout: Rollout, dtype: str, *, on_gpu: bool, seed: int
+) -> dict[str, Any]:
+    """SGLang's ServerArgs by name, but for host, port and key.
+
+    Raises:
+        ConfigError: rollout.server_args holds a name that is set here.
+    """
+    reserved = sorted(RESERVED & set(rollout.server_args))
+    if reserved:
+        raise ConfigError([f"rollout.server_args may not hold {', '.join(reserved)}: megappo sets them; remove them"])
+    return {
+        "model_path": str(model_path),
+        "dtype": DTYPES[dtype],
+        "random_seed": seed,
+        "tp_size": rollout.tensor_parallel,
+        "skip_tokenizer_init": True,  # token ids in, token ids out
+        "max_running_requests": rollout.max_running_requests,
+        "log_level": "warning",
+        **(_gpu_arguments(rollout) if on_gpu else _cpu_arguments(rollout)),
+        **rollout.server_args,
+    }
+
+
+def _cpu_arguments(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "sleep_on_idle": True,  # else an idle engine takes a core from the trainer
+        "max_total_tokens": rollout.max_total_tokens or CPU_KV_CACHE_TOKENS,
+    }
+
+
+def _gpu_arguments(rollout: Rollout) -> dict[str, Any]:
+    return {
+        "mem_fraction_static": rollout.mem_fraction_static,
+        "max_total_tokens": rollout.max_total_tokens,
+        "enable_memory_saver": True,  # sleep() frees the GPU for the trainer
+    }
+
+
+def environment(gpu_ids: list[str], tensor_parallel: int, temporary: Path) -> dict[str, str]:
+    """The owner's environment without torchrun's variables, which would draw SGLang into the trainer's group."""
+    dropped = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    variables["TMPDIR"] = str(temporary)
+    variables["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"  # a generated token makes each check last a second
+    if gpu_ids:
+        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
+    return variables | _cpu_threads(tensor_parallel)
+
+
+def _cpu_threads(tensor_parallel: int) -> dict[str, str]:
+    """One thread per rank unless OMP_NUM_THREADS says more: waiting OpenMP threads spin on the trainer's cores.
+
+    SGLang wants the cores named when it has more ranks than the machine has NUMA nodes.
+    """
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if tensor_parallel > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = [str(cores[rank % len(cores)]) for rank in range(tensor_parallel)]
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(ranks)
+    return variables
+
+
+def reserve_port(port: int) -> socket.socket:
+    """Keep a port (0 = any free one) from others until the engine listens, many seconds later.
+
+    The socket never listens, so SO_REUSEADDR lets the engine bind the port as well.
+
+    Raises:
+        EngineError: the port is taken.
+    """
+    guard = socket.socket()
+    if port:  # with port 0 not before bind, which would then give a guarded port away again
+        guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        guard.bind((HOST, port))
+    except OSError as error:
+        guard.close()
+        raise EngineError(
+            f"port {port} for an SGLang engine is not free on {HOST} ({error.strerror}): set rollout.port to another "
+            "value, or to 0 for any free port, or end the process that listens there"
+        ) from error
+    guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return guard
+
+
+def temporary_folder() -> Path:
+    """A folder for SGLang's sockets, named after this process."""
+    return Path(tempfile.mkdtemp(prefix=f"{TRACES_PREFIX}{os.getpid()}-"))
+
+
+def remove_stale_traces() -> None:
+    """Remove what engines left whose owner was killed and so could not clean up."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TRACES_PREFIX}*"):
+        owner = folder.name.removeprefix(TRACES_PREFIX).split("-")[0]
+        if not Path("/proc", owner).exists():
+            remove_traces(folder)

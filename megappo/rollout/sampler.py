@@ -1,0 +1,126 @@
+"""Spreads prompts over engines: each takes the next prompts when it has room, so that a fast engine takes more."""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from megappo.config.errors import ConfigError
+from megappo.rollout.client import EngineClient, Generation, SamplingParams
+
+REQUESTS_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one prompt; tokens and log_probs as in `Generation`."""
+
+    prompt_index: int
+    sample_index: int
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class StoreCounter:
+    """Hands out positions 0, 1, 2, ... each once, to whichever rank asks; `key` must be new in the store."""
+
+    def __init__(self, store: dist.Store, key: str):
+        self._store = store
+        self._key = key
+
+    def take(self, count: int) -> int:
+        """The first of the next `count` positions."""
+        return self._store.add(self._key, count) - count
+
+
+def sample(
+    prompts: Sequence[tuple[int, list[int]]],
+    n: int,
+    params: SamplingParams,
+    client: EngineClient,
+    counter: StoreCounter,
+    *,
+    num_engines: int,
+    max_running_requests: int,
+    on_prompt: Callable[[], None] = lambda: None,
+) -> list[Sample]:
+    """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
+
+    Every process with an engine calls this at once, with the same prompts; together they return each sample once.
+
+    Args:
+        prompts: (prompt_index, token ids).
+        client: this process' engine.
+        counter: shared by all processes.
+        num_engines: engines of all processes together.
+        max_running_requests: sequences one engine decodes at once.
+        on_prompt: called when all n samples of a prompt are there.
+    Raises:
+        EngineError: the engine failed.
+    """
+    chunk, requests = _chunking(len(prompts), n, num_engines, max_running_requests)
+    samples: list[Sample] = []
+
+    async def work(http: Any) -> None:
+        while (first := counter.take(chunk)) < len(prompts):
+            taken = prompts[first : first + chunk]
+            repeated = [tokens for _, tokens in taken for _ in range(n)]
+            generations = await client.generate_async(http, repeated, params)
+            for order, (prompt_index, _) in enumerate(taken):
+                samples.extend(_group(prompt_index, generations[order * n : (order + 1) * n]))
+                on_prompt()
+
+    async def work_all() -> None:
+        async with client.open_async() as http, asyncio.TaskGroup() as tasks:
+            for _ in range(requests):
+                tasks.create_task(work(http))
+
+    _run(work_all())
+    return samples
+
+
+def stop_token_ids(eos_token_ids: Iterable[int], stop: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
+    """Ids that end a response: the tokenizer's end tokens, and each of the stop strings, which must be one token.
+
+    Raises:
+        ConfigError: a stop string is not one token.
+    """
+    ids = list(eos_token_ids)
+    for text in stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) != 1:
+            found = f"rollout.stop: {text!r} is {len(tokens)} tokens ({tokens}) to this tokenizer"
+            remedy = "choose a string that is exactly one token, or leave it out"
+            raise ConfigError([f"{found}, and the engine works on token ids: {remedy}"])
+        ids += tokens
+    return tuple(dict.fromkeys(ids))
+
+
+def _chunking(num_prompts: int, n: int, num_engines: int, max_running_requests: int) -> tuple[int, int]:
+    """Prompts per request and requests in flight for one engine.
+
+    With several engines each has at most half of its even share in flight: the rest goes to whoever is free first.
+    """
+    share = math.ceil(num_prompts / num_engines / (1 if num_engines == 1 else 2))
+    in_flight = max(1, min(max_running_requests // n, share))
+    chunk = math.ceil(in_flight / REQUESTS_IN_FLIGHT)
+    return chunk, math.ceil(in_flight / chunk)
+
+
+def _group(prompt_index: int, generations: Sequence[Generation]) -> list[Sample]:
+    return [Sample(prompt_index, order, g.tokens, g.log_probs, g.finish_reason) for order, g in enumerate(generations)]
+
+
+def _run(work: Any) -> None:
+    """Run a coroutine; of several failures at once the first is raised as it is."""
+    try:
+        asyncio.run(work)
+    except* Exception as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None

@@ -1,0 +1,98 @@
+"""Train by PPO, one process per GPU (or, without GPUs, per rank):
+
+torchrun --nproc-per-node N -m megappo.train CONFIG [key=value ...]
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+
+if __name__ == "__main__":
+    # A rank that imports or waits in a collective runs no Python code: let Ctrl-C end it at once. What it has started
+    # ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import torch.distributed as dist
+
+from megappo import platform
+from megappo.config.errors import ConfigError
+from megappo.config.help import config_help
+from megappo.config.loading import dump_config, load_config
+from megappo.config.schema import Config
+from megappo.lifetime import die_with
+from megappo.trainer.failure import report
+from megappo.trainer.preflight import check_run
+
+platform.install()  # must come before the first import of megatron.core
+
+from megappo.trainer.build import build_run  # noqa: E402
+from megappo.trainer.loop import Trainer  # noqa: E402
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run this rank; the process's exit code: 2 for a config that cannot work, 1 for a run that failed."""
+    args = _parser().parse_intermixed_args(arguments)
+    if "WORLD_SIZE" not in os.environ:
+        print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
+        return 2
+    die_with(os.getppid())
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    code = 0
+    with ExitStack() as cleanup:
+        try:
+            config = _checked_config(args.config, args.overrides, world_size)
+            _run(config, store, rank, world_size, cleanup)
+        except Exception as error:
+            report(error, store, rank)
+            code = 2 if isinstance(error, ConfigError) else 1
+    # Without waiting for ranks that will not come any more. After a run that went well, too: threads of the process
+    # groups can abort an interpreter that ends its own way.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _checked_config(path: str, overrides: Sequence[str], world_size: int) -> Config:
+    config = load_config(path, overrides)
+    errors = check_run(config, world_size)
+    if errors:
+        raise ConfigError(errors)
+    return config
+
+
+def _run(config: Config, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
+    timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
+    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    if rank == 0:
+        _print_capabilities()
+    run = build_run(config, cleanup)
+    if rank == 0:  # not before: a folder that is refused stays as it was
+        Path(config.trainer.output_dir, "config.yaml").write_text(dump_config(config))
+    Trainer(config, run).train()
+
+
+def _print_capabilities() -> None:
+    found = platform.capabilities()
+    width = max(map(len, found))
+    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchrun --nproc-per-node N -m megappo.train",
+        description="Train a language model by PPO: Megatron actor and critic, SGLang rollouts.",
+        epilog=config_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of single keys")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""Building a run from its config: groups, models, engines, data, observation. The only place that knows them all."""
+
+import json
+import os
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from megappo import platform
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config.checks import optimizer_steps
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Config, Parallel, Trained
+from megappo.data.prompts import Prompt, PromptDataset, load_tokenizer
+from megappo.models.build import build_model
+from megappo.models.engine import Head, MegatronEngine, TrainedEngine
+from megappo.models.heads import policy_head, value_head
+from megappo.observe.memory import PhaseMemory
+from megappo.observe.observer import open_observer
+from megappo.observe.timers import Timers
+from megappo.placement.exchange import Exchange
+from megappo.placement.groups import ComponentGroups, build_groups
+from megappo.placement.layout import Layout
+from megappo.placement.ranks import format_ranks, placement_layouts
+from megappo.ppo.kl import KLController, kl_controller
+from megappo.rewards.pool import RewardPool, load_reward
+from megappo.rollout.engine import Engine
+from megappo.rollout.sampler import stop_token_ids
+from megappo.trainer.component import Component
+from megappo.trainer.rollouts import Rollouts
+from megappo.trainer.run import Run
+from megappo.weights.families import hf_shapes
+from megappo.weights.load import load_hf
+
+
+def build_run(config: Config, cleanup: ExitStack) -> Run:
+    """Everything a run needs on this rank; all ranks together, after the default process group exists.
+
+    Args:
+        cleanup: what must be ended when the run ends, however it ends, is registered here.
+    """
+    layouts = placement_layouts(config, dist.get_world_size())
+    hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
+    tokenizer = load_tokenizer(config.model.path)
+    exchange = Exchange(dist.group.WORLD)
+    store = CheckpointStore(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep_checkpoints, exchange)
+    checkpoint = find_checkpoint(config, store)
+    engine = start_engine(config, layouts["rollout"], cleanup)  # early: it starts while the rest is built
+    rewards = start_rewards(config, cleanup) if engine is not None else None
+    train_prompts = PromptDataset(config.data.train_files, tokenizer, config.data, config.trainer.seed)
+    val_prompts = load_val_prompts(config, tokenizer)
+    if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
+        exchange.share(engine.wait_ready().url if engine is not None else None)
+    timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
+    models = {name: layout for name, layout in layouts.items() if name != "rollout"}
+    groups = build_groups(models, config.trainer.seed, timeout)
+    components = {
+        name: Component(name, layout, build_engine(name, config, hf_config, groups[name]), exchange)
+        for name, layout in models.items()
+    }
+    kl = kl_controller(config.algorithm.kl_ctrl)
+    start_step = load_checkpoint(checkpoint, store, components, kl)
+    observer = open_observer(
+        config.trainer.output_dir,
+        config.trainer.total_steps,
+        enabled=exchange.rank == 0,
+        resume_step=start_step + 1 if checkpoint else 0,
+    )
+    cleanup.callback(observer.close)
+    if checkpoint:
+        observer.message(f"going on after step {start_step} from {checkpoint}")
+    client = engine.wait_ready() if engine is not None else None
+    rollouts = Rollouts(
+        config,
+        tokenizer,
+        client,
+        rewards,
+        exchange,
+        observer,
+        num_engines=layouts["rollout"].data,
+        stop_token_ids=stop_token_ids(end_token_ids(config.model.path, tokenizer), config.rollout.stop, tokenizer),
+    )
+    return Run(
+        config=config,
+        hf_config=hf_config,
+        engine_shapes=hf_shapes(hf_config),
+        exchange=exchange,
+        actor=components["actor"],
+        critic=components["critic"],
+        ref=components.get("ref"),
+        client=client,
+        rollouts=rollouts,
+        train_prompts=train_prompts,
+        val_prompts=val_prompts,
+        kl=kl,
+        store=store,
+        observer=observer,
+        timers=Timers(PhaseMemory()),
+        start_step=start_step,
+    )
+
+
+def load_checkpoint(
+    checkpoint: Path | None, store: CheckpointStore, components: dict[str, Component], kl: KLController
+) -> int:
+    """Restore what `Run.save` saved; returns the steps done, 0 without a checkpoint."""
+    if checkpoint is None:
+        return 0
+    trained = {name: components[name].engine for name in ("actor", "critic")}
+    state = store.load(checkpoint, trained)
+    kl.load_state_dict(state["kl"])
+    return state["step"]
+
+
+def end_token_ids(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a response: the tokenizer's, and those of generation_config.json.
+
+    Raises:
+        ConfigError: there is none, so that every response would be cut off.
+    """
+    path = Path(folder) / "generation_config.json"
+    ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    found = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    if not any(token is not None for token in found):
+        raise ConfigError(
+            [f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"]
+        )
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def start_rewards(config: Config, cleanup: ExitStack) -> RewardPool:
+    """Start the reward function's workers."""
+    reward = config.reward
+    pool = load_reward(reward.function, num_workers=reward.num_workers, timeout_seconds=reward.timeout_seconds)
+    cleanup.callback(pool.close)
+    return pool
+
+
+def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> Engine | None:
+    """Start this rank's SGLang engine, if it is the first rank of an engine's group; does not wait for it."""
+    rank = dist.get_rank()
+    shard = layout.shard_of(rank)
+    if shard is None or layout.output_rank(shard) != rank:
+        return None
+    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
+    node = rank // local_world
+    ranks = layout.shard_ranks(shard)
+    if ranks[-1] // local_world != node:
+        raise ConfigError(
+            [
+                f"rollout.tensor_parallel: engine {shard} on ranks {format_ranks(ranks)} reaches over several nodes of "
+                f"{local_world} ranks: make it a divisor of {local_world}, and start placement.rollout on a multiple"
+            ]
+        )
+    first_on_node = next(i for i in range(layout.data) if layout.output_rank(i) // local_world == node)
+    engine = Engine(
+        config.model.path,
+        config.rollout,
+        config.model.dtype,
+        index=shard - first_on_node,
+        gpu_ids=gpu_ids([r % local_world for r in ranks]),
+        log_path=Path(config.trainer.output_dir) / "engines" / f"engine_{shard}.log",
+        seed=config.trainer.seed + shard,
+    )
+    cleanup.callback(engine.stop)
+    engine.start()
+    return engine
+
+
+def gpu_ids(local_ranks: list[int]) -> list[str]:
+    """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    if not platform.has_cuda():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(max(local_ranks) + 1)]
+    return [names[i] for i in local_ranks]
+
+
+def find_checkpoint(config: Config, store: CheckpointStore) -> Path | None:
+    """The checkpoint to go on from, by `trainer.resume`."""
+    checkpoint = store.latest()
+    if checkpoint is not None and config.trainer.resume == "never":
+        raise FileExistsError(
+            f"{checkpoint} exists, and trainer.resume is never: set it to auto, or choose another trainer.output_dir"
+        )
+    return checkpoint
+
+
+def load_val_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
+    """Held-out prompts by dataset name: the file's, without folder and ending."""
+    return {
+        Path(file).stem: PromptDataset([file], tokenizer, config.data, config.trainer.seed).prompts
+        for file in config.data.val_files
+    }
+
+
+def build_engine(
+    name: str, config: Config, hf_config: dict[str, Any], groups: ComponentGroups
+) -> MegatronEngine | None:
+    """This rank's part of the actor, critic or reference, with its Hugging Face weights; None outside it."""
+    if not groups.member:
+        return None
+    section: Trained = config.critic if name == "critic" else config.actor
+    parallel: Parallel = (config.ref.parallel or config.actor.parallel) if name == "ref" else section.parallel
+    is_critic, is_trained = name == "critic", name != "ref"
+    folder = (config.critic.model_path or config.model.path) if is_critic else config.model.path
+    if is_critic:
+        hf_config = json.loads((Path(folder) / "config.json").read_text())
+    model = build_model(
+        hf_config,
+        config.model,
+        parallel,
+        groups,
+        value_head=is_critic,
+        recompute=section.recompute if is_trained else "none",
+        trained=is_trained,
+    )
+    load_hf(model, folder, hf_config, groups, value_head=is_critic, seed=config.trainer.seed)
+    temperature = config.rollout.temperature
+    head: Head = value_head if is_critic else policy_head(groups.collection.tp, hf_config["vocab_size"], temperature)
+    max_tokens = section.max_tokens_per_micro_batch
+    if not is_trained:
+        return MegatronEngine(model, groups, head, config.ref.max_tokens_per_micro_batch or max_tokens)
+    return TrainedEngine(model, groups, head, max_tokens, section.optim, optimizer_steps(config, section))

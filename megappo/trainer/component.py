@@ -1,0 +1,121 @@
+"""A model and the rows it borrows: the same calls on every rank, whether the component lives there or not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megappo.data.balance import balanced_partitions
+from megappo.data.batch import Rows
+from megappo.models.engine import LossFn, MegatronEngine, TrainedEngine
+from megappo.placement.exchange import Exchange, Holdings, RowTable, empty_rows, output_holdings, shard_holdings
+from megappo.placement.layout import Layout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's rows at their homes, and what every rank knows about all of them."""
+
+    rows: Rows
+    table: RowTable
+    homes: Holdings
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a component cuts a step's rows: `mini_batches[i][shard]` are row numbers."""
+
+    mini_batches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def shards(self) -> tuple[tuple[int, ...], ...]:
+        """All rows of each data-parallel shard, mini-batch after mini-batch."""
+        return tuple(tuple(row for part in parts for row in part) for parts in zip(*self.mini_batches, strict=True))
+
+
+def cut_rows(table: RowTable, layout: Layout, num_mini_batches: int) -> Cut:
+    """Consecutive mini-batches (the data's order is random already), each spread over the shards by tokens."""
+    lengths = table.total_lengths()
+    bounds = [len(table) * i // num_mini_batches for i in range(num_mini_batches + 1)]
+    mini_batches = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        parts = balanced_partitions(lengths[start:stop], layout.data)
+        mini_batches.append(tuple(tuple(start + i for i in sorted(part)) for part in parts))
+    return Cut(tuple(mini_batches))
+
+
+class Component:
+    """A model on the ranks of its layout; on other ranks a null object that only joins exchanges.
+
+    Args:
+        engine: this rank's part of the model, None where the component is absent.
+    """
+
+    def __init__(self, name: str, layout: Layout, engine: MegatronEngine | None, exchange: Exchange):
+        self.name = name
+        self.layout = layout
+        self.engine = engine
+        self.exchange = exchange
+
+    def borrow(self, batch: Batch, num_mini_batches: int = 1) -> "Borrowed":
+        """Bring a step's rows, tokens and mask only, to the component's shards."""
+        cut = cut_rows(batch.table, self.layout, num_mini_batches)
+        takers = shard_holdings(self.layout, cut.shards, self.exchange.world_size)
+        rows = self.exchange.move(batch.rows, batch.table, batch.homes, takers, ["response_mask"])
+        return Borrowed(self, batch, cut, takers, rows)
+
+
+class Borrowed:
+    """A step's rows at a component. Every rank calls every method, in the same order."""
+
+    def __init__(self, component: Component, batch: Batch, cut: Cut, takers: Holdings, rows: Rows):
+        self.component = component
+        self.batch = batch
+        self.cut = cut
+        self.takers = takers
+        self.rows = rows
+
+    def forward(self, home: Rows, names: dict[str, str]) -> Rows:
+        """`home` with the head's outputs added: `names` maps an output to the field it becomes."""
+        component = self.component
+        outputs = component.engine.forward(self.rows) if component.engine else {}
+        holders = output_holdings(component.layout, self.cut.shards, component.exchange.world_size)
+        reports = component.engine is not None and component.engine.is_output
+        results = self.rows if reports else empty_rows((), self.batch.table)
+        results = replace(results, fields={field: outputs[output] for output, field in names.items() if reports})
+        return component.exchange.move_fields(
+            results, home, self.batch.table, holders, self.batch.homes, list(names.values())
+        )
+
+    def receive(self, home: Rows, names: Sequence[str]) -> None:
+        """Bring fields of the rows at home to the borrowed ones."""
+        self.rows = self.component.exchange.move_fields(
+            home, self.rows, self.batch.table, self.batch.homes, self.takers, names
+        )
+
+    def mini_batches(self) -> list[tuple[Rows, int]]:
+        """This rank's rows of each mini-batch, with the mini-batch's response tokens over all shards."""
+        shard = self.component.layout.shard_of(self.component.exchange.rank)
+        parts = []
+        start = 0
+        for shards in self.cut.mini_batches:
+            num_tokens = int(self.batch.table.response_lengths[[row for part in shards for row in part]].sum())
+            size = len(shards[shard]) if shard is not None else 0
+            parts.append((self.rows.select(range(start, start + size)), num_tokens))
+            start += size
+        return parts
+
+
+def train(borrowed: Borrowed, ppo_epochs: int, make_loss: Callable[[int], LossFn]) -> list[dict[str, float]]:
+    """PPO's epochs over the mini-batches; one dict of metrics per optimizer step on output ranks, [] elsewhere.
+
+    Args:
+        make_loss: from a mini-batch's number of response tokens (over all shards) to its loss function.
+    """
+    engine = borrowed.component.engine
+    if not isinstance(engine, TrainedEngine):
+        return []
+    steps = [
+        engine.train_batch(rows, make_loss(num_tokens))
+        for _ in range(ppo_epochs)
+        for rows, num_tokens in borrowed.mini_batches()
+    ]
+    return steps if engine.is_output else []

@@ -1,0 +1,25 @@
+"""Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
+
+from megappo.config.checks import config_errors
+from megappo.config.files import file_errors
+from megappo.config.schema import Config
+from megappo.placement.ranks import layout_errors
+from megappo.rewards.pool import parse_spec
+
+
+def check_run(config: Config, world_size: int) -> list[str]:
+    """Everything wrong with a well-typed config, one line each: what its keys contradict, then what is not on disk."""
+    return [*arrangement_errors(config, world_size), *file_errors(config), *_reward_errors(config)]
+
+
+def arrangement_errors(config: Config, world_size: int) -> list[str]:
+    """The part of `check_run` that opens no file: contradictions between keys, placement, layouts, batch."""
+    return [*config_errors(config), *layout_errors(config, world_size)]
+
+
+def _reward_errors(config: Config) -> list[str]:
+    try:
+        parse_spec(config.reward.function)
+    except ValueError as error:
+        return [str(error)]
+    return []

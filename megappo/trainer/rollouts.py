@@ -1,0 +1,151 @@
+"""From prompts to scored rows at their homes: sampling by the engines, scoring by the reward function."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config.schema import Config
+from megappo.data.batch import Rows
+from megappo.data.prompts import Prompt
+from megappo.observe.observer import NullObserver, Observer
+from megappo.placement.exchange import Exchange, homes
+from megappo.ppo.advantages import compute_token_level_rewards
+from megappo.rewards.pool import RewardPool
+from megappo.rollout.client import EngineClient, SamplingParams
+from megappo.rollout.sampler import Sample, StoreCounter, sample
+from megappo.trainer.component import Batch
+from megappo.trainer.statistics import value_statistics
+
+
+class Rollouts:
+    """Samples and scores responses. Ranks that own no engine join with empty hands.
+
+    Args:
+        client, rewards: None where the rank owns no engine.
+        num_engines: of all ranks.
+        stop_token_ids: end a response, and belong to it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        client: EngineClient | None,
+        rewards: RewardPool | None,
+        exchange: Exchange,
+        observer: Observer | NullObserver,
+        *,
+        num_engines: int,
+        stop_token_ids: tuple[int, ...],
+    ):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.client = client
+        self.rewards = rewards
+        self.exchange = exchange
+        self.observer = observer
+        self.num_engines = num_engines
+        rollout = config.rollout
+        self.training = SamplingParams(
+            rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_token_ids
+        )
+        self.evaluation = SamplingParams(
+            rollout.max_response_length, rollout.val_temperature, stop_token_ids=stop_token_ids
+        )
+        self._store = distributed_c10d._get_default_store()  # torchrun's; no public way to it
+        self._calls = 0
+
+    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str) -> list[Sample]:
+        """This rank's share of n responses to each prompt; `prompt_index` counts in `prompts`.
+
+        All ranks call it and return together.
+        """
+        self._calls += 1
+        samples: list[Sample] = []
+        if self.client is not None:
+            progress = self.observer.progress(label, len(prompts))
+            samples = sample(
+                [(i, prompt.tokens) for i, prompt in enumerate(prompts)],
+                n,
+                params,
+                self.client,
+                StoreCounter(self._store, f"rollouts/{self._calls}"),
+                num_engines=self.num_engines,
+                max_running_requests=self.config.rollout.max_running_requests,
+                on_prompt=lambda: progress(1),
+            )
+        self.exchange.share(None)
+        return samples
+
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
+        """[b] float32: the reward function's score of each sample."""
+        if self.rewards is None:
+            return torch.zeros(0)
+        texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
+        of_sample = [prompts[one.prompt_index] for one in samples]
+        scores = self.rewards.score([p.text for p in of_sample], texts, [p.label for p in of_sample])
+        return torch.tensor(scores, dtype=torch.float32)
+
+    def collect(
+        self, samples: Sequence[Sample], scores: torch.Tensor, prompts: Sequence[Prompt], n: int
+    ) -> tuple[Batch, dict[str, float]]:
+        """The step's rows at their homes, and metrics.
+
+        Fields: `response_mask`, `rollout_log_probs`, `token_level_scores` (the score on the last token).
+        """
+        rows = _rows(samples, prompts, n)
+        table, holders = self.exchange.table(rows)
+        rows = _with_fields(rows, samples, scores, table.max_response_length)
+        at_home = homes(len(table), self.exchange.world_size, n)
+        names = ["response_mask", "rollout_log_probs", "token_level_scores"]
+        home = self.exchange.move(rows, table, holders, at_home, names)
+        lengths = {"rollout/response_length": rows.response_lengths.float()}
+        metrics = value_statistics(self.exchange, {"reward/score": scores} | lengths)
+        num_truncated = sum(self.exchange.share(sum(one.finish_reason == "length" for one in samples)))
+        metrics["rollout/truncated_frac"] = num_truncated / len(table)
+        metrics["rollout/num_tokens"] = int(table.response_lengths.sum())
+        return Batch(home, table, at_home), metrics
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """Scores of one response to each prompt that this rank sampled, and the first prompts' responses to show."""
+        samples = self.sample(prompts, 1, self.evaluation, "evaluate")
+        scores = self.score(samples, prompts)
+        shown = {
+            one.prompt_index: {
+                "prompt": prompts[one.prompt_index].text,
+                "response": self.tokenizer.decode(one.tokens, skip_special_tokens=True),
+                "label": prompts[one.prompt_index].label,
+                "score": float(score),
+            }
+            for one, score in zip(samples, scores, strict=True)
+            if one.prompt_index < self.config.trainer.num_samples
+        }
+        of_all_ranks = {index: entry for part in self.exchange.share(shown) for index, entry in part.items()}
+        return scores, [of_all_ranks[index] for index in sorted(of_all_ranks)]
+
+
+def _rows(samples: Sequence[Sample], prompts: Sequence[Prompt], n: int) -> Rows:
+    """Samples as rows without fields; a row's number is prompt position x n + sample."""
+    of_prompt = [prompts[one.prompt_index].tokens for one in samples]
+    return Rows(
+        ids=torch.tensor([one.prompt_index * n + one.sample_index for one in samples], dtype=torch.int64),
+        prompt_lengths=torch.tensor([len(tokens) for tokens in of_prompt], dtype=torch.int64),
+        response_lengths=torch.tensor([len(one.tokens) for one in samples], dtype=torch.int64),
+        input_ids=[torch.tensor(p + one.tokens) for p, one in zip(of_prompt, samples, strict=True)],
+    )
+
+
+def _with_fields(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, width: int) -> Rows:
+    mask = (torch.arange(width) < rows.response_lengths[:, None]).float()
+    log_probs = torch.zeros(len(rows), width)
+    for row, one in enumerate(samples):
+        log_probs[row, : len(one.tokens)] = torch.tensor(one.log_probs)
+    fields = {
+        "response_mask": mask,
+        "rollout_log_probs": log_probs,
+        "token_level_scores": compute_token_level_rewards(scores, mask),
+    }
+    return Rows(rows.ids, rows.prompt_lengths, rows.response_lengths, rows.input_ids, fields)

@@ -1,0 +1,110 @@
+"""What a run is made of on this rank, and what is done with it between the phases of a step."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megappo import platform
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt, PromptDataset
+from megappo.models.engine import TrainedEngine
+from megappo.observe.metrics import reduce_ranks
+from megappo.observe.observer import NullObserver, Observer
+from megappo.observe.timers import Timers
+from megappo.placement.exchange import Exchange
+from megappo.ppo.kl import KLController
+from megappo.rollout.client import EngineClient
+from megappo.trainer.component import Component
+from megappo.trainer.rollouts import Rollouts
+from megappo.weights.export import iter_hf_buckets
+from megappo.weights.hf_folder import write_hf_folder
+from megappo.weights.transport import SyncStats, push_buckets
+
+
+@dataclass
+class Run:
+    """A run's parts. The same on every rank, but for null objects where a part is absent.
+
+    Attributes:
+        ref: None when no KL penalty needs a reference.
+        client: of the engine this rank owns; None on the others.
+        val_prompts: dataset name -> its prompts.
+        engine_shapes: name -> shape of the weights the engines loaded, which every sync must match.
+        start_step: steps done before this process started.
+    """
+
+    config: Config
+    hf_config: dict[str, Any]
+    engine_shapes: dict[str, tuple[int, ...]]
+    exchange: Exchange
+    actor: Component
+    critic: Component
+    ref: Component | None
+    client: EngineClient | None
+    rollouts: Rollouts
+    train_prompts: PromptDataset
+    val_prompts: dict[str, list[Prompt]]
+    kl: KLController
+    store: CheckpointStore
+    observer: Observer | NullObserver
+    timers: Timers
+    start_step: int = field(default=0)
+
+    @property
+    def trained(self) -> dict[str, TrainedEngine | None]:
+        """What checkpoints hold."""
+        return {"actor": self.actor.engine, "critic": self.critic.engine}
+
+    def sync_weights(self) -> dict[str, float]:
+        """Reshard the actor's weights into the engines; all ranks together.
+
+        Returns:
+            `sync/{bytes,seconds,gib_per_second}` of one engine, the slowest.
+        """
+        stats = SyncStats(0, 0.0)
+        if self.actor.engine is not None:
+            bucket_bytes = self.config.rollout.sync.bucket_bytes
+            stats = push_buckets(
+                self.client,
+                iter_hf_buckets(self.actor.engine.model, self.hf_config, self.actor.engine.groups, bucket_bytes),
+                self.engine_shapes,
+                tensor_parallel=self.config.rollout.tensor_parallel,
+            )
+        of_ranks = self.exchange.share((stats.bytes, stats.seconds))
+        num_bytes, seconds = (max(values) for values in zip(*of_ranks, strict=True))
+        return {"sync/bytes": num_bytes, "sync/seconds": seconds, "sync/gib_per_second": num_bytes / 2**30 / seconds}
+
+    def engine_sleep(self) -> None:
+        """Free the engine's GPU memory for the trainer."""
+        if self.client is not None:
+            self.client.sleep()
+
+    def engine_wake(self) -> None:
+        """Give the engines their GPU memory back; their weights must be synced before they are used."""
+        platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
+        self.exchange.share(None)
+        if self.client is not None:
+            self.client.wake()
+
+    def lap(self) -> dict[str, float]:
+        """End the step: this rank's `timing_s/*`, and `memory/*` over all ranks."""
+        metrics = self.timers.lap()
+        memory = {name: value for name, value in metrics.items() if name.startswith("memory/")}
+        return metrics | reduce_ranks(self.exchange.share(memory))
+
+    def save(self, step: int) -> None:
+        """Write the checkpoint of a finished step; all ranks together."""
+        path = self.store.save(step, self.trained, {"step": step, "kl": self.kl.state_dict()})
+        self.observer.message(f"checkpoint {path}")
+
+    def finish(self) -> None:
+        """Export the actor and report; all ranks together."""
+        if self.config.trainer.export_hf:
+            target = Path(self.config.trainer.output_dir) / "hf_actor"
+            if self.actor.engine is not None:
+                write_hf_folder(
+                    self.actor.engine.model, self.hf_config, self.actor.engine.groups, self.config.model.path, target
+                )
+        self.exchange.share(None)
+        self.observer.finish()
