@@ -1,0 +1,225 @@
+"""Make the quickstart's dataset and model: sums of two-digit numbers, and a small Qwen2 that mostly forgets the carry.
+
+The model is warm-started here by supervised steps on the answers of a careless pupil, who forgets each carry with
+probability FORGET ("37+45=" -> "72"). So its greedy answers to held-out questions are mostly wrong wherever a carry is
+due, while its samples often carry: PPO has the right answer to find and reinforce. No held-out question, in either
+order of its numbers, is used in training.
+"""
+
+import argparse
+import json
+import math
+import random
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megappo.platform import define_torchvision_operators
+
+define_torchvision_operators()  # importing a model of transformers needs them
+
+from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from transformers.utils import logging  # noqa: E402
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+VOCABULARY = [PAD, EOS, UNKNOWN, *"0123456789+-="]
+NUMBERS = range(10, 100)
+HELD_OUT_PAIRS = 200  # unordered; each gives one question, or two when its numbers differ
+FORGET = 0.6
+
+STEPS = 1000
+BATCH_SIZE = 128
+PEAK_LR = 4e-3
+WARMUP_STEPS = 100
+MAX_ANSWER_TOKENS = 4  # three digits and <eos>
+IGNORED = -100  # label of a token without loss
+
+PARTS = ("train.jsonl", "val.jsonl", "model")
+
+
+# --- questions ---
+
+
+def split_questions(seed: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(training, held-out) questions; a held-out (a, b) is absent from training as (b, a) too."""
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS if a <= b]
+    rng = random.Random(seed)
+    rng.shuffle(pairs)
+    parts = pairs[HELD_OUT_PAIRS:], pairs[:HELD_OUT_PAIRS]
+    train, held_out = ([*part, *((b, a) for a, b in part if a != b)] for part in parts)
+    rng.shuffle(train)
+    rng.shuffle(held_out)
+    return train, held_out
+
+
+def question(a: int, b: int) -> str:
+    """The prompt, always six tokens."""
+    return f"{a}+{b}="
+
+
+def careless_sum(a: int, b: int, forget: float, rng: random.Random) -> str:
+    """Sum of two two-digit numbers with each carry forgotten with probability `forget`; 0 gives the right answer."""
+    ones = a % 10 + b % 10
+    tens = a // 10 + b // 10 + _carry(ones, forget, rng)
+    return f"{'1' * _carry(tens, forget, rng)}{tens % 10}{ones % 10}"
+
+
+def _carry(column: int, forget: float, rng: random.Random) -> int:
+    return int(column >= 10 and rng.random() >= forget)
+
+
+def write_questions(path: Path, questions: list[tuple[int, int]]) -> None:
+    """One JSON object a line: the prompt and, as label, the right answer."""
+    lines = [json.dumps({"prompt": question(a, b), "label": str(a + b)}) for a, b in questions]
+    path.write_text("\n".join(lines) + "\n")
+
+
+# --- model ---
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token a character; nothing is added to a text."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, UNKNOWN)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "unk_token": UNKNOWN,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def new_model() -> Qwen2ForCausalLM:
+    """A Qwen2 of two layers that divides by two in every parallel dimension."""
+    config = Qwen2Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.1,  # about 1 / sqrt(hidden_size); the default, meant for large models, learns late
+        bos_token_id=None,
+        eos_token_id=VOCABULARY.index(EOS),
+        pad_token_id=VOCABULARY.index(PAD),
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def warm_start(model: Qwen2ForCausalLM, questions: list[tuple[int, int]], rng: random.Random) -> None:
+    """Supervised steps (Adam, linear warm-up, cosine decay) on the careless pupil's answers."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _lr_factor)
+    for step in range(1, STEPS + 1):
+        tokens, labels = _supervised_batch(rng.choices(questions, k=BATCH_SIZE), rng)
+        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0:
+            print(f"supervised step {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
+
+
+def _lr_factor(step: int) -> float:
+    return min((step + 1) / WARMUP_STEPS, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+
+
+def _supervised_batch(questions: list[tuple[int, int]], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels [batch, 10]; the loss counts the answer and its <eos> alone."""
+    prompts = [list(question(a, b)) for a, b in questions]
+    answers = [[*careless_sum(a, b, FORGET, rng), EOS] for a, b in questions]
+    rows = [p + a + [PAD] * (MAX_ANSWER_TOKENS - len(a)) for p, a in zip(prompts, answers, strict=True)]
+    tokens = torch.tensor([[VOCABULARY.index(token) for token in row] for row in rows])
+    labels = tokens.masked_fill(tokens == VOCABULARY.index(PAD), IGNORED)
+    labels[:, : len(prompts[0])] = IGNORED
+    return tokens, labels
+
+
+def accuracy(folder: Path, val_file: Path, *, sample: bool) -> float:
+    """Share of held-out questions the written model answers exactly: greedily, or sampled at temperature 1."""
+    records = [json.loads(line) for line in val_file.read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = Qwen2ForCausalLM.from_pretrained(folder)
+    inputs = tokenizer([record["prompt"] for record in records], return_tensors="pt")
+    tokens = model.generate(**inputs, do_sample=sample, max_new_tokens=MAX_ANSWER_TOKENS)
+    answers = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(a == record["label"] for a, record in zip(answers, records, strict=True)) / len(records)
+
+
+# --- the folder ---
+
+
+def build(folder: Path, seed: int) -> None:
+    """Write the PARTS into `folder`."""
+    torch.manual_seed(seed)
+    train, held_out = split_questions(seed)
+    write_questions(folder / "train.jsonl", train)
+    write_questions(folder / "val.jsonl", held_out)
+    model = new_model()
+    warm_start(model, train, random.Random(seed))
+    model.generation_config = GenerationConfig(
+        eos_token_id=model.config.eos_token_id, pad_token_id=model.config.pad_token_id
+    )
+    model.save_pretrained(folder / "model")
+    write_tokenizer(folder / "model")
+
+
+def publish(folder: Path, output: Path) -> None:
+    """Move the PARTS to `output` once they are complete; other things there, such as runs, stay."""
+    if not output.exists():
+        folder.rename(output)
+        return
+    for part in PARTS:
+        target = output / part
+        if target.is_dir():
+            shutil.rmtree(target)
+        (folder / part).replace(target)
+
+
+def parse_args() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help=f"folder to write: {', '.join(PARTS)}")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the model and its training (default: 0)")
+    parser.add_argument("--force", action="store_true", help="replace these parts if the folder exists")
+    args = parser.parse_args()
+    if args.output.exists() and not args.force:
+        parser.error(f"{args.output} exists: choose another --output, or replace its {', '.join(PARTS)} with --force")
+    return args
+
+
+def main() -> None:
+    """Build next to the output, report how well the model answers, then rename."""
+    args = parse_args()
+    start = time.monotonic()
+    torch.set_num_threads(1)  # so that the result does not depend on the number of cores
+    logging.disable_progress_bar()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=f".{args.output.name}.") as temporary:
+        folder = Path(temporary) / args.output.name
+        folder.mkdir()
+        build(folder, args.seed)
+        greedy, sampled = (accuracy(folder / "model", folder / "val.jsonl", sample=sample) for sample in (False, True))
+        publish(folder, args.output)
+    print(f"held-out accuracy: {greedy:.1%} greedy, {sampled:.1%} sampled at temperature 1")
+    print(f"wrote {args.output} in {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
