@@ -1,0 +1,312 @@
+"""Checkpoints of real engines: going on as if never stopped, in any layout; damage named; a killed save harmless."""
+
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ppo_engines import ACTOR, CRITIC, OPTIM, Case, exported, make_engine, make_rows, read_config, with_score
+from spawn import run_ranks
+from tiny_models import hf_folder
+from torch.multiprocessing import ProcessExitedException
+
+from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.store import CheckpointStore
+from megappo.data.balance import balanced_partitions
+from megappo.models.engine import TrainedEngine
+from megappo.placement.exchange import Exchange
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.trainer.losses import actor_loss, critic_loss
+
+OPTIM = OPTIM.model_copy(update={"lr_warmup_steps": 2, "lr_decay_style": "cosine", "min_lr": 1e-3})
+TWO = (0, 1)
+TP2 = Case(Layout(TWO, tensor=2), optim=OPTIM)
+PP2 = Case(Layout(TWO, pipeline=2), optim=OPTIM)
+DP2 = Case(Layout(TWO), optim=OPTIM)  # shards the optimizer's state
+ONE = Case(Layout((1,)), optim=OPTIM)
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, Path]:
+    """Hugging Face folders of an actor and a critic."""
+    critic = with_score(hf_folder(tmp_path / "critic", "qwen2"))
+    return {"actor": hf_folder(tmp_path / "actor", "qwen2"), "critic": critic}
+
+
+def build(folders: dict[str, Path], cases: dict[str, Case]) -> dict[str, TrainedEngine | None]:
+    """Fresh engines of these components, None where this rank is outside."""
+    groups = build_groups({kind: case.layout for kind, case in cases.items()}, seed=0)
+    return {
+        kind: make_engine(folders[kind], case, groups[kind], kind) if groups[kind].member else None
+        for kind, case in cases.items()
+    }
+
+
+def train(engines: dict[str, TrainedEngine | None], num_steps: int) -> dict[str, float]:
+    """Some optimizer steps; the last one's gradient norms and learning rates, of the engines on this rank."""
+    metrics: dict[str, float] = {}
+    for kind, engine in engines.items():
+        if engine is None:
+            continue
+        rows = make_rows(91)
+        layout = engine.groups.layout
+        mine = balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)
+        num_tokens = int(rows.response_lengths.sum())
+        loss = actor_loss(ACTOR, num_tokens) if kind == "actor" else critic_loss(CRITIC, num_tokens)
+        for _ in range(num_steps):
+            step = engine.train_batch(rows.select(mine[layout.shard_of(dist.get_rank())]), loss)
+            metrics |= {f"{kind}/{name}": step[name] for name in ("grad_norm", "lr")}
+    return metrics
+
+
+def weights(engines: dict[str, TrainedEngine | None], folders: dict[str, Path]) -> dict[str, torch.Tensor]:
+    """All weights of the engines on this rank, by component and Hugging Face name."""
+    return {
+        f"{kind}/{name}": tensor
+        for kind, engine in engines.items()
+        if engine is not None
+        for name, tensor in exported(engine, read_config(folders[kind]), kind).items()
+    }
+
+
+# --- going on ---
+
+
+def check_resumed(rank: int, world_size: int, folders: dict[str, Path], store_folder: Path) -> None:
+    cases = {"actor": TP2, "critic": PP2}
+    store = CheckpointStore(store_folder, 0, Exchange(dist.group.WORLD))
+    assert store.latest() is None
+    engines = build(folders, cases)
+    train(engines, 3)
+    store.save(3, engines, {"step": 3, "kl": {"value": 0.125}})
+    saved = weights(engines, folders)
+    metrics, expected = train(engines, 2), weights(engines, folders)
+    again = build(folders, cases)
+    path = store.latest()
+    assert path == store_folder / "step_00000003"
+    assert store.load(path, again) == {"step": 3, "kl": {"value": 0.125}}
+    assert_equal(weights(again, folders), saved)
+    assert train(again, 2) == metrics
+    assert_equal(weights(again, folders), expected)
+    assert metrics["actor/lr"] < OPTIM.lr, "the schedule must be on its way for this test to see it"
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_actor_and_critic_of_different_layouts_go_on_bit_for_bit(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(2, check_resumed, folders, tmp_path / "checkpoints")
+
+
+def check_new_settings(rank: int, world_size: int, folders: dict[str, Path], store_folder: Path) -> None:
+    store = CheckpointStore(store_folder, 0, Exchange(dist.group.WORLD))
+    old = build(folders, {"actor": TP2, "critic": DP2})
+    train(old, 3)
+    store.save(3, old, {})
+    optim = OPTIM.model_copy(update={"lr": 3e-3, "min_lr": 3e-3, "betas": (0.5, 0.6), "lr_decay_style": "linear"})
+    resumed = build(folders, {"actor": replace(TP2, optim=optim), "critic": replace(DP2, optim=optim)})
+    store.load(store.latest(), resumed)
+    metrics = train(resumed, 1)
+    for kind, engine in resumed.items():
+        assert metrics[f"{kind}/lr"] == pytest.approx(3e-3)
+        assert {tuple(group["betas"]) for group in engine.optimizer.param_groups} == {(0.5, 0.6)}
+    assert train(old, 1)["actor/lr"] > 6e-3, "the checkpoint's settings must differ for this test to see them"
+
+
+def test_a_resumed_run_takes_the_optimizer_settings_of_its_config(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(2, check_new_settings, folders, tmp_path / "checkpoints")
+
+
+MOVES = {
+    "actor, tp2 to pp2": (TP2, PP2),
+    "actor, dp2 to tp2": (DP2, TP2),
+    "actor, one rank to dp2": (ONE, DP2),
+    "critic, pp2 to tp2": (PP2, TP2),
+    "critic, tp2 to dp2": (TP2, DP2),
+    "critic, tp2 sp to one rank": (replace(TP2, sequence=True), ONE),
+    "critic, dp2 to one rank": (DP2, ONE),
+}
+
+
+def check_moved(rank: int, world_size: int, folders: dict[str, Path], store_folder: Path) -> None:
+    """A checkpoint of each layout loaded in another one, and two steps more than it had."""
+    exchange = Exchange(dist.group.WORLD)
+    for name, (before, after) in MOVES.items():
+        kind = name.split(",")[0]
+        store = CheckpointStore(store_folder / name, 0, exchange)
+        engines = build(folders, {kind: before})
+        train(engines, 3)
+        store.save(3, engines, {})
+        uninterrupted = exchange.share((train(engines, 2), weights(engines, folders)))
+        metrics, expected = next(part for part in uninterrupted if part[0])
+        moved = build(folders, {kind: after})
+        store.load(store.latest(), moved)
+        found = train(moved, 2)
+        assert not found or found == pytest.approx(metrics, rel=1e-4), name
+        for key, tensor in weights(moved, folders).items():
+            message = f"{name}: {key} is {(tensor - expected[key]).abs().max():.2g} off the uninterrupted run's"
+            torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=message)
+
+
+def test_any_layout_goes_on_from_any_other(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints")
+
+
+# --- which checkpoint ---
+
+
+def step_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def check_pruned(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    engines = build(folders, {"actor": Case(Layout((0,)))})
+    for step in (8, 9, 10, 11):
+        CheckpointStore(folder, 2, exchange).save(step, engines, {"step": step})
+    assert step_names(folder) == ["step_00000010", "step_00000011"]
+    CheckpointStore(folder, 0, exchange).save(12, engines, {"step": 12})
+    assert step_names(folder) == ["step_00000010", "step_00000011", "step_00000012"]
+    (folder / "latest").write_text("step_00000010\n")  # as a user would, to go back
+    store = CheckpointStore(folder, 1, exchange)
+    assert store.load(store.latest(), engines) == {"step": 10}
+    store.save(11, engines, {"step": 11, "again": True})
+    assert step_names(folder) == ["step_00000011", "step_00000012"], "what was just saved must not be pruned"
+    assert store.load(store.latest(), engines) == {"step": 11, "again": True}
+
+
+def test_the_newest_are_kept_and_latest_is_among_them(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(1, check_pruned, folders, tmp_path / "checkpoints")
+
+
+# --- damage ---
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def a_shard(component: str) -> Callable[[Path], Path]:
+    return lambda step: sorted((step / component).glob("*.distcp"))[-1]
+
+
+# What is done to a checkpoint, and what the error says besides naming the checkpoint.
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "state.json is missing": (lambda step: (step / "state.json").unlink(), "missing or incomplete.*step_00000001"),
+    "state.json is cut off": (lambda step: truncate(step / "state.json"), "state.json"),
+    "all of it is missing": (shutil.rmtree, "missing or incomplete.*Complete checkpoints: step_00000001"),
+    "actor is missing": (lambda step: shutil.rmtree(step / "actor"), "cannot load actor from"),
+    "a shard is missing": (lambda step: a_shard("critic")(step).unlink(), "cannot load critic from.*distcp"),
+    "a shard is cut off": (lambda step: truncate(a_shard("critic")(step)), "cannot load critic from"),
+    "a shard is empty": (lambda step: os.truncate(a_shard("actor")(step), 0), "cannot load actor from"),
+    "metadata is missing": (lambda step: (step / "actor" / ".metadata").unlink(), "cannot load actor from.*metadata"),
+    "metadata is cut off": (lambda step: truncate(step / "critic" / ".metadata"), "cannot load critic from"),
+    "common.pt is cut off": (lambda step: truncate(step / "actor" / "common.pt"), "cannot load actor from"),
+}
+
+
+def check_damages(rank: int, world_size: int, folders: dict[str, Path], whole: Path, other: Path) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    cases = {"actor": TP2, "critic": PP2}
+    engines = build(folders, cases)
+    for step in (1, 2):
+        CheckpointStore(whole, 0, exchange).save(step, engines, {"step": step})
+    for name, (damage, message) in DAMAGES.items():
+        folder = whole.with_name(name)
+        if rank == 0:
+            shutil.copytree(whole, folder)
+            damage(folder / "step_00000002")
+        exchange.share(None)
+        store = CheckpointStore(folder, 0, exchange)
+        with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
+            store.load(store.latest(), engines)
+        assert "step_00000002" in str(caught.value)
+        assert "trainer.output_dir" in str(caught.value), "no remedy"
+    store = CheckpointStore(whole, 0, exchange)
+    larger = build(folders | {"critic": other}, cases)
+    with pytest.raises(CheckpointError, match="(?s)cannot load critic from.*step_00000002.*shape"):
+        store.load(store.latest(), larger)
+    assert store.load(store.latest(), engines) == {"step": 2}
+
+
+def test_damaged_checkpoints_are_refused_by_name_on_every_rank(folders: dict[str, Path], tmp_path: Path) -> None:
+    other = with_score(hf_folder(tmp_path / "other", "qwen2", intermediate_size=64))
+    run_ranks(2, check_damages, folders, tmp_path / "whole", other)
+
+
+# --- a save that does not finish ---
+
+
+class Dying:
+    """An engine whose rank is killed when it comes to be saved."""
+
+    def __init__(self, engine: TrainedEngine):
+        self.engine = engine
+
+    def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("survived SIGKILL")
+
+    def as_world(self) -> AbstractContextManager:
+        return self.engine.as_world()
+
+
+def save_and_die(rank: int, world_size: int, folders: dict[str, Path], folder: Path, dying: int) -> None:
+    store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
+    engines = build(folders, {"actor": TP2, "critic": PP2})
+    train(engines, 1)
+    store.save(1, engines, {"step": 1})
+    train(engines, 1)
+    store.save(2, engines | ({"critic": Dying(engines["critic"])} if rank == dying else {}), {"step": 2})
+
+
+def go_on(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
+    """The first checkpoint is there and whole; the next save clears the unfinished one away."""
+    expected = build(folders, {"actor": TP2, "critic": PP2})
+    train(expected, 1)
+    store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
+    assert step_names(folder) == ["step_00000001", "step_00000002.partial"]
+    engines = build(folders, {"actor": TP2, "critic": PP2})
+    assert store.load(store.latest(), engines) == {"step": 1}
+    assert_equal(weights(engines, folders), weights(expected, folders))
+    store.save(2, engines, {"step": 2})
+    assert step_names(folder) == ["step_00000002"]
+
+
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+        run_ranks(2, save_and_die, folders, tmp_path / "checkpoints", 1)
+    run_ranks(2, go_on, folders, tmp_path / "checkpoints")
+
+
+def fail_and_go_on(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
+    """Once rank 1 can write no file of more than 2000 bytes, once rank 0 cannot write state.json."""
+    store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
+    engines = build(folders, {"actor": TP2, "critic": PP2})
+    train(engines, 1)
+    store.save(1, engines, {"step": 1})
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError, match="cannot save actor to .*step_00000002.partial"):
+        store.save(2, engines, {"step": 2})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with pytest.raises((TypeError, RuntimeError), match="not JSON serializable"):
+        store.save(2, engines, {"step": object()})
+    go_on(rank, world_size, folders, folder)
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_checkpoint_before(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    run_ranks(2, fail_and_go_on, folders, tmp_path / "checkpoints")

@@ -1,0 +1,217 @@
+"""Reading a config: base files, overrides, types as declared, origins in errors, and the dump that reads back."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megappo.config.describe import keys
+from megappo.config.errors import ConfigError
+from megappo.config.help import config_help
+from megappo.config.loading import dump_config, load_config
+from megappo.config.schema import Config
+
+MINIMAL = "model: {path: m}\ndata: {train_files: [t.jsonl]}\ntrainer: {output_dir: out}\n"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, "utf-8")
+    return path
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    return write(tmp_path, "run.yaml", MINIMAL)
+
+
+def errors_of(path: Path, *overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    assert str(caught.value) == "\n".join(caught.value.errors)
+    return caught.value.errors
+
+
+def test_defaults_fill_what_the_file_leaves_out(minimal):
+    config = load_config(minimal)
+    assert (config.model.path, config.data.train_files, config.trainer.output_dir) == ("m", ("t.jsonl",), "out")
+    assert config == Config.model_validate(
+        {"model": {"path": "m"}, "data": {"train_files": ["t.jsonl"]}, "trainer": {"output_dir": "out"}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "expected"),
+    [
+        ("actor.optim.lr=1e-6", lambda c: c.actor.optim.lr, 1e-6),
+        ("actor.optim.lr=1", lambda c: c.actor.optim.lr, 1.0),
+        ("trainer.total_steps=1e3", lambda c: c.trainer.total_steps, 1000),
+        ("trainer.total_steps=8.0", lambda c: c.trainer.total_steps, 8),
+        ("trainer.total_steps='12'", lambda c: c.trainer.total_steps, 12),
+        ("trainer.seed=9007199254740993", lambda c: c.trainer.seed, 2**53 + 1),
+        ("rollout.max_total_tokens=null", lambda c: c.rollout.max_total_tokens, None),
+        ("actor.clip_ratio_low=2e-1", lambda c: c.actor.clip_ratio_low, 0.2),
+        ("actor.optim.betas=[0, 9e-1]", lambda c: c.actor.optim.betas, (0.0, 0.9)),
+        ("data.train_files=a.jsonl", lambda c: c.data.train_files, ("a.jsonl",)),
+        ("data.train_files=[a.jsonl, b.parquet]", lambda c: c.data.train_files, ("a.jsonl", "b.parquet")),
+        ("data.shuffle=off", lambda c: c.data.shuffle, False),
+        ("model.path=a=b", lambda c: c.model.path, "a=b"),
+        ('rollout.stop="\\n"', lambda c: c.rollout.stop, ("\n",)),
+        ("rollout.server_args.random_seed=3", lambda c: c.rollout.server_args, {"random_seed": 3}),
+        (
+            "rollout.server_args.disable_radix_cache=true",
+            lambda c: c.rollout.server_args,
+            {"disable_radix_cache": True},
+        ),
+        ("ref.parallel={tensor: 2}", lambda c: c.ref.parallel.tensor, 2),
+        ("ref.parallel.pipeline=2", lambda c: c.ref.parallel.pipeline, 2),
+        ("placement.rollout=0", lambda c: c.placement.rollout, "0"),
+        ("placement.rollout=010", lambda c: c.placement.rollout, "010"),
+        ("placement.ref=null", lambda c: c.placement.ref, None),
+        ("placement.actor,critic=0-3,6", lambda c: (c.placement.actor, c.placement.critic), ("0-3,6", "0-3,6")),
+    ],
+)
+def test_values_are_read_as_the_declared_type(minimal, override, read, expected):
+    found = read(load_config(minimal, [override]))
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_later_overrides_win_over_earlier_ones_and_over_the_file(tmp_path):
+    path = write(tmp_path, "run.yaml", MINIMAL + "rollout: {n: 2, top_k: 5}\n")
+    assert load_config(path, ["rollout.n=3", "rollout.n=4"]).rollout.model_dump(include={"n", "top_k"}) == {
+        "n": 4,
+        "top_k": 5,
+    }
+
+
+def test_components_share_a_placement_key(tmp_path):
+    path = write(tmp_path, "run.yaml", MINIMAL + "placement:\n  actor, critic: 0-7\n  rollout: 0\n  ref: 2-3,6\n")
+    placement = load_config(path).placement
+    assert placement.model_dump() == {"actor": "0-7", "critic": "0-7", "ref": "2-3,6", "rollout": "0"}
+
+
+def test_bases_merge_deeply_in_order_below_the_file(tmp_path):
+    write(
+        tmp_path,
+        "shared/a.yaml",
+        "actor: {clip_ratio: 0.1, ppo_epochs: 2, optim: {lr: 1e-5, eps: 1e-7}}\nrollout: {n: 8}\n",
+    )
+    write(tmp_path, "shared/b.yaml", "base: c.yaml\nactor: {ppo_epochs: 3}\n")
+    write(tmp_path, "shared/c.yaml", "rollout: {n: 7}\nplacement: {actor: 0-3, rollout: 0}\n")
+    path = write(
+        tmp_path,
+        "run.yaml",
+        "base: [shared/a.yaml, shared/b.yaml]\n"
+        + MINIMAL
+        + "actor: {optim: {lr: 2e-5}}\nplacement: {'actor, critic': 0-7}\n",
+    )
+    config = load_config(path)
+    assert (config.actor.clip_ratio, config.actor.ppo_epochs) == (0.1, 3)
+    assert (config.actor.optim.lr, config.actor.optim.eps) == (2e-5, 1e-7)
+    assert config.rollout.n == 7
+    assert (config.placement.actor, config.placement.critic, config.placement.rollout) == ("0-7", "0-7", "0")
+
+
+def test_an_error_names_the_base_file_that_holds_the_key(tmp_path):
+    write(tmp_path, "base.yaml", "\nactor:\n  ppo_epoch: 2\n")
+    path = write(tmp_path, "run.yaml", "base: base.yaml\n" + MINIMAL)
+    expected = f"{tmp_path / 'base.yaml'}:3: actor.ppo_epoch: unknown key; did you mean actor.ppo_epochs?"
+    assert errors_of(path) == (expected,)
+
+
+def test_a_file_may_be_the_base_of_two(tmp_path):
+    write(tmp_path, "root.yaml", "rollout: {n: 3}\n")
+    write(tmp_path, "a.yaml", "base: root.yaml\n")
+    write(tmp_path, "b.yaml", "base: root.yaml\n")
+    assert load_config(write(tmp_path, "run.yaml", "base: [a.yaml, b.yaml]\n" + MINIMAL)).rollout.n == 3
+
+
+def test_all_errors_come_at_once(tmp_path):
+    path = write(
+        tmp_path, "run.yaml", "model: {path: 3}\nactor:\n  ppo_epoch: 2\n  clip_ratio: -1\n  clip_ratio: 0\ndata: {}\n"
+    )
+    found = errors_of(path, "rollout.n=1.5", "nonsense")
+    assert sorted(found) == sorted(
+        [
+            f"{path}:1: model.path: expected text, found 3",
+            f"{path}:3: actor.ppo_epoch: unknown key; did you mean actor.ppo_epochs?",
+            f"{path}:4: actor.clip_ratio: expected float > 0, found -1",
+            f"{path}:5: actor.clip_ratio: set twice, first on line 4; remove one",
+            f"{path}: data.train_files: must be set (jsonl or parquet files of training prompts)",
+            f"{path}: trainer.output_dir: must be set "
+            "(folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/)",
+            "command line: rollout.n: expected int >= 1, found 1.5",
+            "command line: 'nonsense': expected key=value, such as trainer.total_steps=10",
+        ]
+    )
+
+
+def test_the_dump_reads_back_equal(tmp_path):
+    path = write(
+        tmp_path,
+        "run.yaml",
+        MINIMAL
+        + "placement: {'actor, critic': 0-1, rollout: 0}\n"
+        + "rollout: {stop: ['\\n', 'null', 'é', '1e-6'], server_args: {a: 1e-6, b: 1.0e-6, c: true, d: 7}}\n"
+        + "actor: {optim: {lr: 1e-6, eps: 1e-20}, clip_ratio_c: null}\nref: {parallel: {tensor: 2}}\n",
+    )
+    config = load_config(path)
+    assert config.rollout.server_args == {"a": "1e-6", "b": 1e-6, "c": True, "d": 7}
+    assert load_config(write(tmp_path, "dump.yaml", dump_config(config))) == config
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    lr=st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False),
+    text=st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1),
+    steps=st.integers(1, 2**62),
+)
+def test_the_dump_reads_back_any_value(tmp_path_factory, lr, text, steps):
+    folder = tmp_path_factory.mktemp("dump")
+    config = load_config(write(folder, "run.yaml", MINIMAL)).model_copy(deep=True)
+    sections = config.model_dump() | {"trainer": {"output_dir": text, "total_steps": steps}}
+    sections["actor"]["optim"]["lr"] = lr
+    config = Config.model_validate(sections)
+    assert load_config(write(folder, "dump.yaml", dump_config(config))) == config
+
+
+def test_a_config_cannot_be_changed(minimal):
+    config = load_config(minimal)
+    with pytest.raises(ValueError, match="frozen"):
+        config.trainer.seed = 1
+
+
+def test_help_names_every_key_once_with_default_and_meaning():
+    lines = config_help(200).splitlines()
+    first_words = [line.split()[0] for line in lines if line.startswith("  ") and line.strip()]
+    leaves = [key.path for key in keys() if not key.section]
+    assert len(leaves) > 80
+    for path in leaves:
+        assert first_words.count(path) == 1, path
+    assert any(
+        line.split() == ["rollout.top_k", "int", ">=", "-1", "-1", "top-k", "sampling;", "-1", "=", "off"]
+        for line in lines
+    )
+    assert any("model.path" in line and " required " in line for line in lines)
+
+
+def test_help_is_aligned_and_fits_its_width():
+    lines = config_help(140).splitlines()
+    assert max(map(len, lines)) <= 140
+    data = [line for line in lines if line.startswith("  data.")]
+    assert (
+        len(
+            {
+                line.index(word)
+                for line, word in zip(data, ["jsonl", "jsonl", "prompts per", "field with"], strict=False)
+            }
+        )
+        == 1
+    )
+
+
+def test_every_key_says_what_it_means():
+    assert [key.path for key in keys() if len(key.description) < 3] == []

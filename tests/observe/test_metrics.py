@@ -1,0 +1,72 @@
+import json
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megappo.observe.metrics import MetricsWriter, read_metrics, reduce_ranks
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_reduce_ranks_follows_the_names_ending():
+    merged = reduce_ranks(
+        [
+            {"a/max": 1.0, "a/min": 1.0, "a/mean": 1.0, "memory/x_peak_gib": 3.0, "b/sum": 2.0, "plain": 4.0},
+            {"a/max": 5.0, "a/min": 5.0, "a/mean": 4.0, "memory/x_peak_gib": 2.0, "b/sum": 3.0, "only_here": 7.0},
+        ]
+    )
+    assert merged == {
+        "a/max": 5.0,
+        "a/min": 1.0,
+        "a/mean": 2.5,
+        "memory/x_peak_gib": 3.0,
+        "b/sum": 5.0,
+        "plain": 4.0,
+        "only_here": 7.0,
+    }
+
+
+def test_each_step_is_on_disk_before_the_writer_is_closed(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"actor/pg_loss": 0.5})
+    assert lines(tmp_path) == [{"step": 1, "actor/pg_loss": 0.5}]
+    writer.close()
+
+
+def test_resuming_drops_the_steps_that_will_be_written_again_and_a_cut_line(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for step in range(5):
+        writer.write(step, {"x": float(step)})
+    writer.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "x": 5.')
+
+    writer = MetricsWriter(tmp_path, resume_step=3)
+    writer.write(3, {"x": 30.0})
+    writer.close()
+
+    assert lines(tmp_path) == [
+        {"step": 0, "x": 0.0},
+        {"step": 1, "x": 1.0},
+        {"step": 2, "x": 2.0},
+        {"step": 3, "x": 30.0},
+    ]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("x")
+    assert [(event.step, event.value) for event in events] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_nan_stays_readable_json(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"bad": math.nan, "good": 1})
+    writer.close()
+    assert lines(tmp_path) == [{"step": 1, "bad": None, "good": 1.0}]
+
+
+@pytest.mark.parametrize("broken", ["not json", "[1]", '{"x": 1}', '{"step": "1"}'])
+def test_a_broken_line_in_the_middle_is_named(tmp_path, broken):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: expected one step's metrics"):
+        read_metrics(tmp_path)

@@ -1,0 +1,139 @@
+import inspect
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from megappo.observe.console import COLUMNS, Console
+from megappo.observe.observer import NullObserver, Observer, open_observer
+from megappo.observe.samples import format_samples
+
+STEP = {
+    "reward/score/mean": 0.25,
+    "actor/entropy": 1.5,
+    "rollout/tokens_per_second": 1234.6,
+    "timing_s/step": 2.0,
+    "timing_s/rollout": 1.5,
+    "timing_s/other": 0.5,
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_lines_are_aligned_and_the_header_comes_back_every_20():
+    out = io.StringIO()
+    console = Console(100, out=out, err=io.StringIO())
+    for step in range(1, 42):
+        console.step(step, STEP | ({"val/sums/score/mean": 0.5} if step % 10 == 0 else {}))
+    rows = out.getvalue().splitlines()
+    assert len({len(row) for row in rows}) == 1
+    assert [number for number, row in enumerate(rows) if "reward" in row] == [0, 21, 42]
+    cells = dict(zip(rows[0].split(), rows[10].split(), strict=True))
+    assert cells["step"] == "10/100" and cells["val"] == "0.500" and cells["tok/s"] == "1235"
+    assert cells["ppo_kl"] == "-" and cells["eta"] == "0:03:00"
+    assert len(cells) == len(COLUMNS) + 2
+
+
+def test_the_bar_needs_a_terminal():
+    log, terminal = io.StringIO(), Terminal()
+    for err in (log, terminal):
+        console = Console(1, out=io.StringIO(), err=err)
+        update = console.progress("rollout", 4)
+        update(3)
+        console.close_bar()
+    assert log.getvalue() == ""
+    assert "rollout" in terminal.getvalue()
+
+
+def test_samples_are_readable_and_cannot_break_the_terminal():
+    text = format_samples(3, [{"prompt": "1+1=", "response": "2\n\x1b[31m", "score": 1.0}, {"response": "x" * 1000}])
+    assert "step 3, sample 1 of 2" in text
+    assert "response : 2\\n\\x1b[31m" in text and "\x1b" not in text
+    assert "600 more characters" in text
+
+
+def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
+    observer = open_observer(tmp_path, 4, enabled=True)
+    for step in range(4):
+        observer.log(step, STEP)
+        observer.samples(step, [{"prompt": "p", "response": f"first {step}"}])
+    observer.close()
+
+    observer = open_observer(tmp_path, 4, enabled=True, resume_step=3)
+    observer.samples(3, [{"prompt": "p", "response": "second 3"}])
+    observer.samples(3, [{"prompt": "q", "response": "second set"}])
+    observer.close()
+    observer.close()
+
+    files = {path.name: path.read_text().splitlines() for path in (tmp_path / "rollouts").iterdir()}
+    assert sorted(files) == [f"step_{step:08d}.jsonl" for step in range(4)]
+    assert [json.loads(line)["response"] for line in files["step_00000003.jsonl"]] == ["second 3", "second set"]
+    assert [json.loads(line)["response"] for line in files["step_00000002.jsonl"]] == ["first 2"]
+
+
+def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
+    observer = open_observer(tmp_path, 2, enabled=True)
+    observer.log(0, {"val/a/score/mean": 0.2, "val/b/score/mean": 0.4})
+    observer.log(1, STEP)
+    observer.log(2, STEP | {"reward/score/mean": 0.75, "val/a/score/mean": 0.9, "val/b/score/mean": 1.0})
+    observer.samples(2, [{"response": "x"}])
+    capsys.readouterr()
+    observer.finish()
+    observer.close()
+
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["held-out accuracy"].strip() == "0.300 (step 0) -> 0.950 (step 2)"
+    assert rows["mean reward"].strip() == "0.250 (step 1) -> 0.750 (step 2)"
+    for name, path in {"metrics": "metrics.jsonl", "samples": "rollouts", "report": "report.html"}.items():
+        assert rows[name].strip() == str(tmp_path / path)
+    assert "checkpoints" not in rows
+
+    page = (tmp_path / "report.html").read_text()
+    assert "http" not in page, "the report is self-contained"
+    charts = [
+        ElementTree.fromstring(part.split("</svg>")[0] + "</svg>")
+        for part in page.split("<h2>")[1:]
+        for part in [part[part.index("<svg") :]]
+    ]
+    held_out, reward, shares = charts
+    assert [circle[0].text for circle in held_out.iter("circle")] == ["step 0: 0.3", "step 2: 0.95"]
+    assert [circle[0].text for circle in reward.iter("circle")] == ["step 1: 0.25", "step 2: 0.75"]
+    assert [label.text for label in shares.iter("text")] == ["rollout 75.0 %", "other 25.0 %"]
+
+
+def test_a_run_without_evaluation_still_gets_its_report(tmp_path, capsys):
+    observer = open_observer(tmp_path, 1, enabled=True)
+    observer.log(1, {"timing_s/step": 1.0})
+    observer.finish()
+    observer.close()
+    assert "held-out" not in capsys.readouterr().out
+    assert (tmp_path / "report.html").read_text().count("Nothing was logged") == 3
+
+
+def test_the_silent_observer_has_the_same_methods_and_leaves_nothing(tmp_path, capsys):
+    def interface(cls):
+        functions = {name: f for name, f in vars(cls).items() if not name.startswith("_")}
+        return {name: inspect.signature(function) for name, function in functions.items()}
+
+    assert interface(NullObserver) == interface(Observer)
+    observer = open_observer(tmp_path / "run", 1, enabled=False)
+    observer.log(1, STEP)
+    observer.samples(1, [{"response": "x"}])
+    observer.message("text")
+    observer.progress("rollout", 2)(1)
+    observer.finish()
+    observer.close()
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("seconds, text", [(0, "0:00:00"), (59.2, "0:01:00"), (3661, "1:01:01"), (360000, "100:00:00")])
+def test_eta_format(seconds, text):
+    out = io.StringIO()
+    console = Console(2, out=out, err=io.StringIO())
+    console.step(1, {"timing_s/step": float(seconds)})
+    assert out.getvalue().split()[-1] == text

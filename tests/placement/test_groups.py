@@ -1,0 +1,167 @@
+"""Several components with their own layouts in one world: groups, contexts, and training against Hugging Face."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from spawn import run_ranks
+from tiny_models import hf_folder
+from tiny_training import Trained, Trainee, check_outputs, reference
+
+from megappo import platform
+from megappo.placement.groups import ComponentGroups, build_groups
+from megappo.placement.layout import Layout
+
+NUM_STEPS = 2
+
+
+def _groups_of_every_rank(rank: int, world_size: int) -> None:
+    layouts = {"actor": Layout((0, 1, 2, 3), tensor=2), "critic": Layout((1, 3), pipeline=2)}
+    groups = build_groups(layouts, seed=0)
+    actor = groups["actor"].collection
+    expected = {"tp": rank // 2 * 2 + torch.arange(2), "dp": rank % 2 + 2 * torch.arange(2), "pp": [rank]}
+    for name, ranks in expected.items():
+        assert dist.get_process_group_ranks(getattr(actor, name)) == [int(i) for i in ranks], name
+    assert dist.get_process_group_ranks(actor.intra_dist_opt) == [0, 1, 2, 3]
+    assert groups["critic"].member == (rank in (1, 3))
+    if not groups["critic"].member:
+        with pytest.raises(RuntimeError, match="not among the component's ranks"), groups["critic"].active():
+            pass
+        return
+    critic = groups["critic"].collection
+    assert dist.get_process_group_ranks(critic.pp) == [1, 3]
+    assert dist.get_process_group_ranks(critic.embd) == [1, 3]
+    assert (critic.pos_embd is None) == (rank == 3), "only the first stage has position embeddings"
+
+
+def test_groups_follow_the_layouts() -> None:
+    run_ranks(4, _groups_of_every_rank)
+
+
+def _contexts(rank: int, world_size: int) -> None:
+    layouts = {"actor": Layout((0, 1), tensor=2), "critic": Layout((0, 1), pipeline=2), "alone": Layout((1,))}
+    groups = build_groups(layouts, seed=0)
+    actor, critic = groups["actor"], groups["critic"]
+    assert not parallel_state.model_parallel_is_initialized()
+    with actor.active():
+        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+        with critic.active(), critic.active():
+            assert parallel_state.get_tensor_model_parallel_world_size() == 1
+            assert parallel_state.is_pipeline_last_stage() == (rank == 1)
+        assert parallel_state.get_tensor_model_parallel_world_size() == 2
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(ZeroDivisionError), actor.active():
+        1 / 0  # noqa: B018
+    assert not parallel_state.model_parallel_is_initialized(), "an error left the component's globals behind"
+    if rank == 1:
+        with groups["alone"].as_world():
+            assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+            assert dist.get_process_group_ranks(groups["alone"].collection.tp) == [0]
+            dist.broadcast_object_list([0], src=0)
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, 2)
+    assert dist.get_process_group_ranks(dist.group.WORLD) == [0, 1]
+
+
+def test_contexts_nest_and_restore_what_was_there() -> None:
+    run_ranks(2, _contexts)
+
+
+def _disjoint_worlds(rank: int, world_size: int) -> None:
+    layouts = {"actor": Layout((0, 1)), "critic": Layout((2, 3), tensor=2)}
+    groups = build_groups(layouts, seed=0)["actor" if rank < 2 else "critic"]
+    with groups.as_world():
+        members: list = [None, None]
+        dist.all_gather_object(members, rank)
+        assert members == ([0, 1] if rank < 2 else [2, 3])
+        assert dist.get_rank() == rank % 2
+        subgroup = groups.collection.dp if rank < 2 else groups.collection.tp
+        assert dist.get_rank(subgroup) == rank % 2
+        value = torch.tensor([rank])
+        dist.broadcast(value, src=dist.get_global_rank(subgroup, 1), group=subgroup)
+        assert value.item() == (1 if rank < 2 else 3)
+
+
+def test_each_component_is_a_world_of_its_own() -> None:
+    run_ranks(4, _disjoint_worlds)
+
+
+def _draw(groups: ComponentGroups) -> tuple[float, float]:
+    with groups.active():
+        replicated = torch.rand(1, device=platform.device()).item()
+        with get_cuda_rng_tracker().fork():
+            return replicated, torch.rand(1, device=platform.device()).item()
+
+
+def _random_streams(rank: int, world_size: int) -> None:
+    layout = Layout((0, 1), tensor=2)
+    alone = build_groups({"actor": layout}, seed=5)["actor"]
+    expected = [_draw(alone) for _ in range(3)]
+    groups = build_groups({"actor": layout, "critic": layout}, seed=5)
+    drawn = []
+    for _ in range(3):
+        drawn.append(_draw(groups["actor"]))
+        torch.rand(7, device=platform.device())
+        outside = torch.cuda.get_rng_state()
+        _draw(groups["critic"])
+        assert torch.equal(torch.cuda.get_rng_state(), outside), "a component's draws moved the stream outside"
+    assert drawn == expected, "another component's draws moved this one's stream"
+    assert len(set(drawn)) == 3
+    others: list = [None, None]
+    dist.all_gather_object(others, drawn)
+    assert [pair[0] for pair in others[0]] == [pair[0] for pair in others[1]], "outside tensor-parallel regions: equal"
+    assert others[0][0][1] != others[1][0][1], "inside tensor-parallel regions: different"
+
+
+def test_components_keep_their_own_random_streams() -> None:
+    run_ranks(2, _random_streams)
+
+
+def _misplaced(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="critic: rank 2 is not in this world of 1 ranks"):
+        build_groups({"critic": Layout((0, 2))}, seed=0)
+    with pytest.raises(ValueError, match="critic: ranks .* must ascend"):
+        build_groups({"critic": Layout((1, 0))}, seed=0)
+
+
+def test_ranks_outside_the_world_are_refused() -> None:
+    run_ranks(1, _misplaced)
+
+
+def _train_all(
+    rank: int, world_size: int, folders: dict[str, Path], trainees: dict[str, Trainee], expected: dict[str, tuple]
+) -> None:
+    groups = build_groups({name: trainee.layout for name, trainee in trainees.items()}, seed=0)
+    trained = {
+        name: Trained(trainee, groups[name], folders[name]) for name, trainee in trainees.items() if groups[name].member
+    }
+    norms: dict[str, list[float]] = {name: [] for name in trained}
+    for _ in range(NUM_STEPS):
+        for name, component in trained.items():
+            norms[name].append(component.step())
+    for name, component in trained.items():
+        expected_norms, expected_outputs = expected[name]
+        exact = component.trainee.dtype == "fp32"
+        assert norms[name] == pytest.approx(expected_norms, rel=2e-5 if exact else 0.03), name
+        check_outputs(component, expected_outputs, tolerance=1e-4 if exact else 0.15)
+
+
+ALL = (0, 1, 2, 3)
+TRAINEES = {
+    "actor tp2": Trainee(False, Layout((0, 1), tensor=2)),
+    "critic pp2 on the same ranks": Trainee(True, Layout((0, 1), pipeline=2), distributed=True),
+    "actor pp2 tied, disjoint": Trainee(False, Layout((2, 3), pipeline=2), distributed=True),
+    "critic tp2 sp recomputed, overlapping": Trainee(True, Layout((1, 2), tensor=2), sequence=True, recompute="full"),
+    "actor tp2 dp2 sp on all": Trainee(False, Layout(ALL, tensor=2), sequence=True, distributed=True),
+    "actor tp2 bf16": Trainee(False, Layout((2, 3), tensor=2), sequence=True, dtype="bf16"),
+    "critic pp2 bf16": Trainee(True, Layout((0, 1), pipeline=2), distributed=True, dtype="bf16"),
+    "critic dp2": Trainee(True, Layout((0, 3)), distributed=True),
+}
+
+
+def test_components_training_in_one_world_follow_hugging_face(tmp_path: Path) -> None:
+    folders = {name: hf_folder(tmp_path / name, "qwen2", tie_word_embeddings="tied" in name) for name in TRAINEES}
+    expected = {name: reference(folders[name], trainee.value_head, NUM_STEPS) for name, trainee in TRAINEES.items()}
+    run_ranks(4, _train_all, folders, TRAINEES, expected, timeout=300)

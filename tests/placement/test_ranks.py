@@ -1,0 +1,201 @@
+"""Ranks as text, and layouts against an independent statement of Megatron's rank order."""
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Config
+from megappo.placement.arithmetic import batch_cuts
+from megappo.placement.layout import Layout
+from megappo.placement.ranks import format_ranks, layout_errors, parse_ranks, placement_layouts, smallest_world
+
+
+def make(**sections) -> Config:
+    required = {"model": {"path": "m"}, "data": {"train_files": ["t.jsonl"]}, "trainer": {"output_dir": "o"}}
+    return Config.model_validate(
+        {name: required.get(name, {}) | sections.get(name, {}) for name in required | sections}
+    )
+
+
+@st.composite
+def layouts(draw) -> Layout:
+    tensor, pipeline, data = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    ranks = draw(st.sets(st.integers(0, 200), min_size=tensor * pipeline * data, max_size=tensor * pipeline * data))
+    return Layout(tuple(sorted(ranks)), tensor, pipeline)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [
+        ("all", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("0-7", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("5", (5,)),
+        ("2-3,6", (2, 3, 6)),
+        (" 6 , 0 - 1 ", (0, 1, 6)),
+        ("3-3", (3,)),
+    ],
+)
+def test_ranks_are_read(text, ranks):
+    assert parse_ranks(text, 8) == ranks
+
+
+@pytest.mark.parametrize("text", ["", ",", "0,", "-1", "0-", "a", "0-7-8", "0 1", "1.0", "²", "all,1", "0x1", "1_0"])
+def test_what_is_no_list_of_ranks_is_refused(text):
+    with pytest.raises(ValueError, match="is not a list of ranks: write 'all', '0-7', '0,2' or '0-3,6'"):
+        parse_ranks(text, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3-1", "the range 3-1 runs backwards: write 1-3"),
+        ("0-3,3", "names rank 3 twice"),
+        ("0-8", "names rank 8, but this run has 8"),
+        ("0-99999999999999", "names rank 99999999999999, but this run has 8"),
+    ],
+)
+def test_wrong_ranks_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_ranks(text, 8)
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 63), min_size=1))
+def test_formatted_ranks_read_back(ranks):
+    assert parse_ranks(format_ranks(sorted(ranks)), 64) == tuple(sorted(ranks))
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 63), min_size=1), st.randoms())
+def test_ranks_are_a_set_whatever_their_order(ranks, random):
+    shuffled = sorted(ranks)
+    random.shuffle(shuffled)
+    assert parse_ranks(",".join(map(str, shuffled)), 64) == tuple(sorted(ranks))
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_a_layout_counts_tensor_then_data_then_pipeline(layout):
+    counted = {}
+    rank = iter(layout.ranks)
+    for stage, data, tensor in product(range(layout.pipeline), range(layout.data), range(layout.tensor)):
+        counted[next(rank)] = (data, tensor, stage)
+    assert {rank: tuple(layout.coordinates(rank)) for rank in layout.ranks} == counted
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_every_rank_is_in_exactly_one_shard(layout):
+    shards = [layout.shard_ranks(shard) for shard in range(layout.data)]
+    assert sorted(rank for shard in shards for rank in shard) == list(layout.ranks)
+    assert all(layout.shard_of(rank) == shard for shard, ranks in enumerate(shards) for rank in ranks)
+    assert {len(ranks) for ranks in shards} == {layout.tensor * layout.pipeline}
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_the_output_rank_is_tensor_0_of_the_last_stage_of_its_shard(layout):
+    for shard in range(layout.data):
+        rank = layout.output_rank(shard)
+        assert rank in layout.shard_ranks(shard)
+        assert layout.coordinates(rank) == (shard, 0, layout.pipeline - 1)
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_the_blocks_of_a_layout_are_its_tensor_parallel_groups(layout):
+    blocks = [layout.block(stage, shard) for stage in range(layout.pipeline) for shard in range(layout.data)]
+    assert [rank for block in blocks for rank in block] == list(layout.ranks)
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_ranks_outside_have_no_place(layout):
+    outside = set(range(201)) - set(layout.ranks)
+    assert all(layout.shard_of(rank) is None and layout.coordinates(rank) is None for rank in outside)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tensor", "pipeline"), [((), 1, 1), ((0, 1, 2), 2, 1), ((0, 1), 1, 4), ((1, 1), 1, 1)]
+)
+def test_impossible_layouts_are_refused(ranks, tensor, pipeline):
+    with pytest.raises(ValueError):
+        Layout(ranks, tensor, pipeline)
+
+
+def test_the_quickstart_placement():
+    config = make(
+        placement={"actor": "0-1", "critic": "0-1", "rollout": "0"},
+        actor={"parallel": {"tensor": 2}},
+        critic={"parallel": {"pipeline": 2}},
+    )
+    assert placement_layouts(config, 2) == {
+        "actor": Layout((0, 1), tensor=2),
+        "critic": Layout((0, 1), pipeline=2),
+        "ref": Layout((0, 1), tensor=2),
+        "rollout": Layout((0,)),
+    }
+
+
+def test_no_reference_without_a_kl_penalty():
+    assert "ref" not in placement_layouts(make(algorithm={"use_kl_in_reward": False}), 2)
+
+
+def test_the_reference_may_live_elsewhere_than_the_actor():
+    config = make(placement={"ref": "0-1"}, ref={"parallel": {"pipeline": 2}}, actor={"parallel": {"tensor": 2}})
+    assert placement_layouts(config, 4)["ref"] == Layout((0, 1), pipeline=2)
+
+
+def test_engines_are_runs_of_consecutive_ranks():
+    config = make(placement={"rollout": "0-1,4-5"}, rollout={"tensor_parallel": 2})
+    rollout = placement_layouts(config, 8)["rollout"]
+    assert [rollout.shard_ranks(engine) for engine in range(rollout.data)] == [(0, 1), (4, 5)]
+    assert [rollout.output_rank(engine) for engine in range(rollout.data)] == [0, 4]
+
+
+def test_every_component_in_error_is_named_at_once():
+    config = make(
+        placement={"actor": "0-2", "critic": "3-1", "ref": "x", "rollout": "9"}, actor={"parallel": {"tensor": 2}}
+    )
+    errors = layout_errors(config, 4)
+    assert [error.split(":")[0] for error in errors] == [
+        "placement.actor",
+        "placement.critic",
+        "placement.ref",
+        "placement.rollout",
+    ]
+    with pytest.raises(ConfigError):
+        placement_layouts(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("placement", "smallest"),
+    [({}, None), ({"rollout": "0"}, 1), ({"actor": "0-3,6"}, 7), ({"critic": "all", "ref": "2"}, 3)],
+)
+def test_the_smallest_world(placement, smallest):
+    assert smallest_world(make(placement=placement)) == smallest
+
+
+def test_the_smallest_world_of_no_list_of_ranks():
+    with pytest.raises(ConfigError, match=r"^placement.critic: 'x' is not a list of ranks"):
+        smallest_world(make(placement={"critic": "x"}))
+
+
+def test_the_cut_of_the_batch():
+    config = make(
+        actor={"ppo_mini_batch_size": 6, "ppo_epochs": 2, "max_tokens_per_micro_batch": 32},
+        critic={"ppo_mini_batch_size": 12, "max_tokens_per_micro_batch": 20},
+        rollout={"n": 3, "max_response_length": 6},
+        data={"train_batch_size": 12, "max_prompt_length": 4},
+    )
+    cuts = batch_cuts(config, placement_layouts(config, 4))
+    actor, critic, ref = cuts["actor"], cuts["critic"], cuts["ref"]
+    assert (actor.mini_batches, actor.optimizer_steps, actor.trajectories) == (2, 4, 18)
+    assert actor.shard_trajectories == (4, 5)
+    assert actor.micro_batches == (1, 2)  # 32 tokens hold 3 rows of 10
+    assert (critic.mini_batches, critic.optimizer_steps, critic.trajectories) == (1, 1, 36)
+    assert critic.micro_batches == (1, 5)  # 9 rows, 2 at a time
+    assert (ref.optimizer_steps, ref.trajectories, ref.micro_batches) == (0, 36, (1, 3))

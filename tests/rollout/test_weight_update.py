@@ -1,0 +1,63 @@
+"""Weights handed to the real engine, judged by its log-probs against Hugging Face's."""
+
+import os
+
+import pytest
+import torch
+from hf_oracle import named_weights
+
+from megappo.config.schema import Rollout
+from megappo.rollout.client import SamplingParams
+from megappo.rollout.engine import Engine
+from megappo.weights.transport import push_buckets
+
+SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
+
+
+@pytest.mark.parametrize("num_buckets", [1, 5])
+def test_the_engine_computes_with_the_new_weights(client, hf_model, oracle, engine_shapes, restored, num_buckets):
+    old = oracle(SEQUENCE[:1], SEQUENCE[1:])
+    client.generate([SEQUENCE], SamplingParams(4))  # fill the cache with the old weights' keys and values
+    with torch.no_grad():
+        for number, (_, tensor) in enumerate(named_weights(hf_model)):
+            tensor.mul_(1.0 + 0.01 * (number + 1))
+    weights = named_weights(hf_model)
+    stats = push_buckets(client, [weights[start::num_buckets] for start in range(num_buckets)], engine_shapes)
+    new = oracle(SEQUENCE[:1], SEQUENCE[1:])
+    assert max(abs(a - b) for a, b in zip(old, new, strict=True)) > 0.1
+    assert client.score([SEQUENCE])[0] == pytest.approx(new, abs=1e-4)
+    [generation] = client.generate([SEQUENCE], SamplingParams(6))
+    assert generation.log_probs == pytest.approx(oracle(SEQUENCE, generation.tokens), abs=1e-4)
+    assert stats.bytes == sum(tensor.nbytes for _, tensor in weights)
+
+
+def test_tensors_of_several_dtypes_share_a_bucket(client, hf_model, oracle, engine_shapes, restored):
+    odd = hf_model.model.norm.weight
+    with torch.no_grad():
+        odd.copy_((odd * 1.5).bfloat16())
+    weights = [(name, t.bfloat16() if t is odd or "norm" in name else t) for name, t in named_weights(hf_model)]
+    push_buckets(client, [weights], engine_shapes)
+    assert client.score([SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
+
+
+def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_model, oracle, engine_shapes, tmp_path):
+    rollout = Rollout(tensor_parallel=2, max_total_tokens=1024, start_timeout_seconds=250)
+    engine = Engine(checkpoint, rollout, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
+    engine.start()
+    try:
+        client = engine.wait_ready()
+        with torch.no_grad():
+            for _, tensor in named_weights(hf_model):
+                tensor.mul_(0.9)
+        push_buckets(client, [named_weights(hf_model)], engine_shapes, tensor_parallel=2)
+        assert client.score([SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
+    finally:
+        engine.stop()
+
+
+def test_nothing_stays_in_shared_memory(client, hf_model, engine_shapes):
+    before = sorted(os.listdir("/dev/shm"))
+    for _ in range(5):
+        push_buckets(client, [named_weights(hf_model)], engine_shapes)
+    assert sorted(os.listdir("/dev/shm")) == before
+    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"

@@ -1,0 +1,137 @@
+"""A checkpoint, prompts and a config so small that a whole run of the program takes seconds."""
+
+import importlib.util
+import json
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from program import REPOSITORY, Program, logged
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+REWARD = '''
+"""The share of sevens in a response: easy to learn within a few steps."""
+
+
+def share_of_sevens(prompts, responses, labels):
+    return [response.count("7") / max(1, len(response)) for response in responses]
+'''
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config file; trainer.output_dir is left to the test."""
+    folder = tmp_path_factory.mktemp("tiny")
+    _write_model(folder / "model")
+    prompts = [{"prompt": f"{a}+{b}=", "label": str(a + b)} for a in range(10, 26) for b in range(10, 14)]
+    for name, part in (("train", prompts[8:]), ("held_out", prompts[:8])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in part))
+    (folder / "reward.py").write_text(REWARD)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(_settings(folder)))
+    return path
+
+
+def _write_model(folder: Path) -> None:
+    """A random Qwen2 with the quickstart's tokenizer."""
+    spec = importlib.util.spec_from_file_location("make_quickstart", REPOSITORY / "tools" / "make_quickstart.py")
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(maker.VOCABULARY),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=maker.VOCABULARY.index(maker.EOS),
+        pad_token_id=maker.VOCABULARY.index(maker.PAD),
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    maker.write_tokenizer(folder)
+
+
+def _settings(folder: Path) -> dict:
+    trained = {"ppo_mini_batch_size": 16, "max_tokens_per_micro_batch": 256}
+    return {
+        "model": {"path": str(folder / "model"), "dtype": "fp32"},
+        "placement": {"actor, critic": "0-1", "rollout": "0"},
+        "actor": {"parallel": {"tensor": 2}, "optim": {"lr": 1e-2}, **trained},
+        "critic": {"parallel": {"pipeline": 2}, "optim": {"lr": 1e-2}, **trained},
+        "rollout": {"n": 4, "max_response_length": 6, "max_total_tokens": 4096, "sync": {"probe_tolerance": 1e-3}},
+        "data": {
+            "train_files": str(folder / "train.jsonl"),
+            "val_files": str(folder / "held_out.jsonl"),
+            "train_batch_size": 32,
+            "max_prompt_length": 8,
+        },
+        "reward": {"function": f"{folder / 'reward.py'}:share_of_sevens"},
+        "trainer": {"total_steps": 10, "save_interval": 3, "eval_interval": 5, "num_samples": 8},
+    }
+
+
+def reached(run: Path, step: int) -> bool:
+    return (run / "metrics.jsonl").exists() and any(metrics["step"] >= step for metrics in logged(run))
+
+
+def latest(run: Path) -> str:
+    return (run / "checkpoints" / "latest").read_text()
+
+
+def run_killing_a_rank(folder: Path, config: Path, run: Path) -> None:
+    with Program(folder / "1", config, f"trainer.output_dir={run}") as program:
+        program.wait_until(lambda: reached(run, 4))
+        killed = program.ranks[1]
+        killed.kill()
+        assert program.wait(60) != 0
+        assert f"error: rank 1 (pid {killed.pid}) was ended by SIGKILL" in program.output
+        assert "Traceback" not in program.output
+
+
+def run_killing_all(folder: Path, config: Path, run: Path) -> None:
+    before = latest(run)
+    with Program(folder / "2", config, f"trainer.output_dir={run}") as program:
+        program.wait_until(lambda: reached(run, 7))
+        assert f"going on after step {int(before[-8:])} from {run}/checkpoints/{before}" in program.output
+        for process in (*program.ranks, program.process):
+            process.send_signal(signal.SIGKILL)
+        assert program.wait(60) == 128 + signal.SIGKILL
+    assert before < latest(run) < "step_00000010"
+
+
+def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
+    before = latest(run)
+    with Program(folder / "3", config, f"trainer.output_dir={run}") as program:
+        assert program.wait() == 0, program.output
+        assert f"going on after step {int(before[-8:])} from {run}/checkpoints/{before}" in program.output
+        assert "Warning" not in program.output
+
+
+@pytest.fixture(scope="session")
+def run(config: Path) -> Iterator[Path]:
+    """The output folder of a run of 10 steps, with checkpoints every 3, killed in about the 5th and the 8th."""
+    folder = Path(tempfile.mkdtemp(prefix="run-"))
+    run = folder / "run"
+    try:
+        for part in (run_killing_a_rank, run_killing_all, run_to_the_end):
+            part(folder, config, run)
+        yield run
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path: an engine's sockets lie in it, and their names may have 108 characters at most."""
+    path = Path(tempfile.mkdtemp(prefix="run-"))
+    yield path
+    shutil.rmtree(path)

@@ -1,0 +1,117 @@
+"""What cannot work ends with one message that names the thing and the remedy, and with nothing left behind."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from program import REPOSITORY, Program
+
+END_SECONDS = 60
+WITHOUT_SGLANG = """
+from importlib.machinery import PathFinder
+
+find = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *rest: None if name == "sglang" else find(name, *rest))
+"""
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def refused(folder: Path, config: Path, *overrides: str, environment: dict[str, str] | None = None) -> list[str]:
+    """The last lines of a run that is refused, from its one error on."""
+    arguments = [f"trainer.output_dir={folder / 'run'}", *overrides]
+    with Program(folder, config, *arguments, environment=environment) as program:
+        assert program.wait(END_SECONDS) in (1, 2)
+    lines = program.output.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("error"))
+    assert "Traceback" not in program.output and "Warning" not in program.output
+    assert len(lines) == len(set(lines)), f"said twice:\n{program.output}"
+    return lines[first:]
+
+
+def alone(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """megappo.train without torchrun."""
+    command = [sys.executable, "-m", "megappo.train", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+
+
+def test_help_needs_no_torchrun():
+    result = alone("--help")
+    assert result.returncode == 0 and not result.stderr
+    assert "actor.optim.lr" in result.stdout and "trainer.output_dir" in result.stdout
+
+
+def test_without_torchrun_it_says_how_to_start(config):
+    result = alone(config)
+    assert result.returncode == 2
+    assert result.stderr == "error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG\n"
+
+
+def test_all_errors_of_a_config_at_once(config, folder):
+    wrong = ("actor.optm.lr=1", "rollout.temperature=warm")
+    lines = refused(folder, config, *wrong)
+    assert len(lines) == 2 and all(line.startswith("error: command line: ") for line in lines)
+    assert "actor.optm: unknown key; did you mean actor.optim?" in "\n".join(lines)
+    assert "rollout.temperature: expected" in "\n".join(lines)
+    assert not (folder / "run").exists()
+
+
+def test_a_missing_model_and_a_layout_that_does_not_divide(config, folder):
+    lines = refused(folder, config, "model.path=/nowhere/model", "actor.parallel.tensor=3")
+    assert all(line.startswith("error: ") for line in lines)
+    text = "\n".join(lines)
+    assert "model.path: no folder /nowhere/model: download the model" in text
+    assert "actor" in text and "3" in text
+    assert not (folder / "run").exists()
+
+
+def test_a_malformed_line_of_the_data(config, folder):
+    data = folder / "bad.jsonl"
+    data.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+2=", "label":\n')
+    lines = refused(folder, config, f"data.train_files={data}")
+    assert lines[0].endswith("correct or remove these prompts:")
+    assert lines[1:] == [f"  {data} line 2: not valid JSON: Expecting value (column 29)"]
+
+
+def test_a_port_that_is_taken(config, folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        [line] = refused(folder, config, f"rollout.port={port}")
+    assert line.startswith(f"error (rank 0): port {port} for an SGLang engine is not free on 127.0.0.1")
+    assert "set rollout.port to another value" in line
+
+
+def test_sglang_is_not_installed(config, folder):
+    (folder / "sitecustomize.py").write_text(WITHOUT_SGLANG)
+    [line] = refused(folder, config, environment={"PYTHONPATH": str(folder)})
+    assert line.startswith("error (rank 0): SGLang, which writes rollouts, is not installed: install megappo[")
+
+
+def test_resume_never_refuses_a_folder_with_a_checkpoint_and_leaves_it_alone(config, run, folder):
+    shutil.copytree(run, folder / "run")
+    [line] = refused(folder, config, "trainer.resume=never", "trainer.total_steps=20")
+    assert f"{folder}/run/checkpoints/step_00000010 exists, and trainer.resume is never: set it to auto" in line
+    for name in ("config.yaml", "metrics.jsonl"):
+        assert (folder / "run" / name).read_text() == (run / name).read_text()
+
+
+def test_latest_names_a_checkpoint_that_is_not_there(config, run, folder):
+    shutil.copytree(run, folder / "run")
+    (folder / "run" / "checkpoints" / "latest").write_text("step_00000099")
+    [line] = refused(folder, config)
+    assert "names 'step_00000099', which is missing or incomplete" in line
+    assert "Complete checkpoints: step_00000009, step_00000010. Write one of these names into" in line
+
+
+def test_a_checkpoint_that_lacks_a_file(config, run, folder):
+    shutil.copytree(run, folder / "run")
+    lost = sorted((folder / "run" / "checkpoints" / "step_00000010" / "actor").glob("*.distcp"))[0]
+    lost.unlink()
+    lines = refused(folder, config, "trainer.total_steps=20")
+    text = "\n".join(lines)
+    assert "actor" in lines[0] and "step_00000010" in lines[0] and lost.name in text
+    assert "latest" in text and "another trainer.output_dir" in text
+    assert (folder / "run" / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()

@@ -1,0 +1,85 @@
+"""A run that is ended or fails half-way ends at once, says why once, and leaves nothing behind."""
+
+import signal
+
+import pytest
+from program import Program
+
+pytestmark = pytest.mark.timeout(600)
+
+FAILING = """
+calls = 0
+
+
+def fails(prompts, responses, labels):
+    global calls
+    calls += 1
+    if calls == 3:
+        raise KeyError("no such answer")
+    return [0.0] * len(responses)
+
+
+def too_few(prompts, responses, labels):
+    return [1.0]
+"""
+ENDLESS = ("trainer.total_steps=100000", "trainer.eval_interval=0", "trainer.save_interval=0")
+
+
+def errors(output: str) -> list[str]:
+    """The lines that begin an error's message."""
+    return [line for line in output.splitlines() if line.startswith("error")]
+
+
+def test_ctrl_c_in_a_step(config, folder):
+    with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *ENDLESS) as program:
+        program.wait_until(lambda: " 2/100000" in program.output)
+        program.signal_group(signal.SIGINT)
+        assert program.wait(20) == 128 + signal.SIGINT
+    assert program.output.splitlines()[-1] == "ended by SIGINT"
+    assert "Traceback" not in program.output and not errors(program.output)
+
+
+def test_sigterm_while_the_engine_starts(config, folder):
+    with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *ENDLESS) as program:
+        log = folder / "run" / "engines" / "engine_0.log"
+        program.wait_until(lambda: log.exists() and log.stat().st_size > 0)
+        program.process.terminate()
+        assert program.wait(20) == 128 + signal.SIGTERM
+    assert program.output.splitlines()[-1] == "ended by SIGTERM"
+    assert "Traceback" not in program.output and not errors(program.output)
+
+
+def test_the_ranks_end_with_a_killed_torchrun(config, folder):
+    with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *ENDLESS) as program:
+        program.wait_until(lambda: " 1/100000" in program.output)
+        assert len(program.ranks) == 2
+        program.process.kill()
+        assert program.wait(20) == 128 + signal.SIGKILL
+
+
+def test_a_reward_function_that_raises(config, folder):
+    (folder / "reward.py").write_text(FAILING)
+    reward = f"{folder / 'reward.py'}:fails"
+    arguments = (f"reward.function={reward}", f"trainer.output_dir={folder / 'run'}")
+    # With plain torchrun: its report, which comes last, must repeat the message.
+    with Program(folder, config, *arguments, launcher="torch.distributed.run") as program:
+        program.wait_until(lambda: " 1/10" in program.output)
+        assert program.wait(60) == 1
+    assert errors(program.output) == [f"error (rank 0): reward function {reward} raised KeyError: 'no such answer'"]
+    message = program.output[program.output.index("error (rank 0)") :]
+    assert 'in fails\n    raise KeyError("no such answer")' in message
+    assert "choose another reward.function" in message
+    report = message[message.index("Root Cause") :]
+    assert f"traceback : error (rank 0): reward function {reward} raised KeyError" in report
+
+
+def test_a_reward_function_that_returns_too_few_values(config, folder):
+    (folder / "reward.py").write_text(FAILING)
+    reward = f"{folder / 'reward.py'}:too_few"
+    arguments = (f"reward.function={reward}", f"trainer.output_dir={folder / 'run'}")
+    with Program(folder, config, *arguments) as program:
+        assert program.wait(90) == 1
+    assert program.output.splitlines()[-2:] == [
+        f"error (rank 0): reward function {reward} returned 1 values for 8 responses; expected one each",
+        "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds",
+    ]

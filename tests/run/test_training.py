@@ -1,0 +1,94 @@
+"""A short run from beginning to end, killed twice on its way (see `run`)."""
+
+import json
+
+import pytest
+import torch
+from program import logged
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megappo.config.loading import load_config
+
+TOTAL_STEPS = 10
+STATISTICS = ("mean", "max", "min")
+PROMISED = {
+    *(f"actor/{name}" for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")),
+    *("actor/grad_norm", "actor/lr", "critic/grad_norm", "critic/lr"),
+    *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vf_explained_var")),
+    *(f"{name}/{kind}" for name in ("reward/score", "reward/kl_penalty") for kind in STATISTICS),
+    *(f"{name}/{kind}" for name in ("advantages", "returns", "values") for kind in STATISTICS),
+    *(f"rollout/{name}/{kind}" for name in ("response_length", "log_prob_diff") for kind in STATISTICS),
+    *("reward/kl_coef", "rollout/truncated_frac", "rollout/num_tokens", "rollout/tokens_per_second"),
+    *("sync/bytes", "sync/seconds", "sync/gib_per_second", "memory/host_peak_gib/sum"),
+}
+PHASES = ("rollout", "reward", "borrow", "old_log_probs", "ref_log_probs", "values", "advantages")
+PHASES += ("update_critic", "update_actor", "sync")
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_each_step_is_logged_once_with_all_that_is_promised(run):
+    steps = logged(run)
+    assert [metrics["step"] for metrics in steps] == list(range(TOTAL_STEPS + 1))
+    for metrics in steps[1:]:
+        assert metrics.keys() >= PROMISED | {f"timing_s/{phase}" for phase in PHASES}
+        assert all(value is not None for value in metrics.values())
+    assert "timing_s/save" in steps[10], "what stands between two steps counts in the second"
+    evaluated = [metrics["step"] for metrics in steps if "val/held_out/score/mean" in metrics]
+    assert evaluated == [0, 5, 10]
+
+
+def test_the_engine_samples_from_the_weights_being_trained(run):
+    for metrics in logged(run)[1:]:
+        assert metrics["rollout/log_prob_diff/mean"] < 1e-4
+
+
+def test_the_phases_add_up_to_the_step(run):
+    for metrics in logged(run)[1:]:
+        phases = [v for name, v in metrics.items() if name.startswith("timing_s/") and name != "timing_s/step"]
+        assert sum(phases) == pytest.approx(metrics["timing_s/step"], rel=0.03)
+        assert metrics["timing_s/other"] < 0.1 * metrics["timing_s/step"]
+
+
+def test_it_learns(run):
+    steps = logged(run)
+    rewards = [metrics["reward/score/mean"] for metrics in steps[1:]]
+    assert rewards[0] < 0.2
+    assert min(rewards[-2:]) > 0.6
+    assert steps[0]["val/held_out/score/mean"] < 0.5 < steps[-1]["val/held_out/score/mean"]
+
+
+def test_the_config_written_is_the_config_run(run, config):
+    assert load_config(run / "config.yaml") == load_config(config, [f"trainer.output_dir={run}"])
+
+
+def test_the_newest_checkpoints_are_kept_and_nothing_half_written(run):
+    found = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert found == ["latest", "step_00000009", "step_00000010"]
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000010"
+
+
+def test_the_exported_actor_answers_as_the_last_evaluation_did(run):
+    samples = [json.loads(line) for line in (run / "rollouts" / "step_00000010.jsonl").read_text().splitlines()]
+    assert len(samples) == 8
+    tokenizer = AutoTokenizer.from_pretrained(run / "hf_actor")
+    model = AutoModelForCausalLM.from_pretrained(run / "hf_actor", dtype=torch.float32)
+    for sample in samples:
+        prompt = tokenizer(sample["prompt"], return_tensors="pt")
+        tokens = model.generate(**prompt, do_sample=False, max_new_tokens=6)[0, prompt["input_ids"].shape[1] :]
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == sample["response"]
+        assert sample["score"] == sample["response"].count("7") / len(sample["response"])
+
+
+def test_the_exported_actor_is_not_the_one_it_started_from(run, config):
+    start = load_config(config, ["trainer.output_dir=unused"]).model.path
+    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (start, run / "hf_actor"))
+    assert before.keys() == after.keys()
+    assert all((before[name] - after[name]).abs().max() > 1e-4 for name in before)
+
+
+def test_report_and_tensorboard_are_there(run):
+    assert "mean reward" in (run / "report.html").read_text()
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward/score/mean")] == list(range(1, TOTAL_STEPS + 1))

@@ -1,0 +1,149 @@
+"""The house keeps its shape: which package may import which, and sizes of files and functions."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "data", "placement", "observe"})
+BOTTOM = frozenset({"config", "platform", "lifetime"})
+APART = frozenset({"weights", "rollout", "checkpoint"})
+ENTRIES = frozenset({"train", "plan"})
+FROM_TOOLS = frozenset({"weights", "checkpoint", "models", "config", "placement", "platform"})
+HEAVY = {
+    "megatron": (
+        "megappo/models/",
+        "megappo/weights/",
+        "megappo/checkpoint/",
+        "megappo/placement/groups.py",
+        "megappo/platform.py",
+    ),
+    "sglang": ("megappo/rollout/", "megappo/weights/transport.py"),
+}
+WITHOUT_TORCH = (
+    "megappo/plan.py",
+    "megappo/config/",
+    "megappo/placement/arithmetic.py",
+    "megappo/placement/layout.py",
+    "megappo/placement/picture.py",
+    "megappo/placement/ranks.py",
+    "megappo/trainer/preflight.py",
+)
+LONGEST_FILE, LONGEST_FUNCTION = 500, 80
+
+
+def allowed(package: str) -> frozenset[str]:
+    """First-party packages that `package` (a folder of megappo, or a module directly in it) may import."""
+    if package in ENTRIES:
+        return MIDDLE | BOTTOM | {"trainer", "ppo"}
+    if package == "trainer":
+        return MIDDLE | BOTTOM | {"ppo", "trainer"}
+    if package in MIDDLE:
+        return (MIDDLE - (APART if package in APART else frozenset())) | BOTTOM | {package}
+    return {"ppo": frozenset({"ppo"}), "config": frozenset({"config"})}.get(package, frozenset())
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import statement with the dotted name it imports, `from a import b` as `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = "." * node.level + (node.module or "")
+            yield from ((node, f"{start}.{alias.name}") for alias in node.names)
+
+
+def faults(path: str, source: str) -> list[str]:
+    """What breaks the house rules in a file, `path` relative to the repository."""
+    tree = ast.parse(source)
+    found = [f"line {node.lineno}: {fault}" for node, name in imports(tree) for fault in _import_faults(path, name)]
+    found += [f"line {node.lineno}: imports {name} inside a function" for node, name in _first_party_inside(tree)]
+    if path.startswith("megappo/"):
+        found += list(_sizes(tree, source))
+    return found
+
+
+def _import_faults(path: str, name: str) -> Iterator[str]:
+    first, *rest = name.split(".")
+    if name.startswith("."):
+        yield f"imports {name} relatively"
+    if first == "megappo" and rest:
+        permitted = FROM_TOOLS if path.startswith("tools/") else allowed(path.split("/")[1].removesuffix(".py"))
+        if rest[0] not in permitted:
+            yield f"imports {name}; it may import {', '.join(sorted(permitted))}"
+    if path.startswith("megappo/") and first in HEAVY and not path.startswith(HEAVY[first]):
+        yield f"imports {first}, which only {', '.join(HEAVY[first])} may"
+    if first == "torch" and path.startswith(WITHOUT_TORCH):
+        yield "imports torch"
+
+
+def _first_party_inside(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from ((node, name) for node, name in imports(function) if name.split(".")[0] == "megappo")
+
+
+def _sizes(tree: ast.AST, source: str) -> Iterator[str]:
+    if len(source.splitlines()) > LONGEST_FILE:
+        yield f"{len(source.splitlines())} lines, more than {LONGEST_FILE}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > LONGEST_FUNCTION:
+                yield f"line {node.lineno}: {node.name} has {length} lines, more than {LONGEST_FUNCTION}"
+
+
+SOURCES = [*(REPOSITORY / "megappo").rglob("*.py"), *(REPOSITORY / "tools").rglob("*.py")]
+FILES = sorted(str(path.relative_to(REPOSITORY)) for path in SOURCES)
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_the_file_keeps_the_rules(path):
+    assert faults(path, (REPOSITORY / path).read_text("utf-8")) == []
+
+
+def test_packages_do_not_import_in_circles():
+    graph: dict[str, set[str]] = {}
+    for path in FILES:
+        if path.startswith("megappo/"):
+            package = path.split("/")[1].removesuffix(".py")
+            names = [name.split(".") for _, name in imports(ast.parse((REPOSITORY / path).read_text("utf-8")))]
+            graph.setdefault(package, set()).update(name[1] for name in names if name[0] == "megappo" and name[1:])
+    assert {"trainer", "models", "config"} <= graph.keys()
+    for package in graph:
+        graph[package].discard(package)
+    while leaves := {package for package, needed in graph.items() if not needed & graph.keys()}:
+        graph = {package: needed for package, needed in graph.items() if package not in leaves}
+    assert graph == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "fault"),
+    [
+        ("megappo/config/x.py", "from megappo.data import y", "imports megappo.data.y; it may import config"),
+        ("megappo/config/x.py", "import torch", "imports torch"),
+        ("megappo/placement/ranks.py", "from torch import distributed", "imports torch"),
+        ("megappo/ppo/x.py", "import megappo.models.engine", "imports megappo.models.engine; it may import ppo"),
+        ("megappo/models/x.py", "from megappo.ppo import losses", "imports megappo.ppo.losses"),
+        ("megappo/models/x.py", "from megappo import ppo", "imports megappo.ppo;"),
+        ("megappo/weights/x.py", "from megappo.rollout.client import C", "imports megappo.rollout.client.C;"),
+        ("megappo/models/x.py", "from megappo.trainer import loop", "imports megappo.trainer.loop;"),
+        ("megappo/trainer/x.py", "import megappo.train", "imports megappo.train;"),
+        ("megappo/trainer/x.py", "from megatron.core import y", "imports megatron, which only"),
+        ("megappo/placement/ranks.py", "import megatron.core", "imports megatron, which only"),
+        ("megappo/models/x.py", "def f():\n    import sglang", "imports sglang, which only"),
+        ("megappo/data/x.py", "from . import y", "imports ..y relatively"),
+        (
+            "megappo/data/x.py",
+            "class A:\n  def f(self):\n    from megappo.config import y",
+            "imports megappo.config.y inside",
+        ),
+        ("megappo/data/x.py", "\n" * 501, "501 lines, more than 500"),
+        ("megappo/data/x.py", "def f():\n" + "    pass\n" * 80, "line 1: f has 81 lines, more than 80"),
+        ("tools/x.py", "from megappo.trainer import loop", "imports megappo.trainer.loop;"),
+    ],
+)
+def test_a_breach_is_found(path, source, fault):
+    assert any(fault in found for found in faults(path, source)), faults(path, source)

@@ -1,0 +1,71 @@
+"""The CPU compatibility layer: what it redirects, and that it leaves the rest of torch alone."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import run_ranks
+
+import megappo.platform
+
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="the compatibility layer is off with CUDA")
+
+
+def test_capabilities_name_every_package_and_path() -> None:
+    found = megappo.platform.capabilities()
+    assert set(megappo.platform.PACKAGES) < set(found)
+    assert found["torch"] == torch.__version__
+    assert found["layer_spec"] in ("torch", "transformer_engine")
+
+
+def test_install_refuses_when_megatron_came_first() -> None:
+    code = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
+    code += "import megappo.platform; megappo.platform.install()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "call install() first" in done.stderr
+
+
+def test_importing_platform_imports_no_megatron() -> None:
+    code = "import sys, megappo.platform; assert not any(name.startswith('megatron') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def _redirected(rank: int, world_size: int) -> None:
+    assert torch.zeros(2, device="cuda").device.type == "cpu"
+    assert torch.tensor([1.0], device=torch.cuda.current_device(), pin_memory=True).cuda().device.type == "cpu"
+    assert torch.ones(1).type() == "torch.FloatTensor", "type names are altered outside the optimizer"
+    assert not torch.cuda.is_available()
+    with torch.device("meta"):
+        assert torch.empty(1).device.type == "meta", "wrapped factories no longer obey torch.device contexts"
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    assert total.item() == sum(range(world_size))
+
+
+@cpu_only
+def test_cuda_calls_act_on_the_cpu() -> None:
+    run_ranks(2, _redirected)
+
+
+def _fails_on_rank_1(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("the marker of rank 1")
+    dist.barrier()
+
+
+def _hangs(rank: int, world_size: int) -> None:
+    time.sleep(60)
+
+
+def test_run_ranks_reports_the_failing_rank() -> None:
+    with pytest.raises(Exception, match="the marker of rank 1"):
+        run_ranks(2, _fails_on_rank_1)
+
+
+def test_run_ranks_ends_hanging_ranks() -> None:
+    with pytest.raises(TimeoutError, match="did not finish"):
+        run_ranks(1, _hangs, timeout=8)

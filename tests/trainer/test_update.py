@@ -1,0 +1,91 @@
+"""The same batch gives the same update in every layout and cut: borrowed, looked at, trained on, as in a step of PPO.
+
+tests/models/test_engine.py compares single steps with Hugging Face; here one rank is the measure of all layouts.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ppo_engines import ACTOR, CRITIC, OPTIM, Case, at_home, exported, make_engine, make_rows, read_config, with_score
+from spawn import run_ranks
+from tiny_models import hf_folder
+
+from megappo.placement.exchange import Exchange
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.trainer.component import Batch, Component, train
+from megappo.trainer.losses import actor_loss, critic_loss
+from megappo.trainer.statistics import training_metrics
+
+LENGTHS = ((3, 4), (3, 6), (5, 1), (5, 2), (4, 5), (4, 3), (2, 2), (2, 7), (1, 1), (1, 3), (6, 2), (6, 6))
+ROWS_PER_PROMPT, MINI_BATCHES, EPOCHS = 2, 3, 2
+FOUR = (0, 1, 2, 3)
+NOT_SHARDED = OPTIM.model_copy(update={"distributed": False})
+ONE_RANK = "one rank"
+CASES = {
+    ONE_RANK: Case(Layout((0,))),
+    "one rank, small micro-batches": Case(Layout((3,)), max_tokens=12),
+    "dp2": Case(Layout((1, 2)), max_tokens=20),
+    "dp2, optimizer not sharded": Case(Layout((1, 2)), optim=NOT_SHARDED),
+    "tp2": Case(Layout((0, 2), tensor=2), max_tokens=16),
+    "pp2": Case(Layout((1, 3), pipeline=2), max_tokens=12),
+    "tp2 dp2 sp": Case(Layout(FOUR, tensor=2), sequence=True, max_tokens=20),
+    "pp2 dp2": Case(Layout(FOUR, pipeline=2), max_tokens=12),
+    "tp2 pp2": Case(Layout(FOUR, tensor=2, pipeline=2), max_tokens=30),
+    "dp4": Case(Layout(FOUR)),
+}
+
+
+def update(component: Component, batch: Batch) -> dict[str, float]:
+    """What a PPO step does with a component once the advantages are known; the update's metrics, on every rank."""
+    borrowed = component.borrow(batch, MINI_BATCHES)
+    if component.name == "actor":
+        rows = borrowed.forward(batch.rows, {"log_probs": "old_log_probs"})
+        borrowed.receive(rows, ["old_log_probs", "advantages"])
+        loss = partial(actor_loss, ACTOR)
+    else:
+        rows = borrowed.forward(batch.rows, {"values": "values"})
+        borrowed.receive(rows, ["values", "returns"])
+        loss = partial(critic_loss, CRITIC)
+    return training_metrics(component.exchange, train(borrowed, EPOCHS, loss), component.name)
+
+
+def check_updates(rank: int, world_size: int, folder: Path, kind: str) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    hf_config = read_config(folder)
+    batch = at_home(exchange, make_rows(hf_config["vocab_size"], LENGTHS), ROWS_PER_PROMPT)
+    groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
+    before, expected = {}, ()
+    for name, case in CASES.items():
+        engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
+        before = exported(engine, hf_config, kind) if name == ONE_RANK and engine else before
+        metrics = update(Component(kind, case.layout, engine, exchange), batch)
+        weights = exported(engine, hf_config, kind) if engine else None
+        expected = expected or (exchange.share(weights)[0], metrics)
+        assert_same(name, weights or expected[0], expected[0])
+        assert metrics == pytest.approx(expected[1], rel=1e-4, abs=2e-6), name
+    if rank == 0:
+        assert_moved(before, expected[0], expected[1])
+
+
+def assert_same(name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        message = f"{name}: {key} differs from one rank's by {(found[key] - tensor).abs().max():.2g}"
+        torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-5, msg=message)
+
+
+def assert_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], metrics: dict[str, float]) -> None:
+    """The update is large enough to be compared, and clips."""
+    assert all((after[key] - before[key]).abs().max() > 1e-3 for key in before)
+    clipped = [value for name, value in metrics.items() if name.endswith(("pg_clipfrac", "vf_clipfrac"))]
+    assert clipped and min(clipped) > 0
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_every_layout_and_micro_batch_size_updates_alike(kind: str, tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=kind == "actor")
+    run_ranks(4, check_updates, with_score(folder) if kind == "critic" else folder, kind)

@@ -1,0 +1,64 @@
+"""Folders written from a trained model, read back by transformers."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from spawn import run_ranks
+from tiny_folders import hf_folder, load, read_config
+from transformers import AutoModelForCausalLM
+
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.weights.hf_folder import write_hf_folder
+
+
+def write_scaled(rank: int, world_size: int, source: Path, target: Path) -> None:
+    """Export the model with every weight doubled, from TP2 on two of the three ranks, PP2 in the second case."""
+    layouts = {"TP2": Layout((1, 2), tensor=2), "PP2xDP1": Layout((0, 2), pipeline=2)}
+    groups = build_groups(layouts, seed=0)
+    for name in layouts:
+        if not groups[name].member:
+            continue
+        model = load(source, groups[name])
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+        write_hf_folder(
+            model,
+            read_config(source),
+            groups[name],
+            source,
+            target / name,
+            bucket_bytes=5_000,
+            max_shard_bytes=30_000,
+        )
+        assert (target / name / "config.json").is_file()
+
+
+def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "source", "qwen2", tie_word_embeddings=True, head_dim=8)
+    config = read_config(source)
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    stale = tmp_path / "target" / "TP2"
+    stale.mkdir(parents=True)
+    (stale / "model.safetensors").write_text("an older export")
+    left_over = tmp_path / "target" / "PP2xDP1.tmp"
+    left_over.mkdir()
+    (left_over / "part-7.safetensors").write_text("an export that was cut short")
+    run_ranks(3, write_scaled, source, tmp_path / "target")
+
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == ["PP2xDP1", "TP2"]
+    for folder in (tmp_path / "target").iterdir():
+        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert model.dtype == torch.float32
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(tensor, original[key] * 2), key
+        assert (folder / "tokenizer.json").read_text() == '{"a": 1}'
+        assert (folder / "generation_config.json").is_file()
+        files = sorted(folder.glob("*.safetensors"))
+        assert len(files) > 2 and files[0].name.startswith("model-00001-of-")
+        assert "lm_head.weight" not in {name for file in files for name in load_file(file)}

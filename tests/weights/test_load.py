@@ -1,0 +1,86 @@
+"""A folder that does not fit its config.json is refused, naming the tensor; what may be there besides is accepted."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from spawn import run_ranks
+from tiny_folders import build, hf_folder, load, read_config
+
+from megappo.placement.groups import ComponentGroups, build_groups
+from megappo.placement.layout import Layout
+from megappo.weights.load import load_hf
+
+
+def rewrite(folder: Path, changes: dict[str, torch.Tensor | None], **config: object) -> Path:
+    """A copy of a folder with tensors replaced, added, or (None) removed, and config.json changed."""
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    tensors = {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None}
+    copy = folder.parent / f"copy-{len(list(folder.parent.iterdir()))}"
+    copy.mkdir()
+    save_file(tensors, copy / "model.safetensors")
+    (copy / "config.json").write_text(json.dumps(read_config(folder) | config))
+    return copy
+
+
+def one_rank_groups() -> ComponentGroups:
+    return build_groups({"model": Layout((0,))}, seed=0)["model"]
+
+
+def refusals(rank: int, world_size: int, untied: Path, tied: Path) -> None:
+    groups = one_rank_groups()
+    bias = "model.layers.1.self_attn.k_proj.bias"
+    cases = {
+        "missing model.layers.1.self_attn.k_proj.bias": rewrite(untied, {bias: None}),
+        "missing lm_head.weight": rewrite(untied, {"lm_head.weight": None}),
+        "unknown model.layers.0.mlp.extra.weight": rewrite(untied, {"model.layers.0.mlp.extra.weight": torch.ones(2)}),
+        "unknown score.weight": rewrite(untied, {"score.weight": torch.ones(1, 32)}),
+        r"k_proj.bias .* has shape \[31\].* \[16\]": rewrite(untied, {bias: torch.ones(31)}),
+        "missing model.layers.4.input_layernorm.weight": rewrite(untied, {}, num_hidden_layers=5),
+        "unknown model.layers.3.input_layernorm.weight": rewrite(untied, {}, num_hidden_layers=3),
+        r"lm_head.weight .* has shape \[91, 32\].* \[90, 32\]": rewrite(untied, {}, vocab_size=90),
+        "lm_head.weight differs": rewrite(tied, {"lm_head.weight": torch.ones(91, 32)}),
+    }
+    for message, folder in cases.items():
+        with pytest.raises(ValueError, match=message):
+            load(folder, groups)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        load_hf(build(untied, groups), untied / "nowhere", read_config(untied), groups)
+    with pytest.raises(ValueError, match=r"linear_fc1.weight has shape \[96, 32\] .*\[112, 32\]"):
+        load_hf(build(untied, groups), untied, read_config(untied) | {"intermediate_size": 56}, groups)
+
+
+def accepted(rank: int, world_size: int, untied: Path, tied: Path) -> None:
+    groups = one_rank_groups()
+    embedding = load(tied, groups).embedding.word_embeddings.weight.detach().clone()
+    repeated = rewrite(
+        tied, {"lm_head.weight": embedding, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    )
+    assert torch.equal(load(repeated, groups).embedding.word_embeddings.weight, embedding)
+    score = torch.randn(1, 32)
+    for folder in (untied, tied):
+        critic = load(rewrite(folder, {"score.weight": score, "lm_head.weight": None}), groups, value_head=True)
+        assert torch.equal(critic.output_layer.weight, score)
+    model, config = build(untied, groups, value_head=True), read_config(untied)
+    drawn = []
+    for seed in (1, 1, 2):
+        load_hf(model, untied, config, groups, value_head=True, seed=seed)
+        drawn.append(model.output_layer.weight.detach().clone())
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_folders_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(1, refusals, *tied_and_untied(tmp_path))
+
+
+def test_repeated_tied_heads_constants_and_value_heads_are_accepted(tmp_path: Path) -> None:
+    run_ranks(1, accepted, *tied_and_untied(tmp_path))
+
+
+def tied_and_untied(folder: Path) -> tuple[Path, Path]:
+    return tuple(
+        hf_folder(folder / name, "qwen2", tie_word_embeddings=name == "tied", head_dim=8) for name in ("untied", "tied")
+    )

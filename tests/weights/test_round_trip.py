@@ -1,0 +1,96 @@
+"""Hugging Face -> Megatron -> Hugging Face is bit-equal in every layout; the oracle is the folder's own files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from spawn import run_ranks
+from tiny_folders import hf_folder, load, read_config
+
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.weights.export import iter_hf_buckets
+
+RANKS = (0, 1, 2, 3)
+LAYOUTS = {
+    "TP1xDP4": Layout(RANKS),
+    "TP2xDP2": Layout(RANKS, tensor=2),
+    "PP2xDP2": Layout(RANKS, pipeline=2),
+    "PP4": Layout(RANKS, pipeline=4),
+    "TP2xPP2": Layout(RANKS, tensor=2, pipeline=2),
+}
+FAMILIES = ("qwen2", "llama", "qwen3")
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def check_buckets(buckets: list, limit: int) -> None:
+    for bucket in buckets:
+        assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= limit
+        assert all(tensor.is_contiguous() for _, tensor in bucket)
+    assert len(buckets) > 10
+    assert any(len(bucket) > 1 for bucket in buckets)
+
+
+def round_trips(rank: int, world_size: int, folders: list[Path]) -> None:
+    groups = build_groups(LAYOUTS, seed=0)
+    for folder in folders:
+        expected = tensors_of(folder)
+        dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[expected["model.norm.weight"].dtype]
+        for name in LAYOUTS:
+            model = load(folder, groups[name], dtype)
+            before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+            buckets = list(iter_hf_buckets(model, read_config(folder), groups[name], 8_000))
+            check_buckets(buckets, 8_000)
+            exported = [pair for bucket in buckets for pair in bucket]
+            assert len(exported) == len(expected), (folder, name)
+            for key, tensor in exported:
+                assert tensor.dtype == expected[key].dtype
+                assert torch.equal(tensor, expected[key]), (folder, name, key)
+                tensor.zero_()  # a bucket is a copy
+            assert all(torch.equal(before[key], parameter) for key, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bit_equal(tmp_path: Path, tied: bool) -> None:
+    folders = [hf_folder(tmp_path / family, family, tie_word_embeddings=tied) for family in FAMILIES]
+    folders.append(hf_folder(tmp_path / "bf16", "qwen2", torch.bfloat16, tie_word_embeddings=tied))
+    assert all(("lm_head.weight" in tensors_of(folder)) != tied for folder in folders)
+    run_ranks(4, round_trips, folders, timeout=280)
+
+
+def values_of_critic(rank: int, world_size: int, folder: Path) -> None:
+    groups = build_groups(LAYOUTS, seed=0)
+    expected = tensors_of(folder)
+    heads = []
+    for name in ("TP1xDP4", "TP2xPP2"):
+        model = load(folder, groups[name], value_head=True)
+        buckets = iter_hf_buckets(model, read_config(folder), groups[name], 10**6, value_head=True)
+        exported = {key: tensor for bucket in buckets for key, tensor in bucket}
+        heads.append(exported.pop("score.weight"))
+        assert exported.keys() == expected.keys() - {"lm_head.weight"}
+        assert all(torch.equal(exported[key], expected[key]) for key in exported)
+    assert heads[0].shape == (1, 32)
+    assert torch.equal(*heads)
+    assert 0.5 / 33 < heads[0].std() < 2 / 33
+
+
+def test_critic_has_one_value_head_in_every_layout(tmp_path: Path) -> None:
+    run_ranks(4, values_of_critic, hf_folder(tmp_path / "qwen2", "qwen2", tie_word_embeddings=False))
+
+
+def padded_rows(rank: int, world_size: int, folder: Path) -> None:
+    groups = build_groups({"TP2": Layout((0, 1), tensor=2)}, seed=0)["TP2"]
+    embedding = load(folder, groups).embedding.word_embeddings.weight
+    assert embedding.shape == (46, 32)  # 91 rows, padded to 92
+    expected = tensors_of(folder)["model.embed_tokens.weight"]
+    assert torch.equal(embedding[:45], expected[46 * rank : 46 * rank + 45])
+    last_row = torch.zeros(32) if rank == 1 else expected[45]
+    assert torch.equal(embedding[45], last_row)
+
+
+def test_padding_of_the_vocabulary_is_zero(tmp_path: Path) -> None:
+    run_ranks(2, padded_rows, hf_folder(tmp_path / "llama", "llama"))

@@ -1,0 +1,44 @@
+"""How a Megatron parameter is put together, against Megatron's order written out as plain loops."""
+
+import torch
+from tiny_folders import SHAPE
+
+from megappo.weights.families import compositions
+from megappo.weights.shards import compose, decompose
+
+HEADS, KV_HEADS, HEAD = 4, 2, 16
+CONFIG = {"architectures": ["Qwen2ForCausalLM"], **SHAPE}
+
+
+def loop_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The query heads of a KV head, its key head, its value head; then the next KV head's."""
+    rows = []
+    per_kv = HEADS // KV_HEADS
+    for kv in range(KV_HEADS):
+        for head in range(kv * per_kv, (kv + 1) * per_kv):
+            rows += [q[head * HEAD + i] for i in range(HEAD)]
+        rows += [k[kv * HEAD + i] for i in range(HEAD)]
+        rows += [v[kv * HEAD + i] for i in range(HEAD)]
+    return torch.stack(rows)
+
+
+def test_qkv_alternates_by_kv_head() -> None:
+    table = compositions(CONFIG, tensor=1, padded_vocab_size=92, value_head=False)
+    for kind, width in (("weight", (32,)), ("bias", ())):
+        composition = table[f"decoder.layers.0.self_attention.linear_qkv.{kind}"]
+        pieces = [torch.randn(rows, *width) for rows in (HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD)]
+        parameter = compose(pieces, composition)
+        assert torch.equal(parameter, loop_qkv(*pieces))
+        back = decompose(parameter, composition)
+        for piece, (name, part) in zip(pieces, back.items(), strict=True):
+            assert name.endswith(kind)
+            assert torch.equal(part.flatten(0, 1), piece)
+
+
+def test_each_rank_has_its_half_of_gate_then_of_up() -> None:
+    table = compositions(CONFIG, tensor=2, padded_vocab_size=92, value_head=False)
+    gate, up = torch.randn(48, 32), torch.randn(48, 32)
+    for rank in range(2):
+        rows = slice(rank * 24, (rank + 1) * 24)
+        parameter = compose([gate[rows], up[rows]], table["decoder.layers.0.mlp.linear_fc1.weight"])
+        assert torch.equal(parameter, torch.cat([gate[rows], up[rows]]))

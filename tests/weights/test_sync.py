@@ -1,0 +1,172 @@
+"""After a sync the real SGLang engine computes what the trainer computes, from the actor in any layout."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_oracle import log_probs_of
+from ppo_engines import Case, at_home, make_engine, read_config
+from spawn import run_ranks
+from tiny_models import hf_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megappo.config.schema import Config
+from megappo.data.batch import Rows
+from megappo.placement.exchange import Exchange
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.rollout.client import EngineClient
+from megappo.rollout.engine import Engine
+from megappo.trainer.component import Component
+from megappo.trainer.loop import Trainer
+from megappo.weights.export import iter_hf_buckets
+from megappo.weights.transport import push_buckets
+
+TOLERANCE = 1e-4
+BUCKET_BYTES = 60_000  # several buckets
+SEQUENCES = ([5, 6, 7, 3, 2, 9, 30, 12], [47, 0, 1], [11, 4, 4, 4, 4, 4, 13, 40, 41, 42, 43, 44, 45, 46], [20, 21])
+FOUR = (0, 1, 2, 3)
+LAYOUTS = {
+    "tp1": Layout((0,)),
+    "tp2": Layout((0, 1), tensor=2),
+    "pp2": Layout((0, 1), pipeline=2),
+    "dp2": Layout((0, 1)),
+    "tp2 pp2": Layout(FOUR, tensor=2, pipeline=2),
+    "tp2 dp2": Layout(FOUR, tensor=2),
+}
+Shapes = dict[str, tuple[int, ...]]
+Buckets = Iterator[list[tuple[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class Address:
+    """The shared engine, as a rank that owns it reaches it, and the weights it takes."""
+
+    url: str
+    api_key: str
+    shapes: Shapes
+
+
+@pytest.fixture
+def address(engine: Engine, engine_shapes: Shapes, restored: None) -> Address:
+    return Address(engine.url, engine._api_key, engine_shapes)
+
+
+class Actor:
+    """An actor in some layout on its ranks; rank 0 owns the engine."""
+
+    def __init__(self, address: Address, name: str, folder: Path, layout: Layout):
+        self.address, self.folder, self.exchange = address, folder, Exchange(dist.group.WORLD)
+        groups = build_groups({name: layout}, seed=0)[name]
+        case = Case(layout, temperature=1.0)
+        self.engine = make_engine(folder, case, groups, "actor") if groups.member else None
+        self.component = Component("actor", layout, self.engine, self.exchange)
+        owner = self.exchange.rank == 0
+        self.client = EngineClient(address.url, address.api_key, timeout=60.0) if owner else None
+
+    def buckets(self) -> Buckets:
+        return iter_hf_buckets(self.engine.model, read_config(self.folder), self.engine.groups, BUCKET_BYTES)
+
+    def push(self, buckets: Buckets) -> None:
+        push_buckets(self.client, buckets, self.address.shapes)
+
+    def differences(self, expected: list[list[float]]) -> tuple[float, float]:
+        """Largest and mean distance of the engine's log-probs from the trainer's, which must be those expected."""
+        batch = at_home(self.exchange, sequences_as_rows(), rows_per_prompt=1)
+        rows = self.component.borrow(batch).forward(batch.rows, {"log_probs": "old_log_probs"})
+        shared = self.exchange.share([row[row != 0] for row in rows.fields["old_log_probs"]])
+        trainer = torch.cat([row for part in shared for row in part])
+        torch.testing.assert_close(trainer, torch.tensor(sum(expected, [])), rtol=0, atol=TOLERANCE)
+        engine = self.exchange.share(self.client and self.client.score(SEQUENCES))[0]
+        distance = (torch.tensor(sum(engine, [])) - trainer).abs()
+        return float(distance.max()), float(distance.mean())
+
+
+def sequences_as_rows() -> Rows:
+    """All of a sequence but its first token as a response."""
+    responses = torch.tensor([len(tokens) - 1 for tokens in SEQUENCES])
+    mask = (torch.arange(int(responses.max())) < responses[:, None]).float()
+    tokens = [torch.tensor(sequence) for sequence in SEQUENCES]
+    return Rows(torch.arange(len(SEQUENCES)), torch.ones_like(responses), responses, tokens, {"response_mask": mask})
+
+
+def perturbed(checkpoint: Path, folder: Path, seed: int) -> tuple[Path, list[list[float]]]:
+    """The checkpoint with other weights, and their log-probs by Hugging Face."""
+    model = hf_model(checkpoint)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
+    return folder, [log_probs_of(model, tokens[:1], tokens[1:]) for tokens in SEQUENCES]
+
+
+def check_synced(rank: int, world_size: int, address: Address, models: dict[str, tuple[Path, list]]) -> None:
+    for name, (folder, expected) in models.items():
+        actor = Actor(address, name, folder, LAYOUTS[name])
+        before, _ = actor.differences(expected)
+        assert before > 0.1, f"{name}: the weights must be new to the engine"
+        if actor.engine is not None:
+            actor.push(actor.buckets())
+        after, _ = actor.differences(expected)
+        assert after < TOLERANCE, f"{name}: the engine's log-probs are {after:.2g} off the trainer's"
+
+
+def test_the_engine_agrees_with_the_trainer_and_hugging_face(
+    address: Address, checkpoint: Path, tmp_path: Path
+) -> None:
+    models = {name: perturbed(checkpoint, tmp_path / name, seed) for seed, name in enumerate(LAYOUTS)}
+    run_ranks(4, check_synced, address, models)
+
+
+def check_probed(rank: int, world_size: int, address: Address, folder: Path, expected: list, config: Config) -> None:
+    actor = Actor(address, "actor", folder, LAYOUTS["tp2"])
+    trainer = Trainer(config, None)
+    actor.push(actor.buckets())
+    trainer._check_probe({"rollout/log_prob_diff/mean": actor.differences(expected)[1]})
+    actor.push(corrupted(actor.buckets()))
+    with pytest.raises(RuntimeError, match="the engine does not run the actor's weights"):
+        trainer._check_probe({"rollout/log_prob_diff/mean": actor.differences(expected)[1]})
+
+
+def corrupted(buckets: Buckets) -> Buckets:
+    """A hundredth of one matrix is wrong on the way."""
+    for bucket in buckets:
+        for name, tensor in bucket:
+            if name == "model.layers.1.mlp.down_proj.weight":
+                tensor.view(-1)[::100] += 1.0
+        yield bucket
+
+
+def test_the_probe_sees_a_wrong_value(address: Address, checkpoint: Path, tmp_path: Path) -> None:
+    sections = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
+    config = Config.model_validate(sections | {"rollout": {"sync": {"probe_tolerance": 1e-3}}})
+    folder, expected = perturbed(checkpoint, tmp_path / "actor", seed=0)
+    run_ranks(2, check_probed, address, folder, expected, config)
+
+
+OTHERS = {
+    "no tensor lm_head.weight": {"tie_word_embeddings": False},
+    r"tensors were not sent: model.layers.1.input_layernorm": {"num_hidden_layers": 1, "layer_types": None},
+    r"mlp.gate_proj.weight has shape \(96, 64\), but the engine's is \(128, 64\)": {"intermediate_size": 96},
+}
+
+
+def check_refused(rank: int, world_size: int, address: Address, folders: dict[str, Path]) -> None:
+    for message, folder in folders.items():
+        actor = Actor(address, folder.name, folder, LAYOUTS["tp2"])
+        with pytest.raises(ValueError, match=message):
+            actor.push(actor.buckets())
+        if actor.client:
+            actor.client.end_weight_update()  # the refused one, or no other could begin
+
+
+def test_an_actor_of_another_shape_is_refused_on_every_rank(address: Address, checkpoint: Path, tmp_path: Path) -> None:
+    folders = {}
+    for number, (message, changes) in enumerate(OTHERS.items()):
+        config = AutoConfig.for_model(**read_config(checkpoint) | changes)
+        folders[message] = tmp_path / str(number)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[message])
+    run_ranks(2, check_refused, address, folders)

@@ -1,0 +1,62 @@
+"""Small random Hugging Face folders, and Megatron models loaded from them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megappo.config.schema import Model, Parallel
+from megappo.models.build import build_model
+from megappo.placement.groups import ComponentGroups
+from megappo.weights.load import load_hf
+
+SHAPE = {
+    "vocab_size": 91,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+
+
+def hf_folder(folder: Path, model_type: str, dtype: torch.dtype = torch.float32, **changes: object) -> Path:
+    """A random model, every weight (norms and biases too) away from its initial value, in several shards."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes), dtype=dtype)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder, max_shard_size=40_000)
+    return folder
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def build(folder: Path, groups: ComponentGroups, dtype: str = "fp32", value_head: bool = False) -> GPTModel:
+    """An unloaded model in the layout of its groups."""
+    parallel = Parallel(tensor=groups.layout.tensor, pipeline=groups.layout.pipeline)
+    return build_model(
+        read_config(folder),
+        Model(path=str(folder), dtype=dtype),
+        parallel,
+        groups,
+        value_head=value_head,
+        recompute="none",
+        trained=True,
+    )
+
+
+def load(folder: Path, groups: ComponentGroups, dtype: str = "fp32", value_head: bool = False) -> GPTModel:
+    model = build(folder, groups, dtype, value_head)
+    # A weight that nobody loads must show.
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    load_hf(model, folder, read_config(folder), groups, value_head=value_head)
+    return model
