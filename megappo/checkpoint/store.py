@@ -130,7 +130,7 @@ class CheckpointStore:
             shutil.rmtree(path)
         partial.rename(path)
         pointer = self.folder / "latest.partial_pointer"
-        pointer.write_text(path.name)
+        pointer.write_text(path.name + "\n")
         os.replace(pointer, self.folder / "latest")
         if self.keep:
             # Newer ones are there after going back to an older one; they must not push out what was just saved.

@@ -45,8 +45,8 @@ class Column:
 COLUMNS = (
     Column("reward", "reward/score/mean", ".3f", 7),
     Column("val", "val", ".3f", 7),
-    Column("ref_kl", "reward/kl_penalty/mean", ".4f", 8),
-    Column("ppo_kl", "actor/ppo_kl", ".4f", 8),
+    Column("ref_kl", "reward/kl_penalty/mean", "z.4f", 8),
+    Column("ppo_kl", "actor/ppo_kl", "z.4f", 8),
     Column("entropy", "actor/entropy", ".3f", 7),
     Column("clipfrac", "actor/pg_clipfrac", ".3f", 8),
     Column("vf_ev", "critic/vf_explained_var", ".3f", 7),
@@ -85,13 +85,13 @@ class Console:
         print(text, file=self._out, flush=True)
 
     def progress(self, phase: str, total: int) -> Callable[[int], None]:
-        """Start the bar of a phase of `total` items; the returned function moves it on by so many."""
+        """Start the bar of a phase of `total` items; the returned function moves it to so many."""
         self.close_bar()
         if not self._err.isatty():
             return _ignore
         bar = tqdm(total=total, desc=phase, file=self._err, leave=False, dynamic_ncols=True)
         self._bar = bar
-        return lambda count: _advance(bar, count)
+        return lambda done: _advance(bar, done)
 
     def close_bar(self) -> None:
         """Take the bar away, if there is one."""
@@ -113,11 +113,11 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _advance(bar: tqdm, count: int) -> None:
-    bar.update(count)
+def _advance(bar: tqdm, done: int) -> None:
+    bar.update(done - bar.n)
     if bar.total is not None and bar.n >= bar.total:
         bar.close()
 
 
-def _ignore(count: int) -> None:
+def _ignore(done: int) -> None:
     """No terminal, no bar."""

@@ -40,7 +40,7 @@ class Observer:
         self._console.text(text)
 
     def progress(self, phase: str, total: int) -> Callable[[int], None]:
-        """A progress bar of `total` items on a terminal; call the returned function with how many more are done."""
+        """A progress bar of `total` items on a terminal; call the returned function with how many are done by now."""
         return self._console.progress(phase, total)
 
     def finish(self) -> None:
@@ -68,7 +68,7 @@ class NullObserver:
 
     def progress(self, phase: str, total: int) -> Callable[[int], None]:
         """A function that does nothing."""
-        return lambda count: None
+        return lambda done: None
 
     def finish(self) -> None:
         """Nothing."""

@@ -2,6 +2,7 @@
 
 import html
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megappo.observe.samples import ROLLOUTS_FOLDER
 
 REPORT_FILE = "report.html"
 _REWARD = "reward/score/mean"
+_HELD_OUT_BOUND = re.compile("val/.*/score/(min|max)")
 _OUTPUTS = (
     ("metrics", METRICS_FILE),
     ("tensorboard", TENSORBOARD_FOLDER),
@@ -88,8 +90,11 @@ def _held_out(steps: list[dict[str, Any]]) -> Points:
 
 
 def _held_out_title(steps: list[dict[str, Any]]) -> str:
-    """Scores between 0 and 1 are shares of right answers; others are just scores."""
-    return "held-out accuracy" if all(0 <= score <= 1 for _, score in _held_out(steps)) else "held-out score"
+    """Where every evaluation's worst and best score is 0 or 1, the mean is the share of right answers."""
+    bounds = [
+        value for metrics in steps for name, value in metrics.items() if _HELD_OUT_BOUND.fullmatch(name) is not None
+    ]
+    return "held-out accuracy" if all(bound in (0, 1) for bound in bounds) else "held-out score"
 
 
 def _points(steps: list[dict[str, Any]], name: str) -> Points:

@@ -1,10 +1,12 @@
 """Scoring responses by a reward function in worker processes: user code can neither hang nor crash the trainer."""
 
+import ast
 import json
 import os
 import signal
 import socket
 import subprocess
+import symtable
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +42,28 @@ def parse_spec(spec: str) -> tuple[str, str]:
     if not Path(file).is_file():
         raise ValueError(f"reward.function {spec!r}: no file {file} (looked in {Path.cwd()})")
     return str(Path(file).resolve()), name
+
+
+def missing_function(spec: str) -> str:
+    """Why the file that `spec` names cannot define its function, as far as reading it tells; "" if it may.
+
+    Raises:
+        ValueError: as `parse_spec`.
+    """
+    file, name = parse_spec(spec)
+    if not file:
+        return ""
+    try:
+        tree = ast.parse(Path(file).read_bytes(), file)
+        table = symtable.symtable(Path(file).read_text(), file, "exec")
+    except (SyntaxError, ValueError) as error:
+        return f"reward.function {spec!r}: {file} is not Python: {error}"
+    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    brings_any = any(alias.name == "*" for node in imports for alias in node.names)
+    if brings_any or name in names:
+        return ""
+    return f"reward.function {spec!r}: {file} defines no {name}, only {', '.join(sorted(names)) or 'nothing'}"
 
 
 def load_reward(spec: str, *, num_workers: int, timeout_seconds: float) -> "RewardPool":

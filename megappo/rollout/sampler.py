@@ -33,7 +33,7 @@ class StoreCounter:
         self._key = key
 
     def take(self, count: int) -> int:
-        """The first of the next `count` positions."""
+        """The first of the next `count` positions: how many were taken before, by anybody."""
         return self._store.add(self._key, count) - count
 
 
@@ -46,7 +46,7 @@ def sample(
     *,
     num_engines: int,
     max_running_requests: int,
-    on_prompt: Callable[[], None] = lambda: None,
+    on_prompts: Callable[[int], None] = lambda count: None,
 ) -> list[Sample]:
     """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
 
@@ -58,7 +58,7 @@ def sample(
         counter: shared by all processes.
         num_engines: engines of all processes together.
         max_running_requests: sequences one engine decodes at once.
-        on_prompt: called when all n samples of a prompt are there.
+        on_prompts: called with the number of prompts of which this engine has just finished all n samples.
     Raises:
         EngineError: the engine failed.
     """
@@ -72,7 +72,7 @@ def sample(
             generations = await client.generate_async(http, repeated, params)
             for order, (prompt_index, _) in enumerate(taken):
                 samples.extend(_group(prompt_index, generations[order * n : (order + 1) * n]))
-                on_prompt()
+            on_prompts(len(taken))
 
     async def work_all() -> None:
         async with client.open_async() as http, asyncio.TaskGroup() as tasks:

@@ -4,7 +4,7 @@ from megappo.config.checks import config_errors
 from megappo.config.files import file_errors
 from megappo.config.schema import Config
 from megappo.placement.ranks import layout_errors
-from megappo.rewards.pool import parse_spec
+from megappo.rewards.pool import missing_function
 
 
 def check_run(config: Config, world_size: int) -> list[str]:
@@ -19,7 +19,7 @@ def arrangement_errors(config: Config, world_size: int) -> list[str]:
 
 def _reward_errors(config: Config) -> list[str]:
     try:
-        parse_spec(config.reward.function)
-    except ValueError as error:
-        return [str(error)]
-    return []
+        error = missing_function(config.reward.function)
+    except ValueError as malformed:
+        error = str(malformed)
+    return [error] if error else []

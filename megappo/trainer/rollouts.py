@@ -67,6 +67,7 @@ class Rollouts:
         samples: list[Sample] = []
         if self.client is not None:
             progress = self.observer.progress(label, len(prompts))
+            finished = StoreCounter(self._store, f"rollouts/{self._calls}/finished")
             samples = sample(
                 [(i, prompt.tokens) for i, prompt in enumerate(prompts)],
                 n,
@@ -75,7 +76,7 @@ class Rollouts:
                 StoreCounter(self._store, f"rollouts/{self._calls}"),
                 num_engines=self.num_engines,
                 max_running_requests=self.config.rollout.max_running_requests,
-                on_prompt=lambda: progress(1),
+                on_prompts=lambda count: progress(finished.take(count) + count),
             )
         self.exchange.share(None)
         return samples

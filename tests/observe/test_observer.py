@@ -77,7 +77,8 @@ def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
 
 def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
     observer = open_observer(tmp_path, 2, enabled=True)
-    observer.log(0, {"val/a/score/mean": 0.2, "val/b/score/mean": 0.4})
+    worst_and_best = {"val/a/score/min": 0.0, "val/a/score/max": 1.0}
+    observer.log(0, {"val/a/score/mean": 0.2, "val/b/score/mean": 0.4} | worst_and_best)
     observer.log(1, STEP)
     observer.log(2, STEP | {"reward/score/mean": 0.75, "val/a/score/mean": 0.9, "val/b/score/mean": 1.0})
     observer.samples(2, [{"response": "x"}])
@@ -103,6 +104,15 @@ def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
     assert [circle[0].text for circle in held_out.iter("circle")] == ["step 0: 0.3", "step 2: 0.95"]
     assert [circle[0].text for circle in reward.iter("circle")] == ["step 1: 0.25", "step 2: 0.75"]
     assert [label.text for label in shares.iter("text")] == ["rollout 75.0 %", "other 25.0 %"]
+
+
+def test_scores_that_are_not_only_right_or_wrong_are_not_called_accuracy(tmp_path, capsys):
+    observer = open_observer(tmp_path, 1, enabled=True)
+    observer.log(0, {"val/a/score/mean": 0.2, "val/a/score/min": 0.1, "val/a/score/max": 1.0})
+    observer.finish()
+    observer.close()
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["held-out score"].strip() == "0.200 (step 0) -> 0.200 (step 0)" and "held-out accuracy" not in rows
 
 
 def test_a_run_without_evaluation_still_gets_its_report(tmp_path, capsys):

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megappo.rewards.builtin import exact_match
-from megappo.rewards.pool import RewardError, RewardPool, load_reward, parse_spec
+from megappo.rewards.pool import RewardError, RewardPool, load_reward, missing_function, parse_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -190,6 +190,26 @@ def test_a_file_that_cannot_be_loaded_is_an_error_at_once(tmp_path: Path, body: 
 def test_a_malformed_name_is_refused_without_starting_anything(spec: str, message: str):
     with pytest.raises(ValueError, match=message):
         parse_spec(spec)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("def f(p, r, l): ...", ""),
+        ("async def f(): ...", ""),
+        ("f = lambda p, r, l: [0.0] * len(r)", ""),
+        ("from os.path import join as f", ""),
+        ("if True:\n    def f(p, r, l): ...", ""),
+        ("from os.path import *", ""),
+        ("import os\ndef g(f): return f", "reward.py defines no f, only g, os"),
+        ("", "reward.py defines no f, only nothing"),
+        ("def f(:", "reward.py is not Python: invalid syntax"),
+    ],
+)
+def test_reading_a_file_tells_whether_it_may_define_the_function(tmp_path: Path, body: str, found: str):
+    (tmp_path / "reward.py").write_text(body)
+    error = missing_function(f"{tmp_path}/reward.py:f")
+    assert found in error and bool(found) == bool(error)
 
 
 def test_as_many_labels_as_responses_are_needed():

@@ -40,7 +40,7 @@ def test_each_prompt_gets_n_samples_with_the_log_probs_of_its_own_tokens(client,
         StoreCounter(dist.HashStore(), "step 1"),
         num_engines=1,
         max_running_requests=16,
-        on_prompt=lambda: finished.append(1),
+        on_prompts=lambda count: finished.extend([1] * count),
     )
     assert every_sample_once(samples, 3)
     assert len(finished) == len(PROMPTS)
