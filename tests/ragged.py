@@ -4,8 +4,6 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from megappo.config.schema import Actor
-
 CASES = settings(max_examples=200, deadline=None)
 
 
@@ -33,15 +31,3 @@ class Case:
 
 def cases() -> st.SearchStrategy[Case]:
     return st.builds(Case, st.integers(1, 5), st.integers(2, 12), st.integers(0, 2**31))
-
-
-def actors() -> st.SearchStrategy[Actor]:
-    """Actor sections with every combination of clip bounds and dual clip."""
-    epsilon = st.none() | st.floats(0.05, 0.4)
-    return st.builds(
-        Actor,
-        clip_ratio=st.floats(0.05, 0.4),
-        clip_ratio_low=epsilon,
-        clip_ratio_high=epsilon,
-        clip_ratio_c=st.none() | st.floats(1.1, 3.0),
-    )

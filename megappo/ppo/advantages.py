@@ -1,9 +1,79 @@
 """Rewards per token, advantages, returns, whitening, explained variance. All [B, R] float32 over padded responses."""
 
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megappo.ppo.conventions import DEFAULT, Conventions
+from megappo.ppo.estimators import (
+    gpg,
+    grpo,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+from megappo.ppo.gae import gae, length_adaptive_lam
+from megappo.ppo.ragged import add_to_last_token
+
+__all__ = [
+    "ESTIMATORS",
+    "WHITENED",
+    "compute_token_level_rewards",
+    "estimate",
+    "explained_variance",
+    "gae",
+    "gpg",
+    "grpo",
+    "length_adaptive_lam",
+    "opo",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "whiten",
+]
+
+ESTIMATORS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    "gae": gae,
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "remax": remax,
+    "opo": opo,
+    "gpg": gpg,
+}
+"""algorithm.adv_estimator -> function returning (advantages, returns), neither whitened."""
+
+WHITENED = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
+"""Estimators whose method whitens the advantages over the whole batch, outside of the function."""
+
+
+def estimate(name: str, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns of ESTIMATORS[name], called with those of the inputs that it takes.
+
+    Args:
+        name: an algorithm.adv_estimator.
+        inputs: whatever any estimator may need, by the names of their arguments; None = not there.
+
+    Raises:
+        ValueError: an unknown name, or an input without which the estimator cannot do.
+    """
+    if name not in ESTIMATORS:
+        raise ValueError(f"unknown advantage estimator {name!r}: choose one of {', '.join(ESTIMATORS)}")
+    parameters = inspect.signature(ESTIMATORS[name]).parameters
+    given = {key: value for key, value in inputs.items() if key in parameters and value is not None}
+    missing = [
+        key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in given
+    ]
+    if missing:
+        raise ValueError(f"advantage estimator {name} needs {', '.join(missing)}")
+    return ESTIMATORS[name](**given)
 
 
 def compute_token_level_rewards(
@@ -33,69 +103,37 @@ def compute_token_level_rewards(
         raise ValueError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
     penalty = torch.zeros_like(response_mask, dtype=torch.float32) if kl is None else kl_coef * kl.float()
     rewards = torch.where(valid, -penalty, 0.0)
-    position = torch.arange(valid.shape[1], device=valid.device)
-    last = torch.where(valid, position, -1).argmax(dim=1, keepdim=True)
-    return rewards.scatter_add(1, last, scores.float()[:, None])
-
-
-@torch.no_grad()
-def gae(
-    token_level_rewards: torch.Tensor,
-    values: torch.Tensor,
-    response_mask: torch.Tensor,
-    gamma: float,
-    lam: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimates and returns (advantages + values), neither whitened.
-
-    Args:
-        token_level_rewards, values: [B, R] float32.
-        response_mask: [B, R], 1 on tokens the policy wrote. A token with mask 0 contributes nothing, whatever stands
-            there: the next value and the running sum are carried through it, without discount.
-        gamma, lam: discount and lambda per token.
-
-    Returns:
-        (advantages, returns), each [B, R] float32, 0 where the mask is 0. The value after the last token is 0.
-    Source: Schulman et al. 2016, eq. 16.
-    """
-    valid = response_mask.bool()
-    rewards, values = (torch.where(valid, x.float(), 0.0) for x in (token_level_rewards, values))
-    advantages = torch.zeros_like(values)
-    next_value = values.new_zeros(len(values))
-    running = values.new_zeros(len(values))
-    for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        running = torch.where(valid[:, t], delta + gamma * lam * running, running)
-        next_value = torch.where(valid[:, t], values[:, t], next_value)
-        advantages[:, t] = running
-    advantages = torch.where(valid, advantages, 0.0)
-    return advantages, advantages + values
-
-
-ESTIMATORS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {"gae": gae}
-"""algorithm.adv_estimator -> function."""
+    return add_to_last_token(rewards, valid, scores)
 
 
 def whiten(
-    x: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True, *, group: dist.ProcessGroup | None = None
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    shift_mean: bool = True,
+    *,
+    group: dist.ProcessGroup | None = None,
+    conventions: Conventions = DEFAULT,
 ) -> torch.Tensor:
-    """Scale x to variance 1 (ddof 1) and, with shift_mean, shift it to mean 0, over all tokens with mask 1.
+    """Scale x to variance 1 and, with shift_mean, shift it to mean 0, over all tokens with mask 1.
 
     Args:
         x: [B, R] float32. mask: [B, R].
         shift_mean: False keeps the mean.
         group: ranks whose tokens are taken together; each must call, with its own rows (none is allowed).
             None = the tokens given here alone, even where torch.distributed is initialised.
+        conventions: its whiten_ddof, whiten_eps and whiten_clamps_variance; by default ddof 1 and 1e-8 added.
 
     Returns:
-        (x - mean) * rsqrt(var + 1e-8), [B, R] float32, 0 where the mask is 0.
+        (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.
 
     Raises:
-        ValueError: fewer than two tokens with mask 1, on every rank of the group alike.
+        ValueError: fewer than two tokens with mask 1, or one that is not finite, on every rank of the group alike.
     Source: verl's masked_whiten; mean first, then squared distances to it, summed in float64.
     """
-    mean, variance = _moments(x, mask, group)
-    whitened = (x.double() - mean) * torch.rsqrt(variance + 1e-8)
+    mean, variance = _moments(x, mask, group, conventions.whiten_ddof)
+    eps = conventions.whiten_eps
+    scale = torch.rsqrt(variance.clamp(min=eps) if conventions.whiten_clamps_variance else variance + eps)
+    whitened = (x.double() - mean) * scale
     if not shift_mean:
         whitened = whitened + mean
     return torch.where(mask.bool(), whitened, 0.0).float()
@@ -106,7 +144,7 @@ def explained_variance(
 ) -> float:
     """1 - Var(returns - values) / (Var(returns) + 1e-5): 1 = a perfect critic, 0 = no better than a constant.
 
-    Args and Raises: as `whiten`; all [B, R].
+    Args and Raises: as `whiten`; all [B, R]. Variances have ddof 1.
     Source: verl's critic/vf_explained_var.
     """
     _, residual = _moments(returns.double() - values.double(), mask, group)
@@ -114,16 +152,20 @@ def explained_variance(
     return float(1.0 - residual / (variance + 1e-5))
 
 
-def _moments(x: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance (ddof 1) over the tokens with mask 1 of all ranks in `group`, 0-dim float64."""
+def _moments(
+    x: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None, ddof: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and variance over the tokens with mask 1 of all ranks in `group`, 0-dim float64."""
     valid = mask.bool()
     x = x.detach().double()
     total, count = _sum_over_ranks(torch.stack([torch.where(valid, x, 0.0).sum(), valid.sum().double()]), group)
     if count < 2:
         raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
+    if not total.isfinite():
+        raise ValueError(f"the {int(count)} tokens with mask 1 are not all finite")
     mean = total / count
     squares = torch.where(valid, (x - mean).square(), 0.0).sum()
-    return mean, _sum_over_ranks(squares, group) / (count - 1)
+    return mean, _sum_over_ranks(squares, group) / (count - ddof)
 
 
 def _sum_over_ranks(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

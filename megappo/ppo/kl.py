@@ -1,42 +1,73 @@
 """KL divergence between policy and reference: estimators per token, and controllers of the penalty's coefficient."""
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-KINDS = ("k1", "abs", "k2", "k3")
-"""Estimators by their name in algorithm.kl_penalty."""
+from megappo.ppo.conventions import DEFAULT, Conventions
+
+KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+"""Estimators from the two log-probs of a sampled token, by their name in algorithm.kl_penalty, actor.kl_loss_type."""
 
 
-def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str) -> torch.Tensor:
+def kl_estimate(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str, *, conventions: Conventions = DEFAULT
+) -> torch.Tensor:
     """Estimate KL(policy, reference) at each sampled token from its two log-probs.
 
-    With q = ref_log_probs - log_probs: k1 = -q; abs = |q|; k2 = q^2 / 2; k3 = e^q - 1 - q, with q clamped to +-20 and
-    the result to +-10.
+    With q = ref_log_probs - log_probs: k1 = -q; abs = |q|; k2 = q^2 / 2; k3 = e^q - 1 - q. k1+ and k3+ have the value
+    of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL (that of k1 and k3 is not).
 
     Args:
         log_probs, ref_log_probs: [B, R] float32, in nats.
         kind: one of KINDS.
+        conventions: kl_input_clamp of q and kl_output_clamp of the estimate, for the kinds in kl_clamped; by default
+            +-20 and +-10 for k3 and k3+. The gradient of k1+ and k3+ is never clamped.
 
     Returns:
         [B, R] float32, differentiable in log_probs. Padding is not masked.
 
     Raises:
-        ValueError: unknown kind.
-    Source: Schulman, "Approximating KL divergence" (2020); clamps as verl's kl_penalty.
+        ValueError: unknown kind, or full.
+    Source: Schulman, "Approximating KL divergence" (2020); clamps and straight-through gradient as verl's kl_penalty.
     """
+    if kind == "full":
+        raise ValueError(
+            "the KL over the full vocabulary is no function of the sampled tokens' log-probs: the model's head "
+            f"computes it; estimators from log-probs are {', '.join(KINDS)}"
+        )
+    if kind not in KINDS:
+        raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KINDS)}, full")
     q = ref_log_probs - log_probs
-    if kind == "k1":
-        return -q
-    if kind == "abs":
-        return q.abs()
-    if kind == "k2":
-        return 0.5 * q.square()
-    if kind == "k3":
-        q = q.clamp(-20.0, 20.0)
-        return (torch.expm1(q) - q).clamp(-10.0, 10.0)
-    raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KINDS)}")
+    clamped = kind in conventions.kl_clamped
+    value = _clamp(q, conventions.kl_input_clamp) if clamped else q
+    value = _FORMULAE[kind.removesuffix("+")](value)
+    value = _clamp(value, conventions.kl_output_clamp) if clamped else value
+    return _straight_through(value, 0.5 * q.square()) if kind.endswith("+") else value
+
+
+def _k3(q: torch.Tensor) -> torch.Tensor:
+    # expm1: e^q - 1 would lose all digits of a small q. 88 is where float32 overflows: behind the output clamp an
+    # infinity would still make the gradient 0 x inf.
+    return torch.expm1(q.clamp(max=88.0)) - q
+
+
+_FORMULAE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": torch.neg,
+    "abs": torch.abs,
+    "k2": lambda q: 0.5 * q.square(),
+    "k3": _k3,
+}
+
+
+def _clamp(x: torch.Tensor, limit: float | None) -> torch.Tensor:
+    return x if limit is None else x.clamp(-limit, limit)
+
+
+def _straight_through(value: torch.Tensor, gradient_of: torch.Tensor) -> torch.Tensor:
+    return value.detach() + (gradient_of - gradient_of.detach())
 
 
 class KLController(Protocol):

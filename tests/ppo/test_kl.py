@@ -5,30 +5,48 @@ import math
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
+from policy_oracles import all_conventions, on_grid
 from ragged import CASES, Case, cases
 
 from megappo.config.schema import KLCtrl
+from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.kl import KINDS, AdaptiveKLController, FixedKLController, kl_controller, kl_estimate
 
 FORMULAE = {
-    "k1": lambda q: -q,
-    "abs": abs,
-    "k2": lambda q: q * q / 2,
-    "k3": lambda q: math.exp(min(max(q, -20.0), 20.0)) - 1 - min(max(q, -20.0), 20.0),
+    "k1": (lambda q: -q, lambda q: -1.0),
+    "abs": (abs, lambda q: math.copysign(1.0, q) if q else 0.0),
+    "k2": (lambda q: q * q / 2, lambda q: q),
+    "k3": (lambda q: math.expm1(q) - q, lambda q: math.expm1(q)),
 }
+"""The estimate of q = ref_log_prob - log_prob and its derivative in q."""
 
 
+def loop_estimate(q: float, kind: str, conventions: Conventions) -> tuple[float, float]:
+    """The estimate and its derivative in log_prob, clamped as the conventions say."""
+    value_of, slope_of = FORMULAE[kind.removesuffix("+")]
+    on = kind in conventions.kl_clamped
+    low = conventions.kl_input_clamp if on and conventions.kl_input_clamp is not None else math.inf
+    high = conventions.kl_output_clamp if on and conventions.kl_output_clamp is not None else math.inf
+    bounded = min(max(q, -low), low)
+    value = value_of(bounded)
+    slope = 0.0 if abs(q) > low or abs(value) > high else -slope_of(bounded)
+    return min(max(value, -high), high), -q if kind.endswith("+") else slope
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @CASES
-@given(cases())
-def test_estimators_equal_their_formulae(case: Case):
-    log_probs, ref_log_probs = case.numbers(), case.numbers()
-    assert set(FORMULAE) == set(KINDS)
-    for kind, formula in FORMULAE.items():
-        estimate = kl_estimate(log_probs, ref_log_probs, kind)
-        for i, t in case.tokens():
-            expected = formula(float(ref_log_probs[i, t]) - float(log_probs[i, t]))
-            expected = min(expected, 10.0) if kind == "k3" else expected
-            assert float(estimate[i, t]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+@given(cases(), all_conventions(), st.sampled_from([0.1, 1.0, 8.0]))
+def test_estimators_and_their_gradients_equal_a_loop(kind: str, case: Case, conventions: Conventions, scale: float):
+    ref_log_probs = on_grid(case.numbers(scale))
+    log_probs = (ref_log_probs + on_grid(case.numbers(scale))).requires_grad_()
+    estimate = kl_estimate(log_probs, ref_log_probs, kind, conventions=conventions)
+    estimate.sum().backward()
+    for i, t in case.tokens():
+        q = float(ref_log_probs[i, t]) - float(log_probs[i, t].detach())
+        value, slope = loop_estimate(q, kind, conventions)
+        assert float(estimate[i, t].detach()) == pytest.approx(value, rel=1e-6, abs=1e-6)
+        assert float(log_probs.grad[i, t]) == pytest.approx(slope, rel=1e-6, abs=1e-6)
 
 
 def test_k3_is_clamped_and_stays_finite():
@@ -38,30 +56,65 @@ def test_k3_is_clamped_and_stays_finite():
     assert float(kl_estimate(torch.tensor(0.0), torch.tensor(1.0), "k3")) == pytest.approx(math.e - 2)
 
 
+@pytest.mark.parametrize("conventions", [DEFAULT, *PRESETS.values(), Conventions(kl_clamped=frozenset())])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("q", [-1e4, 1e4])
+def test_extremes_are_finite_in_value_and_gradient(kind: str, q: float, conventions: Conventions):
+    log_probs = torch.tensor(0.0, requires_grad=True)
+    estimate = kl_estimate(log_probs, torch.tensor(q), kind, conventions=conventions)
+    estimate.backward()
+    assert estimate.isfinite() and log_probs.grad.isfinite()
+
+
 def test_k3_is_accurate_for_nearly_equal_policies():
     """e^q - 1 - q in float32 would round to 0 or noise: q^2 / 2 = 5e-9."""
     assert float(kl_estimate(torch.tensor(0.0), torch.tensor(1e-4), "k3")) == pytest.approx(5e-9, rel=2e-2)
 
 
 @pytest.mark.parametrize(
-    ("kind", "gradient"), [("k1", 1.0), ("abs", -1.0), ("k2", -1.0), ("k3", 1.0 - math.e)], ids=lambda x: str(x)
+    ("kind", "value", "gradient"),
+    [
+        ("k1", -1.0, 1.0),
+        ("abs", 1.0, -1.0),
+        ("k2", 0.5, -1.0),
+        ("k3", math.e - 2, 1.0 - math.e),
+        ("k1+", -1.0, -1.0),
+        ("k3+", math.e - 2, -1.0),
+    ],
 )
-def test_gradients_at_q_1(kind: str, gradient: float):
+def test_values_and_gradients_at_q_1(kind: str, value: float, gradient: float):
     log_probs = torch.zeros(1, requires_grad=True)
-    kl_estimate(log_probs, torch.ones(1), kind).sum().backward()
-    assert float(log_probs.grad) == pytest.approx(gradient)
+    estimate = kl_estimate(log_probs, torch.ones(1), kind)
+    estimate.sum().backward()
+    assert (float(estimate.detach()), float(log_probs.grad)) == (pytest.approx(value), pytest.approx(gradient))
 
 
 def test_estimators_agree_with_the_true_kl_in_expectation():
     policy, reference = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.4, 0.4, 0.2]).log()
     true_kl = float((policy.exp() * (policy - reference)).sum())
-    for kind in ("k1", "k3"):
+    for kind in ("k1", "k3", "k1+", "k3+"):
         assert float((policy.exp() * kl_estimate(policy, reference, kind)).sum()) == pytest.approx(true_kl, rel=1e-5)
 
 
-def test_unknown_kind_lists_the_valid_ones():
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4': choose one of k1, abs, k2, k3"):
-        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")
+@pytest.mark.parametrize("kind", ["k2", "k1+", "k3+"])
+def test_the_expected_gradient_of_the_straight_through_estimators_is_that_of_the_kl(kind: str):
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log()
+    policy = logits.log_softmax(0)
+    (true_gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    estimate = (policy.detach().exp() * kl_estimate(policy, reference, kind)).sum()
+    torch.testing.assert_close(torch.autograd.grad(estimate, logits)[0], true_gradient)
+
+
+@pytest.mark.parametrize("kind", ["k4", "kl", "mse", "low_var_kl", "k2+", ""])
+def test_unknown_kind_lists_the_valid_ones(kind: str):
+    with pytest.raises(ValueError, match=r"unknown KL estimator '.*': choose one of k1, abs, k2, k3, k1\+, k3\+, full"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), kind)
+
+
+def test_full_is_refused_by_name():
+    with pytest.raises(ValueError, match="full vocabulary .* model's head computes it"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "full")
 
 
 @pytest.mark.parametrize(("current_kl", "factor"), [(0.1, 1.0), (0.11, 1.01), (10.0, 1.02), (0.0, 0.98), (0.09, 0.99)])

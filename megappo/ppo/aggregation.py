@@ -1,0 +1,84 @@
+"""From token losses to a number: how a mini-batch's losses are averaged, however the mini-batch is cut."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megappo.ppo.conventions import Conventions
+
+Metrics = dict[str, torch.Tensor]
+"""Name -> partial sum, 0-dim float32, detached."""
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True)
+class Normaliser:
+    """What the losses of a mini-batch are divided by, counted over all its data-parallel ranks and micro-batches.
+
+    Attributes:
+        num_tokens: tokens with mask 1.
+        num_sequences: rows with at least one such token.
+        max_length: the constant of seq-mean-token-sum-norm: rollout.max_response_length.
+    """
+
+    num_tokens: int
+    num_sequences: int
+    max_length: int
+
+    @classmethod
+    def of(cls, mask: torch.Tensor) -> "Normaliser":
+        """Of a mini-batch that is this mask, [B, R], alone; max_length is R."""
+        valid = mask.bool()
+        return cls(int(valid.sum()), int(valid.any(dim=1).sum()), mask.shape[1])
+
+
+class AggregationConfig(Protocol):
+    """The key of the actor and critic sections that says how token losses are averaged."""
+
+    @property
+    def loss_agg_mode(self) -> str | None: ...
+
+
+def agg_mode(config: AggregationConfig, conventions: Conventions) -> str:
+    """The config's aggregation, or the conventions' where the config leaves it open."""
+    return conventions.loss_agg_mode if config.loss_agg_mode is None else config.loss_agg_mode
+
+
+def aggregate(
+    loss: torch.Tensor, mask: torch.Tensor, mode: str, *, normaliser: Normaliser | None = None
+) -> torch.Tensor:
+    """Reduce token losses to this call's share of the mini-batch's loss.
+
+    Args:
+        loss, mask: [B, R], whole rows; losses where the mask is 0 are ignored, whatever they are.
+        mode: token-mean = sum over tokens / num_tokens; seq-mean-token-sum = mean over sequences of the sum of a
+            sequence's tokens; seq-mean-token-mean = mean over sequences of the mean of its tokens;
+            seq-mean-token-sum-norm = mean over sequences of (sum of its tokens / max_length), Dr. GRPO's.
+        normaliser: of the mini-batch; None = counted from `mask`, with max_length R.
+
+    Returns:
+        0-dim, of loss's dtype, summed in float64; 0 (still differentiable) where there is no token at all.
+
+    Raises:
+        ValueError: unknown mode.
+    Source: verl's agg_loss. There sequences without a token are not counted either; the constant of
+        seq-mean-token-sum-norm is actor.loss_scale_factor, by default the padded width, which changes from batch to
+        batch; and verl before November 2025 did not divide that mode by the number of sequences.
+    """
+    if mode not in AGGREGATIONS:
+        raise ValueError(f"unknown loss_agg_mode {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
+    normaliser = Normaliser.of(mask) if normaliser is None else normaliser
+    valid = mask.bool()
+    sums = torch.where(valid, loss, 0.0).sum(dim=1, dtype=torch.float64)
+    if mode == "seq-mean-token-mean":
+        sums = sums / valid.sum(dim=1).clamp(min=1)
+    divisor = normaliser.num_tokens if mode == "token-mean" else normaliser.num_sequences
+    divisor *= normaliser.max_length if mode == "seq-mean-token-sum-norm" else 1
+    return (sums.sum() / max(divisor, 1)).to(loss.dtype)
+
+
+def token_mean(x: torch.Tensor, mask: torch.Tensor, normaliser: Normaliser | None) -> torch.Tensor:
+    """A metric: the mean over the mini-batch's tokens (of flags: their fraction), detached float32."""
+    return aggregate(x.detach().float(), mask, "token-mean", normaliser=normaliser)

@@ -1,0 +1,199 @@
+"""Correcting the mismatch between the engine that sampled and the trainer: one importance weight per token.
+
+Two programs compute the same policy a little differently, so tokens were not drawn from the distribution that the
+policy loss assumes. All tensors [B, R] float32 over padded responses; the mask is 1 on policy tokens.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megappo.ppo.ranks import max_over_ranks, sum_over_ranks
+
+LEVELS = ("none", "token", "sequence", "geometric")
+MODES = ("truncate", "mask")
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to +- this before exp (verl's SAFETY_BOUND)."""
+
+
+class CorrectionConfig(Protocol):
+    """The keys of algorithm.rollout_correction."""
+
+    @property
+    def level(self) -> str: ...
+    @property
+    def mode(self) -> str: ...
+    @property
+    def threshold(self) -> float: ...
+    @property
+    def threshold_lower(self) -> float | None: ...
+    @property
+    def reject_geometric(self) -> tuple[float, float] | None: ...
+    @property
+    def veto_threshold(self) -> float | None: ...
+
+
+@torch.no_grad()
+def rollout_is_weights(
+    old_log_probs: torch.Tensor,
+    rollout_log_probs: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: CorrectionConfig,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Importance weights pi_trainer / pi_engine, bounded, and 0 where a token or response is rejected.
+
+    The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser, which
+    stays the response_mask's. So it is for IcePop in verl, slime and NeMo-RL; but what verl rejects (rollout_rs, veto)
+    it removes from the mask, and so from the normaliser.
+
+    Args:
+        old_log_probs: [B, R] of the trainer, before the update.
+        rollout_log_probs: [B, R] of the engine, at the temperature it sampled with.
+        response_mask: [B, R], 1 on tokens the policy wrote; whatever stands elsewhere is ignored.
+        config: algorithm.rollout_correction.
+            level: a token's weight is its own ratio; the product of the ratios of its response (sequence); or their
+                geometric mean. none = 1. Log-ratios, or their sum or mean, are clamped to +-20 before exp.
+            mode: truncate caps the weight at `threshold` (TIS; slime's tis_clip, NeMo-RL's "tis"); mask makes it 0
+                outside [threshold_lower or 1 / threshold, threshold] (IcePop; slime's icepop_function, NeMo-RL's
+                "icepop", verl's rollout_is_threshold "lower_upper").
+            reject_geometric: all of a response gets weight 0 where its geometric mean lies outside of these bounds
+                (verl's rollout_rs "geometric", now "seq_mean_k1"; with level token and a threshold out of reach,
+                NeMo-RL's "seq-mask-tis").
+            veto_threshold: likewise where any token's ratio, not clamped, is below it (rollout_token_veto_threshold of
+                verl's versions of 2025).
+        group: ranks whose metrics are taken together; each must call, with its own rows (none is allowed).
+
+    Returns:
+        (weights, metrics). weights: [B, R] float32 without gradient, 0 where the mask is 0. metrics, each under
+        `rollout_is/` and over the mask tokens of all ranks:
+        mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's
+            versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold.
+        clipped_frac: tokens whose weight a threshold capped or made 0.
+        rejected_frac: responses left with no weight above 0, for whatever reason. veto_frac: those with a vetoed token.
+        ess: effective sample size of the weights returned, (sum w)^2 / (n sum w^2); 1 = all equal, 0 = all rejected.
+        kl: E[log rollout - log old], the k1 estimate of KL(rollout, old), not clamped.
+        k3: E[r - 1 - log r] with r = old / rollout, the k3 estimate of the same.
+        kl_reverse: E[r log r], KL(old, rollout): its expectation under the trainer, reweighted by r because the
+        tokens come from the engine; may be negative on few tokens.
+
+    Raises:
+        ValueError: log-probs not finite on mask tokens; an unknown level or mode; bounds out of order; no mask token
+            on any rank.
+    Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS); Ling team
+        2025, "Every step evolves" (IcePop); Liu, Li et al. 2025, "When speed kills stability" (sequence weights,
+        geometric rejection, veto); the numbers of verl's rollout_corr_helper.
+    """
+    valid = response_mask.bool()
+    _check_finite(valid, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
+    log_ratio = torch.where(valid, old_log_probs.double() - rollout_log_probs.double(), 0.0)
+    ratio = _exp(_at_level(log_ratio, valid, config.level))
+    weights, clipped = _bounded(ratio, config)
+    vetoed = _vetoed(log_ratio, valid, config.veto_threshold)
+    kept = valid & ~vetoed[:, None] & ~_rejected(log_ratio, valid, config.reject_geometric)[:, None]
+    weights = torch.where(kept, weights, 0.0).float()
+    return weights, _metrics(valid, log_ratio, ratio, weights, clipped, vetoed, group)
+
+
+def _check_finite(valid: torch.Tensor, **log_probs: torch.Tensor) -> None:
+    for name, values in log_probs.items():
+        broken = (valid & ~values.isfinite()).any(dim=1).nonzero().flatten().tolist()
+        if broken:
+            raise ValueError(f"{name} of responses {broken[:10]} are not finite on tokens with response_mask 1")
+
+
+def _at_level(log_ratio: torch.Tensor, valid: torch.Tensor, level: str) -> torch.Tensor:
+    """[B, R]: what each token's weight is the exponential of. `log_ratio` is 0 where the mask is 0."""
+    if level in ("none", "token"):
+        return log_ratio
+    if level == "sequence":
+        return log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+    if level == "geometric":
+        return _row_means(log_ratio, valid)[:, None].expand_as(log_ratio)
+    raise ValueError(f"unknown rollout_correction.level {level!r}: choose one of {', '.join(LEVELS)}")
+
+
+def _row_means(log_ratio: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """[B]; 0 for a row without a mask token."""
+    return log_ratio.sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+
+
+def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+
+
+def _bounded(ratio: torch.Tensor, config: CorrectionConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights within the thresholds, and where these made a difference."""
+    if config.level == "none":
+        return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
+    if config.mode == "truncate":
+        return ratio.clamp(max=config.threshold), ratio > config.threshold
+    if config.mode == "mask":
+        lower = 1.0 / config.threshold if config.threshold_lower is None else config.threshold_lower
+        clipped = _outside(ratio, lower, config.threshold, "[threshold_lower, threshold]")
+        return torch.where(clipped, 0.0, ratio), clipped
+    raise ValueError(f"unknown rollout_correction.mode {config.mode!r}: choose one of {', '.join(MODES)}")
+
+
+def _rejected(log_ratio: torch.Tensor, valid: torch.Tensor, bounds: tuple[float, float] | None) -> torch.Tensor:
+    """[B] bool: whether the geometric mean of a response's ratios lies outside of the bounds."""
+    means = _exp(_row_means(log_ratio, valid))
+    return torch.zeros_like(means, dtype=torch.bool) if bounds is None else _outside(means, *bounds, "reject_geometric")
+
+
+def _outside(values: torch.Tensor, lower: float, upper: float, name: str) -> torch.Tensor:
+    if lower > upper:
+        raise ValueError(f"rollout_correction: {name} must be in ascending order, got [{lower}, {upper}]")
+    return (values < lower) | (values > upper)
+
+
+def _vetoed(log_ratio: torch.Tensor, valid: torch.Tensor, threshold: float | None) -> torch.Tensor:
+    """[B] bool: whether any token's ratio is below the threshold."""
+    bound = -math.inf if threshold is None else math.log(threshold)
+    return (valid & (log_ratio < bound)).any(dim=1)
+
+
+def _metrics(
+    valid: torch.Tensor,
+    log_ratio: torch.Tensor,
+    ratio: torch.Tensor,
+    weights: torch.Tensor,
+    clipped: torch.Tensor,
+    vetoed: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> dict[str, float]:
+    bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    per_token = {
+        "mean": ratio,
+        "clipped_frac": clipped,
+        "kl": -log_ratio,
+        "kl_reverse": bounded.exp() * bounded,
+        "k3": torch.expm1(bounded) - bounded,
+        "weight": weights.double(),
+        "square": weights.double().square(),
+    }
+    present = valid.any(dim=1)
+    per_response = {"rejected_frac": present & ~(weights > 0).any(dim=1), "veto_frac": vetoed}
+    tokens = [torch.where(valid, x, 0.0).sum().double() for x in per_token.values()]
+    responses = [x.sum().double() for x in per_response.values()]
+    counts = [valid.sum().double(), present.sum().double()]
+    *sums, num_tokens, num_responses = sum_over_ranks(torch.stack(tokens + responses + counts), group).tolist()
+    if num_tokens == 0:
+        raise ValueError("no token with response_mask 1 on any rank")
+    means = {name: total / num_tokens for name, total in zip(per_token, sums, strict=False)}
+    means |= {name: total / num_responses for name, total in zip(per_response, sums[len(per_token) :], strict=True)}
+    weight, square = means.pop("weight"), means.pop("square")
+    means["ess"] = weight**2 / square if square > 0 else 0.0
+    means["max"], means["min"] = _extremes(ratio[valid], group)
+    return {f"rollout_is/{name}": value for name, value in means.items()}
+
+
+def _extremes(values: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[float, float]:
+    """Maximum and minimum over all ranks; a rank may have no value."""
+    mine = torch.stack([values.max(), -values.min()]) if values.numel() else values.new_full((2,), -math.inf)
+    largest, negated_smallest = max_over_ranks(mine, group).tolist()
+    return largest, -negated_smallest

@@ -1,0 +1,182 @@
+"""Policy losses that treat the tokens with a high covariance of advantage and log-prob apart: Clip-Cov and KL-Cov.
+
+Those tokens are what drives the policy's entropy down. They are a share of the whole mini-batch's tokens, so the choice
+is made over all its data-parallel ranks, before it is cut into micro-batches.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from megappo.ppo.aggregation import Normaliser
+from megappo.ppo.conventions import DEFAULT, Conventions
+from megappo.ppo.surrogate import PolicyConfig, Result, Tokens, clipped_surrogate
+
+ANY = (float("-inf"), float("inf"))
+"""The band of covariances of KL-Cov: all."""
+
+
+def select_by_covariance(
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: PolicyConfig,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Choose the tokens of a mini-batch that clip_cov takes out of the gradient, or that kl_cov gives a KL penalty.
+
+    The covariance of a token is (A - mean A) x (log_prob - mean log_prob), with means over the mini-batch's tokens.
+    Chosen are the max(1, floor(share x tokens)) largest: of all under kl_cov (share kl_cov_ratio), of those with
+    clip_cov_lb < covariance < clip_cov_ub under clip_cov (clip_cov_ratio); none with a share of 0. The paper and verl
+    draw clip_cov's at random inside the band; the largest come first here, so that the choice depends neither on the
+    cut into ranks and micro-batches nor on a seed. Ties are common (a sure token has log_prob 0) and are broken by the
+    sum of the row's log-probs, then by the position, earlier first.
+
+    Args:
+        log_probs, advantages, response_mask: [B, R]; whole rows.
+        config: the actor section; policy_loss is clip_cov or kl_cov.
+        group: ranks whose rows make up the mini-batch; each must call, with its own rows (none is allowed). None =
+            these rows alone.
+
+    Returns:
+        [B, R] bool; nothing where the mini-batch has no token.
+
+    Raises:
+        ValueError: another policy_loss; or, on all ranks alike, values on mask tokens that are not finite.
+    Source: Cui et al. 2025 (The Entropy Mechanism of RL for Reasoning LMs), section 4.2.
+    """
+    if config.policy_loss == "clip_cov":
+        return _select(log_probs, advantages, response_mask, config.clip_cov_ratio, _band(config), group)
+    if config.policy_loss == "kl_cov":
+        return _select(log_probs, advantages, response_mask, config.kl_cov_ratio, ANY, group)
+    raise ValueError(f"policy_loss {config.policy_loss!r} selects no tokens: only clip_cov and kl_cov do")
+
+
+def clip_cov(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: PolicyConfig,
+    *,
+    rollout_is_weights: torch.Tensor | None = None,
+    normaliser: Normaliser | None = None,
+    conventions: Conventions = DEFAULT,
+    selected: torch.Tensor | None = None,
+) -> Result:
+    """Clip-Cov: PPO's clip, and the selected tokens give no gradient.
+
+    Args and Returns: as `policy_loss`; clip_ratio_c is not read (no dual clip).
+        selected: [B, R] bool, of `select_by_covariance`; None = selected among this call's own tokens.
+    The loss of a selected token is 0, unless its ratio is clipped already: that keeps its constant, as in verl (which
+    leaves those out of the draw, too). pg_clipfrac is the fraction of tokens set to 0, as in verl.
+    Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_clip_cov.
+    """
+    tokens = Tokens(log_probs, old_log_probs, advantages, response_mask, rollout_is_weights, normaliser, conventions)
+    if selected is None:
+        selected = _select(log_probs, advantages, response_mask, config.clip_cov_ratio, _band(config), None)
+    ratios = tokens.ratios()
+    loss, clipped = clipped_surrogate(tokens.advantages, ratios, config)
+    taken_out = selected & ~clipped & tokens.mask
+    loss = torch.where(taken_out, 0.0, loss)
+    return tokens.result(tokens.weighted(loss), config, ratios=ratios, clipped=taken_out)
+
+
+def kl_cov(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: PolicyConfig,
+    *,
+    rollout_is_weights: torch.Tensor | None = None,
+    normaliser: Normaliser | None = None,
+    conventions: Conventions = DEFAULT,
+    selected: torch.Tensor | None = None,
+) -> Result:
+    """KL-Cov: the unclipped surrogate -A x ratio, plus ppo_kl_coef x |log-ratio| at the selected tokens.
+
+    Args and Returns: as `policy_loss`; the clip bounds are not read and nothing counts as clipped. ppo_kl is signed, as
+    everywhere here (verl reports the mean of |log-ratio| for this loss).
+        selected: [B, R] bool, of `select_by_covariance`; None = selected among this call's own tokens.
+    Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_kl_cov.
+    """
+    tokens = Tokens(log_probs, old_log_probs, advantages, response_mask, rollout_is_weights, normaliser, conventions)
+    if selected is None:
+        selected = _select(log_probs, advantages, response_mask, config.kl_cov_ratio, ANY, None)
+    ratios = tokens.ratios()
+    penalty = torch.where(selected, config.ppo_kl_coef * tokens.log_ratios.abs(), 0.0)
+    loss = -tokens.advantages * ratios + penalty
+    return tokens.result(tokens.weighted(loss), config, ratios=ratios)
+
+
+def _band(config: PolicyConfig) -> tuple[float, float]:
+    return config.clip_cov_lb, config.clip_cov_ub
+
+
+@torch.no_grad()
+def _select(
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    share: float,
+    band: tuple[float, float],
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    valid = mask.bool()
+    log_probs, advantages = (torch.where(valid, x.double(), 0.0) for x in (log_probs, advantages))
+    sums = torch.stack([advantages.sum(), log_probs.sum(), valid.sum().double()])
+    every = _gather(sums, group)
+    total_advantage, total_log_prob, count = every.sum(dim=0).tolist()
+    if not count or not share:
+        return torch.zeros_like(valid)
+    if not math.isfinite(total_advantage) or not math.isfinite(total_log_prob):
+        raise ValueError("no covariance: log_probs or advantages of tokens with mask 1 are not finite; find the NaN")
+    covariance = (advantages - total_advantage / count) * (log_probs - total_log_prob / count)
+    low, high = band
+    wanted = max(1, int(share * count))
+    room = min(wanted, int(every[:, 2].max()))
+    return _largest(covariance, log_probs, valid & (covariance > low) & (covariance < high), wanted, room, group)
+
+
+def _largest(
+    covariance: torch.Tensor,
+    log_probs: torch.Tensor,
+    eligible: torch.Tensor,
+    wanted: int,
+    room: int,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """The `wanted` first of all ranks' eligible tokens, as a mask; a rank has at most `room` of them."""
+    rows, positions = eligible.nonzero(as_tuple=True)
+    keys = torch.stack([covariance[rows, positions], log_probs.sum(dim=1)[rows], -positions.double()], dim=1)
+    best = _descending(keys)[:room]
+    table = keys.new_full((room, 3), float("-inf"))
+    table[: len(best)] = keys[best]
+    tables = _gather(table, group).flatten(0, 1)
+    first = _descending(tables)[:wanted]
+    first = first[tables[first, 0] > float("-inf")]
+    start = 0 if group is None else dist.get_rank(group) * room
+    mine = best[first[(first >= start) & (first < start + room)] - start]
+    selected = torch.zeros_like(eligible)
+    selected[rows[mine], positions[mine]] = True
+    return selected
+
+
+def _descending(keys: torch.Tensor) -> torch.Tensor:
+    """Indices that sort rows of keys, the first column counting most, largest first; equal rows keep their order."""
+    order = torch.arange(len(keys), device=keys.device)
+    for column in reversed(range(keys.shape[1])):
+        order = order[keys[order, column].argsort(descending=True, stable=True)]
+    return order
+
+
+def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """[ranks, ...]: every rank's x, in the order of ranks."""
+    if group is None:
+        return x[None]
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, x, group=group)
+    return torch.stack(every)

@@ -1,0 +1,195 @@
+"""Advantages without a critic, from the scores of whole responses. All [B, R] float32 over padded responses.
+
+Each estimator takes the rewards per token (score on the last token, minus a KL penalty on each where there is one) and
+returns (advantages, returns), [B, R] float32, 0 where response_mask is 0; never whitened, so that whitening, where the
+method has it, can be done over all ranks. Sums are taken in float64. `groups` [B] int64 says which responses answer
+the same prompt: those with the same number, in any order; all of a prompt's responses must be in one call.
+
+Every estimator raises ValueError for a response without any token with mask 1 and for a reward on such a token that is
+not finite; those that compare the responses to a prompt also where a prompt has one response only. verl takes the
+score of a single response as its advantage there.
+"""
+
+import torch
+import torch.distributed as dist
+
+from megappo.ppo.gae import gae
+
+Estimates = tuple[torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()
+def grpo(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    groups: torch.Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> Estimates:
+    """(score - group's mean) / (group's standard deviation + 1e-6) on each token; exactly 0 in a group of equal scores.
+
+    Args:
+        token_level_rewards, response_mask, groups: see the module.
+        norm_adv_by_std_in_grpo: False leaves out the division (Dr. GRPO).
+
+    Returns:
+        (advantages, returns), the same numbers.
+    Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2; Liu et al. 2025 (Dr. GRPO); ddof 1 and 1e-6 are verl's.
+    """
+    scores = _scores(token_level_rewards, response_mask)
+    rows, counts = _rows_of_groups(groups)
+    centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
+    if norm_adv_by_std_in_grpo:
+        variances = _group_sums(centred.square(), rows, counts) / (counts - 1)
+        centred = centred / (variances.sqrt()[rows] + 1e-6)
+    return _on_tokens(centred, response_mask)
+
+
+@torch.no_grad()
+def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
+    """Score minus the mean score of the other responses to the prompt, on each token.
+
+    Returns:
+        (advantages, returns), the same numbers.
+    Source: Ahmadian et al. 2024 (Back to basics: revisiting REINFORCE), RLOO.
+    """
+    scores = _scores(token_level_rewards, response_mask)
+    rows, counts = _rows_of_groups(groups)
+    centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
+    return _on_tokens(centred * (counts / (counts - 1))[rows], response_mask)
+
+
+@torch.no_grad()
+def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> Estimates:
+    """Discounted sum of the rewards from each token on. The method whitens it over the batch.
+
+    A token with mask 0 is carried through, without discount; verl ends the sum at one instead, so that rewards after
+    an environment's turn do not count before it. Without such turns both are the same.
+
+    Returns:
+        (advantages, returns), the same numbers.
+    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards.
+    """
+    _check_rows(token_level_rewards, response_mask)
+    returns, _ = gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, gamma, 1.0)
+    return returns, returns
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor
+) -> Estimates:
+    """Score minus the mean score of all responses to the prompt, on each token. The method whitens it over the batch.
+
+    Returns:
+        (advantages, returns), the same numbers. verl's returns are the whitened advantages.
+    Source: Hu et al. 2025 (REINFORCE++-baseline).
+    """
+    return grpo(token_level_rewards, response_mask, groups, norm_adv_by_std_in_grpo=False)
+
+
+@torch.no_grad()
+def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baselines: torch.Tensor) -> Estimates:
+    """Sum of the rewards from each token on minus the score of the prompt's greedy response.
+
+    Args:
+        token_level_rewards, response_mask: see the module.
+        baselines: [B], the score of the greedy response to each row's prompt.
+
+    Returns:
+        (advantages, returns): returns without the baseline.
+
+    Raises:
+        ValueError: as the module says; or a baseline is not finite.
+    Source: Li et al. 2023 (ReMax), algorithm 1; verl's compute_remax_outcome_advantage, 0 where the mask is 0.
+    """
+    broken = (~baselines.isfinite()).nonzero().flatten().tolist()
+    if broken:
+        raise ValueError(f"baselines of responses {broken[:10]} are not finite: {baselines[broken[:10]].tolist()}")
+    returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
+    return torch.where(response_mask.bool(), returns - baselines.float()[:, None], 0.0), returns
+
+
+@torch.no_grad()
+def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
+    """Score minus the mean of the prompt's scores weighted by length, on each token; a length counts mask 1.
+
+    Returns:
+        (advantages, returns), the same numbers.
+    Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), the baseline under which a gradient's squared
+        norm is proportional to the length.
+    """
+    scores = _scores(token_level_rewards, response_mask)
+    rows, counts = _rows_of_groups(groups)
+    lengths = response_mask.bool().sum(dim=1).double()
+    baselines = _group_sums(scores * lengths, rows, counts) / _group_sums(lengths, rows, counts)
+    return _on_tokens(scores - baselines[rows], response_mask)
+
+
+@torch.no_grad()
+def gpg(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    groups: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> Estimates:
+    """(responses / responses whose score is not 0) * (score - group's mean), on each token.
+
+    Args:
+        token_level_rewards, response_mask, groups: see the module.
+        group: ranks over which both numbers of responses are counted; each must call, with its own rows (none is
+            allowed). None = the rows given here alone.
+
+    Returns:
+        (advantages, returns), the same numbers; 0 where no score differs from 0.
+    Source: Chu et al. 2025 (GPG); verl's compute_gpg_outcome_advantage with its f_norm = 1, which counts scores that
+        are not 0 where the paper counts groups whose gradient is not.
+    """
+    scores = _scores(token_level_rewards, response_mask)
+    numbers = torch.stack([scores.new_tensor(len(scores)), scores.count_nonzero().double()])
+    if group is not None:
+        dist.all_reduce(numbers, group=group)
+    rows, counts = _rows_of_groups(groups)
+    centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
+    return _on_tokens(centred * numbers[0] / numbers[1].clamp(min=1), response_mask)
+
+
+def _scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """[B] float64: each row's sum over the tokens with mask 1.
+
+    Rounded to float32, which the mean of equal scores in float64 reproduces exactly: they have advantage 0.
+    """
+    _check_rows(token_level_rewards, response_mask)
+    return torch.where(response_mask.bool(), token_level_rewards.double(), 0.0).sum(dim=1).float().double()
+
+
+def _check_rows(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> None:
+    valid = response_mask.bool()
+    empty = (~valid.any(dim=1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"responses {empty[:10]} have no token with response_mask 1")
+    broken = (valid & ~token_level_rewards.isfinite()).any(dim=1).nonzero().flatten().tolist()
+    if broken:
+        raise ValueError(f"rewards of responses {broken[:10]} are not finite on tokens with response_mask 1")
+
+
+def _rows_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B] the group's index of each row, and [groups] the number of rows in each; ValueError for a group of one."""
+    names, rows, counts = groups.unique(return_inverse=True, return_counts=True)
+    single = names[counts == 1].tolist()
+    if single:
+        raise ValueError(
+            f"groups {single[:10]} have one response only, and nothing to compare it with: sample at least two per "
+            "prompt (rollout.n >= 2)"
+        )
+    return rows, counts
+
+
+def _group_sums(x: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """[groups] float64, from [B] float64."""
+    return x.new_zeros(len(counts)).index_add_(0, rows, x)
+
+
+def _on_tokens(per_response: torch.Tensor, response_mask: torch.Tensor) -> Estimates:
+    """[B] spread over the tokens with mask 1, as advantages and as returns."""
+    advantages = torch.where(response_mask.bool(), per_response.float()[:, None], 0.0)
+    return advantages, advantages

@@ -1,0 +1,138 @@
+"""What the policy losses share: cleaned inputs, ratios, PPO's clip, and the way from token losses to a result."""
+
+from typing import Protocol
+
+import torch
+
+from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
+from megappo.ppo.conventions import Conventions
+
+Result = tuple[torch.Tensor, Metrics]
+"""(loss, metrics), this call's share of the mini-batch's."""
+
+
+class PolicyConfig(Protocol):
+    """The keys of the actor section that the policy's losses read."""
+
+    @property
+    def policy_loss(self) -> str: ...
+    @property
+    def clip_ratio(self) -> float: ...
+    @property
+    def clip_ratio_low(self) -> float | None: ...
+    @property
+    def clip_ratio_high(self) -> float | None: ...
+    @property
+    def clip_ratio_c(self) -> float | None: ...
+    @property
+    def tau_pos(self) -> float: ...
+    @property
+    def tau_neg(self) -> float: ...
+    @property
+    def clip_cov_ratio(self) -> float: ...
+    @property
+    def clip_cov_lb(self) -> float: ...
+    @property
+    def clip_cov_ub(self) -> float: ...
+    @property
+    def kl_cov_ratio(self) -> float: ...
+    @property
+    def ppo_kl_coef(self) -> float: ...
+    @property
+    def entropy_coeff(self) -> float: ...
+    @property
+    def kl_loss_coef(self) -> float: ...
+    @property
+    def kl_loss_type(self) -> str: ...
+    @property
+    def loss_agg_mode(self) -> str | None: ...
+
+
+class Tokens:
+    """The inputs of a policy loss, [B, R], 0 wherever the mask is 0.
+
+    They are cleaned before anything is computed from them: a NaN behind the mask would otherwise come back in the
+    gradient, as 0 x NaN, however well the loss itself is masked.
+    """
+
+    def __init__(
+        self,
+        log_probs: torch.Tensor,
+        old_log_probs: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        rollout_is_weights: torch.Tensor | None,
+        normaliser: Normaliser | None,
+        conventions: Conventions,
+    ):
+        self.mask = response_mask.bool()
+        self.log_probs = torch.where(self.mask, log_probs, 0.0)
+        self.advantages = torch.where(self.mask, advantages.detach(), 0.0)
+        self.log_ratios = self.log_probs - torch.where(self.mask, old_log_probs.detach(), 0.0)
+        self.weights = None if rollout_is_weights is None else torch.where(self.mask, rollout_is_weights.detach(), 0.0)
+        self.normaliser = Normaliser.of(response_mask) if normaliser is None else normaliser
+        self.conventions = conventions
+
+    def clamp(self, log_ratios: torch.Tensor) -> torch.Tensor:
+        """Log-ratios as they may go into exp."""
+        limit = self.conventions.log_ratio_clamp
+        return log_ratios if limit is None else log_ratios.clamp(-limit, limit)
+
+    def ratios(self) -> torch.Tensor:
+        """exp of each token's clamped log-ratio."""
+        return self.clamp(self.log_ratios).exp()
+
+    def sequence_mean(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, 1]: the mean over each row's tokens; 0 where it has none."""
+        total = torch.where(self.mask, x, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+        return (total / self.mask.sum(dim=1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        """Token losses x rollout_is_weights."""
+        return loss if self.weights is None else loss * self.weights
+
+    def result(
+        self,
+        loss: torch.Tensor,
+        config: PolicyConfig,
+        *,
+        ratios: torch.Tensor,
+        clipped: torch.Tensor | None = None,
+        held: torch.Tensor | None = None,
+        method_agg_mode: str | None = None,
+    ) -> Result:
+        """Aggregate token losses, and the metrics every policy loss has.
+
+        Args:
+            loss, ratios: [B, R].
+            clipped, held: [B, R] bool, tokens for pg_clipfrac and pg_clipfrac_lower; None = none.
+            method_agg_mode: the aggregation that belongs to the method, for a config that leaves it open.
+        """
+        mode = agg_mode(config, self.conventions)
+        mode = method_agg_mode if method_agg_mode is not None and config.loss_agg_mode is None else mode
+        none = torch.zeros_like(self.mask)
+        shown = {
+            "pg_clipfrac": none if clipped is None else clipped,
+            "pg_clipfrac_lower": none if held is None else held,
+            "ppo_kl": -self.clamp(self.log_ratios),
+            "ratio": ratios,
+        }
+        metrics = {name: token_mean(x, self.mask, self.normaliser) for name, x in shown.items()}
+        return aggregate(loss, self.mask, mode, normaliser=self.normaliser), metrics
+
+
+def clip_range(config: PolicyConfig) -> tuple[float, float]:
+    """The lower and the upper epsilon."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    return low, high
+
+
+def clipped_surrogate(
+    advantages: torch.Tensor, ratios: torch.Tensor, config: PolicyConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """PPO's max(-A r, -A clip(r)) at each token, and where the clipped side is the larger."""
+    low, high = clip_range(config)
+    unclipped = -advantages * ratios
+    clipped = -advantages * ratios.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
