@@ -8,15 +8,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from megappo.config.schema import Actor, Critic, Model, Optim, Parallel
+from megappo.config.schema import Actor, Config, Critic, Model, Optim, Parallel
 from megappo.data.batch import Rows
 from megappo.models.build import build_model
-from megappo.models.engine import TrainedEngine
-from megappo.models.heads import policy_head, value_head
+from megappo.models.engine import Head, LossFn, MegatronEngine, TrainedEngine
+from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.hf_config import HeadKind
 from megappo.placement.exchange import Exchange, homes
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Batch
+from megappo.trainer.losses import actor_loss, critic_loss
 from megappo.weights.export import iter_hf_buckets
 from megappo.weights.load import load_hf
 
@@ -24,6 +26,10 @@ TEMPERATURE = 0.7
 OPTIM = Optim(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_grad=0.05)
 ACTOR = Actor(entropy_coeff=0.01, clip_ratio_c=1.5)
 CRITIC = Critic(value_clip=0.5)
+VALUE_COEF = 0.3
+KL_LOSS = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.2}
+HEADS: dict[str, HeadKind] = {"actor": "policy", "full_kl": "policy", "critic": "value", "shared": "policy_value"}
+"""Kinds of engine: "full_kl" is an actor with a reference and a KL loss, "shared" an actor with a value head."""
 LENGTHS = ((3, 4), (1, 6), (5, 1), (2, 2), (4, 5), (2, 3))  # (prompt, response)
 
 
@@ -41,6 +47,27 @@ class Case:
     @property
     def parallel(self) -> Parallel:
         return Parallel(tensor=self.layout.tensor, pipeline=self.layout.pipeline, sequence=self.sequence)
+
+
+def make_config(kind: str, ppo_epochs: int = 1) -> Config:
+    """ACTOR's and CRITIC's losses in a config for one kind of engine."""
+    epochs = {"ppo_epochs": ppo_epochs}
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train_files": ["f"]},
+            "trainer": {"output_dir": "o"},
+            "actor": ACTOR.model_copy(update=epochs | (KL_LOSS if kind == "full_kl" else {})),
+            "critic": CRITIC.model_copy(update=epochs),
+            "algorithm": {"shared_backbone": kind == "shared", "value_coef": VALUE_COEF},
+        }
+    )
+
+
+def make_loss(kind: str, rows: Rows) -> LossFn:
+    """The loss of one kind of engine on a mini-batch, `rows` over all shards, under ACTOR's and CRITIC's settings."""
+    make = critic_loss if kind == "critic" else actor_loss
+    return make(make_config(kind), int(rows.response_lengths.sum()), len(rows))
 
 
 def make_rows(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Rows:
@@ -82,27 +109,57 @@ def read_config(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def make_engine(folder: Path, case: Case, groups: ComponentGroups, kind: str) -> TrainedEngine:
-    """This rank's part of an actor or critic (`kind`) with the folder's weights."""
+def make_engine(
+    folder: Path, case: Case, groups: ComponentGroups, kind: str, reference: MegatronEngine | None = None
+) -> TrainedEngine:
+    """This rank's part of one kind of engine with the folder's weights.
+
+    Forward passes also report values at the end of the rows, and only a "full_kl" engine's the KL to the reference;
+    every engine's training steps do.
+    """
     hf_config = read_config(folder)
-    is_critic = kind == "critic"
     model = build_model(
         hf_config,
         Model(path=str(folder), dtype="fp32"),
         case.parallel,
         groups,
-        value_head=is_critic,
+        head=HEADS[kind],
         recompute=case.recompute,
         trained=True,
     )
-    load_hf(model, folder, hf_config, groups, value_head=is_critic)
-    head = value_head if is_critic else policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature)
-    return TrainedEngine(model, groups, head, case.max_tokens, case.optim, total_optimizer_steps=10)
+    load_hf(model, folder, hf_config, groups, head=HEADS[kind])
+
+    def head(trains: bool) -> Head:
+        logits = reference.logits if reference and (trains or kind == "full_kl") else None
+        policy = policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature, logits)
+        value = value_head(bootstrap=not trains)
+        return {"policy": policy, "value": value, "policy_value": policy_value_head(policy, value, model)}[HEADS[kind]]
+
+    return TrainedEngine(
+        model, groups, head(False), case.max_tokens, case.optim, total_optimizer_steps=10, loss_head=head(True)
+    )
+
+
+def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> MegatronEngine:
+    """This rank's part of a frozen model with the folder's weights."""
+    hf_config = read_config(folder)
+    model = build_model(
+        hf_config,
+        Model(path=str(folder), dtype="fp32"),
+        case.parallel,
+        groups,
+        head="policy",
+        recompute="none",
+        trained=False,
+    )
+    load_hf(model, folder, hf_config, groups)
+    head = policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature)
+    return MegatronEngine(model, groups, head, case.max_tokens)
 
 
 def exported(engine: TrainedEngine, hf_config: dict, kind: str) -> dict[str, torch.Tensor]:
     """The engine's weights under their Hugging Face names."""
-    buckets = iter_hf_buckets(engine.model, hf_config, engine.groups, 1 << 16, value_head=kind == "critic")
+    buckets = iter_hf_buckets(engine.model, hf_config, engine.groups, 1 << 16, head=HEADS[kind])
     return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 
@@ -127,3 +184,22 @@ def hf_value_head(folder: Path) -> torch.nn.Linear:
     head = torch.nn.Linear(weight.shape[1], 1, bias=False)
     head.weight.data.copy_(weight)
     return head
+
+
+def hf_bootstrap_values(model: torch.nn.Module, head: torch.nn.Module, rows: Rows) -> list[torch.Tensor]:
+    """By Hugging Face, one row at a time: the value [1] at the last token."""
+    return [head(model.model(tokens[None]).last_hidden_state[0, -1]) for tokens in rows.input_ids]
+
+
+def hf_full_kl(
+    model: torch.nn.Module, reference: torch.nn.Module, rows: Rows, temperature: float = TEMPERATURE
+) -> list[torch.Tensor]:
+    """By Hugging Face, one row at a time: KL(model || reference) of each response token's distribution."""
+    found = []
+    for tokens, prompt in zip(rows.input_ids, rows.prompt_lengths.tolist(), strict=True):
+        log_p, log_q = (
+            torch.log_softmax(either(tokens[None]).logits[0, prompt - 1 : -1] / temperature, -1)
+            for either in (model, reference)
+        )
+        found.append((log_p.exp() * (log_p - log_q.detach())).sum(-1))
+    return found

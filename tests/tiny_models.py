@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Model, Parallel
 from megappo.models.build import build_model
+from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
 
@@ -55,7 +56,7 @@ def build(
     parallel: Parallel,
     groups: ComponentGroups,
     *,
-    value_head: bool = False,
+    head: HeadKind = "policy",
     recompute: str = "none",
     trained: bool = True,
     dtype: str = "fp32",
@@ -67,11 +68,11 @@ def build(
         Model(path=str(folder), dtype=dtype),
         parallel,
         groups,
-        value_head=value_head,
+        head=head,
         recompute=recompute,
         trained=trained,
     )
-    load_hf(model, folder, hf_config, groups, value_head=value_head)
+    load_hf(model, folder, hf_config, groups, head=head)
     return model
 
 

@@ -47,7 +47,7 @@ class Trained:
             folder,
             trainee.parallel,
             groups,
-            value_head=trainee.value_head,
+            head="value" if trainee.value_head else "policy",
             recompute=trainee.recompute,
             dtype=trainee.dtype,
         )

@@ -18,6 +18,7 @@ class Packed:
         cu_seqlens: [b + 1] int32 row boundaries (one more where there is padding: it counts as a row of its own).
         max_seqlen: length of the longest of these.
         predictors: [N] int64 into T: the position that predicts response token i, rows in order (N = response tokens).
+        last_tokens: [b] int64 into T: each row's last token.
     """
 
     rows: Rows
@@ -26,6 +27,7 @@ class Packed:
     cu_seqlens: torch.Tensor
     max_seqlen: int
     predictors: torch.Tensor
+    last_tokens: torch.Tensor
 
     @property
     def targets(self) -> torch.Tensor:
@@ -60,4 +62,5 @@ def pack(rows: Rows, multiple: int, device: torch.device) -> Packed:
         cu_seqlens=starts.to(torch.int32).to(device),
         max_seqlen=max(lengths),
         predictors=torch.cat(predictors).to(device),
+        last_tokens=(starts[1 : len(rows) + 1] - 1).to(device),
     )

@@ -7,9 +7,9 @@ from megatron.core.models.gpt import GPTModel
 
 from megappo import platform
 from megappo.config.schema import Model, Parallel
-from megappo.models.hf_config import gpt_arguments, transformer_config
+from megappo.models.hf_config import HeadKind, gpt_arguments, transformer_config
 from megappo.models.layer_specs import layer_spec
-from megappo.models.value_head import ValueHead
+from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
 
 
@@ -19,7 +19,7 @@ def build_model(
     parallel: Parallel,
     groups: ComponentGroups,
     *,
-    value_head: bool,
+    head: HeadKind,
     recompute: str,
     trained: bool,
 ) -> GPTModel:
@@ -28,7 +28,8 @@ def build_model(
     Args:
         hf_config: config.json.
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
-        value_head: put a ValueHead in place of the output layer; the embeddings are then not tied.
+        head: "policy" is GPTModel's own output layer; "value" puts a ValueHead in its place, and the embeddings are
+            then not tied; "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
         recompute: "none", "selective" or "full".
         trained: False freezes every parameter.
     """
@@ -41,9 +42,11 @@ def build_model(
             pre_process=stage == 0,
             post_process=stage == parallel.pipeline - 1,
             pg_collection=groups.collection,
-            **gpt_arguments(hf_config, parallel.tensor, value_head),
+            **gpt_arguments(hf_config, parallel.tensor, head),
         )
-    if value_head and gpt.post_process:
+    if gpt.post_process and head == "value":
         gpt.output_layer = ValueHead(config, groups.collection.tp)
+    elif gpt.post_process and head == "policy_value":
+        add_value_head(gpt)
     gpt.requires_grad_(trained)
     return gpt.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)

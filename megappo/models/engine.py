@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -27,7 +28,7 @@ from megappo.data.packing import Packed, pack
 from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
-"""Per response token, each [b, R] float32, 0 on padding."""
+"""Per response token, each [b, R] float32, 0 on padding; or per row, [b] float32."""
 Head = Callable[[torch.Tensor, Packed], Outputs]
 """Last stage: the model's output [1, T, ...] -> Outputs."""
 LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -63,7 +64,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def forward(self, rows: Rows) -> Outputs:
-        """The head's outputs for `rows` ([b, R] each, CPU) on the last stage; {} on other stages."""
+        """The head's outputs for `rows` ([b, R] or [b] each, CPU) on the last stage; {} on other stages."""
         bins = self._bins(rows)
         self.runner.eval()
         parts = self._run(rows, bins, self._collect, forward_only=True)
@@ -71,6 +72,36 @@ class MegatronEngine:
             return {}
         order = torch.tensor([row for rows_of_bin in bins for row in rows_of_bin]).argsort()
         return {name: torch.cat([part[name] for part in parts])[order].cpu() for name in parts[0]}
+
+    @torch.no_grad()
+    def logits(self, packed: Packed) -> torch.Tensor:
+        """The model's output for one micro-batch, [T, V/tp], at once and without a gradient.
+
+        A policy's head may call it of a reference: both then live on the same ranks in the same layout, which also
+        packed the micro-batch, so all ranks of this component are in that head together.
+
+        Raises:
+            ValueError: the model is cut into pipeline stages, which only a schedule can run.
+        """
+        stages = self.groups.layout.pipeline
+        if stages > 1:
+            raise ValueError(
+                f"the logits of a model in {stages} pipeline stages are not where another model could compare its own "
+                "with them: set pipeline to 1, or use a KL estimate such as k3 instead of the full KL"
+            )
+        self.runner.eval()
+        with self.groups.active():
+            return self._output(packed, self.runner)[0]
+
+    def total(self, part: float) -> float:
+        """The sum of every data-parallel shard's part of a metric, the same on every rank of the component.
+
+        Args:
+            part: counts where `is_output`. All ranks of the component call together.
+        """
+        total = torch.tensor(part if self.is_output else 0.0, dtype=torch.float64, device=platform.device())
+        dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
+        return float(total)
 
     def _collect(self, packed: Packed, output: torch.Tensor, non_loss_data: bool) -> Outputs:
         """What the schedule calls, with non_loss_data=True, and collects."""
@@ -101,9 +132,12 @@ class MegatronEngine:
 
     def _forward_step(self, on_last_stage: Callable, packs: Iterator[Packed], model: torch.nn.Module) -> tuple:
         packed = next(packs)
+        return self._output(packed, model), partial(on_last_stage, packed)
+
+    def _output(self, packed: Packed, model: torch.nn.Module) -> torch.Tensor:
         # The heads cast to fp32 what they need: do not let Megatron copy all logits.
         keep_dtype = {"fp32_output": False} if self.model.config.bf16 else {}
-        output = model(
+        return model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
             attention_mask=None,
@@ -116,7 +150,6 @@ class MegatronEngine:
             ),
             **keep_dtype,
         )
-        return output, partial(on_last_stage, packed)
 
 
 class TrainedEngine(MegatronEngine):
@@ -125,6 +158,7 @@ class TrainedEngine(MegatronEngine):
     Args:
         optim: the optimizer's settings.
         total_optimizer_steps: over the whole run; the learning rate decays over them.
+        loss_head: what training steps read, where that is not what forward passes read with `head`.
     """
 
     def __init__(
@@ -135,8 +169,10 @@ class TrainedEngine(MegatronEngine):
         max_tokens: int,
         optim: Optim,
         total_optimizer_steps: int,
+        loss_head: Head | None = None,
     ):
         super().__init__(model, groups, head, max_tokens)
+        self.loss_head = loss_head or head
         config = model.config
         self.optim = optim
         with groups.active(), groups.as_world():
@@ -212,7 +248,7 @@ class TrainedEngine(MegatronEngine):
         return self.groups.as_world()
 
     def _loss(self, loss_fn: LossFn, packed: Packed, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        loss, metrics = loss_fn(self.head(output, packed), packed.rows)
+        loss, metrics = loss_fn(self.loss_head(output, packed), packed.rows)
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
         return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
 

@@ -1,31 +1,73 @@
-"""What is read off a model's output per response token: log-probs and entropy of a policy, values of a critic."""
+"""What is read off a model's output: log-probs, entropy and KL of a policy, values of a critic."""
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 
 from megappo.data.packing import Packed
 from megappo.models.engine import Head, Outputs
-from megappo.models.vocab_parallel import vocab_parallel_log_probs_and_entropy
+from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
 
-def policy_head(tensor_group: dist.ProcessGroup, vocab_size: int, temperature: float) -> Head:
+def policy_head(
+    tensor_group: dist.ProcessGroup,
+    vocab_size: int,
+    temperature: float,
+    reference: Callable[[Packed], torch.Tensor] | None = None,
+) -> Head:
     """`log_probs` of the response tokens and `entropy` of their distributions, at the sampling temperature (nats).
 
     Args:
         tensor_group: ranks that hold the vocabulary's shards.
         vocab_size: true vocabulary; the padding after it has no probability.
         temperature: divides the logits, as the engine does when it samples.
+        reference: adds `full_kl`, KL(policy || reference) over the vocabulary, both at this temperature. From the
+            micro-batch to the reference's logits [T, V/tp], laid out as the policy's: `MegatronEngine.logits` of a
+            reference on the policy's ranks and in its layout, which costs a forward pass of it each time.
     """
 
-    def head(logits: torch.Tensor, packed: Packed) -> Outputs:
+    def head(output: torch.Tensor, packed: Packed) -> Outputs:
+        logits = output[0, packed.predictors]
         log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-            logits[0, packed.predictors], packed.targets, tensor_group, vocab_size=vocab_size, temperature=temperature
+            logits, packed.targets, tensor_group, vocab_size=vocab_size, temperature=temperature
         )
-        return {"log_probs": packed.responses(log_probs), "entropy": packed.responses(entropy)}
+        outputs = {"log_probs": packed.responses(log_probs), "entropy": packed.responses(entropy)}
+        if reference is not None:
+            ref_logits = reference(packed)[packed.predictors]
+            kl = vocab_parallel_kl(logits, ref_logits, tensor_group, vocab_size=vocab_size, temperature=temperature)
+            outputs["full_kl"] = packed.responses(kl)
+        return outputs
 
     return head
 
 
-def value_head(output: torch.Tensor, packed: Packed) -> Outputs:
-    """`values`: the critic's estimate of the return before each response token, from output [1, T, 1]."""
-    return {"values": packed.responses(output[0, packed.predictors, 0].float())}
+def value_head(*, bootstrap: bool = False) -> Head:
+    """`values`: the critic's estimate of the return before each response token, from output [1, T, 1].
+
+    Args:
+        bootstrap: adds `bootstrap_values` [b], the estimate after each row's last token: of what would have come had
+            the response not been truncated there.
+    """
+
+    def head(output: torch.Tensor, packed: Packed) -> Outputs:
+        values = output[0, :, 0].float()
+        outputs = {"values": packed.responses(values[packed.predictors])}
+        return outputs | ({"bootstrap_values": values[packed.last_tokens]} if bootstrap else {})
+
+    return head
+
+
+def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
+    """What both heads report of a model with a shared backbone.
+
+    Args:
+        policy: reads the model's logits. value: reads its values.
+        model: built with head="policy_value"; the one whose outputs the head is given.
+    """
+
+    def head(output: torch.Tensor, packed: Packed) -> Outputs:
+        return policy(output, packed) | value(model.value_head.take(), packed)
+
+    return head

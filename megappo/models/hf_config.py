@@ -1,6 +1,6 @@
 """From a Hugging Face config.json to megatron-core's TransformerConfig and GPTModel arguments."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,10 @@ from megappo import platform
 from megappo.config.errors import ConfigError
 from megappo.config.families import FAMILIES, Family
 from megappo.config.schema import Model, Parallel
+
+HeadKind = Literal["policy", "value", "policy_value"]
+"""What reads a model's last hidden states: the language model's output layer, a critic's value head in its place, or
+both side by side (a shared backbone)."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -85,17 +89,17 @@ FUSIONS_OFF = dict.fromkeys(
 )
 
 
-def gpt_arguments(hf: dict[str, Any], tensor: int, value_head: bool) -> dict[str, Any]:
+def gpt_arguments(hf: dict[str, Any], tensor: int, head: HeadKind) -> dict[str, Any]:
     """GPTModel's keyword arguments besides the TransformerConfig: vocabulary, positions, tied embeddings.
 
     Args:
         tensor: tensor-parallel ranks, into which the vocabulary is padded to divide.
-        value_head: the model gets a value head; its embeddings are then never tied.
+        head: with "value" the embeddings are never tied, as there is no output embedding.
     """
     return {
         "vocab_size": padded_vocab_size(hf["vocab_size"], tensor),
         "max_sequence_length": hf["max_position_embeddings"],
-        "share_embeddings_and_output_weights": is_tied(hf) and not value_head,
+        "share_embeddings_and_output_weights": is_tied(hf) and head != "value",
         "position_embedding_type": "rope",
         **_rope_arguments(hf),
     }

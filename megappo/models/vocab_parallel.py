@@ -1,4 +1,4 @@
-"""Log-probs and entropy from vocabulary-sharded logits: one softmax for both, and the logits are never gathered."""
+"""Log-probs, entropy and KL from vocabulary-sharded logits, which are never gathered."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,12 +42,49 @@ def vocab_parallel_log_probs_and_entropy(
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"expected logits [T, V/tp] and targets [T], got {[*logits.shape]} and {[*targets.shape]}")
+    _check_covers(logits, group, vocab_size)
+    return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size, temperature, chunk)
+
+
+def vocab_parallel_kl(
+    logits: torch.Tensor,
+    ref_logits: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> torch.Tensor:
+    """KL(policy || reference) of each token's distribution, softmax(logits / temperature), over the whole vocabulary.
+
+    Collectives: one maximum and one sum in the forward pass, none in the backward pass. The extra memory is twice
+    [chunk, V/tp] float32, and in the backward pass the gradient, of the logits' own shape and dtype.
+
+    Args:
+        logits: [T, V/tp], the policy's, as in `vocab_parallel_log_probs_and_entropy`.
+        ref_logits: [T, V/tp], the reference's, sharded in the same way; kept for the backward pass, without a gradient.
+        group, vocab_size, temperature, chunk: as in `vocab_parallel_log_probs_and_entropy`; for both distributions.
+    Returns:
+        kl [T], float32 (float64 for float64 logits), in nats, the same on every rank; not below 0 but for rounding.
+    Raises:
+        ValueError: the shapes do not fit each other or the vocabulary.
+    Source: KL = sum p (log p - log q), with p the policy's and q the reference's; d KL / dx = p (log p - log q - KL).
+    """
+    if logits.ndim != 2 or ref_logits.shape != logits.shape:
+        raise ValueError(
+            f"expected logits and ref_logits [T, V/tp], got {[*logits.shape]} and {[*ref_logits.shape]}; "
+            "the reference must have the policy's vocabulary and layout"
+        )
+    _check_covers(logits, group, vocab_size)
+    return _FullKL.apply(logits, ref_logits, group, vocab_size, temperature, chunk)
+
+
+def _check_covers(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int) -> None:
     if logits.shape[1] * group.size() < vocab_size:
         raise ValueError(
             f"{group.size()} shards of {logits.shape[1]} logits hold fewer than the {vocab_size} of vocab_size; "
             "pass the model's true vocabulary size"
         )
-    return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size, temperature, chunk)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
@@ -63,7 +100,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shard = _Shard(logits, group.rank() * logits.shape[1], vocab_size, temperature, chunk)
         column, here = shard.columns(targets)
-        maximum = torch.cat([x.amax(-1) for _, x in shard.chunks()])
+        maximum = shard.maximum()
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
         sums = torch.cat(
             [_sums(x - maximum[rows, None], column[rows], here[rows]) for rows, x in shard.chunks()], dim=1
@@ -98,6 +135,49 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
+class _FullKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        ref_logits: torch.Tensor,
+        group: dist.ProcessGroup,
+        vocab_size: int,
+        temperature: float,
+        chunk: int,
+    ) -> torch.Tensor:
+        arguments = (group.rank() * logits.shape[1], vocab_size, temperature, chunk)
+        policy, reference = _Shard(logits, *arguments), _Shard(ref_logits, *arguments)
+        maxima = torch.stack([policy.maximum(), reference.maximum()])
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        sums = torch.cat(
+            [
+                _kl_sums(x - maxima[0, rows, None], y - maxima[1, rows, None])
+                for (rows, x), (_, y) in zip(policy.chunks(), reference.chunks(), strict=True)
+            ],
+            dim=1,
+        )
+        dist.all_reduce(sums, group=group)
+        log_exp_sums = sums[:2].log()
+        # With s = x - max and Z = sum exp(s), and u and Z' of the reference: KL = E_p[s - u] - log Z + log Z'.
+        kl = sums[2] / sums[0] - log_exp_sums[0] + log_exp_sums[1]
+        ctx.save_for_backward(logits, ref_logits, maxima + log_exp_sums, kl)
+        ctx.shard_arguments = arguments
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, grad_kl: torch.Tensor) -> tuple:
+        logits, ref_logits, log_normalisers, kl = ctx.saved_tensors
+        policy, reference = _Shard(logits, *ctx.shard_arguments), _Shard(ref_logits, *ctx.shard_arguments)
+        grad = torch.zeros_like(logits)
+        for (rows, x), (_, y) in zip(policy.chunks(), reference.chunks(), strict=True):
+            log_p = x - log_normalisers[0, rows, None]
+            log_ratio = log_p - (y - log_normalisers[1, rows, None])
+            part = log_p.exp() * (log_ratio - kl[rows, None]) * grad_kl[rows, None]
+            grad[rows] = part / policy.temperature
+        return grad, None, None, None, None, None
+
+
 @dataclass(frozen=True)
 class _Shard:
     """A rank's columns [first, first + V/tp) of the padded vocabulary, read a chunk of tokens at a time."""
@@ -117,6 +197,10 @@ class _Shard:
             x[:, max(self.vocab_size - self.first, 0) :] = NO_PROBABILITY
             yield rows, x
 
+    def maximum(self) -> torch.Tensor:
+        """This shard's largest scaled logit of each token, [T]."""
+        return torch.cat([x.amax(-1) for _, x in self.chunks()])
+
     def columns(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The targets' columns in this shard, [T] int64 (0 where elsewhere), and whether they are in it, [T] bool."""
         column = targets - self.first
@@ -129,3 +213,9 @@ def _sums(shifted: torch.Tensor, column: torch.Tensor, here: torch.Tensor) -> to
     exp = shifted.exp()
     target = shifted.gather(1, column[:, None])[:, 0] * here
     return torch.stack([exp.sum(-1), (exp * shifted).sum(-1), target])
+
+
+def _kl_sums(shifted: torch.Tensor, ref_shifted: torch.Tensor) -> torch.Tensor:
+    """This shard's part of sum exp(s), sum exp(u) and sum exp(s) (s - u), [3, chunk], from s and u [chunk, V/tp]."""
+    exp = shifted.exp()
+    return torch.stack([exp.sum(-1), ref_shifted.exp().sum(-1), (exp * (shifted - ref_shifted)).sum(-1)])

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
+from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
-from megappo.weights.families import Piece, compositions, pieces_of
+from megappo.weights.families import SECOND_HEAD, Piece, compositions, pieces_of
 from megappo.weights.shards import check_parameters, decompose, global_parameters
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +39,7 @@ def iter_hf_buckets(
     groups: ComponentGroups,
     bucket_bytes: int,
     *,
-    value_head: bool = False,
+    head: HeadKind = "policy",
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """The whole model on every rank of the component, bucket by bucket: [(Hugging Face name, full tensor)].
 
@@ -49,7 +50,8 @@ def iter_hf_buckets(
     Args:
         model: unwrapped, with the current weights.
         bucket_bytes: largest sum of a bucket's tensors; a single larger tensor is a bucket of its own.
-        value_head: the output layer is a critic's, exported as `score.weight`.
+        head: "policy" is the language model, without the value head that a shared backbone has besides; "value" a
+            critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`.
     Raises:
         ValueError: a parameter without Hugging Face name, or a tensor that no stage holds; each named.
     """
@@ -57,9 +59,11 @@ def iter_hf_buckets(
         hf_config,
         tensor=groups.collection.tp.size(),
         padded_vocab_size=model.vocab_size,
-        value_head=value_head,
+        head=head,
     )
     parameters = global_parameters(model)
+    if head == "policy":
+        parameters.pop(SECOND_HEAD, None)
     check_parameters(parameters, table)
     held = {piece.name: name for name in parameters for piece in table[name].pieces}
     exports = _plan(list(pieces_of(table).values()), held, parameters, groups.collection.pp)

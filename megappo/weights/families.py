@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megappo.config.families import FAMILIES
-from megappo.models.hf_config import is_tied
+from megappo.models.hf_config import HeadKind, is_tied
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
 OUTPUT_LAYER = "output_layer.weight"
+SECOND_HEAD = "value_head.weight"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Composition:
 
 
 def compositions(
-    hf_config: dict[str, Any], *, tensor: int, padded_vocab_size: int, value_head: bool
+    hf_config: dict[str, Any], *, tensor: int, padded_vocab_size: int, head: HeadKind
 ) -> dict[str, Composition]:
     """Composition of every Megatron parameter, by its name with global layer numbers, under both layer specs.
 
@@ -111,7 +112,7 @@ def compositions(
         hf_config: the model's config.json.
         tensor: tensor-parallel size.
         padded_vocab_size: rows of Megatron's embedding over all ranks, a multiple of `tensor`.
-        value_head: the output layer is a critic's replicated [1, hidden], not the language model's.
+        head: what reads the last hidden states. A value head is replicated, [1, hidden].
     Raises:
         ValueError: an unknown family, or sizes that `tensor` does not divide.
     """
@@ -119,7 +120,7 @@ def compositions(
     sizes = _sizes(hf_config)
     _check_divisible(sizes, tensor)
     padded = {**sizes, "vocab": padded_vocab_size}
-    rules = {"": _MODEL + (_output_rule(hf_config, value_head),)}
+    rules = {"": _MODEL + _output_rules(hf_config, head)}
     rules.update({f"layers.{number}.": layer_rules for number in range(hf_config["num_hidden_layers"])})
     return {
         (f"decoder.{prefix}" if prefix else "") + name: _compose(rule, prefix, sizes, padded, tensor)
@@ -136,7 +137,7 @@ def pieces_of(table: Mapping[str, Composition]) -> dict[str, Piece]:
 
 def hf_shapes(hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's Hugging Face tensors; a tied head, being the embedding, is not among them."""
-    table = compositions(hf_config, tensor=1, padded_vocab_size=hf_config["vocab_size"], value_head=False)
+    table = compositions(hf_config, tensor=1, padded_vocab_size=hf_config["vocab_size"], head="policy")
     return {name: piece.shape for name, piece in pieces_of(table).items()}
 
 
@@ -148,11 +149,16 @@ def _layer_rules(hf_config: dict[str, Any]) -> tuple[Rule, ...]:
     return _LAYER + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
 
 
-def _output_rule(hf_config: dict[str, Any], value_head: bool) -> Rule:
-    if value_head:
-        return Rule((OUTPUT_LAYER,), ((VALUE_HEAD, ("one", "hidden")),))
+def _output_rules(hf_config: dict[str, Any], head: HeadKind) -> tuple[Rule, ...]:
+    def value_head(name: str) -> Rule:
+        return Rule((name,), ((VALUE_HEAD, ("one", "hidden")),))
+
+    if head == "value":
+        return (value_head(OUTPUT_LAYER),)
     # Tied, with pipeline stages: the last stage has a copy of the embedding for its output layer.
-    return Rule((OUTPUT_LAYER,), ((EMBEDDING if is_tied(hf_config) else LM_HEAD, ("vocab", "hidden")),), shard_dim=0)
+    source = EMBEDDING if is_tied(hf_config) else LM_HEAD
+    output_layer = Rule((OUTPUT_LAYER,), ((source, ("vocab", "hidden")),), shard_dim=0)
+    return (output_layer, value_head(SECOND_HEAD)) if head == "policy_value" else (output_layer,)
 
 
 def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:

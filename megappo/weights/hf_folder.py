@@ -38,7 +38,9 @@ def write_hf_folder(
     bucket_bytes: int = 512 * 2**20,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
-    """Write the model's weights to `target`, with config, tokenizer and generation config of `source`.
+    """Write the language model's weights to `target`, with config, tokenizer and generation config of `source`.
+
+    A value head that a shared backbone has besides is no part of it and is left out.
 
     Every rank of the component calls it; its first rank writes, into `<target>.tmp`, which then takes the place of
     `target`. It is there when any rank returns.

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megappo.models.hf_config import is_tied
+from megappo.models.hf_config import HeadKind, is_tied
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.families import (
     EMBEDDING,
     LM_HEAD,
-    OUTPUT_LAYER,
     VALUE_HEAD,
     Piece,
     compositions,
@@ -30,7 +29,7 @@ def load_hf(
     hf_config: dict[str, Any],
     groups: ComponentGroups,
     *,
-    value_head: bool = False,
+    head: HeadKind = "policy",
     seed: int = 0,
 ) -> None:
     """Fill the parameters this rank holds from a folder of safetensors. Call it before the optimizer copies them.
@@ -39,35 +38,33 @@ def load_hf(
 
     Args:
         hf_config: the folder's config.json, of which `model` was built.
-        value_head: the output layer is a critic's. It comes from `score.weight` if the folder has it, and is drawn
-            from `seed` otherwise, the same on every rank. The language model's own head is left unused.
+        head: as `model` was built. A value head comes from `score.weight` if the folder has it, and is drawn from
+            `seed` otherwise, the same on every rank. A critic leaves the language model's own head unused.
     Raises:
         WeightsError: a parameter without source, a tensor missing, unused, or of another shape; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
     tensor_group = groups.collection.tp
-    table = compositions(
-        hf_config, tensor=tensor_group.size(), padded_vocab_size=model.vocab_size, value_head=value_head
-    )
+    table = compositions(hf_config, tensor=tensor_group.size(), padded_vocab_size=model.vocab_size, head=head)
     parameters = global_parameters(model)
     check_parameters(parameters, table)
     with HFFolder(folder) as source:
-        _check_source(source, pieces_of(table), _optional(hf_config, value_head))
-        if is_tied(hf_config) and LM_HEAD in source.names() and not value_head:
+        _check_source(source, pieces_of(table), _optional(hf_config, head))
+        if is_tied(hf_config) and LM_HEAD in source.names() and head != "value":
             _check_tied(source)
-        if value_head and VALUE_HEAD not in source.names() and OUTPUT_LAYER in parameters:
-            del parameters[OUTPUT_LAYER]
-            model.output_layer.init_weight(seed)
+        has_values = VALUE_HEAD in source.names()
         for name, parameter in parameters.items():
-            shards = [_read_shard(source, piece, tensor_group.rank()) for piece in table[name].pieces]
-            parameter.copy_(compose(shards, table[name]))
+            pieces = table[name].pieces
+            if pieces[0].name == VALUE_HEAD and not has_values:
+                model.get_submodule(name.removesuffix(".weight")).init_weight(seed)
+                continue
+            parameter.copy_(compose([_read_shard(source, piece, tensor_group.rank()) for piece in pieces], table[name]))
 
 
-def _optional(hf_config: dict[str, Any], value_head: bool) -> set[str]:
+def _optional(hf_config: dict[str, Any], head: HeadKind) -> set[str]:
     """Tensors that a folder may have or lack."""
-    if value_head:
-        return {VALUE_HEAD, LM_HEAD}
-    return {LM_HEAD} if is_tied(hf_config) else set()
+    language_model = {LM_HEAD} if head == "value" or is_tied(hf_config) else set()
+    return language_model | (set() if head == "policy" else {VALUE_HEAD})
 
 
 def _check_source(source: HFFolder, expected: dict[str, Piece], optional: set[str]) -> None:

@@ -38,6 +38,7 @@ def test_rows_lie_end_to_end(lengths: Lengths, multiple: int) -> None:
     assert [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)] == expected
     assert bounds[0] == 0 and packed.cu_seqlens.dtype == torch.int32
     assert packed.max_seqlen == max(expected)
+    assert packed.input_ids[0, packed.last_tokens].tolist() == [int(tokens[-1]) for tokens in rows.input_ids]
     assert packed.position_ids[0].tolist() == [position for length in expected for position in range(length)]
 
 

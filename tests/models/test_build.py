@@ -11,7 +11,7 @@ from spawn import run_ranks
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, run, sequences
 
 from megappo.config.schema import Parallel
-from megappo.models.hf_config import gpt_arguments, padded_vocab_size
+from megappo.models.hf_config import HeadKind, gpt_arguments, padded_vocab_size
 from megappo.models.layer_specs import layer_spec
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
@@ -93,29 +93,40 @@ def test_logits_equal_hugging_face_for_every_family_and_in_bf16(tmp_path: Path) 
     run_ranks(2, _check_logits, cases)
 
 
-def _values_equal(rank: int, world_size: int, folder: Path, hidden: torch.Tensor, parallel: Parallel) -> None:
+def _values_equal(
+    rank: int, world_size: int, folder: Path, hidden: torch.Tensor, parallel: Parallel, head: HeadKind, dtype: str
+) -> None:
     layout = Layout(tuple(range(world_size)), parallel.tensor, parallel.pipeline)
     groups = build_groups({"critic": layout}, seed=0)["critic"]
-    model = build(folder, parallel, groups, value_head=True)
-    assert not model.share_embeddings_and_output_weights, "a critic's embeddings are never tied"
+    model = build(folder, parallel, groups, head=head, dtype=dtype)
+    assert model.share_embeddings_and_output_weights == (head != "value"), "a critic's embeddings are never tied"
     values = outputs(model, groups)
     if values is None:
         return
+    own = model.output_layer if head == "value" else model.value_head
+    if head == "policy_value":
+        values = own.take().detach()
+        with pytest.raises(RuntimeError, match="twice"):
+            own.take()
     assert values.dtype == torch.float32
-    torch.testing.assert_close(values[0], hidden @ model.output_layer.weight.T, rtol=1e-5, atol=1e-6)
-    weights = [torch.empty_like(model.output_layer.weight) for _ in range(parallel.tensor)]
-    dist.all_gather(weights, model.output_layer.weight.data, group=groups.collection.tp)
+    tolerance = 1e-5 if dtype == "fp32" else 2e-2
+    torch.testing.assert_close(values[0], hidden @ own.weight.float().T, rtol=tolerance, atol=tolerance)
+    weights = [torch.empty_like(own.weight) for _ in range(parallel.tensor)]
+    dist.all_gather(weights, own.weight.data, group=groups.collection.tp)
     assert all(torch.equal(weight, weights[0]) for weight in weights)
     assert weights[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize(("head", "dtype"), [("value", "fp32"), ("policy_value", "fp32"), ("policy_value", "bf16")])
 @pytest.mark.parametrize("parallel", [Parallel(tensor=2, sequence=True), Parallel(pipeline=2)], ids=["tp2 sp", "pp2"])
-def test_values_are_a_linear_map_of_hidden_states(parallel: Parallel, tmp_path: Path) -> None:
+def test_values_are_a_linear_map_of_hidden_states(
+    parallel: Parallel, head: HeadKind, dtype: str, tmp_path: Path
+) -> None:
     folder = hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True)
     trunk = hf_model(folder).model
     with torch.no_grad():
         hidden = torch.cat([trunk(tokens[None]).last_hidden_state[0] for tokens in sequences()])
-    run_ranks(2, _values_equal, folder, hidden, parallel)
+    run_ranks(2, _values_equal, folder, hidden, parallel, head, dtype)
 
 
 def _gradients(folder: Path, recompute: str) -> dict[str, torch.Tensor]:
@@ -152,9 +163,9 @@ QWEN2 = {
 
 def test_rope_of_either_transformers_generation() -> None:
     new = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    assert gpt_arguments(QWEN2, 1, False)["rotary_base"] == 1e6
-    assert gpt_arguments(QWEN2 | new, 1, False)["rotary_base"] == 5e5
-    scaled = gpt_arguments(QWEN2 | {"rope_scaling": json.loads(LLAMA31_ROPE)}, 1, False)
+    assert gpt_arguments(QWEN2, 1, "policy")["rotary_base"] == 1e6
+    assert gpt_arguments(QWEN2 | new, 1, "policy")["rotary_base"] == 5e5
+    scaled = gpt_arguments(QWEN2 | {"rope_scaling": json.loads(LLAMA31_ROPE)}, 1, "policy")
     assert (scaled["rope_scaling"], scaled["rope_scaling_factor"]) == (True, 8.0)
 
 
@@ -164,7 +175,7 @@ LLAMA31_ROPE = """{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.
 
 def test_unknown_rope_is_refused() -> None:
     with pytest.raises(ValueError, match="yarn.*not supported"):
-        gpt_arguments(QWEN2 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 1, False)
+        gpt_arguments(QWEN2 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 1, "policy")
 
 
 @pytest.mark.parametrize(("size", "tensor", "padded"), [(91, 1, 91), (91, 2, 92), (92, 4, 92), (93, 4, 96)])
@@ -174,9 +185,10 @@ def test_vocabulary_is_padded_to_divide(size: int, tensor: int, padded: int) -> 
 
 def test_embeddings_are_tied_only_where_the_model_says_so_and_never_in_a_critic() -> None:
     tied = QWEN2 | {"tie_word_embeddings": True}
-    assert not gpt_arguments(QWEN2, 1, False)["share_embeddings_and_output_weights"]
-    assert gpt_arguments(tied, 1, False)["share_embeddings_and_output_weights"]
-    assert not gpt_arguments(tied, 1, True)["share_embeddings_and_output_weights"]
+    assert not gpt_arguments(QWEN2, 1, "policy")["share_embeddings_and_output_weights"]
+    assert gpt_arguments(tied, 1, "policy")["share_embeddings_and_output_weights"]
+    assert not gpt_arguments(tied, 1, "value")["share_embeddings_and_output_weights"]
+    assert gpt_arguments(tied, 1, "policy_value")["share_embeddings_and_output_weights"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be there")

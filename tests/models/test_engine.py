@@ -1,18 +1,27 @@
 """The engine's outputs and updates against Hugging Face on one process, in every layout and cut of the batch."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ppo_engines import (
     ACTOR,
     CRITIC,
+    HEADS,
+    KL_LOSS,
     OPTIM,
+    VALUE_COEF,
     Case,
     exported,
+    hf_bootstrap_values,
+    hf_full_kl,
     hf_outputs,
     hf_value_head,
     make_engine,
+    make_loss,
+    make_reference,
     make_rows,
     read_config,
     with_score,
@@ -20,13 +29,15 @@ from ppo_engines import (
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
 
-from megappo.config.schema import Actor, Critic
+from megappo.checkpoint.store import CheckpointStore
 from megappo.data.balance import balanced_partitions
 from megappo.data.batch import Rows
-from megappo.models.engine import TrainedEngine
+from megappo.data.packing import pack
+from megappo.models.engine import Outputs, TrainedEngine
+from megappo.placement.exchange import Exchange
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.losses import actor_loss, critic_loss
+from megappo.weights.export import iter_hf_buckets
 
 TWO, FOUR = (0, 1), (0, 1, 2, 3)
 CASES = {
@@ -47,52 +58,93 @@ CASES = {
 
 # --- Hugging Face, one process, one row at a time ---
 
+ByRow = dict[str, list[torch.Tensor]]
+"""Outputs by name, a tensor for each row."""
 
-def hf_actor_loss(model: torch.nn.Module, rows: Rows, config: Actor) -> torch.Tensor:
+
+@dataclass
+class Oracle:
+    """Hugging Face's model, the value head of a critic or shared backbone, the reference of a full KL."""
+
+    model: torch.nn.Module
+    head: torch.nn.Linear | None
+    reference: torch.nn.Module | None
+    is_policy: bool
+
+    def outputs(self, rows: Rows) -> ByRow:
+        found: ByRow = {}
+        if self.is_policy:
+            found["log_probs"], found["entropy"] = zip(*hf_outputs(self.model, None, rows), strict=True)
+        if self.head is not None:
+            (found["values"],) = zip(*hf_outputs(self.model, self.head, rows), strict=True)
+            found["bootstrap_values"] = hf_bootstrap_values(self.model, self.head, rows)
+        if self.reference is not None:
+            found["full_kl"] = hf_full_kl(self.model, self.reference, rows)
+        return found
+
+    def loss(self, rows: Rows) -> torch.Tensor:
+        outputs, total = self.outputs(rows), torch.zeros(())
+        if self.is_policy:
+            total = total + policy_loss(outputs, rows)
+        if self.head is not None:
+            total = total + (VALUE_COEF if self.is_policy else 1.0) * value_loss(outputs, rows)
+        if self.reference is not None:
+            total = total + KL_LOSS["kl_loss_coef"] * torch.cat(outputs["full_kl"]).mean()
+        return total
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        if not self.is_policy:
+            named = dict(self.model.model.named_parameters(prefix="model"))
+        else:
+            named = dict(self.model.named_parameters())
+        return named | ({"score.weight": self.head.weight} if self.head is not None else {})
+
+
+def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
     """Token mean of PPO's clipped loss with dual clip and entropy bonus, token by token."""
-    total, count = torch.zeros(()), 0
-    for row, (log_probs, entropy) in enumerate(hf_outputs(model, None, rows)):
+    losses = []
+    for row, log_probs in enumerate(outputs["log_probs"]):
         for t in range(len(log_probs)):
             advantage = rows.fields["advantages"][row, t]
             ratio = (log_probs[t] - rows.fields["old_log_probs"][row, t]).exp()
-            loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - config.clip_ratio, 1 + config.clip_ratio))
+            loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - ACTOR.clip_ratio, 1 + ACTOR.clip_ratio))
             if advantage < 0:
-                loss = torch.min(loss, -config.clip_ratio_c * advantage)
-            total, count = total + loss - config.entropy_coeff * entropy[t], count + 1
-    return total / count
+                loss = torch.min(loss, -ACTOR.clip_ratio_c * advantage)
+            losses.append(loss - ACTOR.entropy_coeff * outputs["entropy"][row][t])
+    return torch.stack(losses).mean()
 
 
-def hf_critic_loss(model: torch.nn.Module, head: torch.nn.Module, rows: Rows, config: Critic) -> torch.Tensor:
+def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
     """Token mean of the clipped squared error, token by token."""
-    total, count = torch.zeros(()), 0
-    for row, (values,) in enumerate(hf_outputs(model, head, rows)):
+    losses = []
+    for row, values in enumerate(outputs["values"]):
         for t in range(len(values)):
             old, target = rows.fields["values"][row, t], rows.fields["returns"][row, t]
-            clipped = old + (values[t] - old).clamp(-config.value_clip, config.value_clip)
-            total, count = total + 0.5 * torch.max((values[t] - target) ** 2, (clipped - target) ** 2), count + 1
-    return total / count
+            clipped = old + (values[t] - old).clamp(-CRITIC.value_clip, CRITIC.value_clip)
+            losses.append(0.5 * torch.max((values[t] - target) ** 2, (clipped - target) ** 2))
+    return torch.stack(losses).mean()
 
 
-def hf_train(folder: Path, kind: str, num_steps: int) -> dict:
+def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int) -> dict:
     """Outputs before, gradient norms and parameters after some Adam steps."""
-    torch.manual_seed(0)
-    model = hf_model(folder)
-    rows = make_rows(model.config.vocab_size)
-    head = hf_value_head(folder) if kind == "critic" else None
-    named = dict((model if head is None else model.model).named_parameters(prefix="" if head is None else "model"))
-    if head is not None:
-        named["score.weight"] = head.weight
+    oracle = Oracle(
+        hf_model(folder),
+        hf_value_head(folder) if HEADS[kind] != "policy" else None,
+        hf_model(reference) if reference else None,
+        is_policy=HEADS[kind] != "value",
+    )
+    rows = make_rows(oracle.model.config.vocab_size)
+    named = oracle.parameters()
     decayed = [parameter for parameter in named.values() if parameter.dim() > 1]
     others = [parameter for parameter in named.values() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps)
     with torch.no_grad():
-        before = hf_outputs(model, head, rows)
+        before = oracle.outputs(rows)
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        loss = hf_actor_loss(model, rows, ACTOR) if head is None else hf_critic_loss(model, head, rows, CRITIC)
-        loss.backward()
+        oracle.loss(rows).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
         optimizer.step()
     return {"outputs": before, "grad_norms": norms, "parameters": {k: v.detach() for k, v in named.items()}}
@@ -101,19 +153,34 @@ def hf_train(folder: Path, kind: str, num_steps: int) -> dict:
 # --- Megatron ---
 
 
-def _matches(rank: int, world_size: int, folder: Path, name: str, kind: str, expected: dict) -> None:
+def build(folder: Path, case: Case, kind: str, reference: Path | None = None) -> TrainedEngine:
+    """An engine, and with a reference folder its reference: another component on the same ranks."""
+    groups = build_groups({kind: case.layout, "ref": case.layout}, seed=0)
+    return make_engine(
+        folder, case, groups[kind], kind, make_reference(reference, case, groups["ref"]) if reference else None
+    )
+
+
+def shard_of(rows: Rows, layout: Layout) -> list[int]:
+    """This rank's rows of a mini-batch."""
+    return balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)[
+        layout.shard_of(dist.get_rank())
+    ]
+
+
+def _matches(
+    rank: int, world_size: int, folder: Path, name: str, kind: str, reference: Path | None, expected: dict
+) -> None:
     case = CASES[name]
-    engine = make_engine(folder, case, build_groups({kind: case.layout}, seed=0)[kind], kind)
+    engine = build(folder, case, kind, reference)
     hf_config = read_config(folder)
     rows = make_rows(hf_config["vocab_size"])
-    lengths = [len(tokens) for tokens in rows.input_ids]
-    mine = balanced_partitions(lengths, case.layout.data)[case.layout.shard_of(rank)]
-    _assert_outputs(engine, rows, mine, expected["outputs"], kind)
-    num_tokens = int(rows.response_lengths.sum())
-    loss = actor_loss(ACTOR, num_tokens) if kind == "actor" else critic_loss(CRITIC, num_tokens)
+    mine = shard_of(rows, case.layout)
+    _assert_outputs(engine, rows, mine, expected["outputs"])
     for norm in expected["grad_norms"]:
-        metrics = engine.train_batch(rows.select(mine), loss)
+        metrics = engine.train_batch(rows.select(mine), make_loss(kind, rows))
         assert metrics["grad_norm"] == pytest.approx(norm, rel=2e-5)
+    assert engine.total(1.0) == case.layout.data, "each shard's part counts once"
     found = exported(engine, hf_config, kind)
     assert found.keys() == expected["parameters"].keys()
     for key, parameter in expected["parameters"].items():
@@ -121,26 +188,96 @@ def _matches(rank: int, world_size: int, folder: Path, name: str, kind: str, exp
         torch.testing.assert_close(found[key], parameter, rtol=0, atol=2e-5, msg=message)
 
 
-def _assert_outputs(engine: TrainedEngine, rows: Rows, mine: list[int], expected: list, kind: str) -> None:
+def _assert_outputs(engine: TrainedEngine, rows: Rows, mine: list[int], expected: ByRow) -> None:
     outputs = engine.forward(rows.select(mine))
     if not outputs:
         assert not engine.is_output
         return
-    names = ("values",) if kind == "critic" else ("log_probs", "entropy")
-    for row, position in enumerate(mine):
-        for name, reference in zip(names, expected[position], strict=True):
-            found = outputs[name][row]
+    assert outputs.keys() == expected.keys()
+    for name, references in expected.items():
+        for row, position in enumerate(mine):
+            found, reference = outputs[name][row].view(-1), references[position]
             torch.testing.assert_close(found[: len(reference)], reference, rtol=1e-5, atol=1e-5)
             assert not found[len(reference) :].any(), "padding must be 0"
 
 
+def check(name: str, kind: str, folder: Path, reference: Path | None = None) -> None:
+    expected = hf_train(folder, kind, reference, num_steps=2)
+    run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True)
-    run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, "actor", hf_train(folder, "actor", 2))
+    check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True))
 
 
 @pytest.mark.parametrize("name", ["one rank", "tp2 sp", "pp2", "dp2", "tp2 pp2, full recompute"])
 def test_critic_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
-    folder = with_score(hf_folder(tmp_path / "hf", "qwen2"))
-    run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, "critic", hf_train(folder, "critic", 2))
+    check(name, "critic", with_score(hf_folder(tmp_path / "hf", "qwen2")))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["tp2", "tp2 sp", "pp2", "dp2", "tp2 pp2, full recompute"])
+def test_shared_backbone_trains_on_both_losses_as_hugging_face_does(name: str, tied: bool, tmp_path: Path) -> None:
+    check(name, "shared", with_score(hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=tied)))
+
+
+@pytest.mark.parametrize("name", ["one rank, small micro-batches", "tp2", "tp2 sp", "dp2", "tp2 dp2 sp"])
+def test_full_kl_trains_as_with_hugging_faces_two_models(name: str, tmp_path: Path) -> None:
+    folder, reference = (
+        hf_folder(tmp_path / name, "qwen2", initializer_range=spread) for name, spread in (("hf", 0.02), ("ref", 0.3))
+    )
+    check(name, "full_kl", folder, reference)
+
+
+def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
+    """A trained shared backbone, saved, loaded in another layout and exported with and without its value head."""
+    hf_config = read_config(folder)
+    rows = make_rows(hf_config["vocab_size"])
+    store = CheckpointStore(checkpoint, 0, Exchange(dist.group.WORLD))
+    trained = build(folder, CASES["tp2 sp"], "shared")
+    for _ in range(2):
+        trained.train_batch(rows, make_loss("shared", rows))
+    store.save(2, {"actor": trained}, {})
+    weights = exported(trained, hf_config, "shared")
+    norm = trained.train_batch(rows, make_loss("shared", rows))["grad_norm"]
+    for name in ("pp2", "dp2"):
+        moved = build(folder, CASES[name], "shared")
+        store.load(store.latest(), {"actor": moved})
+        found = exported(moved, hf_config, "shared")
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], weights[key]) for key in weights), name
+        buckets = iter_hf_buckets(moved.model, hf_config, moved.groups, 1 << 16)
+        language_model = {key: tensor for bucket in buckets for key, tensor in bucket}
+        assert language_model.keys() == weights.keys() - {"score.weight"}
+        assert all(torch.equal(language_model[key], weights[key]) for key in language_model), name
+        mine = rows.select(shard_of(rows, CASES[name].layout))
+        assert moved.train_batch(mine, make_loss("shared", rows))["grad_norm"] == pytest.approx(norm, rel=1e-5), name
+
+
+def test_shared_backbone_goes_on_in_another_layout(tmp_path: Path) -> None:
+    folder = with_score(hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True))
+    run_ranks(2, _moved, folder, tmp_path / "checkpoints")
+
+
+def _heads(rank: int, world_size: int, folder: Path) -> None:
+    groups = build_groups({"actor": Layout(TWO), "ref": Layout(TWO), "pp2": Layout(TWO, pipeline=2)}, seed=0)
+    rows = make_rows(91)
+    reference = make_reference(folder, CASES["dp2"], groups["ref"])
+    engine = make_engine(folder, CASES["dp2"], groups["actor"], "actor", reference)
+    seen: Outputs = {}
+
+    def loss_fn(outputs: Outputs, rows: Rows) -> tuple:
+        seen.update(outputs)
+        return outputs["full_kl"].sum(), {}
+
+    assert engine.forward(rows).keys() == {"log_probs", "entropy"}
+    engine.train_batch(rows, loss_fn)
+    assert seen["full_kl"].requires_grad and seen["full_kl"].abs().max() < 1e-6, "a model's KL to itself"
+    staged = make_reference(folder, CASES["pp2"], groups["pp2"])
+    with pytest.raises(ValueError, match="2 pipeline stages.*set pipeline to 1"):
+        staged.logits(pack(rows, 1, torch.device("cpu")))
+
+
+def test_training_reads_the_loss_head_and_a_reference_in_stages_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, _heads, hf_folder(tmp_path / "hf", "qwen2"))

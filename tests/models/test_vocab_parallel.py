@@ -1,11 +1,11 @@
-"""Vocabulary-parallel log-probs and entropy against torch.log_softmax of the gathered, unpadded logits."""
+"""Vocabulary-parallel log-probs, entropy and KL against torch.log_softmax of the gathered, unpadded logits."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
 
-from megappo.models.vocab_parallel import vocab_parallel_log_probs_and_entropy
+from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
 TOKENS, PADDED = 23, 24
 
@@ -57,6 +57,50 @@ def test_equals_the_dense_result(world_size: int) -> None:
     run_ranks(world_size, check_all)
 
 
+def dense_kl(logits: torch.Tensor, ref_logits: torch.Tensor, vocab_size: int, temperature: float) -> torch.Tensor:
+    log_p, log_q = (torch.log_softmax(x[:, :vocab_size].double() / temperature, dim=-1) for x in (logits, ref_logits))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def check_kl(
+    rank: int, world_size: int, vocab_size: int, dtype: torch.dtype, chunk: int, offset: float, tol: float
+) -> None:
+    """At another temperature and with the reference at another offset, which a softmax does not see."""
+    logits, _, weights = make_case(vocab_size, dtype)
+    ref_logits = make_case(vocab_size, dtype, offset)[0].roll(3, dims=0)
+    whole = logits.double().clone().requires_grad_()
+    expected = dense_kl(whole, ref_logits, vocab_size, 0.7)
+    (weights[0] * expected).sum().backward()
+    width = PADDED // world_size
+    mine = slice(rank * width, (rank + 1) * width)
+    shard, ref_shard = logits[:, mine].clone().requires_grad_(), ref_logits[:, mine].clone().requires_grad_()
+    kl = vocab_parallel_kl(shard, ref_shard, dist.group.WORLD, vocab_size=vocab_size, temperature=0.7, chunk=chunk)
+    (weights[0] * kl).sum().backward()
+    assert kl.dtype == torch.promote_types(dtype, torch.float32)
+    assert expected.min() > 0.1, "the distributions must differ for this test to see it"
+    torch.testing.assert_close(kl.double(), expected.detach(), rtol=tol, atol=tol)
+    torch.testing.assert_close(shard.grad.double(), whole.grad[:, mine], rtol=tol, atol=tol)
+    assert ref_shard.grad is None
+    assert torch.equal(shard, logits[:, mine]) and torch.equal(ref_shard, ref_logits[:, mine])
+    itself = vocab_parallel_kl(shard, shard.detach(), dist.group.WORLD, vocab_size=vocab_size, temperature=0.7)
+    (gradient,) = torch.autograd.grad(itself.sum(), shard)
+    assert itself.abs().max() < 2e-6 and gradient.abs().max() < 2e-6, "of a policy to itself"
+
+
+def check_all_kls(rank: int, world_size: int) -> None:
+    for vocab_size in (24, 21, 13):
+        for chunk in (1, 7, 1024):
+            check_kl(rank, world_size, vocab_size, torch.float64, chunk, 0.0, 1e-12)
+            check_kl(rank, world_size, vocab_size, torch.float32, chunk, 0.0, 1e-5)
+    check_kl(rank, world_size, 21, torch.float32, 7, -1000.0, 1e-3)
+    check_kl(rank, world_size, 21, torch.bfloat16, 7, 0.0, 2e-2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_kl_equals_the_dense_result(world_size: int) -> None:
+    run_ranks(world_size, check_all_kls)
+
+
 def gradients_of_one_output(rank: int, world_size: int) -> None:
     logits, targets, weights = make_case(21, torch.float64)
     width = PADDED // world_size
@@ -85,6 +129,12 @@ def refusals(rank: int, world_size: int) -> None:
         vocab_parallel_log_probs_and_entropy(logits, targets, group, vocab_size=25)
     with pytest.raises(ValueError, match=r"targets \[T\]"):
         vocab_parallel_log_probs_and_entropy(logits, targets[1:], group, vocab_size=21)
+    for other in (logits[1:], logits[:, 1:]):
+        with pytest.raises(ValueError, match="the reference must have the policy's vocabulary"):
+            vocab_parallel_kl(logits, other, group, vocab_size=21)
+    with pytest.raises(ValueError, match="25 of vocab_size"):
+        vocab_parallel_kl(logits, logits, group, vocab_size=25)
+    assert vocab_parallel_kl(logits[:0], logits[:0], group, vocab_size=21).shape == (0,)
     nothing = vocab_parallel_log_probs_and_entropy(logits[:0], targets[:0], group, vocab_size=21)
     assert [tuple(output.shape) for output in nothing] == [(0,), (0,)]
 

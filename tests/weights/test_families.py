@@ -4,6 +4,7 @@ import pytest
 from tiny_folders import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megappo.models.hf_config import HeadKind
 from megappo.weights.families import compositions, hf_shapes
 
 
@@ -13,8 +14,8 @@ def config(model_type: str, **changes: object) -> dict:
     }
 
 
-def table(hf_config: dict, tensor: int = 1, value_head: bool = False) -> dict:
-    return compositions(hf_config, tensor=tensor, padded_vocab_size=92, value_head=value_head)
+def table(hf_config: dict, tensor: int = 1, head: HeadKind = "policy") -> dict:
+    return compositions(hf_config, tensor=tensor, padded_vocab_size=92, head=head)
 
 
 @pytest.mark.parametrize("tied", [False, True])

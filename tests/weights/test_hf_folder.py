@@ -15,13 +15,16 @@ from megappo.weights.hf_folder import write_hf_folder
 
 
 def write_scaled(rank: int, world_size: int, source: Path, target: Path) -> None:
-    """Export the model with every weight doubled, from TP2 on two of the three ranks, PP2 in the second case."""
+    """Export the model with every weight doubled, from TP2 on two of the three ranks, PP2 in the second case.
+
+    The second one has a value head besides, which no one but the trainer may see.
+    """
     layouts = {"TP2": Layout((1, 2), tensor=2), "PP2xDP1": Layout((0, 2), pipeline=2)}
     groups = build_groups(layouts, seed=0)
     for name in layouts:
         if not groups[name].member:
             continue
-        model = load(source, groups[name])
+        model = load(source, groups[name], head="policy" if name == "TP2" else "policy_value")
         for parameter in model.parameters():
             parameter.data.mul_(2)
         write_hf_folder(

@@ -61,13 +61,18 @@ def accepted(rank: int, world_size: int, untied: Path, tied: Path) -> None:
     assert torch.equal(load(repeated, groups).embedding.word_embeddings.weight, embedding)
     score = torch.randn(1, 32)
     for folder in (untied, tied):
-        critic = load(rewrite(folder, {"score.weight": score, "lm_head.weight": None}), groups, value_head=True)
+        critic = load(rewrite(folder, {"score.weight": score, "lm_head.weight": None}), groups, head="value")
         assert torch.equal(critic.output_layer.weight, score)
-    model, config = build(untied, groups, value_head=True), read_config(untied)
+        shared = load(rewrite(folder, {"score.weight": score}), groups, head="policy_value")
+        assert torch.equal(shared.value_head.weight, score)
+    config = read_config(untied)
+    critic, shared = (build(untied, groups, head=head) for head in ("value", "policy_value"))
     drawn = []
     for seed in (1, 1, 2):
-        load_hf(model, untied, config, groups, value_head=True, seed=seed)
-        drawn.append(model.output_layer.weight.detach().clone())
+        load_hf(critic, untied, config, groups, head="value", seed=seed)
+        load_hf(shared, untied, config, groups, head="policy_value", seed=seed)
+        drawn.append(critic.output_layer.weight.detach().clone())
+        assert torch.equal(shared.value_head.weight, drawn[-1])
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 

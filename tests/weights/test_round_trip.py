@@ -11,6 +11,7 @@ from tiny_folders import hf_folder, load, read_config
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.export import iter_hf_buckets
+from megappo.weights.load import load_hf
 
 RANKS = (0, 1, 2, 3)
 LAYOUTS = {
@@ -62,13 +63,44 @@ def test_bit_equal(tmp_path: Path, tied: bool) -> None:
     run_ranks(4, round_trips, folders, timeout=280)
 
 
+def shared_backbone(rank: int, world_size: int, folder: Path) -> None:
+    """With its value head it is the folder's tensors and score.weight; without, the folder's alone."""
+    groups = build_groups(LAYOUTS, seed=0)
+    config, expected = read_config(folder), tensors_of(folder)
+    for name in ("TP1xDP4", "TP2xPP2"):
+        model = load(folder, groups[name], head="policy_value")
+        language_model, whole = (
+            {
+                key: tensor
+                for bucket in iter_hf_buckets(model, config, groups[name], 8_000, head=head)
+                for key, tensor in bucket
+            }
+            for head in ("policy", "policy_value")
+        )
+        assert 0.5 / 33 < whole.pop("score.weight").std() < 2 / 33
+        for found in (language_model, whole):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+        model.third_head = torch.nn.Linear(2, 2)
+        with pytest.raises(ValueError, match="parameters third_head.bias, third_head.weight"):
+            next(iter_hf_buckets(model, config, groups[name], 8_000))
+        if model.post_process:
+            with pytest.raises(ValueError, match="parameters third_head.bias, third_head.weight, value_head.weight"):
+                load_hf(model, folder, config, groups[name])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_value_head_of_a_shared_backbone_is_no_part_of_the_language_model(tmp_path: Path, tied: bool) -> None:
+    run_ranks(4, shared_backbone, hf_folder(tmp_path / "qwen2", "qwen2", tie_word_embeddings=tied))
+
+
 def values_of_critic(rank: int, world_size: int, folder: Path) -> None:
     groups = build_groups(LAYOUTS, seed=0)
     expected = tensors_of(folder)
     heads = []
     for name in ("TP1xDP4", "TP2xPP2"):
-        model = load(folder, groups[name], value_head=True)
-        buckets = iter_hf_buckets(model, read_config(folder), groups[name], 10**6, value_head=True)
+        model = load(folder, groups[name], head="value")
+        buckets = iter_hf_buckets(model, read_config(folder), groups[name], 10**6, head="value")
         exported = {key: tensor for bucket in buckets for key, tensor in bucket}
         heads.append(exported.pop("score.weight"))
         assert exported.keys() == expected.keys() - {"lm_head.weight"}

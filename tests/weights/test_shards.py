@@ -23,7 +23,7 @@ def loop_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def test_qkv_alternates_by_kv_head() -> None:
-    table = compositions(CONFIG, tensor=1, padded_vocab_size=92, value_head=False)
+    table = compositions(CONFIG, tensor=1, padded_vocab_size=92, head="policy")
     for kind, width in (("weight", (32,)), ("bias", ())):
         composition = table[f"decoder.layers.0.self_attention.linear_qkv.{kind}"]
         pieces = [torch.randn(rows, *width) for rows in (HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD)]
@@ -36,7 +36,7 @@ def test_qkv_alternates_by_kv_head() -> None:
 
 
 def test_each_rank_has_its_half_of_gate_then_of_up() -> None:
-    table = compositions(CONFIG, tensor=2, padded_vocab_size=92, value_head=False)
+    table = compositions(CONFIG, tensor=2, padded_vocab_size=92, head="policy")
     gate, up = torch.randn(48, 32), torch.randn(48, 32)
     for rank in range(2):
         rows = slice(rank * 24, (rank + 1) * 24)

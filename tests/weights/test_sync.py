@@ -36,6 +36,7 @@ LAYOUTS = {
     "dp2": Layout((0, 1)),
     "tp2 pp2": Layout(FOUR, tensor=2, pipeline=2),
     "tp2 dp2": Layout(FOUR, tensor=2),
+    "shared backbone, pp2": Layout((0, 1), pipeline=2),
 }
 Shapes = dict[str, tuple[int, ...]]
 Buckets = Iterator[list[tuple[str, torch.Tensor]]]
@@ -62,7 +63,8 @@ class Actor:
         self.address, self.folder, self.exchange = address, folder, Exchange(dist.group.WORLD)
         groups = build_groups({name: layout}, seed=0)[name]
         case = Case(layout, temperature=1.0)
-        self.engine = make_engine(folder, case, groups, "actor") if groups.member else None
+        kind = "shared" if "shared" in name else "actor"
+        self.engine = make_engine(folder, case, groups, kind) if groups.member else None
         self.component = Component("actor", layout, self.engine, self.exchange)
         owner = self.exchange.rank == 0
         self.client = EngineClient(address.url, address.api_key, timeout=60.0) if owner else None

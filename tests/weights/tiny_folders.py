@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Model, Parallel
 from megappo.models.build import build_model
+from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
 
@@ -39,7 +40,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def build(folder: Path, groups: ComponentGroups, dtype: str = "fp32", value_head: bool = False) -> GPTModel:
+def build(folder: Path, groups: ComponentGroups, dtype: str = "fp32", head: HeadKind = "policy") -> GPTModel:
     """An unloaded model in the layout of its groups."""
     parallel = Parallel(tensor=groups.layout.tensor, pipeline=groups.layout.pipeline)
     return build_model(
@@ -47,16 +48,16 @@ def build(folder: Path, groups: ComponentGroups, dtype: str = "fp32", value_head
         Model(path=str(folder), dtype=dtype),
         parallel,
         groups,
-        value_head=value_head,
+        head=head,
         recompute="none",
         trained=True,
     )
 
 
-def load(folder: Path, groups: ComponentGroups, dtype: str = "fp32", value_head: bool = False) -> GPTModel:
-    model = build(folder, groups, dtype, value_head)
+def load(folder: Path, groups: ComponentGroups, dtype: str = "fp32", head: HeadKind = "policy") -> GPTModel:
+    model = build(folder, groups, dtype, head)
     # A weight that nobody loads must show.
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
-    load_hf(model, folder, read_config(folder), groups, value_head=value_head)
+    load_hf(model, folder, read_config(folder), groups, head=head)
     return model
