@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"plan of {args.config} on {world_size} ranks\n\n{config_summary(config)}")
     if not arrangement_errors(config, world_size):
         layouts = placement_layouts(config, world_size)
-        print(f"\nplacement\n{placement_picture(layouts)}\n\n{rank_table(layouts, world_size)}")
+        print(f"\nplacement\n{placement_picture(layouts)}{absent_critic(config)}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
     errors = check_run(config, world_size)
     if errors:
@@ -62,6 +62,15 @@ def config_summary(config: Config) -> str:
     return "\n".join(["config", *lines])
 
 
+def absent_critic(config: Config) -> str:
+    """Why there is no critic, where there is none: its keys are then not used."""
+    if config.has_critic:
+        return ""
+    algorithm = config.algorithm
+    reason = "algorithm.shared_backbone" if config.has_values else f"algorithm.adv_estimator {algorithm.adv_estimator}"
+    return f"\n  critic: none ({reason})"
+
+
 def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
     """The step's totals, then how each component cuts them."""
     cuts = batch_cuts(config, layouts)
@@ -75,7 +84,8 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
     ]
     rows = [["", *cuts]] + [[title, *(cell(cut) for cut in cuts.values())] for title, cell in _BATCH_ROWS.items()]
     run = f"  whole run: {config.trainer.total_steps:,} steps; optimizer steps: "
-    run += f"actor {optimizer_steps(config, config.actor):,}, critic {optimizer_steps(config, config.critic):,}"
+    steps = {name: optimizer_steps(config, name) for name in ("actor", "critic") if name in layouts}
+    run += ", ".join(f"{name} {count:,}" for name, count in steps.items())
     return "\n".join([*totals, aligned(rows), run])
 
 

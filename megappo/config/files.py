@@ -14,11 +14,11 @@ DATA_FORMATS = (".jsonl", ".parquet")
 def file_errors(config: Config) -> list[str]:
     """Missing or unusable files, one line each, naming the key, the path and the remedy."""
     actor = {"actor.parallel": config.actor.parallel}
-    if config.algorithm.use_kl_in_reward and config.ref.parallel:
+    if config.kl_kinds and config.ref.parallel:
         actor["ref.parallel"] = config.ref.parallel
-    critic = {"critic.parallel": config.critic.parallel}
+    critic = {"critic.parallel": config.critic.parallel} if config.has_critic else {}
     errors: list[str] = []
-    if config.critic.model_path is None:
+    if config.critic.model_path is None or not config.has_critic:
         errors += _model(config, "model.path", config.model.path, actor | critic)
     else:
         errors += _model(config, "model.path", config.model.path, actor)

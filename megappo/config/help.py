@@ -4,6 +4,9 @@ import textwrap
 
 from megappo.config.describe import REQUIRED, Key, keys, show
 
+WIDEST_VALUES = 44
+"""Characters."""
+
 
 def config_help(width: int = 140) -> str:
     """Every key of the YAML, grouped by section, in aligned columns.
@@ -25,7 +28,7 @@ def config_help(width: int = 140) -> str:
 def _section(section: list[Key], width: int) -> str:
     head, *rest = section
     rows = [key for key in rest if not key.section or key.default is None]
-    columns = [(key.path, key.values, _default(key), key.description) for key in rows]
+    columns = [(key.path, values, _default(key), meaning) for key in rows for values, meaning in [_values(key)]]
     widths = [max(len(row[i]) for row in columns) for i in range(3)]
     return "\n".join([f"{head.path}: {head.description}", *(_row(row, widths, width) for row in columns)])
 
@@ -34,6 +37,13 @@ def _row(row: tuple[str, ...], widths: list[int], width: int) -> str:
     left = "  " + "  ".join(cell.ljust(column) for cell, column in zip(row, widths, strict=False)) + "  "
     meaning = textwrap.wrap(row[3], max(width - len(left), 30))
     return f"\n{' ' * len(left)}".join([left + meaning[0], *meaning[1:]])
+
+
+def _values(key: Key) -> tuple[str, str]:
+    """What the key may be, and its meaning; a long list of words goes before the meaning, not to stretch its column."""
+    if len(key.values) <= WIDEST_VALUES:
+        return key.values, key.description
+    return "one of", f"[{key.values}] {key.description}"
 
 
 def _default(key: Key) -> str:

@@ -14,6 +14,13 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
+CRITIC_ESTIMATORS = ("gae",)
+"""algorithm.adv_estimator that need values, and so a critic or a shared backbone."""
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
+"""algorithm.adv_estimator that compare the responses to a prompt with each other."""
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full"]
+
 
 class Section(BaseModel):
     """A section of the config: frozen, and refusing keys it does not know."""
@@ -59,20 +66,34 @@ class Trained(Section):
     max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most")
     ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
-    loss_agg_mode: Literal["token-mean"] = Field("token-mean", description="how token losses are averaged, always over all data-parallel ranks")
+    loss_agg_mode: Aggregation | None = Field(None, description="how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = the policy loss's own (seq-mean-token-mean of gspo, sapo, gmpo), else token-mean, or algorithm.preset's")
 
 
 class Actor(Trained):
+    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "gmpo"] = Field("clip", description="policy loss; clip is PPO's, with clip-higher and dual clip")
     clip_ratio: PositiveFloat = Field(0.2, description="PPO's epsilon: the probability ratio is clipped to 1 +- this")
     clip_ratio_low: PositiveFloat | None = Field(None, description="lower epsilon; null = clip_ratio")
     clip_ratio_high: PositiveFloat | None = Field(None, description="upper epsilon (clip-higher); null = clip_ratio")
     clip_ratio_c: PositiveFloat | None = Field(3.0, gt=1, description="dual clip: bound on the loss of negative advantages; null = off")
+    tau_pos: PositiveFloat = Field(1.0, description="sapo: sharpness of the soft gate where advantages are positive")
+    tau_neg: PositiveFloat = Field(1.05, description="sapo: the same where they are not")
+    clip_cov_ratio: Fraction = Field(0.0002, description="clip_cov: share of a mini-batch's tokens taken out of the gradient")
+    clip_cov_lb: float = Field(1.0, description="clip_cov: covariance from which on a token may be taken out")
+    clip_cov_ub: float = Field(5.0, description="clip_cov: covariance up to which a token may be taken out")
+    kl_cov_ratio: Fraction = Field(0.0002, description="kl_cov: share of a mini-batch's tokens that get the KL penalty")
+    ppo_kl_coef: NonNegativeFloat = Field(1.0, description="kl_cov: weight of that penalty")
     entropy_coeff: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
+    use_kl_loss: bool = Field(False, description="add kl_loss_coef x KL(policy, reference) to the loss; builds a reference")
+    kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL loss")
+    kl_loss_type: KLKind = Field("k3", description="KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary")
+    target_kl: PositiveFloat | None = Field(None, description="skip the rest of a step's mini-batches and epochs once actor/ppo_kl of one passes this; null = off")
 
 
 class Critic(Trained):
     model_path: str | None = Field(None, description="Hugging Face language model the critic's trunk starts from; null = model.path")
     value_clip: PositiveFloat | None = Field(0.5, description="clip new values to old values +- this in the value loss; null = off")
+    huber_delta: PositiveFloat | None = Field(None, description="Huber value loss: linear beyond this error; null = squared error")
+    warmup_steps: NonNegative = Field(0, description="first PPO steps in which only the critic trains")
 
 
 class Ref(Section):
@@ -118,6 +139,12 @@ class Reward(Section):
     function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION of (prompts, responses, labels) -> list of scores")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
+    scale: float = Field(1.0, description="factor of every score; the first of the shaping steps")
+    clip: PositiveFloat | None = Field(None, description="clip scaled scores to +- this; null = off")
+    normalize: Literal["none", "running", "batch", "group"] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")
+    length_penalty: Literal["none", "overlong", "linear"] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
+    overlong_buffer: Positive = Field(256, description="overlong: tokens before rollout.max_response_length over which the penalty grows")
+    length_penalty_factor: NonNegativeFloat = Field(1.0, description="the largest length penalty")
 
 
 class KLCtrl(Section):
@@ -127,14 +154,37 @@ class KLCtrl(Section):
     target_kl: PositiveFloat = Field(0.1, description="adaptive: KL per response token to hold")
 
 
+class RolloutCorrection(Section):
+    level: Literal["none", "token", "sequence", "geometric"] = Field("none", description="importance weights pi_trainer / pi_engine by token, response (product) or response (geometric mean)")
+    mode: Literal["truncate", "mask"] = Field("truncate", description="beyond the threshold: cap the weight (TIS), or make it 0 (IcePop)")
+    threshold: PositiveFloat = Field(2.0, description="largest weight")
+    threshold_lower: PositiveFloat | None = Field(None, description="mask: smallest weight; null = 1 / threshold")
+    reject_geometric: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="reject responses whose geometric-mean ratio lies outside, such as [0.999, 1.001]; null = off")
+    veto_threshold: PositiveFloat | None = Field(None, description="reject responses with a token whose ratio is below this, such as 1e-4; null = off")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there are weights; the metrics are there in any case."""
+        return self.level != "none" or self.reject_geometric is not None or self.veto_threshold is not None
+
+
 class Algorithm(Section):
-    adv_estimator: Literal["gae"] = Field("gae", description="advantage estimator")
+    preset: Literal["verl", "slime", "openrlhf", "nemo_rl"] | None = Field(None, description="numerical conventions of another system (whitening, clamps, value loss factor, averaging); null = megappo's")
+    adv_estimator: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg"] = Field("gae", description="advantage estimator; all but gae do without a critic")
     gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(1.0, description="GAE's lambda")
-    whiten_advantages: bool = Field(True, description="shift and scale advantages to mean 0, variance 1 over all response tokens of a step")
-    use_kl_in_reward: bool = Field(True, description="subtract kl_coef x KL(policy, reference) from each token's reward; off builds no reference")
-    kl_penalty: Literal["k1", "abs", "k2", "k3"] = Field("k1", description="KL estimator")
+    lam_alpha: PositiveFloat | None = Field(None, description="length-adaptive lambda of the actor, 1 - 1 / (lam_alpha x response tokens), in place of lam (VAPO: 0.05); null = off")
+    critic_lam: Fraction | None = Field(None, description="lambda of the critic's returns (decoupled GAE); null = lam")
+    bootstrap_truncated: bool = Field(False, description="value a truncated response's future by the critic instead of 0")
+    norm_adv_by_std_in_grpo: bool = Field(True, description="grpo: divide by the group's standard deviation; false = Dr. GRPO")
+    whiten_advantages: bool | None = Field(None, description="shift and scale advantages to mean 0, variance 1 over all response tokens of a step; null = for gae and reinforce_plus_plus*")
+    advantages_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this, after whitening; null = off")
+    use_kl_in_reward: bool = Field(True, description="subtract kl_coef x KL(policy, reference) from each token's reward; builds a reference")
+    kl_penalty: KLKind = Field("k1", description="KL estimator of that penalty")
     kl_ctrl: KLCtrl = Field(KLCtrl(), description="KL coefficient")
+    rollout_correction: RolloutCorrection = Field(RolloutCorrection(), description="weights against the mismatch between engine and trainer")
+    shared_backbone: bool = Field(False, description="gae: one model with a policy and a value head instead of a separate critic; the critic's optimizer, layout and batch keys are then not used")
+    value_coef: NonNegativeFloat = Field(0.5, description="shared_backbone: weight of the value loss in the combined loss")
 
 
 class Placement(Section):
@@ -159,6 +209,32 @@ class Trainer(Section):
 
 class Config(Section):
     """A whole run. The YAML's top-level keys are the sections."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the estimator needs values."""
+        return self.algorithm.adv_estimator in CRITIC_ESTIMATORS
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic, a model of its own, gives the values."""
+        return self.has_values and not self.algorithm.shared_backbone
+
+    def num_mini_batches(self, name: Literal["actor", "critic"]) -> int:
+        """Mini-batches per epoch."""
+        trained: Trained = getattr(self, name)
+        return self.data.train_batch_size // trained.ppo_mini_batch_size
+
+    @property
+    def kl_kinds(self) -> tuple[str, ...]:
+        """The estimators of the KL to the reference that the run uses; without any it builds no reference."""
+        penalty = (self.algorithm.kl_penalty,) if self.algorithm.use_kl_in_reward else ()
+        return penalty + ((self.actor.kl_loss_type,) if self.actor.use_kl_loss else ())
+
+    @property
+    def needs_ref_log_probs(self) -> bool:
+        """Whether the reference's log-probs of the sampled tokens are needed; a full KL takes its whole distribution."""
+        return any(kind != "full" for kind in self.kl_kinds)
 
     model: Model = Field(description="the model all components start from")
     placement: Placement = Field(Placement(), description="which component lives on which ranks (torchrun's global ranks, one per GPU)")

@@ -13,7 +13,7 @@ SHORTEST_ROW = 2
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchCut:
     """What one component makes of a step's trajectories.
 
     Attributes:
@@ -38,7 +38,7 @@ class Cut:
         return self.mini_batches * self.epochs
 
 
-def batch_cuts(config: Config, layouts: dict[str, Layout]) -> dict[str, Cut]:
+def batch_cuts(config: Config, layouts: dict[str, Layout]) -> dict[str, BatchCut]:
     """The cut of actor, critic and, where there is one, ref."""
     prompts = config.data.train_batch_size
     actor, critic = config.actor, config.critic
@@ -55,7 +55,7 @@ def batch_cuts(config: Config, layouts: dict[str, Layout]) -> dict[str, Cut]:
         shards = layouts[name].data
         shard = (trajectories // shards, _ceil(trajectories, shards))
         micro = (_ceil(shard[0] * SHORTEST_ROW, max_tokens), _ceil(shard[1], max_tokens // longest_row(config)))
-        cuts[name] = Cut(shards, prompts // mini_batch, epochs, trajectories, shard, micro)
+        cuts[name] = BatchCut(shards, prompts // mini_batch, epochs, trajectories, shard, micro)
     return cuts
 
 

@@ -99,28 +99,48 @@ class Exchange:
         lengths = torch.tensor([entry[1:] for entry in entries], dtype=torch.int64).reshape(-1, 2)
         return RowTable(lengths[:, 0], lengths[:, 1]), holders
 
-    def move(self, rows: Rows, table: RowTable, holders: Holdings, takers: Holdings, names: Sequence[str]) -> Rows:
+    def move(
+        self,
+        rows: Rows,
+        table: RowTable,
+        holders: Holdings,
+        takers: Holdings,
+        names: Sequence[str],
+        per_row: Sequence[str] = (),
+    ) -> Rows:
         """Rows `takers[rank]` with their tokens and the named fields.
 
         Args:
             rows: the rows this rank holds, in the order of `holders[rank]`.
             holders: each row once. takers: each row on any number of ranks.
             names: fields to move, the same on every rank, each [b, R] float32 per response token.
+            per_row: the same for fields of [b] float32.
         """
         moved = empty_rows(takers[self.rank], table)
         lengths = table.total_lengths()
         sent = {int(row): tokens for row, tokens in zip(rows.ids, rows.input_ids, strict=True)}
         received = self._move_ragged(sent, lengths, holders, takers, torch.int64)
         moved = replace(moved, input_ids=[received[row] for row in takers[self.rank]])
-        return self.move_fields(rows, moved, table, holders, takers, names)
+        return self.move_fields(rows, moved, table, holders, takers, names, per_row)
 
     def move_fields(
-        self, rows: Rows, into: Rows, table: RowTable, holders: Holdings, takers: Holdings, names: Sequence[str]
+        self,
+        rows: Rows,
+        into: Rows,
+        table: RowTable,
+        holders: Holdings,
+        takers: Holdings,
+        names: Sequence[str],
+        per_row: Sequence[str] = (),
     ) -> Rows:
         """`into`, the rows `takers[rank]` this rank already has, with the named fields of `rows` added."""
         fields = dict(into.fields)
         for name in names:
             fields[name] = self._move_field(rows, name, table, holders, takers)
+        for name in per_row:
+            sent = dict(zip(rows.ids.tolist(), rows.fields[name][:, None], strict=True)) if len(rows) else {}
+            received = self._move_ragged(sent, [1] * len(table), holders, takers, torch.float32)
+            fields[name] = torch.cat([torch.empty(0), *(received[row] for row in takers[self.rank])])
         return replace(into, fields=fields)
 
     def _move_field(self, rows: Rows, name: str, table: RowTable, holders: Holdings, takers: Holdings) -> torch.Tensor:

@@ -60,7 +60,7 @@ def smallest_world(config: Config) -> int | None:
 
 
 def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
-    """Layout of each component of the run: actor, critic, ref (with use_kl_in_reward only), rollout.
+    """Layout of each component of the run: actor, critic and ref where the config needs them, rollout.
 
     The rollout's has one data-parallel shard per SGLang engine; its `output_rank` owns the engine.
 
@@ -85,8 +85,8 @@ def layout_errors(config: Config, world_size: int) -> list[str]:
 
 def _texts(config: Config) -> dict[str, str]:
     placement = config.placement
-    texts = {"actor": placement.actor, "critic": placement.critic}
-    if config.algorithm.use_kl_in_reward:
+    texts = {"actor": placement.actor} | ({"critic": placement.critic} if config.has_critic else {})
+    if config.kl_kinds:
         texts["ref"] = placement.actor if placement.ref is None else placement.ref
     return texts | {"rollout": placement.rollout}
 

@@ -5,36 +5,33 @@ import os
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megappo import platform
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.checks import optimizer_steps
 from megappo.config.errors import ConfigError
-from megappo.config.schema import Config, Parallel, Trained
+from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, load_tokenizer
-from megappo.models.build import build_model
-from megappo.models.engine import Head, MegatronEngine, TrainedEngine
-from megappo.models.heads import policy_head, value_head
 from megappo.observe.memory import PhaseMemory
+from megappo.observe.metrics import METRICS_FILE
 from megappo.observe.observer import open_observer
 from megappo.observe.timers import Timers
 from megappo.placement.exchange import Exchange
-from megappo.placement.groups import ComponentGroups, build_groups
+from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks, placement_layouts
-from megappo.ppo.kl import KLController, kl_controller
+from megappo.ppo.kl import kl_controller
+from megappo.ppo.rewards import RunningMoments
 from megappo.rewards.pool import RewardPool, load_reward
 from megappo.rollout.engine import Engine
 from megappo.rollout.sampler import stop_token_ids
 from megappo.trainer.component import Component
+from megappo.trainer.engines import build_engines
 from megappo.trainer.rollouts import Rollouts
-from megappo.trainer.run import Run
+from megappo.trainer.run import Run, Stateful
 from megappo.weights.families import hf_shapes
-from megappo.weights.load import load_hf
 
 
 def build_run(config: Config, cleanup: ExitStack) -> Run:
@@ -58,12 +55,11 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     models = {name: layout for name, layout in layouts.items() if name != "rollout"}
     groups = build_groups(models, config.trainer.seed, timeout)
-    components = {
-        name: Component(name, layout, build_engine(name, config, hf_config, groups[name]), exchange)
-        for name, layout in models.items()
-    }
-    kl = kl_controller(config.algorithm.kl_ctrl)
-    start_step = load_checkpoint(checkpoint, store, components, kl)
+    engines = build_engines(config, hf_config, groups)
+    components = {name: Component(name, layout, engines[name], exchange) for name, layout in models.items()}
+    kl, reward_moments = kl_controller(config.algorithm.kl_ctrl), RunningMoments()
+    start_step = load_checkpoint(checkpoint, store, components, {"kl": kl, "reward_moments": reward_moments})
+    start = starting_point(checkpoint, start_step, Path(config.trainer.output_dir))
     observer = open_observer(
         config.trainer.output_dir,
         config.trainer.total_steps,
@@ -71,8 +67,8 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         resume_step=start_step + 1 if checkpoint else 0,
     )
     cleanup.callback(observer.close)
-    if checkpoint:
-        observer.message(f"going on after step {start_step} from {checkpoint}")
+    if start:
+        observer.message(start)
     client = engine.wait_ready() if engine is not None else None
     rollouts = Rollouts(
         config,
@@ -90,13 +86,14 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         engine_shapes=hf_shapes(hf_config),
         exchange=exchange,
         actor=components["actor"],
-        critic=components["critic"],
+        critic=components.get("critic"),
         ref=components.get("ref"),
         client=client,
         rollouts=rollouts,
         train_prompts=train_prompts,
         val_prompts=val_prompts,
         kl=kl,
+        reward_moments=reward_moments,
         store=store,
         observer=observer,
         timers=Timers(PhaseMemory()),
@@ -105,15 +102,25 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
 
 
 def load_checkpoint(
-    checkpoint: Path | None, store: CheckpointStore, components: dict[str, Component], kl: KLController
+    checkpoint: Path | None, store: CheckpointStore, components: dict[str, Component], parts: dict[str, Stateful]
 ) -> int:
     """Restore what `Run.save` saved; returns the steps done, 0 without a checkpoint."""
     if checkpoint is None:
         return 0
-    trained = {name: components[name].engine for name in ("actor", "critic")}
+    trained = {name: components[name].engine for name in ("actor", "critic") if name in components}
     state = store.load(checkpoint, trained)
-    kl.load_state_dict(state["kl"])
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
     return state["step"]
+
+
+def starting_point(checkpoint: Path | None, start_step: int, output_dir: Path) -> str:
+    """What to say about a folder in which a run has been before; "" in a new one."""
+    if checkpoint is not None:
+        return f"going on after step {start_step} from {checkpoint}"
+    if (output_dir / METRICS_FILE).exists():
+        return f"starting anew: the run before left no checkpoint in {output_dir}, and its metrics are replaced"
+    return ""
 
 
 def end_token_ids(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -196,33 +203,3 @@ def load_val_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict
         Path(file).stem: PromptDataset([file], tokenizer, config.data, config.trainer.seed).prompts
         for file in config.data.val_files
     }
-
-
-def build_engine(
-    name: str, config: Config, hf_config: dict[str, Any], groups: ComponentGroups
-) -> MegatronEngine | None:
-    """This rank's part of the actor, critic or reference, with its Hugging Face weights; None outside it."""
-    if not groups.member:
-        return None
-    section: Trained = config.critic if name == "critic" else config.actor
-    parallel: Parallel = (config.ref.parallel or config.actor.parallel) if name == "ref" else section.parallel
-    is_critic, is_trained = name == "critic", name != "ref"
-    folder = (config.critic.model_path or config.model.path) if is_critic else config.model.path
-    if is_critic:
-        hf_config = json.loads((Path(folder) / "config.json").read_text())
-    model = build_model(
-        hf_config,
-        config.model,
-        parallel,
-        groups,
-        value_head=is_critic,
-        recompute=section.recompute if is_trained else "none",
-        trained=is_trained,
-    )
-    load_hf(model, folder, hf_config, groups, value_head=is_critic, seed=config.trainer.seed)
-    temperature = config.rollout.temperature
-    head: Head = value_head if is_critic else policy_head(groups.collection.tp, hf_config["vocab_size"], temperature)
-    max_tokens = section.max_tokens_per_micro_batch
-    if not is_trained:
-        return MegatronEngine(model, groups, head, config.ref.max_tokens_per_micro_batch or max_tokens)
-    return TrainedEngine(model, groups, head, max_tokens, section.optim, optimizer_steps(config, section))

@@ -1,11 +1,11 @@
 """A model and the rows it borrows: the same calls on every rank, whether the component lives there or not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megappo.data.balance import balanced_partitions
 from megappo.data.batch import Rows
-from megappo.models.engine import LossFn, MegatronEngine, TrainedEngine
+from megappo.models.engine import MegatronEngine
 from megappo.placement.exchange import Exchange, Holdings, RowTable, empty_rows, output_holdings, shard_holdings
 from megappo.placement.layout import Layout
 
@@ -73,16 +73,24 @@ class Borrowed:
         self.takers = takers
         self.rows = rows
 
-    def forward(self, home: Rows, names: dict[str, str]) -> Rows:
-        """`home` with the head's outputs added: `names` maps an output to the field it becomes."""
+    def passed_to(self, component: Component) -> "Borrowed":
+        """The same rows at another component; in the same layout they are there already."""
+        if component.layout != self.component.layout:
+            return component.borrow(self.batch)
+        return Borrowed(component, self.batch, self.cut, self.takers, self.rows)
+
+    def forward(self, home: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
+        """`home` with the head's outputs added: `names` maps an output per token to the field it becomes; those of
+        `per_row`, one number per row, keep their names."""
         component = self.component
         outputs = component.engine.forward(self.rows) if component.engine else {}
         holders = output_holdings(component.layout, self.cut.shards, component.exchange.world_size)
         reports = component.engine is not None and component.engine.is_output
         results = self.rows if reports else empty_rows((), self.batch.table)
-        results = replace(results, fields={field: outputs[output] for output, field in names.items() if reports})
+        wanted = names | {name: name for name in per_row}
+        results = replace(results, fields={field: outputs[output] for output, field in wanted.items() if reports})
         return component.exchange.move_fields(
-            results, home, self.batch.table, holders, self.batch.homes, list(names.values())
+            results, home, self.batch.table, holders, self.batch.homes, list(names.values()), per_row
         )
 
     def receive(self, home: Rows, names: Sequence[str]) -> None:
@@ -91,31 +99,14 @@ class Borrowed:
             home, self.rows, self.batch.table, self.batch.homes, self.takers, names
         )
 
-    def mini_batches(self) -> list[tuple[Rows, int]]:
-        """This rank's rows of each mini-batch, with the mini-batch's response tokens over all shards."""
+    def mini_batches(self) -> list[tuple[Rows, int, int]]:
+        """This rank's rows of each mini-batch, with the mini-batch's response tokens and responses over all shards."""
         shard = self.component.layout.shard_of(self.component.exchange.rank)
         parts = []
         start = 0
         for shards in self.cut.mini_batches:
-            num_tokens = int(self.batch.table.response_lengths[[row for part in shards for row in part]].sum())
+            lengths = self.batch.table.response_lengths[[row for part in shards for row in part]]
             size = len(shards[shard]) if shard is not None else 0
-            parts.append((self.rows.select(range(start, start + size)), num_tokens))
+            parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), len(lengths)))
             start += size
         return parts
-
-
-def train(borrowed: Borrowed, ppo_epochs: int, make_loss: Callable[[int], LossFn]) -> list[dict[str, float]]:
-    """PPO's epochs over the mini-batches; one dict of metrics per optimizer step on output ranks, [] elsewhere.
-
-    Args:
-        make_loss: from a mini-batch's number of response tokens (over all shards) to its loss function.
-    """
-    engine = borrowed.component.engine
-    if not isinstance(engine, TrainedEngine):
-        return []
-    steps = [
-        engine.train_batch(rows, make_loss(num_tokens))
-        for _ in range(ppo_epochs)
-        for rows, num_tokens in borrowed.mini_batches()
-    ]
-    return steps if engine.is_output else []

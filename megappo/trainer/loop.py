@@ -1,17 +1,13 @@
 """The training loop. Every rank runs the same lines; what does not live on a rank is a null object there."""
 
-from dataclasses import replace
-from functools import partial
-
 from megappo.config.schema import Config
 from megappo.data.batch import Rows
-from megappo.ppo.advantages import ESTIMATORS, explained_variance, whiten
-from megappo.ppo.kl import kl_estimate
 from megappo.rollout.client import EngineError
-from megappo.trainer.component import Batch, Borrowed, train
-from megappo.trainer.losses import actor_loss, critic_loss
+from megappo.trainer.advantages import add_advantages
+from megappo.trainer.component import Batch, Borrowed
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import field_statistics, training_metrics, value_statistics
+from megappo.trainer.statistics import training_metrics, value_statistics
+from megappo.trainer.update import update_actor, update_critic
 
 
 class Trainer:
@@ -56,26 +52,23 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """One PPO step; returns its metrics, the same on every rank."""
         run, config = self.run, self.config
-        prompts, n = run.train_prompts.batch(step - 1), config.rollout.n
+        prompts = run.train_prompts.batch(step - 1)
         with run.timers("rollout"):
-            samples = run.rollouts.sample(prompts, n, run.rollouts.training, "rollout")
+            responses = run.rollouts.respond(prompts)
             run.engine_sleep()
         with run.timers("reward"):
-            scores = run.rollouts.score(samples, prompts)
-            batch, metrics = run.rollouts.collect(samples, scores, prompts, n)
+            batch, metrics = run.rollouts.collect(responses, prompts)
         with run.timers("borrow"):
-            mini_batches = config.data.train_batch_size
-            at_actor = run.actor.borrow(batch, mini_batches // config.actor.ppo_mini_batch_size)
-            at_critic = run.critic.borrow(batch, mini_batches // config.critic.ppo_mini_batch_size)
+            at_actor = run.actor.borrow(batch, config.num_mini_batches("actor"))
+            at_critic = run.critic.borrow(batch, config.num_mini_batches("critic")) if run.critic else None
         rows = self.look_at(batch, at_actor, at_critic)
         with run.timers("advantages"):
-            rows, advantage_metrics = self.add_advantages(rows)
+            rows, advantage_metrics = add_advantages(run, rows)
+            self._check_probe(advantage_metrics)
         with run.timers("update_critic"):
-            at_critic.receive(rows, ["values", "returns"])
-            critic_steps = train(at_critic, config.critic.ppo_epochs, partial(critic_loss, config.critic))
+            critic_steps = update_critic(at_critic, rows, config) if at_critic else []
         with run.timers("update_actor"):
-            at_actor.receive(rows, ["old_log_probs", "advantages"])
-            actor_steps = train(at_actor, config.actor.ppo_epochs, partial(actor_loss, config.actor))
+            actor_steps = update_actor(at_actor, rows, config) if step > config.critic.warmup_steps else []
             # Not earlier: it would keep a critic and an actor on different ranks from training at once.
             metrics |= training_metrics(run.exchange, critic_steps, "critic")
             metrics |= training_metrics(run.exchange, actor_steps, "actor")
@@ -84,46 +77,25 @@ class Trainer:
             metrics |= run.sync_weights()
         return metrics | advantage_metrics
 
-    def look_at(self, batch: Batch, at_actor: Borrowed, at_critic: Borrowed) -> Rows:
-        """Adds `old_log_probs`, `ref_log_probs` (with a reference) and `values` to the rows at home."""
-        run, rows = self.run, batch.rows
+    def look_at(self, batch: Batch, at_actor: Borrowed, at_critic: Borrowed | None) -> Rows:
+        """Adds to the rows at home what the models say of them, as far as the config needs it."""
+        run, algorithm, rows = self.run, self.config.algorithm, batch.rows
+        names = {"log_probs": "old_log_probs"}
+        if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
+            names["full_kl"] = "full_kl"
+        values, per_row = {"values": "values"}, ["bootstrap_values"] if algorithm.bootstrap_truncated else []
         with run.timers("old_log_probs"):
-            rows = at_actor.forward(rows, {"log_probs": "old_log_probs"})
-        if run.ref is not None:
+            if algorithm.shared_backbone:
+                rows = at_actor.forward(rows, names | values, per_row)
+            else:
+                rows = at_actor.forward(rows, names)
+        if run.ref is not None and self.config.needs_ref_log_probs:
             with run.timers("ref_log_probs"):
-                rows = run.ref.borrow(batch).forward(rows, {"log_probs": "ref_log_probs"})
-        with run.timers("values"):
-            return at_critic.forward(rows, {"values": "values"})
-
-    def add_advantages(self, rows: Rows) -> tuple[Rows, dict[str, float]]:
-        """Adds `advantages` and `returns`; the metrics are over the rows of all ranks."""
-        run, algorithm = self.run, self.config.algorithm
-        fields, mask = rows.fields, rows.response_mask
-        rewards, kl = fields["token_level_scores"], {}
-        if run.ref is not None:
-            penalty = kl_estimate(fields["old_log_probs"], fields["ref_log_probs"], algorithm.kl_penalty)
-            rewards = rewards - run.kl.value * penalty * mask
-            kl = {"reward/kl_penalty": penalty}
-        estimate = ESTIMATORS[algorithm.adv_estimator]
-        advantages, returns = estimate(rewards, fields["values"], mask, algorithm.gamma, algorithm.lam)
-        if algorithm.whiten_advantages:
-            advantages = whiten(advantages, mask, group=run.exchange.group)
-        rows = replace(rows, fields=fields | {"advantages": advantages, "returns": returns})
-        statistics = {"advantages": advantages, "returns": returns, "values": fields["values"]}
-        metrics = field_statistics(run.exchange, rows, statistics | kl | self._log_prob_diff(rows))
-        metrics["critic/vf_explained_var"] = explained_variance(
-            fields["values"], returns, mask, group=run.exchange.group
-        )
-        self._check_probe(metrics)
-        if run.ref is not None:
-            metrics["reward/kl_coef"] = run.kl.value
-            run.kl.update(metrics["reward/kl_penalty/mean"], self.config.data.train_batch_size * self.config.rollout.n)
-        return rows, metrics
-
-    @staticmethod
-    def _log_prob_diff(rows: Rows) -> dict:
-        difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()
-        return {"rollout/log_prob_diff": difference}
+                rows = at_actor.passed_to(run.ref).forward(rows, {"log_probs": "ref_log_probs"})
+        if at_critic is not None:
+            with run.timers("values"):
+                rows = at_critic.forward(rows, values, per_row)
+        return rows
 
     def _check_probe(self, metrics: dict[str, float]) -> None:
         """The proof of the last weight sync: the engine's log-probs of the rollouts are the trainer's.

@@ -2,38 +2,109 @@
 
 import torch
 
-from megappo.config.schema import Actor, Critic
+from megappo.config.schema import Config
 from megappo.data.batch import Rows
 from megappo.models.engine import LossFn, Outputs
-from megappo.ppo.losses import POLICY_LOSSES, entropy_loss, value_loss
+from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
+from megappo.ppo.losses import POLICY_LOSSES, Metrics, Normaliser, entropy_loss, kl_loss, value_loss
+
+SELECTED = "selected_by_covariance"
+"""Field with 1 on the tokens that clip_cov or kl_cov chose in the whole mini-batch."""
 
 
-def actor_loss(config: Actor, num_tokens: int) -> LossFn:
-    """Clipped policy loss minus the entropy bonus; `num_tokens` response tokens in the whole mini-batch."""
+def conventions(config: Config) -> Conventions:
+    """The numerical conventions that algorithm.preset names."""
+    return DEFAULT if config.algorithm.preset is None else PRESETS[config.algorithm.preset]
 
-    def loss_fn(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        log_probs = outputs["log_probs"]
-        mask, old_log_probs, advantages = _on(log_probs.device, rows, "old_log_probs", "advantages")
-        loss, metrics = POLICY_LOSSES["clip"](log_probs, old_log_probs, advantages, mask, config, num_tokens=num_tokens)
-        # Without a bonus the entropy is only a metric: keep it out of the backward pass.
-        entropy = outputs["entropy"] if config.entropy_coeff else outputs["entropy"].detach()
-        bonus, entropy_metrics = entropy_loss(entropy, mask, config, num_tokens=num_tokens)
-        return loss + bonus, {"pg_loss": loss, **metrics, **entropy_metrics}
+
+def actor_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
+    """Policy loss - entropy bonus + KL loss, and with a shared backbone + value_coef x value loss.
+
+    Args:
+        num_tokens, num_sequences: of the whole mini-batch: response tokens, responses.
+    """
+    normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
+
+    def loss_fn(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+        mask, fields = _on(outputs["log_probs"].device, rows)
+        loss, metrics = _policy_loss(config, outputs, fields, mask, normaliser)
+        metrics = {"pg_loss": loss, **metrics}
+        for part, part_metrics in (
+            _entropy_loss(config, outputs, mask, normaliser),
+            *([_kl_loss(config, outputs, fields, mask, normaliser)] if config.actor.use_kl_loss else []),
+        ):
+            loss, metrics = loss + part, metrics | part_metrics
+        metrics = {f"actor/{name}": value for name, value in metrics.items()}
+        if config.algorithm.shared_backbone:
+            value_part, value_metrics = _value_loss(config, outputs, fields, mask, normaliser)
+            loss, metrics = loss + config.algorithm.value_coef * value_part, metrics | value_metrics
+        return loss, metrics
 
     return loss_fn
 
 
-def critic_loss(config: Critic, num_tokens: int) -> LossFn:
-    """Clipped value loss; `num_tokens` response tokens in the whole mini-batch."""
+def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
+    """The critic's value loss; arguments as in `actor_loss`."""
+    normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
 
-    def loss_fn(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        values = outputs["values"]
-        mask, old_values, returns = _on(values.device, rows, "values", "returns")
-        loss, metrics = value_loss(values, old_values, returns, mask, config, num_tokens=num_tokens)
-        return loss, {"vf_loss": loss, **metrics}
+    def loss_fn(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+        mask, fields = _on(outputs["values"].device, rows)
+        return _value_loss(config, outputs, fields, mask, normaliser)
 
     return loss_fn
 
 
-def _on(device: torch.device, rows: Rows, *names: str) -> list[torch.Tensor]:
-    return [rows.response_mask.to(device), *(rows.fields[name].to(device) for name in names)]
+Fields = dict[str, torch.Tensor]
+Part = tuple[torch.Tensor, Metrics]
+
+
+def _policy_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Part:
+    chosen = {"selected": fields[SELECTED].bool()} if SELECTED in fields else {}
+    return POLICY_LOSSES[config.actor.policy_loss](
+        outputs["log_probs"],
+        fields["old_log_probs"],
+        fields["advantages"],
+        mask,
+        config.actor,
+        rollout_is_weights=fields.get("rollout_is_weights"),
+        normaliser=normaliser,
+        conventions=conventions(config),
+        **chosen,
+    )
+
+
+def _entropy_loss(config: Config, outputs: Outputs, mask: torch.Tensor, normaliser: Normaliser) -> Part:
+    # Without a bonus the entropy is only a metric: keep it out of the backward pass.
+    entropy = outputs["entropy"] if config.actor.entropy_coeff else outputs["entropy"].detach()
+    return entropy_loss(entropy, mask, config.actor, normaliser=normaliser, conventions=conventions(config))
+
+
+def _kl_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Part:
+    log_probs = outputs["log_probs"]
+    return kl_loss(
+        log_probs,
+        fields.get("ref_log_probs", log_probs),
+        mask,
+        config.actor,
+        kl=outputs["full_kl"] if config.actor.kl_loss_type == "full" else None,
+        normaliser=normaliser,
+        conventions=conventions(config),
+    )
+
+
+def _value_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Part:
+    loss, metrics = value_loss(
+        outputs["values"],
+        fields["values"],
+        fields["returns"],
+        mask,
+        config.critic,
+        normaliser=normaliser,
+        conventions=conventions(config),
+    )
+    return loss, {f"critic/{name}": value for name, value in {"vf_loss": loss, **metrics}.items()}
+
+
+def _on(device: torch.device, rows: Rows) -> tuple[torch.Tensor, Fields]:
+    """The mask and all fields, on the device."""
+    return rows.response_mask.to(device), {name: value.to(device) for name, value in rows.fields.items()}

@@ -1,6 +1,7 @@
 """From prompts to scored rows at their homes: sampling by the engines, scoring by the reward function."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,12 +13,25 @@ from megappo.data.batch import Rows
 from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.exchange import Exchange, homes
-from megappo.ppo.advantages import compute_token_level_rewards
+from megappo.ppo.rewards import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardPool
 from megappo.rollout.client import EngineClient, SamplingParams
 from megappo.rollout.sampler import Sample, StoreCounter, sample
 from megappo.trainer.component import Batch
 from megappo.trainer.statistics import value_statistics
+
+
+@dataclass(frozen=True)
+class Responses:
+    """This rank's share of a step's responses.
+
+    Attributes:
+        sampled: rollout.n to each prompt, to train on.
+        greedy: one to each prompt, for the baseline of remax; of the other estimators none.
+    """
+
+    sampled: list[Sample]
+    greedy: list[Sample]
 
 
 class Rollouts:
@@ -55,8 +69,15 @@ class Rollouts:
         self.evaluation = SamplingParams(
             rollout.max_response_length, rollout.val_temperature, stop_token_ids=stop_token_ids
         )
+        self.greedy = SamplingParams(rollout.max_response_length, 0.0, stop_token_ids=stop_token_ids)
         self._store = distributed_c10d._get_default_store()  # torchrun's; no public way to it
         self._calls = 0
+
+    def respond(self, prompts: Sequence[Prompt]) -> Responses:
+        """This rank's share of a step's responses; all ranks call it and return together."""
+        sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout")
+        is_remax = self.config.algorithm.adv_estimator == "remax"
+        return Responses(sampled, self.sample(prompts, 1, self.greedy, "baselines") if is_remax else [])
 
     def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str) -> list[Sample]:
         """This rank's share of n responses to each prompt; `prompt_index` counts in `prompts`.
@@ -90,25 +111,45 @@ class Rollouts:
         scores = self.rewards.score([p.text for p in of_sample], texts, [p.label for p in of_sample])
         return torch.tensor(scores, dtype=torch.float32)
 
-    def collect(
-        self, samples: Sequence[Sample], scores: torch.Tensor, prompts: Sequence[Prompt], n: int
-    ) -> tuple[Batch, dict[str, float]]:
-        """The step's rows at their homes, and metrics.
+    def collect(self, responses: Responses, prompts: Sequence[Prompt]) -> tuple[Batch, dict[str, float]]:
+        """Scores the step's responses; its rows at their homes, and metrics.
 
-        Fields: `response_mask`, `rollout_log_probs`, `token_level_scores` (the score on the last token).
+        Fields: per token `response_mask` and `rollout_log_probs`; per row `scores`, `truncated` (1 where
+        rollout.max_response_length cut the response off) and, for remax, `baselines`.
         """
+        samples, n = responses.sampled, self.config.rollout.n
+        scores = self.score(samples, prompts)
         rows = _rows(samples, prompts, n)
         table, holders = self.exchange.table(rows)
         rows = _with_fields(rows, samples, scores, table.max_response_length)
         at_home = homes(len(table), self.exchange.world_size, n)
-        names = ["response_mask", "rollout_log_probs", "token_level_scores"]
-        home = self.exchange.move(rows, table, holders, at_home, names)
+        home = self.exchange.move(
+            rows, table, holders, at_home, ["response_mask", "rollout_log_probs"], per_row=["scores", "truncated"]
+        )
+        if self.config.algorithm.adv_estimator == "remax":
+            home = replace(home, fields=home.fields | {"baselines": self._baselines(responses.greedy, prompts, home)})
         lengths = {"rollout/response_length": rows.response_lengths.float()}
         metrics = value_statistics(self.exchange, {"reward/score": scores} | lengths)
-        num_truncated = sum(self.exchange.share(sum(one.finish_reason == "length" for one in samples)))
+        num_truncated = sum(self.exchange.share(float(rows.fields["truncated"].sum())))
         metrics["rollout/truncated_frac"] = num_truncated / len(table)
         metrics["rollout/num_tokens"] = int(table.response_lengths.sum())
         return Batch(home, table, at_home), metrics
+
+    def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], home: Rows) -> torch.Tensor:
+        """[b] float32: the shaped score of the greedy response to each row's prompt."""
+        indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
+        shaped, _ = shape_scores(
+            self.score(greedy, prompts),
+            torch.tensor([len(one.tokens) for one in greedy], dtype=torch.int64),
+            indices,
+            self.config.reward,
+            RunningMoments(),
+            max_response_length=self.config.rollout.max_response_length,
+            group=self.exchange.group,
+        )
+        mine = dict(zip(indices.tolist(), shaped.tolist(), strict=True))
+        baselines = {index: score for part in self.exchange.share(mine) for index, score in part.items()}
+        return torch.tensor([baselines[i] for i in (home.ids // self.config.rollout.n).tolist()], dtype=torch.float32)
 
     def evaluate(self, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """Scores of one response to each prompt that this rank sampled, and the first prompts' responses to show."""
@@ -144,9 +185,6 @@ def _with_fields(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, wi
     log_probs = torch.zeros(len(rows), width)
     for row, one in enumerate(samples):
         log_probs[row, : len(one.tokens)] = torch.tensor(one.log_probs)
-    fields = {
-        "response_mask": mask,
-        "rollout_log_probs": log_probs,
-        "token_level_scores": compute_token_level_rewards(scores, mask),
-    }
+    truncated = torch.tensor([float(one.finish_reason == "length") for one in samples])
+    fields = {"response_mask": mask, "rollout_log_probs": log_probs, "scores": scores, "truncated": truncated}
     return Rows(rows.ids, rows.prompt_lengths, rows.response_lengths, rows.input_ids, fields)

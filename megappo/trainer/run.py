@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megappo import platform
 from megappo.checkpoint.store import CheckpointStore
@@ -14,6 +14,7 @@ from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
 from megappo.placement.exchange import Exchange
 from megappo.ppo.kl import KLController
+from megappo.ppo.rewards import RunningMoments
 from megappo.rollout.client import EngineClient
 from megappo.trainer.component import Component
 from megappo.trainer.rollouts import Rollouts
@@ -22,12 +23,22 @@ from megappo.weights.hf_folder import write_hf_folder
 from megappo.weights.transport import SyncStats, push_buckets
 
 
+class Stateful(Protocol):
+    """What a checkpoint holds as plain numbers."""
+
+    def state_dict(self) -> dict[str, float]: ...
+
+    def load_state_dict(self, state: dict[str, float]) -> None: ...
+
+
 @dataclass
 class Run:
     """A run's parts. The same on every rank, but for null objects where a part is absent.
 
     Attributes:
-        ref: None when no KL penalty needs a reference.
+        critic: None when the estimator does without values, or the actor has a value head of its own.
+        ref: None when no KL needs a reference.
+        reward_moments: of all scores so far, for reward.normalize running.
         client: of the engine this rank owns; None on the others.
         val_prompts: dataset name -> its prompts.
         engine_shapes: name -> shape of the weights the engines loaded, which every sync must match.
@@ -39,13 +50,14 @@ class Run:
     engine_shapes: dict[str, tuple[int, ...]]
     exchange: Exchange
     actor: Component
-    critic: Component
+    critic: Component | None
     ref: Component | None
     client: EngineClient | None
     rollouts: Rollouts
     train_prompts: PromptDataset
     val_prompts: dict[str, list[Prompt]]
     kl: KLController
+    reward_moments: RunningMoments
     store: CheckpointStore
     observer: Observer | NullObserver
     timers: Timers
@@ -54,7 +66,8 @@ class Run:
     @property
     def trained(self) -> dict[str, TrainedEngine | None]:
         """What checkpoints hold."""
-        return {"actor": self.actor.engine, "critic": self.critic.engine}
+        components = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
+        return {name: component.engine for name, component in components.items()}
 
     def sync_weights(self) -> dict[str, float]:
         """Reshard the actor's weights into the engines; all ranks together.
@@ -95,7 +108,8 @@ class Run:
 
     def save(self, step: int) -> None:
         """Write the checkpoint of a finished step; all ranks together."""
-        path = self.store.save(step, self.trained, {"step": step, "kl": self.kl.state_dict()})
+        state = {"step": step, "kl": self.kl.state_dict(), "reward_moments": self.reward_moments.state_dict()}
+        path = self.store.save(step, self.trained, state)
         self.observer.message(f"checkpoint {path}")
 
     def finish(self) -> None:

@@ -39,11 +39,12 @@ def _part(value: torch.Tensor) -> tuple[int, float, float, float] | None:
 
 
 def training_metrics(exchange: Exchange, steps: list[dict[str, float]], prefix: str) -> dict[str, float]:
-    """Metrics of a component's optimizer steps, averaged over the steps.
+    """Metrics of a component's optimizer steps, averaged over the steps, and their number.
 
     Args:
         steps: one dict per optimizer step on the component's output ranks, else empty. Loss metrics are the
-            data-parallel shards' parts and are added up; `grad_norm` and `lr` are the same on all of them.
+            data-parallel shards' parts and are added up; `grad_norm` and `lr`, which get the prefix, are the same on
+            all of them.
     """
     shards = [of_rank for of_rank in exchange.share(steps) if of_rank]
     if not shards:
@@ -54,4 +55,6 @@ def training_metrics(exchange: Exchange, steps: list[dict[str, float]], prefix: 
             same = name in ("grad_norm", "lr")
             value = of_step[0][name] if same else sum(shard[name] for shard in of_step)
             totals[name] = totals.get(name, 0.0) + value
-    return {f"{prefix}/{name}": total / len(shards[0]) for name, total in totals.items()}
+    num_steps = len(shards[0])
+    means = {name if "/" in name else f"{prefix}/{name}": total / num_steps for name, total in totals.items()}
+    return means | {f"{prefix}/num_optimizer_steps": num_steps}

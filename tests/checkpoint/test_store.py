@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_engines import ACTOR, CRITIC, OPTIM, Case, exported, make_engine, make_rows, read_config, with_score
+from ppo_engines import OPTIM, Case, exported, make_engine, make_loss, make_rows, read_config, with_score
 from spawn import run_ranks
 from tiny_models import hf_folder
 from torch.multiprocessing import ProcessExitedException
@@ -25,7 +25,6 @@ from megappo.models.engine import TrainedEngine
 from megappo.placement.exchange import Exchange
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.losses import actor_loss, critic_loss
 
 OPTIM = OPTIM.model_copy(update={"lr_warmup_steps": 2, "lr_decay_style": "cosine", "min_lr": 1e-3})
 TWO = (0, 1)
@@ -60,8 +59,7 @@ def train(engines: dict[str, TrainedEngine | None], num_steps: int) -> dict[str,
         rows = make_rows(91)
         layout = engine.groups.layout
         mine = balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)
-        num_tokens = int(rows.response_lengths.sum())
-        loss = actor_loss(ACTOR, num_tokens) if kind == "actor" else critic_loss(CRITIC, num_tokens)
+        loss = make_loss(kind, rows)
         for _ in range(num_steps):
             step = engine.train_batch(rows.select(mine[layout.shard_of(dist.get_rank())]), loss)
             metrics |= {f"{kind}/{name}": step[name] for name in ("grad_norm", "lr")}

@@ -64,7 +64,7 @@ KEYS_AND_VALUES = {
     "critic.lr=1e-5": "critic.lr: unknown key; did you mean critic.optim.lr?",
     "actor.gamma=1": "actor.gamma: unknown key; did you mean algorithm.gamma?",
     "actr.clip_ratio=1": "actr: unknown key; did you mean actor?",
-    "reward.zzz=1": "reward.zzz: unknown key; reward has function, num_workers, timeout_seconds",
+    "reward.zzz=1": "reward.zzz: unknown key; reward has function, num_workers, timeout_seconds, scale, clip,",
     "base=other.yaml": "base: unknown key; the top level has model, placement,",
     "actor.optim.lr=fast": 'actor.optim.lr: expected float > 0, found "fast"',
     "actor.optim.lr=0": "actor.optim.lr: expected float > 0, found 0",
@@ -84,7 +84,23 @@ KEYS_AND_VALUES = {
     "data.shuffle=1": "data.shuffle: expected true | false, found 1",
     "data.train_files=[]": "data.train_files: expected non-empty list of text, found []",
     "data.prompt_key=1": "data.prompt_key: expected text, found 1",
-    "algorithm.kl_penalty=kl": 'algorithm.kl_penalty: expected k1 | abs | k2 | k3, found "kl"',
+    "algorithm.kl_penalty=kl": 'algorithm.kl_penalty: expected k1 | abs | k2 | k3 | k1+ | k3+ | full, found "kl"',
+    "algorithm.adv_estimator=ppo": (
+        "algorithm.adv_estimator: expected gae | grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | "
+        'remax | opo | gpg, found "ppo"'
+    ),
+    "actor.policy_loss=ppo": (
+        'actor.policy_loss: expected clip | gspo | cispo | sapo | gpg | clip_cov | kl_cov | gmpo, found "ppo"'
+    ),
+    "actor.loss_agg_mode=mean": (
+        "actor.loss_agg_mode: expected token-mean | seq-mean-token-sum | seq-mean-token-mean | "
+        'seq-mean-token-sum-norm | null, found "mean"'
+    ),
+    "algorithm.preset=trl": 'algorithm.preset: expected verl | slime | openrlhf | nemo_rl | null, found "trl"',
+    "actor.entropy_coeff=-1": "actor.entropy_coeff: expected float >= 0, found -1",
+    "actor.kl_loss_coef=-0.1": "actor.kl_loss_coef: expected float >= 0, found -0.1",
+    "algorithm.kl_ctrl.kl_coef=-1": "algorithm.kl_ctrl.kl_coef: expected float >= 0, found -1",
+    "algorithm.value_coef=-1": "algorithm.value_coef: expected float >= 0, found -1",
     "actor=3": "actor: expected section, found 3",
     "actor.optim=": "actor.optim: expected section, found null",
     "trainer.seed.x=1": 'trainer.seed: expected int >= 0, found {"x": 1}',
@@ -133,10 +149,47 @@ CONTRADICTIONS = {
         "algorithm.kl_ctrl.type adaptive needs algorithm.use_kl_in_reward true"
     ),
     "algorithm.use_kl_in_reward=false placement.ref=0": (
-        "placement.ref is set, but algorithm.use_kl_in_reward is false, so no reference is built: drop placement.ref"
+        "placement.ref is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false, so no reference is "
+        "built: drop placement.ref"
     ),
     "algorithm.use_kl_in_reward=false ref.parallel.tensor=2": (
-        "ref.parallel is set, but algorithm.use_kl_in_reward is false"
+        "ref.parallel is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false"
+    ),
+    "algorithm.adv_estimator=grpo": (
+        "algorithm.adv_estimator grpo compares the responses to a prompt: rollout.n must be at least 2, found 1"
+    ),
+    "algorithm.adv_estimator=remax reward.normalize=batch": (
+        "reward.normalize batch would hide the greedy baseline that algorithm.adv_estimator remax subtracts"
+    ),
+    "algorithm.adv_estimator=rloo rollout.n=2 algorithm.shared_backbone=true": (
+        "algorithm.shared_backbone needs values, which algorithm.adv_estimator rloo does without: drop it or use gae"
+    ),
+    "algorithm.adv_estimator=rloo rollout.n=2 algorithm.critic_lam=1": "algorithm.critic_lam needs values",
+    "critic.warmup_steps=100": "critic.warmup_steps 100 must be below trainer.total_steps 100: else the actor",
+    "critic.warmup_steps=1 algorithm.shared_backbone=true": (
+        "critic.warmup_steps 1 needs a critic, and this run builds none: set it to 0"
+    ),
+    "reward.normalize=group": "reward.normalize group compares the responses to a prompt: rollout.n must be at least 2",
+    "reward.length_penalty=overlong reward.overlong_buffer=2000": (
+        "reward.overlong_buffer 2000 is longer than rollout.max_response_length 1024: shorten it"
+    ),
+    "algorithm.kl_penalty=full actor.parallel.pipeline=2": (
+        "algorithm.kl_penalty full needs actor.parallel.pipeline 1, found 2"
+    ),
+    "actor.use_kl_loss=true actor.kl_loss_type=full placement.ref=0-3": (
+        "actor.kl_loss_type full needs the reference on the actor's ranks: drop placement.ref"
+    ),
+    "algorithm.rollout_correction={mode: mask, threshold_lower: 3}": (
+        "algorithm.rollout_correction.threshold_lower 3.0 must be below algorithm.rollout_correction.threshold 2.0"
+    ),
+    "algorithm.rollout_correction={threshold_lower: 0.5}": (
+        "algorithm.rollout_correction.threshold_lower is only used with algorithm.rollout_correction.mode mask: drop it"
+    ),
+    "algorithm.rollout_correction={mode: mask, threshold: 1}": (
+        "algorithm.rollout_correction.threshold 1.0 must be above 1"
+    ),
+    "algorithm.rollout_correction.reject_geometric=[1.1, 2]": (
+        "algorithm.rollout_correction.reject_geometric [1.1, 2.0] must enclose 1, such as [0.999, 1.001]"
     ),
     "rollout.top_k=0": "rollout.top_k 0 keeps no token: set -1 (off) or at least 1",
     "rollout.max_total_tokens=2049": (

@@ -1,6 +1,6 @@
 """Moving rows between ranks, against a dictionary from row number to what that row holds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -109,6 +109,10 @@ def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
         assert_rows(moved, case, case.takers[rank], {"values", "returns"})
         more = exchange.move_fields(mine, moved, table, holders, case.takers, ["advantages"])
         assert_rows(more, case, case.takers[rank], {"values", "returns", "advantages"})
+        scored = replace(mine, fields=mine.fields | {"scores": torch.tensor([row + 0.5 for row in mine.ids])})
+        score = exchange.move_fields(scored, moved, table, holders, case.takers, [], per_row=["scores"])
+        assert score.fields["scores"].tolist() == [row + 0.5 for row in case.takers[rank]]
+        assert score.fields["scores"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -84,7 +84,7 @@ def reached(run: Path, step: int) -> bool:
 
 
 def latest(run: Path) -> str:
-    return (run / "checkpoints" / "latest").read_text()
+    return (run / "checkpoints" / "latest").read_text().strip()
 
 
 def run_killing_a_rank(folder: Path, config: Path, run: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_config_written_is_the_config_run(run, config):
 def test_the_newest_checkpoints_are_kept_and_nothing_half_written(run):
     found = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert found == ["latest", "step_00000009", "step_00000010"]
-    assert (run / "checkpoints" / "latest").read_text() == "step_00000010"
+    assert (run / "checkpoints" / "latest").read_text() == "step_00000010\n"
 
 
 def test_the_exported_actor_answers_as_the_last_evaluation_did(run):

@@ -59,15 +59,16 @@ def check_borrowed(rank: int, world_size: int, rows_per_prompt: int, num_mini_ba
         borrowed = component.borrow(batch, num_mini_batches)
         borrowed.receive(batch.rows, ["advantages", "returns"])
         parts = borrowed.mini_batches()
-        held = exchange.share([part.ids.tolist() for part, _ in parts])
+        held = exchange.share([part.ids.tolist() for part, _, _ in parts])
         size = len(every) // num_mini_batches
-        for number, (part, num_tokens) in enumerate(parts):
+        for number, (part, num_tokens, num_sequences) in enumerate(parts):
             expected = list(range(number * size, (number + 1) * size))
             outputs = [layout.output_rank(shard) for shard in range(layout.data)]
             assert sorted(row for output in outputs for row in held[output][number]) == expected
             assert num_tokens == sum(int(every.response_lengths[row]) for row in expected)
+            assert num_sequences == size
             assert_rows(part, every, {"response_mask", "advantages", "returns"})
-        assert (rank in layout.ranks) == any(len(part) for part, _ in parts)
+        assert (rank in layout.ranks) == any(len(part) for part, _, _ in parts)
         for shard in range(layout.data):
             copies = [held[member] for member in layout.shard_ranks(shard)]
             assert copies.count(copies[0]) == len(copies), "all ranks of a shard work on the same rows"

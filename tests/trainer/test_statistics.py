@@ -58,9 +58,9 @@ def test_only_response_tokens_of_all_ranks_count() -> None:
 
 # Two optimizer steps on two output ranks; rank 1 reports nothing.
 STEPS = (
-    [{"pg_loss": 0.5, "grad_norm": 2.0, "lr": 0.1}, {"pg_loss": -1.0, "grad_norm": 4.0, "lr": 0.2}],
+    [{"actor/pg_loss": 0.5, "grad_norm": 2.0, "lr": 0.1}, {"actor/pg_loss": -1.0, "grad_norm": 4.0, "lr": 0.2}],
     [],
-    [{"pg_loss": 0.25, "grad_norm": 2.0, "lr": 0.1}, {"pg_loss": 3.0, "grad_norm": 4.0, "lr": 0.2}],
+    [{"actor/pg_loss": 0.25, "grad_norm": 2.0, "lr": 0.1}, {"actor/pg_loss": 3.0, "grad_norm": 4.0, "lr": 0.2}],
 )
 
 
@@ -68,7 +68,8 @@ def check_training(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     found = training_metrics(exchange, STEPS[rank], "actor")
     loss = ((0.5 + 0.25) + (-1.0 + 3.0)) / 2
-    assert found == pytest.approx({"actor/pg_loss": loss, "actor/grad_norm": 3.0, "actor/lr": 0.15})
+    of_component = {"actor/grad_norm": 3.0, "actor/lr": 0.15, "actor/num_optimizer_steps": 2}
+    assert found == pytest.approx({"actor/pg_loss": loss} | of_component)
     assert training_metrics(exchange, [], "critic") == {}
 
 

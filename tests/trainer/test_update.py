@@ -3,22 +3,31 @@
 tests/models/test_engine.py compares single steps with Hugging Face; here one rank is the measure of all layouts.
 """
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_engines import ACTOR, CRITIC, OPTIM, Case, at_home, exported, make_engine, make_rows, read_config, with_score
+from ppo_engines import (
+    OPTIM,
+    Case,
+    at_home,
+    exported,
+    make_config,
+    make_engine,
+    make_rows,
+    read_config,
+    with_score,
+)
 from spawn import run_ranks
 from tiny_models import hf_folder
 
 from megappo.placement.exchange import Exchange
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.component import Batch, Component, train
-from megappo.trainer.losses import actor_loss, critic_loss
+from megappo.trainer.component import Batch, Component
 from megappo.trainer.statistics import training_metrics
+from megappo.trainer.update import update_actor, update_critic
 
 LENGTHS = ((3, 4), (3, 6), (5, 1), (5, 2), (4, 5), (4, 3), (2, 2), (2, 7), (1, 1), (1, 3), (6, 2), (6, 6))
 ROWS_PER_PROMPT, MINI_BATCHES, EPOCHS = 2, 3, 2
@@ -39,18 +48,14 @@ CASES = {
 }
 
 
-def update(component: Component, batch: Batch) -> dict[str, float]:
+def update(component: Component, batch: Batch, kind: str) -> dict[str, float]:
     """What a PPO step does with a component once the advantages are known; the update's metrics, on every rank."""
-    borrowed = component.borrow(batch, MINI_BATCHES)
-    if component.name == "actor":
-        rows = borrowed.forward(batch.rows, {"log_probs": "old_log_probs"})
-        borrowed.receive(rows, ["old_log_probs", "advantages"])
-        loss = partial(actor_loss, ACTOR)
-    else:
-        rows = borrowed.forward(batch.rows, {"values": "values"})
-        borrowed.receive(rows, ["values", "returns"])
-        loss = partial(critic_loss, CRITIC)
-    return training_metrics(component.exchange, train(borrowed, EPOCHS, loss), component.name)
+    borrowed, config = component.borrow(batch, MINI_BATCHES), make_config(kind, EPOCHS)
+    names = {"log_probs": "old_log_probs"} if kind == "actor" else {"values": "values"}
+    names = {"log_probs": "old_log_probs", "values": "values"} if kind == "shared" else names
+    rows = borrowed.forward(batch.rows, names)
+    steps = update_critic(borrowed, rows, config) if kind == "critic" else update_actor(borrowed, rows, config)
+    return training_metrics(component.exchange, steps, component.name)
 
 
 def check_updates(rank: int, world_size: int, folder: Path, kind: str) -> None:
@@ -62,7 +67,7 @@ def check_updates(rank: int, world_size: int, folder: Path, kind: str) -> None:
     for name, case in CASES.items():
         engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
         before = exported(engine, hf_config, kind) if name == ONE_RANK and engine else before
-        metrics = update(Component(kind, case.layout, engine, exchange), batch)
+        metrics = update(Component(kind, case.layout, engine, exchange), batch, kind)
         weights = exported(engine, hf_config, kind) if engine else None
         expected = expected or (exchange.share(weights)[0], metrics)
         assert_same(name, weights or expected[0], expected[0])
@@ -85,7 +90,7 @@ def assert_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
     assert clipped and min(clipped) > 0
 
 
-@pytest.mark.parametrize("kind", ["actor", "critic"])
+@pytest.mark.parametrize("kind", ["actor", "critic", "shared"])
 def test_every_layout_and_micro_batch_size_updates_alike(kind: str, tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=kind == "actor")
-    run_ranks(4, check_updates, with_score(folder) if kind == "critic" else folder, kind)
+    folder = hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=kind != "critic")
+    run_ranks(4, check_updates, folder if kind == "actor" else with_score(folder), kind)

@@ -1,0 +1,122 @@
+"""From rollouts that were scored and looked at to advantages: rewards per token, corrections, estimate, whitening."""
+
+from dataclasses import replace
+
+import torch
+
+from megappo.data.batch import Rows
+from megappo.ppo.advantages import (
+    WHITENED,
+    compute_token_level_rewards,
+    estimate,
+    explained_variance,
+    length_adaptive_lam,
+    whiten,
+)
+from megappo.ppo.corrections import rollout_is_weights
+from megappo.ppo.kl import kl_estimate
+from megappo.ppo.rewards import shape_scores
+from megappo.trainer.losses import conventions
+from megappo.trainer.run import Run
+from megappo.trainer.statistics import field_statistics, value_statistics
+
+Metrics = dict[str, float]
+
+
+def add_advantages(run: Run, rows: Rows) -> tuple[Rows, Metrics]:
+    """Adds `advantages`, `returns` where there are values, and `rollout_is_weights` where they are not all 1.
+
+    Args:
+        rows: at their homes, where all responses to a prompt are together.
+    Returns:
+        The rows, and metrics over the rows of all ranks.
+    """
+    rewards, metrics = _token_level_rewards(run, rows)
+    advantages, returns = _estimate(run, rows, rewards)
+    added = {"advantages": _scaled(run, advantages, rows.response_mask)}
+    added |= {"returns": returns} if run.config.has_values else {}
+    weights, correction_metrics = _correct(run, rows)
+    rows = replace(rows, fields=rows.fields | added | weights)
+    names = [name for name in ("advantages", "returns", "values") if name in rows.fields]
+    difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()
+    shown = {name: rows.fields[name] for name in names} | {"rollout/log_prob_diff": difference}
+    metrics |= field_statistics(run.exchange, rows, shown) | correction_metrics
+    if run.config.has_values:
+        metrics["critic/vf_explained_var"] = explained_variance(
+            rows.fields["values"], returns, rows.response_mask, group=run.exchange.group
+        )
+    return rows, metrics
+
+
+def _token_level_rewards(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+    """Shaped scores on each response's last token, minus the KL penalty."""
+    scores, metrics = shape_scores(
+        rows.fields["scores"],
+        rows.response_lengths,
+        _prompts(run, rows),
+        run.config.reward,
+        run.reward_moments,
+        max_response_length=run.config.rollout.max_response_length,
+        group=run.exchange.group,
+    )
+    metrics |= value_statistics(run.exchange, {"reward/shaped": scores})
+    if not run.config.algorithm.use_kl_in_reward:
+        return compute_token_level_rewards(scores, rows.response_mask), metrics
+    penalty = _kl_penalty(run, rows)
+    coefficient = run.kl.value
+    metrics |= field_statistics(run.exchange, rows, {"reward/kl_penalty": penalty}) | {"reward/kl_coef": coefficient}
+    run.kl.update(metrics["reward/kl_penalty/mean"], run.config.data.train_batch_size * run.config.rollout.n)
+    return compute_token_level_rewards(scores, rows.response_mask, penalty, coefficient), metrics
+
+
+def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
+    kind, fields = run.config.algorithm.kl_penalty, rows.fields
+    if kind == "full":
+        return fields["full_kl"]
+    return kl_estimate(fields["old_log_probs"], fields["ref_log_probs"], kind, conventions=conventions(run.config))
+
+
+def _prompts(run: Run, rows: Rows) -> torch.Tensor:
+    """[b] int64: the number of each row's prompt."""
+    return rows.ids // run.config.rollout.n
+
+
+def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns; of a decoupled or length-adaptive GAE each with its own lambda."""
+    algorithm, fields, mask = run.config.algorithm, rows.fields, rows.response_mask
+    inputs = {
+        "token_level_rewards": rewards,
+        "response_mask": mask,
+        "values": fields.get("values"),
+        "bootstrap_values": fields["bootstrap_values"] * fields["truncated"] if "bootstrap_values" in fields else None,
+        "baselines": fields.get("baselines"),
+        "groups": _prompts(run, rows),
+        "gamma": algorithm.gamma,
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "group": run.exchange.group,
+    }
+    lam = algorithm.lam if algorithm.lam_alpha is None else length_adaptive_lam(mask, algorithm.lam_alpha)
+    critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
+    advantages, returns = estimate(algorithm.adv_estimator, lam=lam, **inputs)
+    if run.config.has_values and lam is not critic_lam:
+        _, returns = estimate(algorithm.adv_estimator, lam=critic_lam, **inputs)
+    return advantages, returns
+
+
+def _scaled(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Whitened over the tokens of all ranks, by default where the estimator's method says so, then clipped."""
+    algorithm = run.config.algorithm
+    chosen = algorithm.whiten_advantages
+    if algorithm.adv_estimator in WHITENED if chosen is None else chosen:
+        advantages = whiten(advantages, mask, group=run.exchange.group, conventions=conventions(run.config))
+    limit = algorithm.advantages_clip
+    return advantages if limit is None else advantages.clamp(-limit, limit)
+
+
+def _correct(run: Run, rows: Rows) -> tuple[dict[str, torch.Tensor], Metrics]:
+    """The importance weights against the mismatch between engine and trainer, where there are any."""
+    correction, fields = run.config.algorithm.rollout_correction, rows.fields
+    weights, metrics = rollout_is_weights(
+        fields["old_log_probs"], fields["rollout_log_probs"], rows.response_mask, correction, group=run.exchange.group
+    )
+    return ({"rollout_is_weights": weights} if correction.is_on else {}), metrics

@@ -1,0 +1,84 @@
+"""The updates of a step: PPO's epochs over the mini-batches that a component has borrowed."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from megappo import platform
+from megappo.config.schema import Config
+from megappo.data.batch import Rows
+from megappo.models.engine import LossFn, TrainedEngine
+from megappo.ppo.losses import select_by_covariance
+from megappo.trainer.component import Borrowed
+from megappo.trainer.losses import SELECTED, actor_loss, critic_loss
+
+Steps = list[dict[str, float]]
+"""Metrics of each optimizer step: this data-parallel shard's part, on the component's output ranks; [] elsewhere."""
+
+COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
+VALUE_FIELDS = ("values", "returns")
+
+
+def update_actor(borrowed: Borrowed, home: Rows, config: Config) -> Steps:
+    """Train the actor; the rest of the step is skipped once its KL to the old policy passes actor.target_kl.
+
+    Args:
+        home: the rows at home, with the fields that the loss reads.
+    """
+    borrowed.receive(home, _actor_fields(config))
+    engine = borrowed.component.engine
+    if not isinstance(engine, TrainedEngine):
+        return []
+    actor = config.actor
+    steps: Steps = []
+    for rows, make_loss in _mini_batches(borrowed, actor.ppo_epochs, partial(actor_loss, config)):
+        if actor.policy_loss in COVARIANCE_LOSSES:
+            rows = _with_selection(engine, rows, config)
+        steps.append(engine.train_batch(rows, make_loss))
+        if actor.target_kl is not None and engine.total(steps[-1].get("actor/ppo_kl", 0.0)) > actor.target_kl:
+            break
+    return steps if engine.is_output else []
+
+
+def update_critic(borrowed: Borrowed, home: Rows, config: Config) -> Steps:
+    """Train the critic; arguments as in `update_actor`."""
+    borrowed.receive(home, VALUE_FIELDS)
+    engine = borrowed.component.engine
+    if not isinstance(engine, TrainedEngine):
+        return []
+    mini_batches = _mini_batches(borrowed, config.critic.ppo_epochs, partial(critic_loss, config))
+    steps = [engine.train_batch(rows, loss) for rows, loss in mini_batches]
+    return steps if engine.is_output else []
+
+
+def _actor_fields(config: Config) -> list[str]:
+    fields = ["old_log_probs", "advantages"]
+    fields += ["ref_log_probs"] if config.actor.use_kl_loss and config.actor.kl_loss_type != "full" else []
+    fields += ["rollout_is_weights"] if config.algorithm.rollout_correction.is_on else []
+    return fields + (list(VALUE_FIELDS) if config.algorithm.shared_backbone else [])
+
+
+def _mini_batches(
+    borrowed: Borrowed, ppo_epochs: int, make_loss: Callable[[int, int], LossFn]
+) -> Iterator[tuple[Rows, LossFn]]:
+    """This rank's rows of each mini-batch of each epoch, with its loss."""
+    for _ in range(ppo_epochs):
+        for rows, num_tokens, num_sequences in borrowed.mini_batches():
+            yield rows, make_loss(num_tokens, num_sequences)
+
+
+def _with_selection(engine: TrainedEngine, rows: Rows, config: Config) -> Rows:
+    """The rows with the tokens that the loss treats apart. Choosing them takes the whole mini-batch's log-probs as they
+    are now, so a forward pass more, and makes the choice independent of how the mini-batch is cut."""
+    outputs = engine.forward(rows)
+    if not outputs:  # not the last stage: no loss here
+        return rows
+    device = platform.device()
+    chosen = select_by_covariance(
+        outputs["log_probs"].to(device),
+        rows.fields["advantages"].to(device),
+        rows.response_mask.to(device),
+        config.actor,
+        group=engine.groups.collection.dp,
+    )
+    return replace(rows, fields=rows.fields | {SELECTED: chosen.float().cpu()})

@@ -1,0 +1,95 @@
+"""A short run of the whole program for each method: it learns, and it is that method which ran."""
+
+from pathlib import Path
+
+import pytest
+from program import Program, logged
+
+METHODS = {
+    "grpo": ("algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", "algorithm.use_kl_in_reward=false"),
+    "rloo": ("algorithm.adv_estimator=rloo",),
+    "reinforce_plus_plus": ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.rollout_correction.level=token"),
+    "remax": ("algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=false"),
+    "gspo": (
+        *("algorithm.adv_estimator=grpo", "actor.policy_loss=gspo", "actor.loss_agg_mode=seq-mean-token-mean"),
+        *("actor.clip_ratio_low=3e-2", "actor.clip_ratio_high=4e-2", "algorithm.use_kl_in_reward=false"),
+    ),
+    "clip_cov": (
+        *("algorithm.adv_estimator=grpo", "actor.policy_loss=clip_cov", "actor.clip_cov_ratio=0.01"),
+        *("algorithm.use_kl_in_reward=false", "actor.ppo_epochs=4", "actor.target_kl=0.02"),
+    ),
+    "dual clip": ("actor.clip_ratio_c=1.2", "actor.ppo_epochs=3", "critic.warmup_steps=1"),
+    "adaptive KL": (
+        *("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=1000", "algorithm.kl_penalty=full"),
+        "algorithm.bootstrap_truncated=true",
+    ),
+    "shared backbone": ("algorithm.shared_backbone=true", "reward.normalize=running", "algorithm.preset=openrlhf"),
+}
+OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def check_grpo(steps: list[dict]) -> None:
+    assert all(metrics["actor/kl_loss"] >= 0 for metrics in steps) and steps[-1]["actor/kl_loss"] > 0
+    assert all("reward/kl_penalty/mean" not in metrics for metrics in steps)
+
+
+def check_reinforce_plus_plus(steps: list[dict]) -> None:
+    assert all(abs(metrics["advantages/mean"]) < 1e-5 for metrics in steps), "whitened"
+    assert all(metrics["rollout_is/mean"] == pytest.approx(1, abs=1e-3) for metrics in steps)
+
+
+def check_gspo(steps: list[dict]) -> None:
+    assert any(metrics["actor/pg_clipfrac"] > 0 for metrics in steps)
+
+
+def check_clip_cov(steps: list[dict]) -> None:
+    counts = [metrics["actor/num_optimizer_steps"] for metrics in steps]
+    assert min(counts) < 8 == 4 * 32 // 16, "target_kl has skipped some of the 8"
+
+
+def check_dual_clip(steps: list[dict]) -> None:
+    assert "actor/pg_loss" not in steps[0], "the critic warms up"
+    assert any(metrics["actor/pg_clipfrac_lower"] > 0 for metrics in steps[1:])
+
+
+def check_adaptive_kl(steps: list[dict]) -> None:
+    coefficients = [metrics["reward/kl_coef"] for metrics in steps]
+    assert coefficients[0] == 0.001 and coefficients[1] < 0.001, "at first the policy is the reference"
+    assert coefficients[-1] > min(coefficients), "then it has left it by more than target_kl"
+    assert all(metrics["reward/kl_penalty/min"] > -1e-6 for metrics in steps), "an exact KL is never negative"
+
+
+def check_shared_backbone(steps: list[dict]) -> None:
+    assert all("timing_s/values" not in metrics and "critic/lr" not in metrics for metrics in steps)
+    assert all(metrics["critic/vf_loss"] > 0 for metrics in steps)
+    assert abs(steps[0]["reward/shaped/mean"]) < 1e-5 < steps[-1]["reward/shaped/mean"]
+
+
+CHECKS = {
+    "grpo": check_grpo,
+    "reinforce_plus_plus": check_reinforce_plus_plus,
+    "gspo": check_gspo,
+    "clip_cov": check_clip_cov,
+    "dual clip": check_dual_clip,
+    "adaptive KL": check_adaptive_kl,
+    "shared backbone": check_shared_backbone,
+}
+CRITIC_FREE = ("grpo", "rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_learns(method: str, config: Path, folder: Path) -> None:
+    run = folder / "run"
+    short = ("trainer.total_steps=10", "trainer.save_interval=0", "trainer.eval_interval=0", "trainer.export_hf=false")
+    with Program(folder, config, f"trainer.output_dir={run}", *short, *METHODS[method]) as program:
+        assert program.wait() == 0, program.output
+    steps = logged(run)
+    assert [metrics["step"] for metrics in steps] == list(range(1, 11))
+    assert all(value is not None for metrics in steps for value in metrics.values()), "no NaN"
+    assert all(metrics["rollout/log_prob_diff/mean"] < 1e-4 for metrics in steps)
+    rewards = [metrics["reward/score/mean"] for metrics in steps]
+    assert rewards[0] < 0.2 and min(rewards[-2:]) > 0.4, rewards
+    assert all((name in metrics) != (method in CRITIC_FREE) for metrics in steps[1:] for name in OF_CRITIC)
+    CHECKS.get(method, lambda steps: None)(steps)
