@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"plan of {args.config} on {world_size} ranks\n\n{config_summary(config)}")
     if not arrangement_errors(config, world_size):
         layouts = placement_layouts(config, world_size)
-        print(f"\nplacement\n{placement_picture(layouts)}{absent_critic(config)}\n\n{rank_table(layouts, world_size)}")
+        print(f"\nplacement\n{placement_picture(layouts)}{_absent(config)}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
     errors = check_run(config, world_size)
     if errors:
@@ -60,15 +60,6 @@ def config_summary(config: Config) -> str:
         for name, section in config.model_dump(mode="json").items()
     ]
     return "\n".join(["config", *lines])
-
-
-def absent_critic(config: Config) -> str:
-    """Why there is no critic, where there is none: its keys are then not used."""
-    if config.has_critic:
-        return ""
-    algorithm = config.algorithm
-    reason = "algorithm.shared_backbone" if config.has_values else f"algorithm.adv_estimator {algorithm.adv_estimator}"
-    return f"\n  critic: none ({reason})"
 
 
 def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
@@ -103,6 +94,10 @@ _BATCH_ROWS = {
 
 def _range(bounds: tuple[int, int]) -> str:
     return " to ".join(f"{bound:,}" for bound in sorted(set(bounds)))
+
+
+def _absent(config: Config) -> str:
+    return "" if config.has_critic else f"\n  {config.no_critic}"
 
 
 def _leaves(section: dict, prefix: str = "") -> Iterator[tuple[str, object]]:

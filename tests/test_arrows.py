@@ -11,7 +11,7 @@ MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "da
 BOTTOM = frozenset({"config", "platform", "lifetime"})
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "plan"})
-FROM_TOOLS = frozenset({"weights", "checkpoint", "models", "config", "placement", "platform"})
+FROM_TOOLS = frozenset({"weights", "checkpoint", "models", "config", "placement", "platform", "ppo"})
 HEAVY = {
     "megatron": (
         "megappo/models/",

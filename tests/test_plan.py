@@ -79,6 +79,19 @@ def test_a_valid_run_is_planned(run_folder):
     assert lines[-1] == "nothing is wrong: ready for 4 processes of megappo.train"
 
 
+def test_a_method_without_a_critic_plans_none(run_folder):
+    done = plan(run_folder, "run.yaml", "algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert (done.returncode, done.stderr) == (0, "")
+    for expected in (
+        "critic: none (algorithm.adv_estimator grpo)",
+        "rank actor engine",
+        "optimizer steps 4",
+        "whole run: 5 steps; optimizer steps: actor 20",
+    ):
+        assert expected in lines
+
+
 def test_the_rank_table_is_aligned(run_folder):
     lines = plan(run_folder, "run.yaml").stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["rank", "actor"])

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from megappo.config.schema import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, Config, Optim, Parallel, Trained
+from megappo.config.algorithm_checks import algorithm_errors
+from megappo.config.schema import Config, Optim, Parallel, Trained
 
 
 def config_errors(config: Config) -> list[str]:
@@ -12,14 +13,8 @@ def config_errors(config: Config) -> list[str]:
     return [
         *_trained(config, "actor", config.actor),
         *(_trained(config, "critic", config.critic) if config.has_critic else ()),
-        *_clipping(config),
-        *_estimator(config),
-        *_values(config),
-        *_rewards(config),
-        *_full_kl(config),
-        *_correction(config),
+        *algorithm_errors(config),
         *_reference(config),
-        *_kl_controller(config),
         *_rollout(config),
         *_data(config),
     ]
@@ -105,13 +100,6 @@ def _learning_rate(key: str, optim: Optim) -> Iterator[str]:
         )
 
 
-def _clipping(config: Config) -> Iterator[str]:
-    actor = config.actor
-    key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
-    if getattr(actor, key) >= 1:
-        yield f"actor.{key} {getattr(actor, key)} must be below 1: the ratio is clipped to 1 - {key}"
-
-
 def _reference(config: Config) -> Iterator[str]:
     if config.kl_kinds:
         if config.ref.parallel is not None:
@@ -130,98 +118,6 @@ def _reference(config: Config) -> Iterator[str]:
                 f"{key} is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false, so no reference is "
                 f"built: drop {key}"
             )
-
-
-def _estimator(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.adv_estimator in GROUP_ESTIMATORS and config.rollout.n < 2:
-        yield (
-            f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: rollout.n must be "
-            f"at least 2, found {config.rollout.n}"
-        )
-    if algorithm.adv_estimator == "remax" and config.reward.normalize != "none":
-        yield (
-            f"reward.normalize {config.reward.normalize} would hide the greedy baseline that algorithm.adv_estimator "
-            "remax subtracts: set it to none"
-        )
-
-
-def _values(config: Config) -> Iterator[str]:
-    """Keys that only mean something where there are values."""
-    algorithm, warmup = config.algorithm, config.critic.warmup_steps
-    if warmup and not config.has_critic:
-        yield f"critic.warmup_steps {warmup} needs a critic, and this run builds none: set it to 0"
-    elif warmup >= config.trainer.total_steps:
-        yield (
-            f"critic.warmup_steps {warmup} must be below trainer.total_steps {config.trainer.total_steps}: else the "
-            "actor never trains"
-        )
-    if config.has_values:
-        return
-    needing = {
-        "algorithm.shared_backbone": algorithm.shared_backbone,
-        "algorithm.bootstrap_truncated": algorithm.bootstrap_truncated,
-        "algorithm.lam_alpha": algorithm.lam_alpha is not None,
-        "algorithm.critic_lam": algorithm.critic_lam is not None,
-    }
-    for key in (key for key, is_set in needing.items() if is_set):
-        yield (
-            f"{key} needs values, which algorithm.adv_estimator {algorithm.adv_estimator} does without: drop it or "
-            f"use {' or '.join(CRITIC_ESTIMATORS)}"
-        )
-
-
-def _rewards(config: Config) -> Iterator[str]:
-    reward, limit = config.reward, config.rollout.max_response_length
-    if reward.normalize == "group" and config.rollout.n < 2:
-        yield (
-            f"reward.normalize group compares the responses to a prompt: rollout.n must be at least 2, found "
-            f"{config.rollout.n}"
-        )
-    if reward.length_penalty == "overlong" and reward.overlong_buffer > limit:
-        yield (
-            f"reward.overlong_buffer {reward.overlong_buffer} is longer than rollout.max_response_length {limit}: "
-            "shorten it"
-        )
-
-
-def _full_kl(config: Config) -> Iterator[str]:
-    """The reference's distribution is looked at by the actor's ranks, a micro-batch at a time."""
-    if "full" not in config.kl_kinds:
-        return
-    key = "algorithm.kl_penalty" if config.algorithm.kl_penalty == "full" else "actor.kl_loss_type"
-    if config.actor.parallel.pipeline > 1:
-        yield (
-            f"{key} full needs actor.parallel.pipeline 1, found {config.actor.parallel.pipeline}: the reference's "
-            "logits must be where the actor's are; choose k3, or tensor instead of pipeline parallelism"
-        )
-    for other in ("parallel", "max_tokens_per_micro_batch"):
-        if getattr(config.ref, other) not in (None, getattr(config.actor, other)):
-            yield f"{key} full needs the reference laid out as the actor: drop ref.{other}"
-    if config.placement.ref not in (None, config.placement.actor):
-        yield f"{key} full needs the reference on the actor's ranks: drop placement.ref"
-
-
-def _correction(config: Config) -> Iterator[str]:
-    correction, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
-    lower, upper = correction.threshold_lower, correction.threshold
-    if lower is not None and lower >= upper:
-        yield f"{section}.threshold_lower {lower} must be below {section}.threshold {upper}"
-    if correction.mode == "mask" and lower is None and upper <= 1:
-        yield f"{section}.threshold {upper} must be above 1: with mode mask the lower one is 1 / threshold"
-    if lower is not None and correction.mode == "truncate":
-        yield f"{section}.threshold_lower is only used with {section}.mode mask: drop it"
-    bounds = correction.reject_geometric
-    if bounds is not None and not bounds[0] < 1 < bounds[1]:
-        yield f"{section}.reject_geometric {list(bounds)} must enclose 1, such as [0.999, 1.001]"
-
-
-def _kl_controller(config: Config) -> Iterator[str]:
-    if config.algorithm.kl_ctrl.type == "adaptive" and not config.algorithm.use_kl_in_reward:
-        yield (
-            "algorithm.kl_ctrl.type adaptive needs algorithm.use_kl_in_reward true: without a KL penalty there is "
-            "nothing to steer"
-        )
 
 
 def _rollout(config: Config) -> Iterator[str]:

@@ -19,7 +19,8 @@ CRITIC_ESTIMATORS = ("gae",)
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
 """algorithm.adv_estimator that compare the responses to a prompt with each other."""
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full"]
+KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "low_var_kl"]
+"""The last three are verl's words for k1, k2 and k3."""
 
 
 class Section(BaseModel):
@@ -66,7 +67,7 @@ class Trained(Section):
     max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most")
     ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
-    loss_agg_mode: Aggregation | None = Field(None, description="how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = the policy loss's own (seq-mean-token-mean of gspo, sapo, gmpo), else token-mean, or algorithm.preset's")
+    loss_agg_mode: Aggregation | None = Field(None, description="how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of gspo, sapo, gmpo")
 
 
 class Actor(Trained):
@@ -139,7 +140,7 @@ class Reward(Section):
     function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION of (prompts, responses, labels) -> list of scores")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
-    scale: float = Field(1.0, description="factor of every score; the first of the shaping steps")
+    scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")
     clip: PositiveFloat | None = Field(None, description="clip scaled scores to +- this; null = off")
     normalize: Literal["none", "running", "batch", "group"] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")
     length_penalty: Literal["none", "overlong", "linear"] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
@@ -157,10 +158,10 @@ class KLCtrl(Section):
 class RolloutCorrection(Section):
     level: Literal["none", "token", "sequence", "geometric"] = Field("none", description="importance weights pi_trainer / pi_engine by token, response (product) or response (geometric mean)")
     mode: Literal["truncate", "mask"] = Field("truncate", description="beyond the threshold: cap the weight (TIS), or make it 0 (IcePop)")
-    threshold: PositiveFloat = Field(2.0, description="largest weight")
+    threshold: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight")
     threshold_lower: PositiveFloat | None = Field(None, description="mask: smallest weight; null = 1 / threshold")
     reject_geometric: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="reject responses whose geometric-mean ratio lies outside, such as [0.999, 1.001]; null = off")
-    veto_threshold: PositiveFloat | None = Field(None, description="reject responses with a token whose ratio is below this, such as 1e-4; null = off")
+    veto_threshold: OpenFraction | None = Field(None, description="reject responses with a token whose ratio is below this, such as 1e-4; null = off")
 
     @property
     def is_on(self) -> bool:
@@ -183,7 +184,7 @@ class Algorithm(Section):
     kl_penalty: KLKind = Field("k1", description="KL estimator of that penalty")
     kl_ctrl: KLCtrl = Field(KLCtrl(), description="KL coefficient")
     rollout_correction: RolloutCorrection = Field(RolloutCorrection(), description="weights against the mismatch between engine and trainer")
-    shared_backbone: bool = Field(False, description="gae: one model with a policy and a value head instead of a separate critic; the critic's optimizer, layout and batch keys are then not used")
+    shared_backbone: bool = Field(False, description="gae: one model with a policy and a value head instead of a separate critic; of the critic's keys only value_clip, huber_delta and loss_agg_mode are then read")
     value_coef: NonNegativeFloat = Field(0.5, description="shared_backbone: weight of the value loss in the combined loss")
 
 
@@ -219,6 +220,12 @@ class Config(Section):
     def has_critic(self) -> bool:
         """Whether a critic, a model of its own, gives the values."""
         return self.has_values and not self.algorithm.shared_backbone
+
+    @property
+    def no_critic(self) -> str:
+        """Why there is no critic, in a line."""
+        reason = "shared_backbone" if self.has_values else f"adv_estimator {self.algorithm.adv_estimator}"
+        return f"critic: none (algorithm.{reason})"
 
     def num_mini_batches(self, name: Literal["actor", "critic"]) -> int:
         """Mini-batches per epoch."""

@@ -19,10 +19,15 @@ class OtherRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class RowTable:
-    """What every rank knows of a step's rows: their lengths, in tokens, both [B] int64, by row number."""
+    """What every rank knows of a step's rows: their lengths, in tokens, [B] int64 each, by row number.
+
+    Attributes:
+        policy_lengths: response tokens with mask 1: those the policy wrote.
+    """
 
     prompt_lengths: torch.Tensor
     response_lengths: torch.Tensor
+    policy_lengths: torch.Tensor
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)
@@ -91,13 +96,15 @@ class Exchange:
         Raises:
             ValueError: row numbers are not 0..B-1, each held once.
         """
-        shared = self.share((rows.ids.tolist(), rows.prompt_lengths.tolist(), rows.response_lengths.tolist()))
-        holders = tuple(tuple(ids) for ids, _, _ in shared)
+        policy_lengths = rows.response_mask.sum(dim=1).long()
+        columns = (rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
+        shared = self.share(tuple(column.tolist() for column in columns))
+        holders = tuple(tuple(ids) for ids, *_ in shared)
         entries = sorted(entry for part in shared for entry in zip(*part, strict=True))
         if [entry[0] for entry in entries] != list(range(len(entries))):
             raise ValueError(f"rows must be numbered 0..B-1 and held once each; got {[entry[0] for entry in entries]}")
-        lengths = torch.tensor([entry[1:] for entry in entries], dtype=torch.int64).reshape(-1, 2)
-        return RowTable(lengths[:, 0], lengths[:, 1]), holders
+        lengths = torch.tensor([entry[1:] for entry in entries], dtype=torch.int64).reshape(-1, 3)
+        return RowTable(*lengths.unbind(dim=1)), holders
 
     def move(
         self,

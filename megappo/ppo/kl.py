@@ -10,6 +10,8 @@ from megappo.ppo.conventions import DEFAULT, Conventions
 
 KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 """Estimators from the two log-probs of a sampled token, by their name in algorithm.kl_penalty, actor.kl_loss_type."""
+VERL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+"""verl's words for some of them, which are accepted as well."""
 
 
 def kl_estimate(
@@ -22,7 +24,7 @@ def kl_estimate(
 
     Args:
         log_probs, ref_log_probs: [B, R] float32, in nats.
-        kind: one of KINDS.
+        kind: one of KINDS or of VERL_NAMES.
         conventions: kl_input_clamp of q and kl_output_clamp of the estimate, for the kinds in kl_clamped; by default
             +-20 and +-10 for k3 and k3+. The gradient of k1+ and k3+ is never clamped.
 
@@ -33,6 +35,7 @@ def kl_estimate(
         ValueError: unknown kind, or full.
     Source: Schulman, "Approximating KL divergence" (2020); clamps and straight-through gradient as verl's kl_penalty.
     """
+    kind = VERL_NAMES.get(kind, kind)
     if kind == "full":
         raise ValueError(
             "the KL over the full vocabulary is no function of the sampled tokens' log-probs: the model's head "

@@ -33,13 +33,17 @@ def add_advantages(run: Run, rows: Rows) -> tuple[Rows, Metrics]:
     """
     rewards, metrics = _token_level_rewards(run, rows)
     advantages, returns = _estimate(run, rows, rewards)
-    added = {"advantages": _scaled(run, advantages, rows.response_mask)}
+    whitened = _whitened(run, advantages, rows.response_mask)
+    limit = run.config.algorithm.advantages_clip
+    added = {"advantages": whitened if limit is None else whitened.clamp(-limit, limit)}
     added |= {"returns": returns} if run.config.has_values else {}
     weights, correction_metrics = _correct(run, rows)
     rows = replace(rows, fields=rows.fields | added | weights)
     names = [name for name in ("advantages", "returns", "values") if name in rows.fields]
     difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()
     shown = {name: rows.fields[name] for name in names} | {"rollout/log_prob_diff": difference}
+    if limit is not None:
+        shown["advantages/clipped"] = (whitened.abs() > limit).float()
     metrics |= field_statistics(run.exchange, rows, shown) | correction_metrics
     if run.config.has_values:
         metrics["critic/vf_explained_var"] = explained_variance(
@@ -59,14 +63,15 @@ def _token_level_rewards(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
         max_response_length=run.config.rollout.max_response_length,
         group=run.exchange.group,
     )
-    metrics |= value_statistics(run.exchange, {"reward/shaped": scores})
+    shown = {"reward/shaped": scores}
+    if "baselines" in rows.fields:
+        shown["reward/baseline"] = rows.fields["baselines"]
+    metrics |= value_statistics(run.exchange, shown)
     if not run.config.algorithm.use_kl_in_reward:
         return compute_token_level_rewards(scores, rows.response_mask), metrics
     penalty = _kl_penalty(run, rows)
-    coefficient = run.kl.value
-    metrics |= field_statistics(run.exchange, rows, {"reward/kl_penalty": penalty}) | {"reward/kl_coef": coefficient}
-    run.kl.update(metrics["reward/kl_penalty/mean"], run.config.data.train_batch_size * run.config.rollout.n)
-    return compute_token_level_rewards(scores, rows.response_mask, penalty, coefficient), metrics
+    metrics |= field_statistics(run.exchange, rows, {"reward/kl_penalty": penalty}) | {"reward/kl_coef": run.kl.value}
+    return compute_token_level_rewards(scores, rows.response_mask, penalty, run.kl.value), metrics
 
 
 def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
@@ -98,19 +103,18 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
     lam = algorithm.lam if algorithm.lam_alpha is None else length_adaptive_lam(mask, algorithm.lam_alpha)
     critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
     advantages, returns = estimate(algorithm.adv_estimator, lam=lam, **inputs)
-    if run.config.has_values and lam is not critic_lam:
+    if algorithm.lam_alpha is not None or algorithm.critic_lam is not None:
         _, returns = estimate(algorithm.adv_estimator, lam=critic_lam, **inputs)
     return advantages, returns
 
 
-def _scaled(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Whitened over the tokens of all ranks, by default where the estimator's method says so, then clipped."""
+def _whitened(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Whitened over the tokens of all ranks where the config says so, or, left open, the estimator's method."""
     algorithm = run.config.algorithm
     chosen = algorithm.whiten_advantages
     if algorithm.adv_estimator in WHITENED if chosen is None else chosen:
-        advantages = whiten(advantages, mask, group=run.exchange.group, conventions=conventions(run.config))
-    limit = algorithm.advantages_clip
-    return advantages if limit is None else advantages.clamp(-limit, limit)
+        return whiten(advantages, mask, group=run.exchange.group, conventions=conventions(run.config))
+    return advantages
 
 
 def _correct(run: Run, rows: Rows) -> tuple[dict[str, torch.Tensor], Metrics]:

@@ -67,8 +67,9 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         resume_step=start_step + 1 if checkpoint else 0,
     )
     cleanup.callback(observer.close)
-    if start:
-        observer.message(start)
+    for line in [start, "" if config.has_critic else config.no_critic]:
+        if line:
+            observer.message(line)
     client = engine.wait_ready() if engine is not None else None
     rollouts = Rollouts(
         config,

@@ -100,13 +100,13 @@ class Borrowed:
         )
 
     def mini_batches(self) -> list[tuple[Rows, int, int]]:
-        """This rank's rows of each mini-batch, with the mini-batch's response tokens and responses over all shards."""
+        """This rank's rows of each mini-batch, with the tokens of mask 1, and the rows that have any, of all shards."""
         shard = self.component.layout.shard_of(self.component.exchange.rank)
         parts = []
         start = 0
         for shards in self.cut.mini_batches:
-            lengths = self.batch.table.response_lengths[[row for part in shards for row in part]]
+            lengths = self.batch.table.policy_lengths[[row for part in shards for row in part]]
             size = len(shards[shard]) if shard is not None else 0
-            parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), len(lengths)))
+            parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), int((lengths > 0).sum())))
             start += size
         return parts

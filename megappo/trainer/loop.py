@@ -68,14 +68,18 @@ class Trainer:
         with run.timers("update_critic"):
             critic_steps = update_critic(at_critic, rows, config) if at_critic else []
         with run.timers("update_actor"):
-            actor_steps = update_actor(at_actor, rows, config) if step > config.critic.warmup_steps else []
+            actor_trains = step > config.critic.warmup_steps
+            actor_steps = update_actor(at_actor, rows, config) if actor_trains else []
             # Not earlier: it would keep a critic and an actor on different ranks from training at once.
             metrics |= training_metrics(run.exchange, critic_steps, "critic")
             metrics |= training_metrics(run.exchange, actor_steps, "actor")
         with run.timers("sync"):
             run.engine_wake()
             metrics |= run.sync_weights()
-        return metrics | advantage_metrics
+        metrics |= advantage_metrics
+        if config.algorithm.use_kl_in_reward and actor_trains:
+            run.kl.update(metrics["reward/kl_penalty/mean"], config.data.train_batch_size * config.rollout.n)
+        return metrics
 
     def look_at(self, batch: Batch, at_actor: Borrowed, at_critic: Borrowed | None) -> Rows:
         """Adds to the rows at home what the models say of them, as far as the config needs it."""

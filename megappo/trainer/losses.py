@@ -21,7 +21,7 @@ def actor_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
     """Policy loss - entropy bonus + KL loss, and with a shared backbone + value_coef x value loss.
 
     Args:
-        num_tokens, num_sequences: of the whole mini-batch: response tokens, responses.
+        num_tokens, num_sequences: of the whole mini-batch: tokens with mask 1, rows with any.
     """
     normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
 

@@ -132,7 +132,8 @@ class Rollouts:
         metrics = value_statistics(self.exchange, {"reward/score": scores} | lengths)
         num_truncated = sum(self.exchange.share(float(rows.fields["truncated"].sum())))
         metrics["rollout/truncated_frac"] = num_truncated / len(table)
-        metrics["rollout/num_tokens"] = int(table.response_lengths.sum())
+        num_greedy_tokens = sum(self.exchange.share(sum(len(one.tokens) for one in responses.greedy)))
+        metrics["rollout/num_tokens"] = int(table.response_lengths.sum()) + num_greedy_tokens
         return Batch(home, table, at_home), metrics
 
     def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], home: Rows) -> torch.Tensor:

@@ -55,6 +55,10 @@ def test_the_run_that_the_tables_break_is_valid(run_folder):
     assert errors_of() == []
 
 
+def test_a_bound_that_a_loss_does_not_have_is_no_matter(run_folder):
+    assert errors_of("actor.policy_loss=cispo", "actor.clip_ratio_low=1", "actor.clip_ratio_high=4") == []
+
+
 def test_a_context_that_is_just_long_enough_is_valid(run_folder):
     assert errors_of("rollout.max_response_length=3070", "rollout.max_total_tokens=4096") == []
 
@@ -84,7 +88,11 @@ KEYS_AND_VALUES = {
     "data.shuffle=1": "data.shuffle: expected true | false, found 1",
     "data.train_files=[]": "data.train_files: expected non-empty list of text, found []",
     "data.prompt_key=1": "data.prompt_key: expected text, found 1",
-    "algorithm.kl_penalty=kl": 'algorithm.kl_penalty: expected k1 | abs | k2 | k3 | k1+ | k3+ | full, found "kl"',
+    "algorithm.kl_penalty=k4": "algorithm.kl_penalty: expected k1 | abs | k2 | k3 | k1+ | k3+ | full | kl | mse |",
+    "reward.scale=-1": "reward.scale: expected float > 0, found -1",
+    "algorithm.rollout_correction.veto_threshold=1": (
+        "algorithm.rollout_correction.veto_threshold: expected float in (0, 1) | null, found 1"
+    ),
     "algorithm.adv_estimator=ppo": (
         "algorithm.adv_estimator: expected gae | grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | "
         'remax | opo | gpg, found "ppo"'
@@ -179,14 +187,29 @@ CONTRADICTIONS = {
     "actor.use_kl_loss=true actor.kl_loss_type=full placement.ref=0-3": (
         "actor.kl_loss_type full needs the reference on the actor's ranks: drop placement.ref"
     ),
-    "algorithm.rollout_correction={mode: mask, threshold_lower: 3}": (
+    "algorithm.rollout_correction={level: token, mode: mask, threshold_lower: 3}": (
         "algorithm.rollout_correction.threshold_lower 3.0 must be below algorithm.rollout_correction.threshold 2.0"
     ),
-    "algorithm.rollout_correction={threshold_lower: 0.5}": (
+    "algorithm.rollout_correction={level: token, threshold_lower: 0.5}": (
         "algorithm.rollout_correction.threshold_lower is only used with algorithm.rollout_correction.mode mask: drop it"
     ),
-    "algorithm.rollout_correction={mode: mask, threshold: 1}": (
+    "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
         "algorithm.rollout_correction.threshold 1.0 must be above 1"
+    ),
+    "algorithm.rollout_correction.mode=mask": (
+        "algorithm.rollout_correction.level is none, so its mode and thresholds have no effect: set level, such as"
+    ),
+    "actor.target_kl=0.1": "actor.target_kl 0.1 has nothing to skip: a step has one optimizer step only; drop it",
+    "actor.policy_loss=clip_cov actor.clip_cov_lb=5": "actor.clip_cov_lb 5.0 must be below actor.clip_cov_ub 5.0",
+    "algorithm.value_coef=1": (
+        "algorithm.value_coef 1.0 has no effect, as algorithm.shared_backbone is false: drop it"
+    ),
+    "algorithm.adv_estimator=rloo rollout.n=2 algorithm.gamma=0.9": (
+        "algorithm.gamma 0.9 has no effect, as algorithm.adv_estimator rloo discounts nothing: drop it"
+    ),
+    "actor.kl_loss_coef=1": "actor.kl_loss_coef 1.0 has no effect, as actor.use_kl_loss is false: drop it",
+    "algorithm.shared_backbone=true critic.model_path=model": (
+        "critic.model_path model has no effect, as this run builds no critic: drop it"
     ),
     "algorithm.rollout_correction.reject_geometric=[1.1, 2]": (
         "algorithm.rollout_correction.reject_geometric [1.1, 2.0] must enclose 1, such as [0.999, 1.001]"

@@ -32,7 +32,7 @@ def test_mini_batches_are_consecutive_prompts_spread_over_the_shards(
     num_mini_batches: int, prompts: int, rows_per_prompt: int, shards: int, seed: int
 ) -> None:
     size = prompts * rows_per_prompt
-    lengths = torch.randint(1, 50, (2, size * num_mini_batches), generator=torch.Generator().manual_seed(seed))
+    lengths = torch.randint(1, 50, (3, size * num_mini_batches), generator=torch.Generator().manual_seed(seed))
     table = RowTable(*lengths)
     cut = cut_rows(table, Layout(tuple(range(shards))), num_mini_batches)
     assert len(cut.mini_batches) == num_mini_batches

@@ -46,11 +46,20 @@ CASES = {
     "tp2 pp2": Case(Layout(FOUR, tensor=2, pipeline=2), max_tokens=30),
     "dp4": Case(Layout(FOUR)),
 }
+METHODS = {
+    "clip_cov": {"policy_loss": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0},
+    "kl_cov": {"policy_loss": "kl_cov", "kl_cov_ratio": 0.2},
+    "target_kl": {"target_kl": 1e-3, "loss_agg_mode": "seq-mean-token-mean"},
+}
+"""What an actor is updated with, besides the defaults."""
 
 
-def update(component: Component, batch: Batch, kind: str) -> dict[str, float]:
+def update(component: Component, batch: Batch, method: str | None) -> dict[str, float]:
     """What a PPO step does with a component once the advantages are known; the update's metrics, on every rank."""
+    kind = component.name
     borrowed, config = component.borrow(batch, MINI_BATCHES), make_config(kind, EPOCHS)
+    actor = config.actor.model_copy(update=METHODS[method] if method else {})
+    config = config.model_copy(update={"actor": actor})
     names = {"log_probs": "old_log_probs"} if kind == "actor" else {"values": "values"}
     names = {"log_probs": "old_log_probs", "values": "values"} if kind == "shared" else names
     rows = borrowed.forward(batch.rows, names)
@@ -58,7 +67,7 @@ def update(component: Component, batch: Batch, kind: str) -> dict[str, float]:
     return training_metrics(component.exchange, steps, component.name)
 
 
-def check_updates(rank: int, world_size: int, folder: Path, kind: str) -> None:
+def check_updates(rank: int, world_size: int, folder: Path, kind: str, method: str | None) -> None:
     exchange = Exchange(dist.group.WORLD)
     hf_config = read_config(folder)
     batch = at_home(exchange, make_rows(hf_config["vocab_size"], LENGTHS), ROWS_PER_PROMPT)
@@ -67,13 +76,14 @@ def check_updates(rank: int, world_size: int, folder: Path, kind: str) -> None:
     for name, case in CASES.items():
         engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
         before = exported(engine, hf_config, kind) if name == ONE_RANK and engine else before
-        metrics = update(Component(kind, case.layout, engine, exchange), batch, kind)
+        metrics = update(Component(kind, case.layout, engine, exchange), batch, method)
         weights = exported(engine, hf_config, kind) if engine else None
         expected = expected or (exchange.share(weights)[0], metrics)
         assert_same(name, weights or expected[0], expected[0])
         assert metrics == pytest.approx(expected[1], rel=1e-4, abs=2e-6), name
     if rank == 0:
-        assert_moved(before, expected[0], expected[1])
+        assert_moved(before, expected[0])
+        assert_method(method, expected[1])
 
 
 def assert_same(name: str, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -83,14 +93,26 @@ def assert_same(name: str, found: dict[str, torch.Tensor], expected: dict[str, t
         torch.testing.assert_close(found[key], tensor, rtol=0, atol=1e-5, msg=message)
 
 
-def assert_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], metrics: dict[str, float]) -> None:
-    """The update is large enough to be compared, and clips."""
+def assert_moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
+    """The update is large enough to be compared."""
     assert all((after[key] - before[key]).abs().max() > 1e-3 for key in before)
+
+
+def assert_method(method: str | None, metrics: dict[str, float]) -> None:
+    """It clips, selects and stops as it should."""
+    num_steps = next(value for name, value in metrics.items() if name.endswith("num_optimizer_steps"))
     clipped = [value for name, value in metrics.items() if name.endswith(("pg_clipfrac", "vf_clipfrac"))]
-    assert clipped and min(clipped) > 0
+    if method == "target_kl":
+        assert 1 < num_steps < MINI_BATCHES * EPOCHS
+    else:
+        assert num_steps == MINI_BATCHES * EPOCHS
+        assert clipped and (min(clipped) > 0) == (method != "kl_cov")
 
 
-@pytest.mark.parametrize("kind", ["actor", "critic", "shared"])
-def test_every_layout_and_micro_batch_size_updates_alike(kind: str, tmp_path: Path) -> None:
+KINDS_AND_METHODS = [("actor", None), ("critic", None), ("shared", None), *(("actor", method) for method in METHODS)]
+
+
+@pytest.mark.parametrize(("kind", "method"), KINDS_AND_METHODS)
+def test_every_layout_and_micro_batch_size_updates_alike(kind: str, method: str | None, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=kind != "critic")
-    run_ranks(4, check_updates, folder if kind == "actor" else with_score(folder), kind)
+    run_ranks(4, check_updates, folder if kind == "actor" else with_score(folder), kind, method)

@@ -1,0 +1,157 @@
+"""Keys of the method that contradict each other, or that the rest of the config leaves without effect."""
+
+from collections.abc import Iterator
+
+from megappo.config.schema import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, Actor, Algorithm, Config
+
+CLIPPED_BELOW = ("clip", "gspo", "clip_cov")
+"""actor.policy_loss whose ratio is clipped to 1 - epsilon from below."""
+UNDISCOUNTED = (*GROUP_ESTIMATORS, "remax")
+"""algorithm.adv_estimator that judge a response as a whole."""
+
+
+def algorithm_errors(config: Config) -> list[str]:
+    """Every contradiction, one line each, naming the keys, their values and the remedy."""
+    return [
+        *_clipping(config),
+        *_early_stop(config),
+        *_estimator(config),
+        *_values(config),
+        *_unused(config),
+        *_rewards(config),
+        *_kl_controller(config),
+        *_full_kl(config),
+        *_correction(config),
+    ]
+
+
+def _clipping(config: Config) -> Iterator[str]:
+    actor = config.actor
+    key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+    if actor.policy_loss in CLIPPED_BELOW and getattr(actor, key) >= 1:
+        yield f"actor.{key} {getattr(actor, key)} must be below 1: the ratio is clipped to 1 - {key}"
+    if actor.policy_loss == "clip_cov" and actor.clip_cov_lb >= actor.clip_cov_ub:
+        yield f"actor.clip_cov_lb {actor.clip_cov_lb} must be below actor.clip_cov_ub {actor.clip_cov_ub}"
+
+
+def _early_stop(config: Config) -> Iterator[str]:
+    if config.actor.target_kl is not None and config.actor.ppo_epochs * config.num_mini_batches("actor") == 1:
+        yield (
+            f"actor.target_kl {config.actor.target_kl} has nothing to skip: a step has one optimizer step only; drop "
+            "it, or raise actor.ppo_epochs or lower actor.ppo_mini_batch_size"
+        )
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """Keys that were set but that nothing reads."""
+    algorithm, actor = config.algorithm, config.actor
+    estimator = f"algorithm.adv_estimator {algorithm.adv_estimator}"
+    unread = {
+        "algorithm.value_coef": (not algorithm.shared_backbone, "algorithm.shared_backbone is false"),
+        "algorithm.gamma": (algorithm.adv_estimator in UNDISCOUNTED, f"{estimator} discounts nothing"),
+        "actor.kl_loss_coef": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
+        "actor.kl_loss_type": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
+        "critic.model_path": (not config.has_critic, "this run builds no critic"),
+    }
+    defaults = {"algorithm": Algorithm(), "actor": Actor(), "critic": type(config.critic)()}
+    for key, (is_unread, reason) in unread.items():
+        section, name = key.split(".")
+        value = getattr(getattr(config, section), name)
+        if is_unread and value != getattr(defaults[section], name):
+            yield f"{key} {value} has no effect, as {reason}: drop it"
+
+
+def _estimator(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.adv_estimator in GROUP_ESTIMATORS and config.rollout.n < 2:
+        yield (
+            f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: rollout.n must be "
+            f"at least 2, found {config.rollout.n}"
+        )
+    if algorithm.adv_estimator == "remax" and config.reward.normalize != "none":
+        yield (
+            f"reward.normalize {config.reward.normalize} would hide the greedy baseline that algorithm.adv_estimator "
+            "remax subtracts: set it to none"
+        )
+
+
+def _values(config: Config) -> Iterator[str]:
+    """Keys that only mean something where there are values."""
+    algorithm, warmup = config.algorithm, config.critic.warmup_steps
+    if warmup and not config.has_critic:
+        yield f"critic.warmup_steps {warmup} needs a critic, and this run builds none: set it to 0"
+    elif warmup >= config.trainer.total_steps:
+        yield (
+            f"critic.warmup_steps {warmup} must be below trainer.total_steps {config.trainer.total_steps}: else the "
+            "actor never trains"
+        )
+    if config.has_values:
+        return
+    needing = {
+        "algorithm.shared_backbone": algorithm.shared_backbone,
+        "algorithm.bootstrap_truncated": algorithm.bootstrap_truncated,
+        "algorithm.lam_alpha": algorithm.lam_alpha is not None,
+        "algorithm.critic_lam": algorithm.critic_lam is not None,
+    }
+    for key in (key for key, is_set in needing.items() if is_set):
+        yield (
+            f"{key} needs values, which algorithm.adv_estimator {algorithm.adv_estimator} does without: drop it or "
+            f"use {' or '.join(CRITIC_ESTIMATORS)}"
+        )
+
+
+def _rewards(config: Config) -> Iterator[str]:
+    reward, limit = config.reward, config.rollout.max_response_length
+    if reward.normalize == "group" and config.rollout.n < 2:
+        yield (
+            f"reward.normalize group compares the responses to a prompt: rollout.n must be at least 2, found "
+            f"{config.rollout.n}"
+        )
+    if reward.length_penalty == "overlong" and reward.overlong_buffer > limit:
+        yield (
+            f"reward.overlong_buffer {reward.overlong_buffer} is longer than rollout.max_response_length {limit}: "
+            "shorten it"
+        )
+
+
+def _kl_controller(config: Config) -> Iterator[str]:
+    if config.algorithm.kl_ctrl.type == "adaptive" and not config.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.kl_ctrl.type adaptive needs algorithm.use_kl_in_reward true: without a KL penalty there is "
+            "nothing to steer"
+        )
+
+
+def _full_kl(config: Config) -> Iterator[str]:
+    """The reference's distribution is looked at by the actor's ranks, a micro-batch at a time."""
+    if "full" not in config.kl_kinds:
+        return
+    in_reward = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
+    key = "algorithm.kl_penalty" if in_reward else "actor.kl_loss_type"
+    if config.actor.parallel.pipeline > 1:
+        yield (
+            f"{key} full needs actor.parallel.pipeline 1, found {config.actor.parallel.pipeline}: the reference's "
+            "logits must be where the actor's are; choose k3, or tensor instead of pipeline parallelism"
+        )
+    for other in ("parallel", "max_tokens_per_micro_batch"):
+        if getattr(config.ref, other) not in (None, getattr(config.actor, other)):
+            yield f"{key} full needs the reference laid out as the actor: drop ref.{other}"
+    if config.placement.ref not in (None, config.placement.actor):
+        yield f"{key} full needs the reference on the actor's ranks: drop placement.ref"
+
+
+def _correction(config: Config) -> Iterator[str]:
+    correction, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    lower, upper = correction.threshold_lower, correction.threshold
+    if correction.level == "none" and (correction.mode, upper, lower) != ("truncate", 2.0, None):
+        yield f"{section}.level is none, so its mode and thresholds have no effect: set level, such as token"
+        return
+    if lower is not None and lower >= upper:
+        yield f"{section}.threshold_lower {lower} must be below {section}.threshold {upper}"
+    if correction.mode == "mask" and lower is None and upper <= 1:
+        yield f"{section}.threshold {upper} must be above 1: with mode mask the lower one is 1 / threshold"
+    if lower is not None and correction.mode == "truncate":
+        yield f"{section}.threshold_lower is only used with {section}.mode mask: drop it"
+    bounds = correction.reject_geometric
+    if bounds is not None and not bounds[0] < 1 < bounds[1]:
+        yield f"{section}.reject_geometric {list(bounds)} must enclose 1, such as [0.999, 1.001]"
