@@ -79,6 +79,12 @@ def test_a_valid_run_is_planned(run_folder):
     assert lines[-1] == "nothing is wrong: ready for 4 processes of megappo.train"
 
 
+def test_stages_of_different_sizes_are_shown(run_folder):
+    done = plan(run_folder, "run.yaml", "critic.parallel.pipeline_split=[3, 1]")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "    stage 0 (layers 0-2)  [dp0: 0] [dp1: 1]\n    stage 1 (layers 3)  [dp0: 2] [dp1: 3]\n" in done.stdout
+
+
 def test_the_rank_table_is_aligned(run_folder):
     lines = plan(run_folder, "run.yaml").stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["rank", "actor"])
