@@ -43,10 +43,16 @@ class Case:
     optim: Optim = OPTIM
     recompute: str = "none"
     temperature: float = TEMPERATURE
+    split: tuple[int, ...] | None = None
 
     @property
     def parallel(self) -> Parallel:
-        return Parallel(tensor=self.layout.tensor, pipeline=self.layout.pipeline, sequence=self.sequence)
+        return Parallel(
+            tensor=self.layout.tensor,
+            pipeline=self.layout.pipeline,
+            pipeline_split=self.split,
+            sequence=self.sequence,
+        )
 
 
 def make_config(kind: str, ppo_epochs: int = 1) -> Config:

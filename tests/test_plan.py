@@ -92,6 +92,12 @@ def test_a_method_without_a_critic_plans_none(run_folder):
         assert expected in lines
 
 
+def test_stages_of_different_sizes_are_shown(run_folder):
+    done = plan(run_folder, "run.yaml", "critic.parallel.pipeline_split=[3, 1]")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "    stage 0 (layers 0-2)  [dp0: 0] [dp1: 1]\n    stage 1 (layers 3)  [dp0: 2] [dp1: 3]\n" in done.stdout
+
+
 def test_the_rank_table_is_aligned(run_folder):
     lines = plan(run_folder, "run.yaml").stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["rank", "actor"])

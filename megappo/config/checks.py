@@ -58,7 +58,7 @@ def nearest_divisors(number: int, size: int) -> str:
 def _trained(config: Config, name: Literal["actor", "critic"], trained: Trained) -> Iterator[str]:
     yield from _mini_batch(config, name, trained)
     yield from _micro_batch(config, f"{name}.max_tokens_per_micro_batch", trained.max_tokens_per_micro_batch)
-    yield from _sequence(f"{name}.parallel", trained.parallel)
+    yield from _parallel(f"{name}.parallel", trained.parallel)
     yield from _learning_rate(f"{name}.optim", trained.optim)
     steps = optimizer_steps(config, name)
     if steps and trained.optim.lr_warmup_steps >= steps:
@@ -85,7 +85,13 @@ def _micro_batch(config: Config, key: str, max_tokens: int) -> Iterator[str]:
         )
 
 
-def _sequence(key: str, parallel: Parallel) -> Iterator[str]:
+def _parallel(key: str, parallel: Parallel) -> Iterator[str]:
+    split = parallel.pipeline_split
+    if split is not None and len(split) != parallel.pipeline:
+        yield (
+            f"{key}.pipeline_split {list(split)} is of {len(split)} stages, but {key}.pipeline is {parallel.pipeline}: "
+            "name the layers of every stage, or drop it"
+        )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.sequence needs {key}.tensor > 1, found 1: raise tensor or turn sequence off"
 
@@ -103,7 +109,7 @@ def _learning_rate(key: str, optim: Optim) -> Iterator[str]:
 def _reference(config: Config) -> Iterator[str]:
     if config.kl_kinds:
         if config.ref.parallel is not None:
-            yield from _sequence("ref.parallel", config.ref.parallel)
+            yield from _parallel("ref.parallel", config.ref.parallel)
         if config.ref.max_tokens_per_micro_batch is not None:
             yield from _micro_batch(config, "ref.max_tokens_per_micro_batch", config.ref.max_tokens_per_micro_batch)
         return

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megappo.config.checks import context_errors, nearest_divisors
-from megappo.config.families import FAMILIES
+from megappo.config.checks import context_errors, longest_row, nearest_divisors
+from megappo.config.families import FAMILIES, sliding_window
 from megappo.config.schema import Config, Parallel
 
 DATA_FORMATS = (".jsonl", ".parquet")
@@ -67,6 +67,13 @@ def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts
     positions = hf_config.get("max_position_embeddings")
     if positions:
         yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
+    window = sliding_window(hf_config)
+    if window and longest_row(config) > window:
+        yield (
+            f"{key}: {file}'s sliding_window {window} is below data.max_prompt_length "
+            f"{config.data.max_prompt_length} + rollout.max_response_length {config.rollout.max_response_length}: "
+            "lower these, as neither trainer nor engine limits attention to a window"
+        )
 
 
 def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Iterator[str]:
@@ -75,12 +82,30 @@ def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Itera
         "num_attention_heads": (heads, "tensor", parallel.tensor),
         "num_key_value_heads": (_key_value_heads(hf_config), "tensor", parallel.tensor),
         "intermediate_size": (hf_config["intermediate_size"], "tensor", parallel.tensor),
-        "num_hidden_layers": (hf_config["num_hidden_layers"], "pipeline", parallel.pipeline),
     }
     for name, (size, dimension, ways) in divided.items():
         if size % ways:
             advice = f"{nearest_divisors(size, ways)} would"
             yield f"{key}.{dimension} {ways} does not divide {name} {size} of {file}: {advice}"
+    yield from _stages(key, parallel, file, hf_config["num_hidden_layers"])
+
+
+def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[str]:
+    stages, split = parallel.pipeline, parallel.pipeline_split
+    if split is not None and sum(split) != layers:
+        yield (
+            f"{key}.pipeline_split {list(split)} has {sum(split)} layers together, num_hidden_layers of {file} is "
+            f"{layers}: make them as many"
+        )
+    elif split is None and layers < stages:
+        yield f"{key}.pipeline {stages} is more than num_hidden_layers {layers} of {file}: lower it"
+    elif split is None and layers % stages:
+        more = layers % stages
+        example = [layers // stages + (stage < more) for stage in range(stages)]
+        yield (
+            f"{key}.pipeline {stages} does not divide num_hidden_layers {layers} of {file}: "
+            f"{nearest_divisors(layers, stages)} would, or set {key}.pipeline_split, such as {example}"
+        )
 
 
 def _engine_divides(config: Config, file: Path, hf_config: dict) -> Iterator[str]:

@@ -9,6 +9,7 @@ from megappo import platform
 from megappo.config.schema import Model, Parallel
 from megappo.models.hf_config import HeadKind, gpt_arguments, transformer_config
 from megappo.models.layer_specs import layer_spec
+from megappo.models.rope import scale_rope
 from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
 
@@ -44,6 +45,7 @@ def build_model(
             pg_collection=groups.collection,
             **gpt_arguments(hf_config, parallel.tensor, head),
         )
+    scale_rope(gpt, hf_config)
     if gpt.post_process and head == "value":
         gpt.output_layer = ValueHead(config, groups.collection.tp)
     elif gpt.post_process and head == "policy_value":

@@ -8,8 +8,9 @@ from megatron.core.transformer import TransformerConfig
 
 from megappo import platform
 from megappo.config.errors import ConfigError
-from megappo.config.families import FAMILIES, Family
+from megappo.config.families import FAMILIES, Family, sliding_window
 from megappo.config.schema import Model, Parallel
+from megappo.models.rope import rotary_base
 
 HeadKind = Literal["policy", "value", "policy_value"]
 """What reads a model's last hidden states: the language model's output layer, a critic's value head in its place, or
@@ -21,8 +22,6 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-# Megatron's Llama 3 rope scaling takes the factor only; these are its constants.
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, recompute: str) -> TransformerConfig:
@@ -55,6 +54,7 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        pipeline_model_parallel_layout=_pipeline_layout(parallel),
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -73,6 +73,16 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
         **FUSIONS_OFF,
         **RECOMPUTE[recompute],
     )
+
+
+def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
+    """The modules of every stage, where the config says how many layers each has."""
+    if parallel.pipeline_split is None or parallel.pipeline == 1:
+        return None
+    stages = [["decoder"] * layers for layers in parallel.pipeline_split]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    return stages
 
 
 FUSIONS_OFF = dict.fromkeys(
@@ -101,7 +111,7 @@ def gpt_arguments(hf: dict[str, Any], tensor: int, head: HeadKind) -> dict[str, 
         "max_sequence_length": hf["max_position_embeddings"],
         "share_embeddings_and_output_weights": is_tied(hf) and head != "value",
         "position_embedding_type": "rope",
-        **_rope_arguments(hf),
+        "rotary_base": rotary_base(hf),
     }
 
 
@@ -126,14 +136,18 @@ def _family(hf: dict[str, Any]) -> Family:
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
-        "use_sliding_window": bool(hf.get("use_sliding_window")),
-        "layer_types": bool(set(hf.get("layer_types") or ()) - {"full_attention"}),
+        "layer_types": bool(set(hf.get("layer_types") or ()) - _attention_types(hf)),
     }
     for key, is_unsupported in unsupported.items():
         if is_unsupported:
             found = f"config.json of this {architectures[0]} has {key} = {hf[key]!r}"
             raise ConfigError([f"{found}, which is not supported"])
     return FAMILIES[architectures[0]]
+
+
+def _attention_types(hf: dict[str, Any]) -> set[str]:
+    """Attention that is full on every row of a run: a run whose rows would be longer than the window does not start."""
+    return {"full_attention", "sliding_attention"} if sliding_window(hf) else {"full_attention"}
 
 
 def _num_key_value_heads(hf: dict[str, Any]) -> int:
@@ -144,26 +158,24 @@ def _check_divides(hf: dict[str, Any], parallel: Parallel) -> None:
     wrong = [
         f"{key} = {size} does not divide by parallel.{name} = {ranks}"
         for key, size, name, ranks in (
-            ("num_hidden_layers", hf["num_hidden_layers"], "pipeline", parallel.pipeline),
             ("num_attention_heads", hf["num_attention_heads"], "tensor", parallel.tensor),
             ("num_key_value_heads", _num_key_value_heads(hf), "tensor", parallel.tensor),
             ("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor),
         )
         if size % ranks
     ]
+    layers, stages, split = hf["num_hidden_layers"], parallel.pipeline, parallel.pipeline_split
+    if split is None and layers % stages:
+        wrong.append(
+            f"num_hidden_layers = {layers} does not divide by parallel.pipeline = {stages}, and no "
+            "parallel.pipeline_split says how many are on each stage"
+        )
+    if split is not None and (len(split), sum(split)) != (stages, layers):
+        wrong.append(
+            f"parallel.pipeline_split = {list(split)} is not num_hidden_layers = {layers} on parallel.pipeline = "
+            f"{stages} stages"
+        )
     if parallel.sequence and parallel.tensor == 1:
         wrong.append("parallel.sequence needs parallel.tensor > 1")
     if wrong:
         raise ValueError("the model does not fit the layout: " + "; ".join(wrong))
-
-
-def _rope_arguments(hf: dict[str, Any]) -> dict[str, Any]:
-    """Rotary base and scaling: rope_parameters (transformers 5), or rope_theta and rope_scaling (before)."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    base = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return {"rotary_base": base}
-    if kind == "llama3" and all(rope.get(key) == value for key, value in LLAMA3_ROPE.items()):
-        return {"rotary_base": base, "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
-    raise ConfigError([f"rope {rope} is not supported; supported are the default and llama3 with {LLAMA3_ROPE}"])

@@ -1,6 +1,6 @@
 """Placement as text that people can read: what each component looks like, and what each rank does. Without torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks
@@ -8,9 +8,13 @@ from megappo.placement.ranks import format_ranks
 MOST_BLOCKS = 8
 
 
-def placement_picture(layouts: dict[str, Layout]) -> str:
-    """Each component: its sizes, then a line per pipeline stage with the ranks of every data-parallel shard."""
-    return "\n".join(line for name, layout in layouts.items() for line in _component(name, layout))
+def placement_picture(layouts: dict[str, Layout], splits: Mapping[str, Sequence[int]]) -> str:
+    """Each component: its sizes, then a line per pipeline stage with the ranks of every data-parallel shard.
+
+    Args:
+        splits: layers of each pipeline stage, of the components whose stages differ in them.
+    """
+    return "\n".join(line for name, layout in layouts.items() for line in _component(name, layout, splits.get(name)))
 
 
 def rank_table(layouts: dict[str, Layout], world_size: int) -> str:
@@ -40,14 +44,21 @@ def _cell(name: str, layout: Layout, rank: int) -> str:
     return f"dp{place.data} tp{place.tensor} pp{place.stage}"
 
 
-def _component(name: str, layout: Layout) -> Iterator[str]:
+def _component(name: str, layout: Layout, split: Sequence[int] | None) -> Iterator[str]:
     if name == "rollout":
         yield f"  {name}: {layout.data} engine(s) of {layout.tensor} rank(s)"
     else:
         yield f"  {name}: data {layout.data} x tensor {layout.tensor} x pipeline {layout.pipeline}"
     for stage in range(layout.pipeline):
-        head = f"stage {stage}  " if layout.pipeline > 1 else ""
+        layers = f" (layers {_layers(split, stage)})" if split else ""
+        head = f"stage {stage}{layers}  " if layout.pipeline > 1 else ""
         yield f"    {head}" + " ".join(_blocks("engine " if name == "rollout" else "dp", layout, stage))
+
+
+def _layers(split: Sequence[int], stage: int) -> str:
+    """A stage's layers, counted from 0 over the whole model."""
+    first = sum(split[:stage])
+    return format_ranks(range(first, first + split[stage]))
 
 
 def _blocks(word: str, layout: Layout, stage: int) -> list[str]:

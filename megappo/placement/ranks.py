@@ -74,6 +74,12 @@ def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
     return layouts
 
 
+def pipeline_splits(config: Config) -> dict[str, tuple[int, ...]]:
+    """Layers of each pipeline stage, of the run's components whose config names them."""
+    splits = {name: _parallel(config, name)[1].pipeline_split for name in _texts(config)}
+    return {name: split for name, split in splits.items() if split is not None}
+
+
 def layout_errors(config: Config, world_size: int) -> list[str]:
     """What is wrong in placement, layouts and the cut of the batch over them, one line each."""
     try:

@@ -128,6 +128,8 @@ def test_a_resumed_run_takes_the_optimizer_settings_of_its_config(folders: dict[
 
 MOVES = {
     "actor, tp2 to pp2": (TP2, PP2),
+    "actor, stages of 3 and 1 to pp2": (replace(PP2, split=(3, 1)), PP2),
+    "actor, dp2 to stages of 1 and 3": (DP2, replace(PP2, split=(1, 3))),
     "actor, dp2 to tp2": (DP2, TP2),
     "actor, one rank to dp2": (ONE, DP2),
     "critic, pp2 to tp2": (PP2, TP2),

@@ -142,6 +142,11 @@ CONTRADICTIONS = {
     "actor.parallel.sequence=true": (
         "actor.parallel.sequence needs actor.parallel.tensor > 1, found 1: raise tensor or turn sequence off"
     ),
+    "actor.parallel.pipeline_split=[3, 3]": (
+        "actor.parallel.pipeline_split [3, 3] is of 2 stages, but actor.parallel.pipeline is 1: name the layers of "
+        "every stage, or drop it"
+    ),
+    "ref.parallel={pipeline: 2, pipeline_split: [6]}": "ref.parallel.pipeline_split [6] is of 1 stages, but",
     "ref.parallel.sequence=true": "ref.parallel.sequence needs ref.parallel.tensor > 1",
     "actor.optim.min_lr=1e-3 actor.optim.lr_decay_style=linear": (
         "actor.optim.min_lr 0.001 is above actor.optim.lr 1e-06: lower it"
@@ -284,8 +289,13 @@ FILES = {
         "actor.parallel.tensor 4 does not divide num_key_value_heads 2 of model/config.json: 2 would"
     ),
     "critic.parallel.pipeline=4": (
-        "critic.parallel.pipeline 4 does not divide num_hidden_layers 6 of model/config.json: 3 or 6 would"
+        "critic.parallel.pipeline 4 does not divide num_hidden_layers 6 of model/config.json: 3 or 6 would, or set "
+        "critic.parallel.pipeline_split, such as [2, 2, 1, 1]"
     ),
+    "actor.parallel.pipeline=2 actor.parallel.pipeline_split=[2, 3]": (
+        "actor.parallel.pipeline_split [2, 3] has 5 layers together, num_hidden_layers of model/config.json is 6"
+    ),
+    "critic.parallel.pipeline_split=[7]": "critic.parallel.pipeline_split [7] has 7 layers together",
     "rollout.max_response_length=3071": (
         "model.path: model/config.json's max_position_embeddings 4096 is below the 4097 tokens that an engine needs "
         "for data.max_prompt_length 1024 and rollout.max_response_length 3071 "
@@ -324,6 +334,15 @@ MODEL_FOLDERS = {
         {"tokenizer_config.json": None},
         "model.path: model holds no tokenizer_config.json: complete the download",
     ),
+    "a window shorter than a row": (
+        {"config.json": json.dumps(HF_CONFIG | {"architectures": ["MistralForCausalLM"], "sliding_window": 2047})},
+        "model.path: model/config.json's sliding_window 2047 is below data.max_prompt_length 1024 + "
+        "rollout.max_response_length 1024: lower these, as neither",
+    ),
+    "a window of Qwen's": (
+        {"config.json": json.dumps(HF_CONFIG | {"use_sliding_window": True, "sliding_window": 16})},
+        "model.path: model/config.json's sliding_window 16 is below",
+    ),
     "fields missing": (
         {"config.json": json.dumps({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 4})},
         "model.path: model/config.json lacks num_hidden_layers, hidden_size, intermediate_size, vocab_size",
@@ -339,6 +358,19 @@ def test_a_model_folder_that_cannot_be_used(run_folder, files, message):
             (run_folder / "model" / name).write_text(text)
     (error,) = errors_of()
     assert error.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 2048},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"use_sliding_window": False, "sliding_window": 16},
+    ],
+)
+def test_windows_that_no_row_outgrows(run_folder, changes):
+    (run_folder / "model" / "config.json").write_text(json.dumps(HF_CONFIG | changes))
+    assert errors_of() == []
 
 
 def test_an_empty_data_file(run_folder):

@@ -1,6 +1,5 @@
 """Megatron's models against Hugging Face's, in every layout, on packed sequences."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +16,32 @@ from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 
 LAYOUTS = {
-    "one rank": Layout((0,)),
+    "tp1": Layout((0,)),
     "tp2": Layout((0, 1), tensor=2),
+    "tp2 sp": Layout((2, 3), tensor=2),
     "pp2": Layout((1, 2), pipeline=2),
     "tp2 pp2 sp": Layout((0, 1, 2, 3), tensor=2, pipeline=2),
 }
+LLAMA31 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": ("llama", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "llama 3.1": ("llama", {"rope_parameters": LLAMA31}),
+    "llama, linear rope": ("llama", {"rope_parameters": LLAMA31 | {"rope_type": "linear"}}),
+    "mistral": ("mistral", {"head_dim": 16, "sliding_window": 11}),
+    "mistral, no window": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {"head_dim": 16}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {"head_dim": 16, "rms_norm_eps": 1e-3}),
+    "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+"""Hugging Face's model_type and what differs from tiny_models.SHAPE."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +52,7 @@ class Case:
     folder: Path
     expected: torch.Tensor
     layout: Layout
+    split: tuple[int, ...] | None = None
     dtype: str = "fp32"
     tolerance: float = 1e-5
 
@@ -52,7 +73,8 @@ def _check_logits(rank: int, world_size: int, cases: list[Case]) -> None:
 
 def _check_case(case: Case, groups: ComponentGroups) -> None:
     tensor, pipeline = case.layout.tensor, case.layout.pipeline
-    parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1 and "sp" in case.name)
+    sequence = case.name.endswith(" sp")
+    parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence=sequence, pipeline_split=case.split)
     logits = outputs(build(case.folder, parallel, groups, trained=False, dtype=case.dtype), groups)
     if groups.collection.pp.rank() < pipeline - 1:
         assert logits is None
@@ -69,28 +91,24 @@ def _check_case(case: Case, groups: ComponentGroups) -> None:
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_equal_hugging_face_in_every_layout(tied: bool, tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path, "qwen2", tie_word_embeddings=tied)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_hugging_face_in_every_layout(name: str, tmp_path: Path) -> None:
+    model_type, changes = MODELS[name]
+    folder = hf_folder(tmp_path, model_type, **changes)
     expected = _hf_logits(folder)
-    run_ranks(4, _check_logits, [Case(name, folder, expected, layout) for name, layout in LAYOUTS.items()])
+    run_ranks(4, _check_logits, [Case(layout, folder, expected, LAYOUTS[layout]) for layout in LAYOUTS])
 
 
-MODELS = {
-    "qwen3 sp": ("qwen3", {"head_dim": 16}),
-    "llama sp": ("llama", {"rope_theta": 500.0}),
-    "no grouped queries": ("qwen2", {"num_key_value_heads": 4}),
-    "rope and eps": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 1e-3}),
-}
-
-
-def test_logits_equal_hugging_face_for_every_family_and_in_bf16(tmp_path: Path) -> None:
+def test_logits_equal_hugging_face_with_stages_of_any_size_and_in_bf16(tmp_path: Path) -> None:
     cases = []
-    for name, (model_type, changes) in MODELS.items():
-        folder = hf_folder(tmp_path / name, model_type, **changes)
-        cases.append(Case(name, folder, _hf_logits(folder), LAYOUTS["tp2"]))
-    cases.append(replace(cases[0], name="bf16 sp", dtype="bf16", tolerance=0.1))
-    run_ranks(2, _check_logits, cases)
+    for tied in (False, True):
+        folder = hf_folder(tmp_path / str(tied), "qwen3", num_hidden_layers=5, tie_word_embeddings=tied)
+        case = Case(f"{tied} 2+3", folder, _hf_logits(folder), LAYOUTS["pp2"], (2, 3))
+        three = replace(case, name=f"{tied} 3+1+1", layout=Layout((0, 1, 3), pipeline=3), split=(3, 1, 1))
+        sharded = replace(case, name=f"{tied} 4+1 sp", layout=LAYOUTS["tp2 pp2 sp"], split=(4, 1))
+        bf16 = replace(case, name=f"{tied} bf16 sp", layout=LAYOUTS["tp2 sp"], split=(5,), dtype="bf16", tolerance=0.1)
+        cases += [case, three, sharded, bf16]
+    run_ranks(4, _check_logits, cases)
 
 
 def _values_equal(
@@ -165,17 +183,23 @@ def test_rope_of_either_transformers_generation() -> None:
     new = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert gpt_arguments(QWEN2, 1, "policy")["rotary_base"] == 1e6
     assert gpt_arguments(QWEN2 | new, 1, "policy")["rotary_base"] == 5e5
-    scaled = gpt_arguments(QWEN2 | {"rope_scaling": json.loads(LLAMA31_ROPE)}, 1, "policy")
-    assert (scaled["rope_scaling"], scaled["rope_scaling_factor"]) == (True, 8.0)
+    old = LLAMA31 | {"type": LLAMA31["rope_type"], "rope_type": None, "rope_theta": None}
+    assert gpt_arguments(QWEN2 | {"rope_scaling": old}, 1, "policy")["rotary_base"] == 1e6
 
 
-LLAMA31_ROPE = """{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-"original_max_position_embeddings": 8192, "rope_type": "llama3"}"""
-
-
-def test_unknown_rope_is_refused() -> None:
-    with pytest.raises(ValueError, match="yarn.*not supported"):
-        gpt_arguments(QWEN2 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 1, "policy")
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0},
+        {"type": "dynamic", "factor": 4.0},
+        {name: LLAMA31[name] for name in LLAMA31.keys() - {"low_freq_factor"}},
+        {"rope_type": "default", "partial_rotary_factor": 0.5},
+    ],
+)
+def test_unknown_rope_is_refused(rope: dict) -> None:
+    kind = rope.get("rope_type") or rope["type"]
+    with pytest.raises(ValueError, match=f"{kind}.*not supported; supported are.*linear .factor.; llama3"):
+        gpt_arguments(QWEN2 | {"rope_scaling": rope}, 1, "policy")
 
 
 @pytest.mark.parametrize(("size", "tensor", "padded"), [(91, 1, 91), (91, 2, 92), (92, 4, 92), (93, 4, 96)])

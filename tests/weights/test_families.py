@@ -19,7 +19,7 @@ def table(hf_config: dict, tensor: int = 1, head: HeadKind = "policy") -> dict:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type", ["qwen2", "llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["qwen2", "llama", "qwen3", "mistral"])
 def test_names_and_shapes_are_hugging_faces(model_type: str, tied: bool) -> None:
     hf_config = config(model_type, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE, tie_word_embeddings=tied))

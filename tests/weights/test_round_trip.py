@@ -21,7 +21,9 @@ LAYOUTS = {
     "PP4": Layout(RANKS, pipeline=4),
     "TP2xPP2": Layout(RANKS, tensor=2, pipeline=2),
 }
-FAMILIES = ("qwen2", "llama", "qwen3")
+UNEVEN = {"PP2xDP2": (1, 4), "PP4": (1, 2, 1, 1), "TP2xPP2": (3, 2)}
+"""Layers of each stage, of a model of five."""
+FAMILIES = ("qwen2", "llama", "qwen3", "mistral")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -36,13 +38,17 @@ def check_buckets(buckets: list, limit: int) -> None:
     assert any(len(bucket) > 1 for bucket in buckets)
 
 
-def round_trips(rank: int, world_size: int, folders: list[Path]) -> None:
-    groups = build_groups(LAYOUTS, seed=0)
+def round_trips(
+    rank: int, world_size: int, folders: list[Path], splits: dict[str, tuple[int, ...] | None] | None = None
+) -> None:
+    """Every folder through every layout, or those of `splits` with stages of these sizes."""
+    splits = splits or dict.fromkeys(LAYOUTS)
+    groups = build_groups({name: LAYOUTS[name] for name in splits}, seed=0)
     for folder in folders:
         expected = tensors_of(folder)
         dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[expected["model.norm.weight"].dtype]
-        for name in LAYOUTS:
-            model = load(folder, groups[name], dtype)
+        for name, split in splits.items():
+            model = load(folder, groups[name], dtype, split=split)
             before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
             buckets = list(iter_hf_buckets(model, read_config(folder), groups[name], 8_000))
             check_buckets(buckets, 8_000)
@@ -59,8 +65,15 @@ def round_trips(rank: int, world_size: int, folders: list[Path]) -> None:
 def test_bit_equal(tmp_path: Path, tied: bool) -> None:
     folders = [hf_folder(tmp_path / family, family, tie_word_embeddings=tied) for family in FAMILIES]
     folders.append(hf_folder(tmp_path / "bf16", "qwen2", torch.bfloat16, tie_word_embeddings=tied))
+    assert all((folder / "model.safetensors.index.json").is_file() for folder in folders)
     assert all(("lm_head.weight" in tensors_of(folder)) != tied for folder in folders)
     run_ranks(4, round_trips, folders, timeout=280)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bit_equal_with_stages_of_different_sizes(tmp_path: Path, tied: bool) -> None:
+    folder = hf_folder(tmp_path / "mistral", "mistral", num_hidden_layers=5, tie_word_embeddings=tied)
+    run_ranks(4, round_trips, [folder], UNEVEN)
 
 
 def shared_backbone(rank: int, world_size: int, folder: Path) -> None:

@@ -40,9 +40,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "config.json").read_text())
 
 
-def build(folder: Path, groups: ComponentGroups, dtype: str = "fp32", head: HeadKind = "policy") -> GPTModel:
+def build(
+    folder: Path,
+    groups: ComponentGroups,
+    dtype: str = "fp32",
+    head: HeadKind = "policy",
+    split: tuple[int, ...] | None = None,
+) -> GPTModel:
     """An unloaded model in the layout of its groups."""
-    parallel = Parallel(tensor=groups.layout.tensor, pipeline=groups.layout.pipeline)
+    parallel = Parallel(tensor=groups.layout.tensor, pipeline=groups.layout.pipeline, pipeline_split=split)
     return build_model(
         read_config(folder),
         Model(path=str(folder), dtype=dtype),
@@ -54,8 +60,14 @@ def build(folder: Path, groups: ComponentGroups, dtype: str = "fp32", head: Head
     )
 
 
-def load(folder: Path, groups: ComponentGroups, dtype: str = "fp32", head: HeadKind = "policy") -> GPTModel:
-    model = build(folder, groups, dtype, head)
+def load(
+    folder: Path,
+    groups: ComponentGroups,
+    dtype: str = "fp32",
+    head: HeadKind = "policy",
+    split: tuple[int, ...] | None = None,
+) -> GPTModel:
+    model = build(folder, groups, dtype, head, split)
     # A weight that nobody loads must show.
     for parameter in model.parameters():
         parameter.data.fill_(torch.nan)
