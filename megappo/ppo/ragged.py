@@ -1,21 +1,27 @@
-"""Tokens with mask 1 without what stands between them."""
+"""Responses with tokens of mask 0 between, before or behind those of mask 1."""
 
 import torch
 
 
-def keep(valid: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each [B, R] tensor in float32 with 0 where the [B, R] bool mask is False, whatever stands there.
+def are_prefixes(mask: torch.Tensor) -> bool:
+    """Whether the tokens with mask 1 of each row are its first ones: no environment turns, no left padding.
 
-    The bits are masked: a product would keep NaN, and torch.where takes several times as long on a CPU.
+    A row has as many runs of ones as it has ones that no other one follows, at least mask[:, 0] of them.
+
+    Args:
+        mask: [B, R] float32 of 0 and 1, of at most 2 ** 24 tokens, up to where sums of them are exact.
     """
-    bits = -valid.int()
-    return tuple((x.float().view(torch.int32) & bits).view(torch.float32) for x in tensors)
+    tokens = mask.flatten()
+    followed = tokens[:-1].dot(tokens[1:]) - mask[:-1, -1:].flatten().dot(mask[1:, :1].flatten())
+    return bool(tokens.sum() - followed == mask[:, :1].sum())
 
 
-def has_holes(valid: torch.Tensor) -> bool:
-    """Whether some row's tokens with mask 1 are not its first ones: environment turns, left padding."""
-    steps = valid.view(torch.int8).diff(dim=1)
-    return steps.numel() > 0 and bool(steps.max() > 0)
+def add_to_last_token(x: torch.Tensor, valid: torch.Tensor, amounts: torch.Tensor) -> torch.Tensor:
+    """x, [B, R], with amounts [B] added at each row's last token with mask 1; a row without any stays as it is."""
+    position = torch.arange(valid.shape[1], device=valid.device)
+    last = torch.where(valid, position, -1).argmax(dim=1, keepdim=True)
+    amounts = torch.where(valid.any(dim=1), amounts.float(), 0.0)
+    return x.scatter_add(1, last, amounts[:, None])
 
 
 class Packing:
@@ -39,11 +45,3 @@ class Packing:
         moved = x.new_zeros(self.shape)
         moved.view(-1).index_copy_(0, target, x.reshape(-1).index_select(0, source))
         return moved
-
-
-def add_to_last_token(x: torch.Tensor, valid: torch.Tensor, amounts: torch.Tensor) -> torch.Tensor:
-    """x, [B, R], with amounts [B] added at each row's last token with mask 1; a row without any stays as it is."""
-    position = torch.arange(valid.shape[1], device=valid.device)
-    last = torch.where(valid, position, -1).argmax(dim=1, keepdim=True)
-    amounts = torch.where(valid.any(dim=1), amounts.float(), 0.0)
-    return x.scatter_add(1, last, amounts[:, None])

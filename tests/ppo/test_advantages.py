@@ -1,4 +1,4 @@
-"""Advantages against token loops in Python floats, hand-computed numbers, and whitening over real ranks."""
+"""Choosing an estimator, rewards per token, whitening and explained variance: loops, hand-computed numbers, ranks."""
 
 import math
 import statistics
@@ -6,80 +6,72 @@ import statistics
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from ragged import CASES, Case, cases
 from spawn import run_ranks
 
-from megappo.ppo.advantages import ESTIMATORS, compute_token_level_rewards, explained_variance, gae, whiten
+from megappo.config.schema import Algorithm
+from megappo.ppo.advantages import (
+    ESTIMATORS,
+    WHITENED,
+    compute_token_level_rewards,
+    estimate,
+    explained_variance,
+    gae,
+    grpo,
+    whiten,
+)
+from megappo.ppo.conventions import Conventions
 
 
-def loop_gae(rewards, values, mask, gamma, lam):
-    """GAE by its definition on each row's compressed policy tokens."""
-    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    for i in range(len(values)):
-        positions = [t for t in range(values.shape[1]) if mask[i, t] == 1]
-        for start, t in enumerate(positions):
-            total = 0.0
-            for k, s in enumerate(positions[start:]):
-                following = positions[start + k + 1 : start + k + 2]
-                next_value = float(values[i, following[0]]) if following else 0.0
-                total += (gamma * lam) ** k * (float(rewards[i, s]) + gamma * next_value - float(values[i, s]))
-            advantages[i, t] = total
-            returns[i, t] = total + float(values[i, t])
-    return advantages, returns
+def test_every_estimator_of_the_config_is_there():
+    assert set(ESTIMATORS) == set(Algorithm.model_fields["adv_estimator"].annotation.__args__)
+    assert set(ESTIMATORS) > WHITENED
 
 
-@CASES
-@given(cases())
-def test_gae_equals_its_definition_on_ragged_masks(case: Case):
-    rewards, values = case.numbers(), case.numbers()
-    gamma, lam = case.uniform(0.8, 1.0), case.uniform(0.0, 1.0)
-    expected = loop_gae(rewards, values, case.mask, gamma, lam)
-    torch.testing.assert_close(gae(rewards, values, case.mask, gamma, lam), expected, rtol=1e-5, atol=1e-5)
+def test_estimate_passes_what_the_estimator_takes():
+    rewards, mask = torch.tensor([[1.0], [2.0]]), torch.ones(2, 1)
+    inputs = {"token_level_rewards": rewards, "response_mask": mask, "values": rewards, "gamma": 0.9, "lam": 0.8}
+    inputs |= {"groups": torch.zeros(2, dtype=torch.int64), "norm_adv_by_std_in_grpo": False, "bootstrap_values": None}
+    assert torch.equal(estimate("gae", **inputs)[0], gae(rewards, rewards, mask, 0.9, 0.8)[0])
+    assert torch.equal(estimate("grpo", **inputs)[0], grpo(rewards, mask, inputs["groups"], False)[0])
 
 
-def test_gae_textbook_numbers():
-    rewards = torch.tensor([[0.0, 0.0, 1.0]])
-    values = torch.tensor([[0.5, 0.25, 0.5]])
-    advantages, returns = gae(rewards, values, torch.ones(1, 3), gamma=0.5, lam=0.5)
-    # deltas: 0 + 0.5*0.25 - 0.5 = -0.375; 0 + 0.5*0.5 - 0.25 = 0; 1 - 0.5 = 0.5; gamma*lam = 0.25
-    assert advantages.tolist() == [[-0.375 + 0.25 * 0.125, 0.125, 0.5]]
-    assert returns.tolist() == [[0.15625, 0.375, 1.0]]
-
-
-def test_gae_with_gamma_and_lambda_1_returns_the_sum_of_rewards():
-    rewards = torch.tensor([[1.0, 2.0, 3.0]])
-    _, returns = gae(rewards, torch.tensor([[9.0, -4.0, 2.0]]), torch.ones(1, 3), gamma=1.0, lam=1.0)
-    torch.testing.assert_close(returns, torch.tensor([[6.0, 5.0, 3.0]]))
-
-
-def test_gae_ignores_whatever_stands_at_masked_tokens():
-    mask = torch.tensor([[1.0, 0.0, 1.0, 0.0]])
-    rewards = torch.tensor([[0.0, math.nan, 1.0, math.inf]])
-    values = torch.tensor([[0.5, math.inf, 0.25, math.nan]])
-    advantages, returns = gae(rewards, values, mask, gamma=0.9, lam=0.8)
-    dense = gae(rewards[:, [0, 2]], values[:, [0, 2]], torch.ones(1, 2), gamma=0.9, lam=0.8)
-    assert torch.equal(advantages[:, [0, 2]], dense[0])
-    assert torch.equal(returns[:, [0, 2]], dense[1])
-    assert advantages[0, [1, 3]].tolist() == returns[0, [1, 3]].tolist() == [0.0, 0.0]
-
-
-def test_gae_of_no_rows_is_empty_and_it_is_registered():
-    empty = torch.zeros(0, 4)
-    assert [x.shape for x in gae(empty, empty, empty, 1.0, 1.0)] == [(0, 4), (0, 4)]
-    assert ESTIMATORS["gae"] is gae
+def test_estimate_names_what_is_unknown_or_missing():
+    with pytest.raises(ValueError, match="unknown advantage estimator 'ppo': choose one of gae, grpo, rloo"):
+        estimate("ppo")
+    with pytest.raises(ValueError, match="advantage estimator gae needs values, lam"):
+        estimate("gae", token_level_rewards=torch.ones(1, 1), response_mask=torch.ones(1, 1), values=None, gamma=1.0)
 
 
 @CASES
-@given(cases())
-def test_whiten_equals_the_statistics_module(case: Case):
-    x = case.numbers(case.uniform(0.1, 10.0)) + 100.0
+@given(cases(), st.integers(0, 1), st.sampled_from([1e-8, 1e-2]), st.booleans())
+def test_whiten_equals_the_statistics_module(case: Case, ddof: int, eps: float, clamps: bool):
+    conventions = Conventions(whiten_ddof=ddof, whiten_eps=eps, whiten_clamps_variance=clamps)
+    x = case.numbers(case.uniform(0.05, 10.0)) + 100.0
     picked = [float(x[i, t]) for i, t in case.tokens()]
-    mean, scale = statistics.mean(picked), 1 / math.sqrt(statistics.variance(picked) + 1e-8)
+    variance = statistics.variance(picked) if ddof else statistics.pvariance(picked)
+    mean, scale = statistics.mean(picked), 1 / math.sqrt(max(variance, eps) if clamps else variance + eps)
     for shift_mean in (True, False):
         expected = torch.zeros_like(x)
         for i, t in case.tokens():
             expected[i, t] = (float(x[i, t]) - mean) * scale + (0.0 if shift_mean else mean)
-        torch.testing.assert_close(whiten(x, case.mask, shift_mean), expected, rtol=1e-6, atol=1e-6)
+        found = whiten(x, case.mask, shift_mean, conventions=conventions)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        if conventions == Conventions():
+            assert torch.equal(found, whiten(x, case.mask, shift_mean))
+
+
+def test_whiten_of_equal_numbers_is_0():
+    for clamps in (False, True):
+        conventions = Conventions(whiten_clamps_variance=clamps)
+        assert whiten(torch.full((2, 3), 0.1), torch.ones(2, 3), conventions=conventions).abs().max() < 1e-6
+
+
+def test_whiten_refuses_what_is_not_finite():
+    for broken in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="3 tokens with mask 1 are not all finite"):
+            whiten(torch.tensor([[1.0, broken, 2.0]]), torch.ones(1, 3))
 
 
 def test_whiten_hand_computed_and_blind_to_padding():
