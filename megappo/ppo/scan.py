@@ -59,4 +59,4 @@ def full_precision() -> Iterator[None]:
         with torch.autocast("cpu", enabled=False):
             yield
     finally:
-        torch.backends.mkldnn.enabled = enabled  # type: ignore[assignment]
+        torch.backends.mkldnn.enabled = enabled
