@@ -10,6 +10,11 @@ if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; the
 fi
 # An interrupted run goes on; a finished one makes room for the next.
 run=outputs/quickstart/run
+# Before anything is moved: what is wrong with the arguments, or --help.
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    exec .venv/bin/python -m megappo.plan --help
+fi
+.venv/bin/python -m megappo.plan configs/quickstart.yaml "$@" > /dev/null
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
     mv "$run" "$kept"

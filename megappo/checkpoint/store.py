@@ -89,12 +89,20 @@ class CheckpointStore:
         Raises:
             CheckpointError: state.json or a component is missing, damaged or of another model.
         """
-        try:
-            state = json.loads((path / "state.json").read_text())
-        except ValueError as error:
-            raise _unusable(path, "state.json", error) from error
+        state = self.state(path)
         self._read(path, components)
         return state
+
+    def state(self, path: Path) -> dict[str, Any]:
+        """The trainer's state in a checkpoint; any rank may ask for it.
+
+        Raises:
+            CheckpointError: state.json is missing or damaged.
+        """
+        try:
+            return json.loads((path / "state.json").read_text())
+        except (ValueError, OSError) as error:
+            raise _unusable(path, "state.json", error) from error
 
     def _prepare(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
         for leftover in self.folder.glob("*.partial"):

@@ -2,10 +2,17 @@
 
 from collections.abc import Iterator
 
-from megappo.config.schema import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, Actor, Algorithm, Config
+from megappo.config.describe import show
+from megappo.config.schema import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, Actor, Algorithm, Config, Critic, Reward
 
 CLIPPED_BELOW = ("clip", "gspo", "clip_cov")
 """actor.policy_loss whose ratio is clipped to 1 - epsilon from below."""
+LOSS_KEYS = {
+    "sapo": ("tau_pos", "tau_neg"),
+    "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
+}
+"""actor.policy_loss -> keys of the actor that it alone reads."""
 UNDISCOUNTED = (*GROUP_ESTIMATORS, "remax")
 """algorithm.adv_estimator that judge a response as a whole."""
 
@@ -44,21 +51,33 @@ def _early_stop(config: Config) -> Iterator[str]:
 
 def _unused(config: Config) -> Iterator[str]:
     """Keys that were set but that nothing reads."""
-    algorithm, actor = config.algorithm, config.actor
+    algorithm, actor, reward = config.algorithm, config.actor, config.reward
+    no_penalty = (not algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
     estimator = f"algorithm.adv_estimator {algorithm.adv_estimator}"
     unread = {
         "algorithm.value_coef": (not algorithm.shared_backbone, "algorithm.shared_backbone is false"),
         "algorithm.gamma": (algorithm.adv_estimator in UNDISCOUNTED, f"{estimator} discounts nothing"),
         "actor.kl_loss_coef": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
         "actor.kl_loss_type": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
+        "algorithm.lam": (not config.has_values, f"{estimator} has no lambda"),
+        "algorithm.norm_adv_by_std_in_grpo": (algorithm.adv_estimator != "grpo", f"{estimator} is not grpo"),
+        "algorithm.kl_penalty": no_penalty,
+        "algorithm.kl_ctrl": no_penalty,
+        **{f"actor.{key}": _not_of(actor, loss) for loss, keys in LOSS_KEYS.items() for key in keys},
+        "reward.overlong_buffer": (reward.length_penalty != "overlong", "reward.length_penalty is not overlong"),
+        "reward.length_penalty_factor": (reward.length_penalty == "none", "reward.length_penalty is none"),
         "critic.model_path": (not config.has_critic, "this run builds no critic"),
     }
-    defaults = {"algorithm": Algorithm(), "actor": Actor(), "critic": type(config.critic)()}
+    defaults = {"algorithm": Algorithm(), "actor": Actor(), "critic": Critic(), "reward": Reward()}
     for key, (is_unread, reason) in unread.items():
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
         if is_unread and value != getattr(defaults[section], name):
-            yield f"{key} {value} has no effect, as {reason}: drop it"
+            yield f"{key} {show(value)} has no effect, as {reason}: drop it"
+
+
+def _not_of(actor: Actor, loss: str) -> tuple[bool, str]:
+    return actor.policy_loss != loss, f"actor.policy_loss is {actor.policy_loss}"
 
 
 def _estimator(config: Config) -> Iterator[str]:
@@ -115,11 +134,9 @@ def _rewards(config: Config) -> Iterator[str]:
 
 
 def _kl_controller(config: Config) -> Iterator[str]:
-    if config.algorithm.kl_ctrl.type == "adaptive" and not config.algorithm.use_kl_in_reward:
-        yield (
-            "algorithm.kl_ctrl.type adaptive needs algorithm.use_kl_in_reward true: without a KL penalty there is "
-            "nothing to steer"
-        )
+    control = config.algorithm.kl_ctrl
+    if control.type == "adaptive" and not control.kl_coef:
+        yield "algorithm.kl_ctrl.kl_coef 0 stays 0 however adaptive multiplies it: start above 0"
 
 
 def _full_kl(config: Config) -> Iterator[str]:

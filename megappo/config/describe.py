@@ -50,10 +50,12 @@ def keys(model: type[Section] = Config, prefix: str = "", defaults: object = REQ
 def nearest_key(path: str) -> str:
     """Advice on an unknown key: the key probably meant, else what its section holds."""
     known = [key.path for key in keys()]
-    section = path.rpartition(".")[0]
+    section, _, name = path.rpartition(".")
+    if path in known:  # written with its dots, as a key of a YAML file
+        return f"dots are for the command line; here nest it: {section}: {{{name}: ...}}"
     siblings = [key for key in known if key.rpartition(".")[0] == section]
     names = {key.rpartition(".")[2]: key for key in siblings}
-    close = [names[name] for name in difflib.get_close_matches(path.rpartition(".")[2], names, 1, 0.7)]
+    close = [names[name] for name in difflib.get_close_matches(name, names, 1, 0.7)]
     if meant := close[0] if close else _elsewhere(path, known):
         return f"did you mean {meant}?"
     return f"{section or 'the top level'} has {', '.join(names)}"

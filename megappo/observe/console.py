@@ -11,6 +11,8 @@ from typing import TextIO
 from tqdm import tqdm
 
 HEADER_INTERVAL = 20
+KL_PENALTY = "reward/kl_penalty/mean"
+"""The distance to the reference; a run with the KL in its loss alone has it as actor/kl_loss."""
 _ETA_WINDOW = 10
 
 
@@ -39,13 +41,15 @@ class Column:
     def cell(self, metrics: Mapping[str, float]) -> str:
         """The metric, right-aligned; a dash where the step has none."""
         value = held_out_score(metrics) if self.metric == "val" else metrics.get(self.metric)
+        if value is None and self.metric == KL_PENALTY:
+            value = metrics.get("actor/kl_loss")
         return ("-" if value is None else format(value, self.format)).rjust(self.width)
 
 
 COLUMNS = (
     Column("reward", "reward/score/mean", ".3f", 7),
     Column("val", "val", ".3f", 7),
-    Column("ref_kl", "reward/kl_penalty/mean", "z.4f", 8),
+    Column("ref_kl", KL_PENALTY, "z.4f", 8),
     Column("ppo_kl", "actor/ppo_kl", "z.4f", 8),
     Column("entropy", "actor/entropy", ".3f", 7),
     Column("clipfrac", "actor/pg_clipfrac", ".3f", 8),

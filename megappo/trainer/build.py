@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megappo import platform
+from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
@@ -30,7 +31,7 @@ from megappo.rollout.sampler import stop_token_ids
 from megappo.trainer.component import Component
 from megappo.trainer.engines import build_engines
 from megappo.trainer.rollouts import Rollouts
-from megappo.trainer.run import Run, Stateful
+from megappo.trainer.run import Run, Stateful, models_of
 from megappo.weights.families import hf_shapes
 
 
@@ -58,7 +59,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     engines = build_engines(config, hf_config, groups)
     components = {name: Component(name, layout, engines[name], exchange) for name, layout in models.items()}
     kl, reward_moments = kl_controller(config.algorithm.kl_ctrl), RunningMoments()
-    start_step = load_checkpoint(checkpoint, store, components, {"kl": kl, "reward_moments": reward_moments})
+    start_step = load_checkpoint(config, checkpoint, store, components, {"kl": kl, "reward_moments": reward_moments})
     start = starting_point(checkpoint, start_step, Path(config.trainer.output_dir))
     observer = open_observer(
         config.trainer.output_dir,
@@ -103,12 +104,22 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
 
 
 def load_checkpoint(
-    checkpoint: Path | None, store: CheckpointStore, components: dict[str, Component], parts: dict[str, Stateful]
+    config: Config,
+    checkpoint: Path | None,
+    store: CheckpointStore,
+    components: dict[str, Component],
+    parts: dict[str, Stateful],
 ) -> int:
     """Restore what `Run.save` saved; returns the steps done, 0 without a checkpoint."""
     if checkpoint is None:
         return 0
     trained = {name: components[name].engine for name in ("actor", "critic") if name in components}
+    models = store.state(checkpoint)["models"]
+    if models != models_of(config):
+        raise CheckpointError(
+            f"{checkpoint} holds {models}, but this run trains {models_of(config)}: set algorithm.adv_estimator and "
+            "algorithm.shared_backbone as they were, or choose another trainer.output_dir"
+        )
     state = store.load(checkpoint, trained)
     for name, part in parts.items():
         part.load_state_dict(state[name])

@@ -31,6 +31,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, float]) -> None: ...
 
 
+def models_of(config: Config) -> str:
+    """What a run's checkpoints hold, in words: a run with other models cannot go on from them."""
+    if config.has_critic:
+        return "an actor and a critic"
+    return "an actor with a value head" if config.algorithm.shared_backbone else "an actor alone"
+
+
 @dataclass
 class Run:
     """A run's parts. The same on every rank, but for null objects where a part is absent.
@@ -109,7 +116,7 @@ class Run:
     def save(self, step: int) -> None:
         """Write the checkpoint of a finished step; all ranks together."""
         state = {"step": step, "kl": self.kl.state_dict(), "reward_moments": self.reward_moments.state_dict()}
-        path = self.store.save(step, self.trained, state)
+        path = self.store.save(step, self.trained, state | {"models": models_of(self.config)})
         self.observer.message(f"checkpoint {path}")
 
     def finish(self) -> None:

@@ -159,8 +159,12 @@ CONTRADICTIONS = {
     "actor.clip_ratio=1": "actor.clip_ratio 1.0 must be below 1: the ratio is clipped to 1 - clip_ratio",
     "actor.clip_ratio_low=1.5": "actor.clip_ratio_low 1.5 must be below 1",
     "algorithm.use_kl_in_reward=false algorithm.kl_ctrl.type=adaptive": (
-        "algorithm.kl_ctrl.type adaptive needs algorithm.use_kl_in_reward true"
+        'algorithm.kl_ctrl {"type": "adaptive", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1} has no effect, '
+        "as algorithm.use_kl_in_reward is false: drop it"
     ),
+    "algorithm.kl_ctrl={type: adaptive, kl_coef: 0}": "algorithm.kl_ctrl.kl_coef 0 stays 0 however adaptive",
+    "actor.tau_pos=2": "actor.tau_pos 2.0 has no effect, as actor.policy_loss is clip: drop it",
+    "reward.overlong_buffer=4": "reward.overlong_buffer 4 has no effect, as reward.length_penalty is not overlong",
     "algorithm.use_kl_in_reward=false placement.ref=0": (
         "placement.ref is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false, so no reference is "
         "built: drop placement.ref"
@@ -214,7 +218,7 @@ CONTRADICTIONS = {
     ),
     "actor.kl_loss_coef=1": "actor.kl_loss_coef 1.0 has no effect, as actor.use_kl_loss is false: drop it",
     "algorithm.shared_backbone=true critic.model_path=model": (
-        "critic.model_path model has no effect, as this run builds no critic: drop it"
+        'critic.model_path "model" has no effect, as this run builds no critic: drop it'
     ),
     "algorithm.rollout_correction.reject_geometric=[1.1, 2]": (
         "algorithm.rollout_correction.reject_geometric [1.1, 2.0] must enclose 1, such as [0.999, 1.001]"
@@ -386,6 +390,10 @@ DOCUMENTS = {
     "base: bad.yaml\n": "bad.yaml: base: goes round in circles: bad.yaml -> bad.yaml",
     "base: absent.yaml\n": "bad.yaml: base: cannot read absent.yaml: No such file or directory",
     "base: 3\n": "bad.yaml: base: expected a path or a list of paths, found 3",
+    "base: run.yaml\nalgorithm.adv_estimator: rloo\n": (
+        "bad.yaml:2: algorithm.adv_estimator: unknown key; dots are for the command line; here nest it: "
+        "algorithm: {adv_estimator: ...}"
+    ),
     "base: run.yaml\nactor: {<<: {}}\n": "bad.yaml:2: not valid YAML: merge keys (<<) are not read; use base:",
     "base: run.yaml\nactor: &a {optim: *a}\n": "bad.yaml:2: not valid YAML: an alias refers to what holds it",
     "base: run.yaml\nactor: {[1]: 2}\n": "bad.yaml:2: not valid YAML: a key must be a name",

@@ -2,8 +2,9 @@
 
     python tools/bench/gae.py --rows 1024 --tokens 8192 --repeats 9
 
-Both get the same float32 numbers and are called in turn; the figures are medians of the wall-clock time. Run it on a
-machine with nothing else to do: with more threads than free cores every figure is noise.
+Both get the same float32 numbers and are called in turn; the figures are medians of the wall-clock time. On a machine
+that has other work too, set OMP_WAIT_POLICY=passive: threads that wait in a loop for one that has lost its core make
+every figure noise.
 """
 
 import argparse
