@@ -116,6 +116,7 @@ def install() -> None:
         _redirect_cuda_to_cpu()
         _import_megatron_uncompiled()
         _mend_megatron_on_cpu()
+    _mend_missing_transformer_engine()
     _mend_torch_adamw()
     install.done = True
 
@@ -191,12 +192,17 @@ def _mend_megatron_on_cpu() -> None:
     """Replace what in megatron-core itself takes a GPU for granted."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     # On a CPU the "CUDA" stream is the CPU generator, read and set whole.
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     # For the same reason every fork "changes the CPU state": that warning means nothing here.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+    # Numbers of tokens are counted on the device and copied to the host on a stream of their own.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _read_splits
 
     for owner, name in (
         (clip_grads, "clip_grad_by_total_norm_fp32"),
@@ -205,6 +211,14 @@ def _mend_megatron_on_cpu() -> None:
         (distrib_optimizer.DistributedOptimizer, "__init__"),
     ):
         _call_with_cuda_type_names(owner, name)
+
+
+def _read_splits(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+    """Read off how many tokens go to, and come from, each expert-parallel rank; they are on the CPU already."""
+    if point == dispatcher.cuda_dtoh_point and dispatcher.input_splits is not None:
+        dispatcher.input_splits = dispatcher.input_splits.tolist()
+        dispatcher.output_splits = dispatcher.output_splits.tolist()
+    return tokens_per_expert
 
 
 def _call_with_cuda_type_names(owner: Any, name: str) -> None:
@@ -235,6 +249,14 @@ def _cuda_type_names() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.type = type_
+
+
+def _mend_missing_transformer_engine() -> None:
+    """Define a name that the router looks up with or without TransformerEngine, which alone defines it."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 # --- torch's AdamW under megatron-core's optimizers ---

@@ -51,6 +51,7 @@ class Case:
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
             pipeline_split=self.split,
+            expert=self.layout.expert,
             sequence=self.sequence,
         )
 

@@ -98,6 +98,15 @@ def test_stages_of_different_sizes_are_shown(run_folder):
     assert "    stage 0 (layers 0-2)  [dp0: 0] [dp1: 1]\n    stage 1 (layers 3)  [dp0: 2] [dp1: 3]\n" in done.stdout
 
 
+def test_experts_over_ranks_are_shown(run_folder):
+    experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
+    config = HF_CONFIG | experts | {"moe_intermediate_size": 64}
+    (run_folder / "model" / "config.json").write_text(json.dumps(config))
+    done = plan(run_folder, "run.yaml", "actor.parallel={tensor: 2, expert: 4, sequence: true}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  actor: data 2 x tensor 2 x pipeline 1, experts over 4\n" in done.stdout
+
+
 def test_the_rank_table_is_aligned(run_folder):
     lines = plan(run_folder, "run.yaml").stdout.splitlines()
     start = next(i for i, line in enumerate(lines) if line.split()[:2] == ["rank", "actor"])

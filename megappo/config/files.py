@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.checks import context_errors, longest_row, nearest_divisors
-from megappo.config.families import FAMILIES, sliding_window
+from megappo.config.families import FAMILIES, num_experts, sliding_window
 from megappo.config.schema import Config, Parallel
 
 DATA_FORMATS = (".jsonl", ".parquet")
@@ -55,8 +55,7 @@ def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts
     if found not in FAMILIES:
         yield f"{key}: {file} is of architecture {found}; this version trains {', '.join(FAMILIES)}"
         return
-    sizes = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
-    missing = [name for name in sizes if name not in hf_config]
+    missing = list(_missing(hf_config))
     if missing:
         yield f"{key}: {file} lacks {', '.join(missing)}: download it again"
         return
@@ -76,18 +75,41 @@ def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts
         )
 
 
+def _missing(hf_config: dict) -> Iterator[str]:
+    experts = FAMILIES[hf_config["architectures"][0]].experts
+    ffn = [experts.ffn, "num_experts_per_tok"] if experts else ["intermediate_size"]
+    shared = ["shared_expert_intermediate_size"] if experts and experts.shared else []
+    needed = ["num_attention_heads", "num_hidden_layers", "hidden_size", *ffn, *shared, "vocab_size"]
+    yield from (name for name in needed if name not in hf_config)
+    if experts and not {"num_experts", "num_local_experts"} & hf_config.keys():
+        yield "num_experts"
+
+
 def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Iterator[str]:
     heads = hf_config["num_attention_heads"]
     divided = {
         "num_attention_heads": (heads, "tensor", parallel.tensor),
         "num_key_value_heads": (_key_value_heads(hf_config), "tensor", parallel.tensor),
-        "intermediate_size": (hf_config["intermediate_size"], "tensor", parallel.tensor),
+        **_ffn(hf_config, parallel),
     }
     for name, (size, dimension, ways) in divided.items():
         if size % ways:
             advice = f"{nearest_divisors(size, ways)} would"
             yield f"{key}.{dimension} {ways} does not divide {name} {size} of {file}: {advice}"
     yield from _stages(key, parallel, file, hf_config["num_hidden_layers"])
+    if parallel.expert > 1 and not num_experts(hf_config):
+        yield f"{key}.expert {parallel.expert}: {file} is of a dense model, without experts: set it to 1"
+    if num_experts(hf_config) and parallel.tensor > 1 and not parallel.sequence:
+        yield f"{key}.sequence must be true with {key}.tensor {parallel.tensor}, as {file} is of a mixture of experts"
+
+
+def _ffn(hf_config: dict, parallel: Parallel) -> dict[str, tuple[int, str, int]]:
+    experts = FAMILIES[hf_config["architectures"][0]].experts
+    if experts is None:
+        return {"intermediate_size": (hf_config["intermediate_size"], "tensor", parallel.tensor)}
+    key = "shared_expert_intermediate_size"
+    shared = {key: (hf_config[key], "tensor", parallel.tensor)} if experts.shared else {}
+    return {"num_experts": (num_experts(hf_config), "expert", parallel.expert), **shared}
 
 
 def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[str]:

@@ -44,6 +44,7 @@ class Parallel(Section):
     tensor: Positive = Field(1, description="tensor-parallel ranks per model replica")
     pipeline: Positive = Field(1, description="pipeline stages per model replica")
     pipeline_split: tuple[Positive, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15]; null = as many on each")
+    expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x data ranks of a stage; an expert is never cut")
     sequence: bool = Field(False, description="sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
 
 

@@ -50,5 +50,10 @@ def build_model(
         gpt.output_layer = ValueHead(config, groups.collection.tp)
     elif gpt.post_process and head == "policy_value":
         add_value_head(gpt)
+    for name, parameter in gpt.named_parameters():
+        if ".local_experts." in name:
+            # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
+            # tensor-parallel ranks, each of which sends its own tokens to its own copy.
+            parameter.allreduce = False
     gpt.requires_grad_(trained)
     return gpt.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)

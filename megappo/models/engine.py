@@ -67,7 +67,7 @@ class MegatronEngine:
         """The head's outputs for `rows` ([b, R] or [b] each, CPU) on the last stage; {} on other stages."""
         bins = self._bins(rows)
         self.runner.eval()
-        parts = self._run(rows, bins, self._collect, forward_only=True)
+        parts = self._run(rows, bins, self._collect, self._collect, forward_only=True)
         if not parts:
             return {}
         order = torch.tensor([row for rows_of_bin in bins for row in rows_of_bin]).argsort()
@@ -107,13 +107,22 @@ class MegatronEngine:
         """What the schedule calls, with non_loss_data=True, and collects."""
         return self.head(output, packed)
 
-    def _run(self, rows: Rows, bins: Sequence[Sequence[int]], on_last_stage: Callable, forward_only: bool) -> list:
+    def _run(
+        self,
+        rows: Rows,
+        bins: Sequence[Sequence[int]],
+        on_last_stage: Callable,
+        on_idle: Callable,
+        forward_only: bool,
+    ) -> list:
+        """A pass over the bins, and what `on_last_stage` made of each; `on_idle` is called of `_num_idle` more."""
+        num_idle = self._num_idle(len(bins))
         with self.groups.active():
-            return self._schedule(
-                forward_step_func=partial(self._forward_step, on_last_stage),
-                data_iterator=self._packs(rows, bins),
+            found = self._schedule(
+                forward_step_func=self._forward_step,
+                data_iterator=self._packs(rows, bins, num_idle, on_last_stage, on_idle),
                 model=[self.runner],
-                num_microbatches=len(bins),
+                num_microbatches=len(bins) + num_idle,
                 seq_length=1,  # with variable_seq_lengths the stages tell each other the real one
                 micro_batch_size=1,
                 forward_only=forward_only,
@@ -121,18 +130,34 @@ class MegatronEngine:
                 pg_collection=self.groups.collection,
                 p2p_communicator=self._p2p,
             )
+        return found[: len(bins)]
+
+    def _num_idle(self, num_bins: int) -> int:
+        """Micro-batches without effect that this shard must add: where the experts are shared out over several shards,
+        each of these must run as many, as the tokens of all go to the experts of all."""
+        if self.groups.layout.expert == 1:
+            return 0
+        most = torch.tensor(num_bins, device=platform.device())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.collection.dp)
+        return int(most) - num_bins
 
     def _bins(self, rows: Rows) -> list[list[int]]:
         return micro_batches([len(tokens) for tokens in rows.input_ids], self.max_tokens)
 
-    def _packs(self, rows: Rows, bins: Sequence[Sequence[int]]) -> Iterator[Packed]:
+    def _packs(
+        self, rows: Rows, bins: Sequence[Sequence[int]], num_idle: int, on_last_stage: Callable, on_idle: Callable
+    ) -> Iterator[tuple[Packed, Callable]]:
+        """Every micro-batch, and what to call with its output; the idle ones hold the shortest row."""
         multiple = self.groups.layout.tensor if self.model.config.sequence_parallel else 1
-        for rows_of_bin in bins:
-            yield pack(rows.select(rows_of_bin), multiple, platform.device())
+        shortest = [min(range(len(rows)), key=lambda row: len(rows.input_ids[row]))] if num_idle else []
+        calls = [on_last_stage] * len(bins) + [on_idle] * num_idle
+        for rows_of_bin, call in zip([*bins, *[shortest] * num_idle], calls, strict=True):
+            packed = pack(rows.select(rows_of_bin), multiple, platform.device())
+            yield packed, partial(call, packed)
 
-    def _forward_step(self, on_last_stage: Callable, packs: Iterator[Packed], model: torch.nn.Module) -> tuple:
-        packed = next(packs)
-        return self._output(packed, model), partial(on_last_stage, packed)
+    def _forward_step(self, packs: Iterator[tuple[Packed, Callable]], model: torch.nn.Module) -> tuple:
+        packed, on_output = next(packs)
+        return self._output(packed, model), on_output
 
     def _output(self, packed: Packed, model: torch.nn.Module) -> torch.Tensor:
         # The heads cast to fp32 what they need: do not let Megatron copy all logits.
@@ -207,7 +232,8 @@ class TrainedEngine(MegatronEngine):
         self.runner.zero_grad_buffer()
         self.optimizer.zero_grad()
         bins = self._bins(rows)
-        parts = self._run(rows, bins, partial(self._loss, loss_fn), forward_only=False)
+        on_idle = partial(self._loss, _no_loss)
+        parts = self._run(rows, bins, partial(self._loss, loss_fn), on_idle, forward_only=False)
         with self.groups.active():
             updated, grad_norm, _ = self.optimizer.step()
         if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
@@ -292,6 +318,11 @@ def lr_scheduler(optimizer: object, optim: Optim, total_optimizer_steps: int) ->
 def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, **kwargs: object) -> None:
     """Megatron's gradient reduction without its division: losses come divided by global counts."""
     finalize_model_grads(model, None, **kwargs)
+
+
+def _no_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss of 0 that runs the backward pass all the same."""
+    return 0 * sum(output.sum() for output in outputs.values()), {}
 
 
 def _summed(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megappo import platform
 from megappo.config.errors import ConfigError
-from megappo.config.families import FAMILIES, Family, sliding_window
+from megappo.config.families import FAMILIES, Family, num_experts, sliding_window
 from megappo.config.schema import Model, Parallel
 from megappo.models.rope import rotary_base
 
@@ -70,9 +70,43 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
         # Every weight is loaded later, yet only initialization marks weights as sharded: unmarked ones would be left
         # out of the gradient norm on all but the first tensor-parallel rank.
         perform_initialization=True,
+        **_expert_arguments(hf, parallel),
         **FUSIONS_OFF,
         **RECOMPUTE[recompute],
     )
+
+
+def _expert_arguments(hf: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
+    """TransformerConfig's arguments of a mixture of experts; none of a dense model.
+
+    The router softmaxes over all experts and keeps the largest probabilities, or (the same as dividing these by their
+    sum) softmaxes over the largest logits. Nothing is added to the loss and no token is dropped.
+    """
+    experts = FAMILIES[hf["architectures"][0]].experts
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": num_experts(hf),
+        "moe_ffn_hidden_size": hf[experts.ffn],
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_router_pre_softmax": not experts.renormalized(hf),
+        "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"] if experts.shared else None,
+        "moe_shared_expert_gate": experts.shared,
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
+def _ffn_divides(hf: dict[str, Any], parallel: Parallel) -> list[tuple[str, int, str, int]]:
+    """Key, size, dimension and ranks of the sizes that the layers between attention must divide."""
+    experts = FAMILIES[hf["architectures"][0]].experts
+    if experts is None:
+        return [("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor)]
+    shared = "shared_expert_intermediate_size"
+    cut = [(shared, hf[shared], "tensor", parallel.tensor)] if experts.shared else []
+    return [("num_experts", num_experts(hf), "expert", parallel.expert), *cut]
 
 
 def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
@@ -132,11 +166,18 @@ def _family(hf: dict[str, Any]) -> Family:
         raise ValueError(
             f"config.json names {architectures[0]}, which is not supported; supported are {', '.join(FAMILIES)}"
         )
+    experts = FAMILIES[architectures[0]].experts
     unsupported = {
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "layer_types": bool(set(hf.get("layer_types") or ()) - _attention_types(hf)),
+        "qkv_bias": hf.get("qkv_bias", True) is False,
+        "decoder_sparse_step": hf.get("decoder_sparse_step", 1) != 1,
+        "mlp_only_layers": bool(hf.get("mlp_only_layers")),
+        "router_jitter_noise": bool(hf.get("router_jitter_noise")),
+        # Its probability would always be 1, and the router could not learn.
+        "num_experts_per_tok": bool(experts) and experts.renormalized(hf) and hf["num_experts_per_tok"] == 1,
     }
     for key, is_unsupported in unsupported.items():
         if is_unsupported:
@@ -160,10 +201,14 @@ def _check_divides(hf: dict[str, Any], parallel: Parallel) -> None:
         for key, size, name, ranks in (
             ("num_attention_heads", hf["num_attention_heads"], "tensor", parallel.tensor),
             ("num_key_value_heads", _num_key_value_heads(hf), "tensor", parallel.tensor),
-            ("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor),
+            *_ffn_divides(hf, parallel),
         )
         if size % ranks
     ]
+    if not num_experts(hf) and parallel.expert > 1:
+        wrong.append(f"parallel.expert = {parallel.expert}, but {hf['architectures'][0]} has no experts")
+    if num_experts(hf) and parallel.tensor > 1 and not parallel.sequence:
+        wrong.append("a mixture of experts with parallel.tensor > 1 needs parallel.sequence = true")
     layers, stages, split = hf["num_hidden_layers"], parallel.pipeline, parallel.pipeline_split
     if split is None and layers % stages:
         wrong.append(

@@ -36,12 +36,19 @@ def layer_spec(config: TransformerConfig, kind: str, stage: int) -> ModuleSpec |
                 "install transformer-engine, or set model.layer_spec=torch"
             ]
         )
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+    )
 
 
 def _torch_decoder(config: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
     """Megatron's local layer with the two modules replaced that refuse sequence parallelism and packed batches."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
     parts, attention = layer.submodules, layer.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention.core_attention = PackedAttention

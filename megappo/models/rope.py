@@ -5,6 +5,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 
 from megappo.config.errors import ConfigError
+from megappo.config.families import FAMILIES
 
 SCALINGS = {
     "default": (),
@@ -25,7 +26,8 @@ def rotary_base(hf: dict[str, Any]) -> float:
     if _kind(rope) not in SCALINGS or lacking or rope.get("partial_rotary_factor", 1) != 1:
         needs = "; ".join(f"{kind} ({', '.join(names)})" if names else kind for kind, names in SCALINGS.items())
         raise ConfigError([f"rope {rope} is not supported; supported are, over the whole head, {needs}"])
-    return rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
+    family = FAMILIES[hf["architectures"][0]]
+    return rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta
 
 
 def scale_rope(gpt: GPTModel, hf: dict[str, Any]) -> None:

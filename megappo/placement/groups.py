@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from megappo import platform
 from megappo.placement.layout import Layout
 
-# Field of the collection -> dimensions its ranks span. Without expert parallelism these are the dense ones for experts.
+# Field of the collection -> dimensions its ranks span, outside the experts.
 DIMENSIONS = {
     "tp": "tp",
     "pp": "pp",
@@ -32,13 +32,16 @@ DIMENSIONS = {
     "dp_cp": "dp-cp",
     "intra_dp_cp": "dp-cp",
     "tp_dp_cp": "tp-dp-cp",
+    "intra_dist_opt": "tp-dp-pp",
+}
+# The same for experts, which no tensor parallelism cuts: its ranks serve expert and data parallelism.
+EXPERT_DIMENSIONS = {
     "ep": "ep",
     "expt_tp": "tp",
     "expt_dp": "dp",
     "intra_expt_dp": "dp",
     "tp_ep": "tp-ep",
     "tp_ep_pp": "tp-ep-pp",
-    "intra_dist_opt": "tp-dp-pp",
 }
 # Global of parallel_state -> field of the collection.
 GROUP_GLOBALS = {
@@ -205,10 +208,14 @@ def _component_groups(
 
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every group of a component: its field in the collection and its global ranks."""
-    generator = RankGenerator(tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=1, order="tp-cp-ep-dp-pp")
-    for name, dimensions in DIMENSIONS.items():
-        for local in generator.get_ranks(dimensions):
-            yield name, tuple(layout.ranks[i] for i in local)
+    order, expert = "tp-cp-ep-dp-pp", layout.expert
+    generator = RankGenerator(tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=1, order=order)
+    replicas = layout.tensor * layout.data // expert
+    of_experts = RankGenerator(tp=1, ep=expert, dp=replicas, pp=layout.pipeline, cp=1, order=order)
+    for own, table in ((generator, DIMENSIONS), (of_experts, EXPERT_DIMENSIONS)):
+        for name, dimensions in table.items():
+            for local in own.get_ranks(dimensions):
+                yield name, tuple(layout.ranks[i] for i in local)
     for local in generator.get_ranks("pp"):
         stages = [layout.ranks[i] for i in local]
         yield "embd", tuple(default_embedding_ranks(stages))
@@ -242,7 +249,8 @@ def _fresh_rng_state(groups: ComponentGroups, seed: int) -> RngState:
     """The component's random streams, seeded as Megatron does: apart over pipeline stages and tensor ranks."""
     before = _rng_state()
     tensor_rank, stage = groups.collection.tp.rank(), groups.collection.pp.rank()
-    model_parallel_cuda_manual_seed(seed + 100 * stage, tp_rank=tensor_rank, ep_rank=0, etp_rank=tensor_rank)
+    expert_rank = groups.collection.ep.rank()
+    model_parallel_cuda_manual_seed(seed + 100 * stage, tp_rank=tensor_rank, ep_rank=expert_rank, etp_rank=0)
     fresh = _rng_state()
     _set_rng_state(before)
     return fresh

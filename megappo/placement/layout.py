@@ -16,14 +16,19 @@ class Coordinates(NamedTuple):
 class Layout:
     """A component's global ranks in Megatron's order: tensor fastest, then data, pipeline slowest.
 
+    Expert parallelism shares out the experts of each layer over runs of `expert` ranks of a stage, which may reach over
+    tensor-parallel groups and data-parallel shards; an expert itself is never cut.
+
     Raises:
-        ValueError: there are no ranks, one is there twice, or they do not divide into tensor x pipeline.
-    Source: Megatron-core's default rank order "tp-cp-ep-dp-pp".
+        ValueError: there are no ranks, one is there twice, or they do not divide into tensor x pipeline, or a stage's
+            into runs of `expert`.
+    Source: Megatron-core's default rank order "tp-cp-ep-dp-pp", with an expert tensor parallel size of 1.
     """
 
     ranks: tuple[int, ...]
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         if len(set(self.ranks)) < len(self.ranks):
@@ -32,6 +37,11 @@ class Layout:
             raise ValueError(
                 f"{len(self.ranks)} ranks do not divide into replicas of "
                 f"tensor {self.tensor} x pipeline {self.pipeline}"
+            )
+        if self.tensor * self.data % self.expert:
+            raise ValueError(
+                f"the {self.tensor * self.data} ranks of a stage (tensor {self.tensor} x data {self.data}) do not "
+                f"divide by expert {self.expert}"
             )
 
     @property

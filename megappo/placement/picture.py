@@ -48,7 +48,8 @@ def _component(name: str, layout: Layout, split: Sequence[int] | None) -> Iterat
     if name == "rollout":
         yield f"  {name}: {layout.data} engine(s) of {layout.tensor} rank(s)"
     else:
-        yield f"  {name}: data {layout.data} x tensor {layout.tensor} x pipeline {layout.pipeline}"
+        experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
+        yield f"  {name}: data {layout.data} x tensor {layout.tensor} x pipeline {layout.pipeline}{experts}"
     for stage in range(layout.pipeline):
         layers = f" (layers {_layers(split, stage)})" if split else ""
         head = f"stage {stage}{layers}  " if layout.pipeline > 1 else ""

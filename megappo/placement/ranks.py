@@ -143,7 +143,13 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
             f"the {len(ranks)} ranks {format_ranks(ranks)} do not divide by {product}: "
             f"name {_multiples(len(ranks), size)} ranks, or make it {nearest_divisors(len(ranks), size)}"
         )
-    return Layout(ranks, parallel.tensor, parallel.pipeline)
+    stage = len(ranks) // parallel.pipeline
+    if stage % parallel.expert:
+        raise ValueError(
+            f"the {stage} ranks of each of {key}'s stages (tensor x data) do not divide by expert {parallel.expert}: "
+            f"make it {nearest_divisors(stage, parallel.expert)}"
+        )
+    return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.expert)
 
 
 def _multiples(count: int, size: int) -> str:

@@ -1,6 +1,6 @@
 """Exporting a Megatron model's weights under their Hugging Face names, whole tensors, a bounded bucket at a time."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -21,11 +21,15 @@ _NOBODY = 2**31
 
 @dataclass(frozen=True)
 class _Export:
-    """One tensor to export: the pipeline stage it comes from, and its dtype."""
+    """One tensor to export: the pipeline stage it comes from, and its dtype.
+
+    Of an expert's, `expert_owner` is the expert-parallel rank that has it; all have the others.
+    """
 
     piece: Piece
     owner: int
     dtype: torch.dtype
+    expert_owner: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +70,7 @@ def iter_hf_buckets(
         parameters.pop(SECOND_HEAD, None)
     check_parameters(parameters, table)
     held = {piece.name: name for name in parameters for piece in table[name].pieces}
-    exports = _plan(list(pieces_of(table).values()), held, parameters, groups.collection.pp)
+    exports = _plan(list(pieces_of(table).values()), held, parameters, groups)
     for bucket in _buckets(exports, bucket_bytes):
         names = {export.piece.name: held[export.piece.name] for export in bucket if export.piece.name in held}
         shards = {piece: decompose(parameters[name], table[name])[piece] for piece, name in names.items()}
@@ -77,22 +81,27 @@ def _plan(
     pieces: list[Piece],
     held: Mapping[str, str],
     parameters: Mapping[str, torch.nn.Parameter],
-    pipeline: dist.ProcessGroup,
+    groups: ComponentGroups,
 ) -> list[_Export]:
     """Owner and dtype of every tensor, agreed on by the stages: of two that hold a tensor, the first."""
+    pipeline, expert = groups.collection.pp, groups.collection.ep
     mine = [
         [pipeline.rank(), _DTYPES.index(parameters[held[piece.name]].dtype)] if piece.name in held else [_NOBODY] * 2
         for piece in pieces
     ]
     agreed = torch.tensor(mine, device=next(iter(parameters.values())).device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=pipeline)
+    for group in (pipeline, expert):
+        dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
     missing = [piece.name for piece, (owner, _) in zip(pieces, agreed.tolist(), strict=True) if owner == _NOBODY]
     if missing:
         raise ValueError(
             f"no pipeline stage of the model holds {', '.join(missing)}; build the model from this config.json"
         )
+    of_experts = [piece.expert for piece in pieces if piece.expert is not None]
+    per_rank = (max(of_experts) + 1) // expert.size() if of_experts else 1
     return [
-        _Export(piece, owner, _DTYPES[dtype]) for piece, (owner, dtype) in zip(pieces, agreed.tolist(), strict=True)
+        _Export(piece, owner, _DTYPES[dtype], None if piece.expert is None else piece.expert // per_rank)
+        for piece, (owner, dtype) in zip(pieces, agreed.tolist(), strict=True)
     ]
 
 
@@ -111,30 +120,59 @@ def _buckets(exports: Iterable[_Export], bucket_bytes: int) -> Iterator[list[_Ex
 def _gather(
     bucket: list[_Export], shards: Mapping[str, torch.Tensor], device: torch.device, groups: ComponentGroups
 ) -> list[tuple[str, torch.Tensor]]:
-    """Whole tensors: shards go over the pipeline in one message per owner, then over tensor parallelism in one."""
-    tensor, pipeline = groups.collection.tp, groups.collection.pp
-    sizes = [prod(export.piece.shard_shape) for export in bucket]
+    """Whole tensors, in the bucket's order, in few messages: shards go from their owners over expert parallelism and
+    then the pipeline, and those of cut tensors over tensor parallelism."""
+    cut = [export for export in bucket if export.piece.shard_dim is not None]
+    whole = [export for export in bucket if export.piece.shard_dim is None]
+    ordered = cut + whole
+    sizes = [prod(export.piece.shard_shape) for export in ordered]
     flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=device)
     places = flat.split(sizes)
-    for export, place in zip(bucket, places, strict=True):
-        if export.owner == pipeline.rank():
+    for export, place in zip(ordered, places, strict=True):
+        if export.piece.name in shards and export.owner == groups.collection.pp.rank():
             shard = shards[export.piece.name]
             place.view(shard.shape).copy_(shard)
+    _broadcast(ordered, sizes, flat, groups)
+    end = sum(sizes[: len(cut)])
+    found = _gather_cut(cut, flat[:end], sizes[: len(cut)], groups.collection.tp)
+    pieces = zip(whole, places[len(cut) :], strict=True)
+    found |= {export.piece.name: place.view(export.piece.shape).clone() for export, place in pieces}
+    return [(export.piece.name, found[export.piece.name]) for export in bucket]
+
+
+def _broadcast(exports: list[_Export], sizes: list[int], flat: torch.Tensor, groups: ComponentGroups) -> None:
+    """Fill in the shards of `flat` that other ranks own, a message for each run of one owner's."""
+    pipeline, expert = groups.collection.pp, groups.collection.ep
+    for (owner, expert_owner), part in _runs(exports, sizes, flat, lambda export: (export.owner, export.expert_owner)):
+        if expert_owner is not None and owner == pipeline.rank():
+            dist.broadcast(part, dist.get_global_rank(expert, expert_owner), group=expert)
+    for owner, part in _runs(exports, sizes, flat, lambda export: export.owner):
+        dist.broadcast(part, dist.get_global_rank(pipeline, owner), group=pipeline)
+
+
+def _runs(
+    exports: list[_Export], sizes: list[int], flat: torch.Tensor, key: Callable[[_Export], Any]
+) -> Iterator[tuple[Any, torch.Tensor]]:
+    """The part of `flat` of each run of consecutive exports with the same key."""
     start = 0
-    for owner, exports in groupby(bucket, key=lambda export: export.owner):
-        length = sum(prod(export.piece.shard_shape) for export in exports)
-        dist.broadcast(flat[start : start + length], dist.get_global_rank(pipeline, owner), group=pipeline)
+    for value, run in groupby(zip(exports, sizes, strict=True), key=lambda pair: key(pair[0])):
+        length = sum(size for _, size in run)
+        yield value, flat[start : start + length]
         start += length
+
+
+def _gather_cut(
+    exports: list[_Export], flat: torch.Tensor, sizes: list[int], tensor: dist.ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, from every tensor-parallel rank's shards."""
     gathered = flat.new_empty(tensor.size() * len(flat))
     dist.all_gather_into_tensor(gathered, flat, group=tensor)
     columns = gathered.view(tensor.size(), -1).split(sizes, dim=1)
-    return [(export.piece.name, _join(export.piece, part)) for export, part in zip(bucket, columns, strict=True)]
+    return {export.piece.name: _join(export.piece, part) for export, part in zip(exports, columns, strict=True)}
 
 
 def _join(piece: Piece, shards: torch.Tensor) -> torch.Tensor:
     """The whole tensor from every tensor-parallel rank's flattened shard, [tp, elements]."""
     shards = shards.unflatten(1, piece.shard_shape)
-    if piece.shard_dim is None:
-        return shards[0].clone()
     whole = shards.movedim(0, piece.shard_dim).flatten(piece.shard_dim, piece.shard_dim + 1)
     return whole.narrow(piece.shard_dim, 0, piece.shape[piece.shard_dim]).contiguous()

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megappo.config.families import FAMILIES
+from megappo.config.families import FAMILIES, Experts, num_experts
 from megappo.models.hf_config import HeadKind, is_tied
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -23,12 +23,14 @@ class Rule:
         hf: names and symbolic shapes of the tensors it holds, stacked along dimension 0.
         shard_dim: dimension cut over tensor-parallel ranks; None = replicated.
         by_kv_head: the stacked tensors alternate per KV head (q q k v, q q k v, ...), not once per shard.
+        expert: number of the expert it belongs to, which only some of the expert-parallel ranks hold.
     """
 
     megatron: tuple[str, ...]
     hf: tuple[tuple[str, tuple[str, ...]], ...]
     shard_dim: int | None = None
     by_kv_head: bool = False
+    expert: int | None = None
 
 
 # Names outside the layers are complete; inside, they come after the layer's number.
@@ -56,12 +58,30 @@ _LAYER = (
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
         (("post_attention_layernorm.weight", ("hidden",)),),
     ),
+)
+_MLP = (
     Rule(
         ("mlp.linear_fc1.weight",),
         (("mlp.gate_proj.weight", ("ffn", "hidden")), ("mlp.up_proj.weight", ("ffn", "hidden"))),
         shard_dim=0,
     ),
     Rule(("mlp.linear_fc2.weight",), (("mlp.down_proj.weight", ("hidden", "ffn")),), shard_dim=1),
+)
+_SHARED_EXPERT = (
+    Rule(
+        ("mlp.shared_experts.linear_fc1.weight",),
+        (
+            ("mlp.shared_expert.gate_proj.weight", ("shared_ffn", "hidden")),
+            ("mlp.shared_expert.up_proj.weight", ("shared_ffn", "hidden")),
+        ),
+        shard_dim=0,
+    ),
+    Rule(
+        ("mlp.shared_experts.linear_fc2.weight",),
+        (("mlp.shared_expert.down_proj.weight", ("hidden", "shared_ffn")),),
+        shard_dim=1,
+    ),
+    Rule(("mlp.shared_experts.gate_weight",), (("mlp.shared_expert_gate.weight", ("one", "hidden")),)),
 )
 _QKV_BIAS = (
     Rule(
@@ -81,13 +101,15 @@ _QK_NORMS = (
 class Piece:
     """A Hugging Face tensor and the shard of it that each tensor-parallel rank holds.
 
-    The last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding.
+    The last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding. Of the tensors with an
+    `expert`, an expert-parallel rank holds those of its run of experts only.
     """
 
     name: str
     shape: tuple[int, ...]
     shard_shape: tuple[int, ...]
     shard_dim: int | None
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +128,7 @@ class Composition:
 def compositions(
     hf_config: dict[str, Any], *, tensor: int, padded_vocab_size: int, head: HeadKind
 ) -> dict[str, Composition]:
-    """Composition of every Megatron parameter, by its name with global layer numbers, under both layer specs.
+    """Composition of every Megatron parameter, by its name with global layer and expert numbers, under both specs.
 
     Args:
         hf_config: the model's config.json.
@@ -146,7 +168,22 @@ def _layer_rules(hf_config: dict[str, Any]) -> tuple[Rule, ...]:
     if architecture not in FAMILIES:
         raise ValueError(f"config.json names {architecture}, whose weights are not known; known: {', '.join(FAMILIES)}")
     family = FAMILIES[architecture]
-    return _LAYER + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
+    attention = _LAYER + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
+    if family.experts is None:
+        return attention + _MLP
+    return attention + _expert_rules(family.experts, num_experts(hf_config))
+
+
+def _expert_rules(experts: Experts, count: int) -> tuple[Rule, ...]:
+    router = Rule(("mlp.router.weight",), ((f"{experts.block}.gate.weight", ("experts", "hidden")),))
+    rules = [router, *(_SHARED_EXPERT if experts.shared else ())]
+    for expert in range(count):
+        megatron, hf = f"mlp.experts.local_experts.{expert}", f"{experts.block}.experts.{expert}"
+        gate_up = tuple((f"{hf}.{name}.weight", ("expert_ffn", "hidden")) for name in (experts.gate, experts.up))
+        down = ((f"{hf}.{experts.down}.weight", ("hidden", "expert_ffn")),)
+        rules.append(Rule((f"{megatron}.linear_fc1.weight",), gate_up, expert=expert))
+        rules.append(Rule((f"{megatron}.linear_fc2.weight",), down, expert=expert))
+    return tuple(rules)
 
 
 def _output_rules(hf_config: dict[str, Any], head: HeadKind) -> tuple[Rule, ...]:
@@ -165,6 +202,7 @@ def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:
     hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
     head = hf_config.get("head_dim") or hidden // heads
     kv_heads = hf_config.get("num_key_value_heads") or heads
+    experts = FAMILIES[hf_config["architectures"][0]].experts
     return {
         "one": 1,
         "hidden": hidden,
@@ -172,14 +210,24 @@ def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:
         "q": heads * head,
         "kv": kv_heads * head,
         "kv_heads": kv_heads,
-        "ffn": hf_config["intermediate_size"],
         "vocab": hf_config["vocab_size"],
+        **(_expert_sizes(hf_config, experts) if experts else {"ffn": hf_config["intermediate_size"]}),
     }
 
 
+def _expert_sizes(hf_config: dict[str, Any], experts: Experts) -> dict[str, int]:
+    shared = {"shared_ffn": hf_config["shared_expert_intermediate_size"]} if experts.shared else {}
+    return {"experts": num_experts(hf_config), "expert_ffn": hf_config[experts.ffn], **shared}
+
+
 def _check_divisible(sizes: Mapping[str, int], tensor: int) -> None:
-    for key, meaning in (("kv_heads", "num_key_value_heads"), ("ffn", "intermediate_size")):
-        if sizes[key] % tensor:
+    meanings = {
+        "kv_heads": "num_key_value_heads",
+        "ffn": "intermediate_size",
+        "shared_ffn": "shared_expert_intermediate_size",
+    }
+    for key, meaning in meanings.items():
+        if sizes.get(key, 0) % tensor:
             raise ValueError(
                 f"{meaning} {sizes[key]} does not divide by tensor parallelism {tensor}; "
                 "choose a tensor size that divides it"
@@ -193,5 +241,6 @@ def _compose(rule: Rule, prefix: str, sizes: Mapping[str, int], padded: Mapping[
         if rule.shard_dim is not None:
             shard[rule.shard_dim] //= tensor
         shape = tuple(sizes[symbol] for symbol in symbols)
-        pieces.append(Piece(f"model.{prefix}{name}" if prefix else name, shape, tuple(shard), rule.shard_dim))
+        full_name = f"model.{prefix}{name}" if prefix else name
+        pieces.append(Piece(full_name, shape, tuple(shard), rule.shard_dim, rule.expert))
     return Composition(tuple(pieces), sizes["kv_heads"] // tensor if rule.by_kv_head else 1)

@@ -16,6 +16,7 @@ from megappo.weights.families import (
     compositions,
     pieces_of,
 )
+from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 from megappo.weights.shards import check_parameters, compose, global_parameters
 
@@ -48,7 +49,7 @@ def load_hf(
     table = compositions(hf_config, tensor=tensor_group.size(), padded_vocab_size=model.vocab_size, head=head)
     parameters = global_parameters(model)
     check_parameters(parameters, table)
-    with HFFolder(folder) as source:
+    with PerExpertFolder(folder, hf_config) as source:
         _check_source(source, pieces_of(table), _optional(hf_config, head))
         if is_tied(hf_config) and LM_HEAD in source.names() and head != "value":
             _check_tied(source)

@@ -8,16 +8,18 @@ from megatron.core.models.gpt import GPTModel
 
 from megappo.weights.families import Composition
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
 
 
 def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by name, with layers numbered over the whole model instead of the pipeline stage."""
+    """This rank's parameters by name, with layers and experts numbered over the whole model instead of this rank's."""
 
-    def with_global_layer(match: re.Match) -> str:
-        return f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}."
+    def with_global_numbers(match: re.Match) -> str:
+        layer = model.decoder.layers[int(match[1])]
+        expert = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[int(match[3])]}." if match[2] else ""
+        return f"decoder.layers.{layer.layer_number - 1}.{expert}"
 
-    return {_LAYER.sub(with_global_layer, name): parameter for name, parameter in model.named_parameters()}
+    return {_LAYER.sub(with_global_numbers, name): parameter for name, parameter in model.named_parameters()}
 
 
 def check_parameters(parameters: dict[str, torch.nn.Parameter], table: dict[str, Composition]) -> None:

@@ -31,6 +31,7 @@ TWO = (0, 1)
 TP2 = Case(Layout(TWO, tensor=2), optim=OPTIM)
 PP2 = Case(Layout(TWO, pipeline=2), optim=OPTIM)
 DP2 = Case(Layout(TWO), optim=OPTIM)  # shards the optimizer's state
+EP2 = Case(Layout(TWO, expert=2), optim=OPTIM, max_tokens=12)
 ONE = Case(Layout((1,)), optim=OPTIM)
 
 
@@ -139,10 +140,22 @@ MOVES = {
 }
 
 
-def check_moved(rank: int, world_size: int, folders: dict[str, Path], store_folder: Path) -> None:
+EXPERT_MOVES = {
+    "actor, ep2 to tp2 sp": (EP2, replace(TP2, sequence=True)),
+    "actor, tp2 sp to ep2": (replace(TP2, sequence=True), EP2),
+    "actor, ep2 to pp2": (EP2, PP2),
+    "actor, one rank to tp2 ep2 sp": (ONE, Case(Layout(TWO, tensor=2, expert=2), sequence=True, optim=OPTIM)),
+    "actor, dp2 to ep2": (DP2, EP2),
+    "actor, ep2 to one rank": (EP2, ONE),
+}
+
+
+def check_moved(
+    rank: int, world_size: int, folders: dict[str, Path], store_folder: Path, moves: dict[str, tuple[Case, Case]]
+) -> None:
     """A checkpoint of each layout loaded in another one, and two steps more than it had."""
     exchange = Exchange(dist.group.WORLD)
-    for name, (before, after) in MOVES.items():
+    for name, (before, after) in moves.items():
         kind = name.split(",")[0]
         store = CheckpointStore(store_folder / name, 0, exchange)
         engines = build(folders, {kind: before})
@@ -160,7 +173,14 @@ def check_moved(rank: int, world_size: int, folders: dict[str, Path], store_fold
 
 
 def test_any_layout_goes_on_from_any_other(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(2, check_moved, folders, tmp_path / "checkpoints")
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", MOVES)
+
+
+def test_a_mixture_of_experts_goes_on_in_any_layout(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    shape = {"num_hidden_layers": 2, "shared_expert_intermediate_size": 24}
+    folders = {"actor": hf_folder(tmp_path / "actor", "qwen2_moe", **experts, **shape)}
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", EXPERT_MOVES)
 
 
 # --- which checkpoint ---

@@ -299,6 +299,9 @@ FILES = {
     "actor.parallel.pipeline=2 actor.parallel.pipeline_split=[2, 3]": (
         "actor.parallel.pipeline_split [2, 3] has 5 layers together, num_hidden_layers of model/config.json is 6"
     ),
+    "actor.parallel.expert=2": (
+        "actor.parallel.expert 2: model/config.json is of a dense model, without experts: set it to 1"
+    ),
     "critic.parallel.pipeline_split=[7]": "critic.parallel.pipeline_split [7] has 7 layers together",
     "rollout.max_response_length=3071": (
         "model.path: model/config.json's max_position_embeddings 4096 is below the 4097 tokens that an engine needs "
@@ -362,6 +365,50 @@ def test_a_model_folder_that_cannot_be_used(run_folder, files, message):
             (run_folder / "model" / name).write_text(text)
     (error,) = errors_of()
     assert error.startswith(message)
+
+
+EXPERTS = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 33,
+}
+MIXTURES = {
+    "actor.parallel.expert=3": (
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x data) do not divide by expert 3: "
+        "make it 2 or 4"
+    ),
+    "actor.parallel.expert=4": (
+        "actor.parallel.expert 4 does not divide num_experts 6 of model/config.json: 3 or 6 would"
+    ),
+    "actor.parallel={tensor: 2, sequence: true}": (
+        "actor.parallel.tensor 2 does not divide shared_expert_intermediate_size 33 of model/config.json: 1 or 3 would"
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), MIXTURES.items())
+def test_a_mixture_of_experts_that_cannot_be_laid_out(run_folder, overrides, message):
+    (run_folder / "model" / "config.json").write_text(json.dumps(HF_CONFIG | EXPERTS))
+    (error,) = errors_of(overrides)
+    assert error.startswith(message)
+
+
+def test_what_a_mixture_of_experts_must_say_and_have(run_folder):
+    file = run_folder / "model" / "config.json"
+    file.write_text(json.dumps(HF_CONFIG | EXPERTS | {"shared_expert_intermediate_size": 32}))
+    assert errors_of("actor.parallel.expert=2", "actor.parallel.tensor=2") == [
+        "actor.parallel.sequence must be true with actor.parallel.tensor 2, as model/config.json is of a mixture of "
+        "experts"
+    ]
+    assert errors_of("actor.parallel={tensor: 2, expert: 2, sequence: true}", "critic.parallel.expert=2") == []
+    file.write_text(json.dumps(HF_CONFIG | {"architectures": ["Qwen2MoeForCausalLM"]}))
+    (error,) = errors_of()
+    assert error.startswith(
+        "model.path: model/config.json lacks moe_intermediate_size, num_experts_per_tok, "
+        "shared_expert_intermediate_size, num_experts: "
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,26 @@ MODELS = {
     "qwen3": ("qwen3", {"head_dim": 16, "rms_norm_eps": 1e-3}),
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURES = {
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2 moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen2 moe, renormalized": (
+        "qwen2_moe",
+        EXPERTS | {"shared_expert_intermediate_size": 20, "norm_topk_prob": True, "tie_word_embeddings": True},
+    ),
+    "qwen3 moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
+    "qwen3 moe, one of them": ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 1}),
+}
+EXPERT_LAYOUTS = {
+    "tp1": Layout((0,)),
+    "tp2 sp": Layout((2, 3), tensor=2),
+    "pp2": Layout((1, 2), pipeline=2),
+    "ep2": Layout((0, 1), expert=2),
+    "tp2 ep2 sp": Layout((1, 3), tensor=2, expert=2),
+    "ep4": Layout((0, 1, 2, 3), expert=4),
+    "tp2 pp2 ep2 sp": Layout((0, 1, 2, 3), tensor=2, pipeline=2, expert=2),
+}
 """Hugging Face's model_type and what differs from tiny_models.SHAPE."""
 
 
@@ -74,7 +94,13 @@ def _check_logits(rank: int, world_size: int, cases: list[Case]) -> None:
 def _check_case(case: Case, groups: ComponentGroups) -> None:
     tensor, pipeline = case.layout.tensor, case.layout.pipeline
     sequence = case.name.endswith(" sp")
-    parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence=sequence, pipeline_split=case.split)
+    parallel = Parallel(
+        tensor=tensor,
+        pipeline=pipeline,
+        expert=case.layout.expert,
+        sequence=sequence,
+        pipeline_split=case.split,
+    )
     logits = outputs(build(case.folder, parallel, groups, trained=False, dtype=case.dtype), groups)
     if groups.collection.pp.rank() < pipeline - 1:
         assert logits is None
@@ -97,6 +123,14 @@ def test_logits_equal_hugging_face_in_every_layout(name: str, tmp_path: Path) ->
     folder = hf_folder(tmp_path, model_type, **changes)
     expected = _hf_logits(folder)
     run_ranks(4, _check_logits, [Case(layout, folder, expected, LAYOUTS[layout]) for layout in LAYOUTS])
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_of_mixtures_equal_hugging_face_in_every_layout(name: str, tmp_path: Path) -> None:
+    model_type, changes = MIXTURES[name]
+    folder = hf_folder(tmp_path, model_type, **changes)
+    expected = _hf_logits(folder)
+    run_ranks(4, _check_logits, [Case(name, folder, expected, layout) for name, layout in EXPERT_LAYOUTS.items()])
 
 
 def test_logits_equal_hugging_face_with_stages_of_any_size_and_in_bf16(tmp_path: Path) -> None:

@@ -28,6 +28,47 @@ def test_supported_model_is_described() -> None:
     assert config.add_qkv_bias and not config.add_bias_linear and not config.qk_layernorm
 
 
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+
+@pytest.mark.parametrize("renormalizes", [True, False])
+def test_router_is_the_familys(renormalizes: bool) -> None:
+    parallel = Parallel(tensor=2, expert=3, sequence=True)
+    config = _config(parallel, **QWEN3_MOE, norm_topk_prob=renormalizes)
+    assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (6, 2, 16)
+    assert config.moe_router_pre_softmax != renormalizes
+    assert config.moe_router_load_balancing_type == "none" and config.moe_shared_expert_intermediate_size is None
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_only_layers": [0]}, "mlp_only_layers = .*not supported"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2.*not supported"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok = 1.*not supported"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1.*not supported"),
+    ],
+)
+def test_unsupported_mixtures_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _config(**QWEN3_MOE | changes)
+
+
+def test_layouts_of_experts_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match="num_experts = 6 does not divide by parallel.expert = 4"):
+        _config(Parallel(expert=4), **QWEN3_MOE)
+    with pytest.raises(ValueError, match="parallel.tensor > 1 needs parallel.sequence = true"):
+        _config(Parallel(tensor=2), **QWEN3_MOE)
+    with pytest.raises(ValueError, match="parallel.expert = 2, but Qwen2ForCausalLM has no experts"):
+        _config(Parallel(expert=2))
+
+
 def test_stages_may_differ_and_windows_be_longer_than_any_row() -> None:
     config = _config(Parallel(pipeline=2, pipeline_split=(2, 4)), num_hidden_layers=6)
     assert [config.pipeline_model_parallel_layout.get_num_layers_to_build(pp_rank=stage) for stage in (0, 1)] == [2, 4]

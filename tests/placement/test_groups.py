@@ -41,6 +41,31 @@ def test_groups_follow_the_layouts() -> None:
     run_ranks(4, _groups_of_every_rank)
 
 
+def _expert_groups(rank: int, world_size: int) -> None:
+    """Eight ranks as 2 tensor x 2 data x 2 stages, without and with expert parallelism, against the groups by hand."""
+    layouts = {expert: Layout(tuple(range(8)), tensor=2, pipeline=2, expert=expert) for expert in (1, 2, 4)}
+    groups = build_groups({str(expert): layout for expert, layout in layouts.items()}, seed=0)
+    first, place = rank // 4 * 4, rank % 4
+    stage = range(first, first + 4)
+    expected = {
+        1: {"ep": [rank], "expt_dp": [*stage]},
+        2: {
+            "ep": [first + place // 2 * 2, first + place // 2 * 2 + 1],
+            "expt_dp": [first + place % 2, first + place % 2 + 2],
+        },
+        4: {"ep": [*stage], "expt_dp": [rank]},
+    }
+    for expert, named in expected.items():
+        collection = groups[str(expert)].collection
+        pipelines = sorted(other + offset for other in named["ep"] for offset in (-first, 4 - first))
+        for name, ranks in (named | {"expt_tp": [rank], "tp_ep": named["ep"], "tp_ep_pp": pipelines}).items():
+            assert dist.get_process_group_ranks(getattr(collection, name)) == ranks, (expert, name)
+
+
+def test_experts_are_shared_out_over_runs_of_a_stages_ranks() -> None:
+    run_ranks(8, _expert_groups)
+
+
 def _contexts(rank: int, world_size: int) -> None:
     layouts = {"actor": Layout((0, 1), tensor=2), "critic": Layout((0, 1), pipeline=2), "alone": Layout((1,))}
     groups = build_groups(layouts, seed=0)

@@ -126,6 +126,12 @@ def test_impossible_layouts_are_refused(ranks, tensor, pipeline):
         Layout(ranks, tensor, pipeline)
 
 
+def test_experts_are_shared_out_within_a_stage():
+    assert Layout((0, 1, 2, 3), tensor=2, expert=4).expert == 4
+    with pytest.raises(ValueError, match=r"the 2 ranks of a stage \(tensor 2 x data 1\) do not divide by expert 4"):
+        Layout((0, 1, 2, 3), tensor=2, pipeline=2, expert=4)
+
+
 def test_the_quickstart_placement():
     config = make(
         placement={"actor": "0-1", "critic": "0-1", "rollout": "0"},

@@ -27,6 +27,20 @@ def test_names_and_shapes_are_hugging_faces(model_type: str, tied: bool) -> None
     assert hf_shapes(hf_config) == expected
 
 
+def test_names_and_shapes_of_experts_are_those_of_the_hub() -> None:
+    sizes = {"num_local_experts": 3, "num_key_value_heads": 4, "head_dim": None}
+    shapes = hf_shapes(config("mixtral", **sizes))
+    for layer in range(SHAPE["num_hidden_layers"]):
+        moe = f"model.layers.{layer}.block_sparse_moe."
+        found = {name.removeprefix(moe): shape for name, shape in shapes.items() if name.startswith(moe)}
+        expected = {"gate.weight": (3, 32)}
+        for expert in range(3):
+            for name, shape in (("w1", (48, 32)), ("w2", (32, 48)), ("w3", (48, 32))):
+                expected[f"experts.{expert}.{name}.weight"] = shape
+        assert found == expected
+    assert not any(".mlp." in name for name in shapes)
+
+
 def test_transformer_engines_fused_norms_have_the_same_pieces() -> None:
     of = table(config("qwen2"))
     for layer in range(SHAPE["num_hidden_layers"]):

@@ -85,6 +85,31 @@ def test_repeated_tied_heads_constants_and_value_heads_are_accepted(tmp_path: Pa
     run_ranks(1, accepted, *tied_and_untied(tmp_path))
 
 
+def fused_refusals(rank: int, world_size: int, fused: Path) -> None:
+    groups = one_rank_groups()
+    layer = "model.layers.1.mlp.experts."
+    cases = {
+        f"lacks {layer}down_proj, which goes with the fused": rewrite(fused, {f"{layer}down_proj": None}),
+        rf"{layer}gate_up_proj .* has shape \[3, 48, 32\].* \[4, 48, 32\]": rewrite(
+            fused, {f"{layer}gate_up_proj": torch.ones(3, 48, 32)}
+        ),
+        "missing model.layers.1.mlp.experts.0.down_proj.weight": rewrite(
+            fused, {f"{layer}gate_up_proj": None, f"{layer}down_proj": None}
+        ),
+        "unknown model.layers.0.mlp.experts.0.up_proj.bias": rewrite(
+            fused, {"model.layers.0.mlp.experts.0.up_proj.bias": torch.ones(24)}
+        ),
+    }
+    for message, folder in cases.items():
+        with pytest.raises(ValueError, match=message):
+            load(folder, groups)
+
+
+def test_fused_experts_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    run_ranks(1, fused_refusals, hf_folder(tmp_path / "fused", "qwen3_moe", save_original_format=False, **experts))
+
+
 def tied_and_untied(folder: Path) -> tuple[Path, Path]:
     return tuple(
         hf_folder(folder / name, "qwen2", tie_word_embeddings=name == "tied", head_dim=8) for name in ("untied", "tied")

@@ -21,6 +21,22 @@ LAYOUTS = {
     "PP4": Layout(RANKS, pipeline=4),
     "TP2xPP2": Layout(RANKS, tensor=2, pipeline=2),
 }
+EXPERT_LAYOUTS = {
+    "TP1xDP4": Layout(RANKS),
+    "TP2xDP2": Layout(RANKS, tensor=2),
+    "EP2xDP4": Layout(RANKS, expert=2),
+    "EP4": Layout(RANKS, expert=4),
+    "TP2xEP2": Layout(RANKS, tensor=2, expert=2),
+    "TP2xEP4": Layout(RANKS, tensor=2, expert=4),
+    "PP2xEP2": Layout(RANKS, pipeline=2, expert=2),
+    "TP2xPP2xEP2": Layout(RANKS, tensor=2, pipeline=2, expert=2),
+}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": EXPERTS,
+}
 UNEVEN = {"PP2xDP2": (1, 4), "PP4": (1, 2, 1, 1), "TP2xPP2": (3, 2)}
 """Layers of each stage, of a model of five."""
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral")
@@ -39,16 +55,21 @@ def check_buckets(buckets: list, limit: int) -> None:
 
 
 def round_trips(
-    rank: int, world_size: int, folders: list[Path], splits: dict[str, tuple[int, ...] | None] | None = None
+    rank: int,
+    world_size: int,
+    folders: list[Path],
+    layouts: dict[str, Layout],
+    splits: dict[str, tuple[int, ...]],
+    fused: dict[Path, Path],
 ) -> None:
-    """Every folder through every layout, or those of `splits` with stages of these sizes."""
-    splits = splits or dict.fromkeys(LAYOUTS)
-    groups = build_groups({name: LAYOUTS[name] for name in splits}, seed=0)
+    """Every folder through every layout, with stages of the sizes of `splits`; `fused` are the same models, written
+    otherwise, by the folder that they must come out as."""
+    groups = build_groups(layouts, seed=0)
     for folder in folders:
         expected = tensors_of(folder)
         dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[expected["model.norm.weight"].dtype]
-        for name, split in splits.items():
-            model = load(folder, groups[name], dtype, split=split)
+        for name in layouts:
+            model = load(fused.get(folder, folder), groups[name], dtype, split=splits.get(name))
             before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
             buckets = list(iter_hf_buckets(model, read_config(folder), groups[name], 8_000))
             check_buckets(buckets, 8_000)
@@ -67,13 +88,24 @@ def test_bit_equal(tmp_path: Path, tied: bool) -> None:
     folders.append(hf_folder(tmp_path / "bf16", "qwen2", torch.bfloat16, tie_word_embeddings=tied))
     assert all((folder / "model.safetensors.index.json").is_file() for folder in folders)
     assert all(("lm_head.weight" in tensors_of(folder)) != tied for folder in folders)
-    run_ranks(4, round_trips, folders, timeout=280)
+    run_ranks(4, round_trips, folders, LAYOUTS, {}, {}, timeout=280)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_mixtures_of_experts_are_bit_equal_from_either_format(tmp_path: Path, family: str) -> None:
+    per_expert, bf16, fused = (tmp_path / name for name in ("per_expert", "bf16", "fused"))
+    hf_folder(per_expert, family, **MIXTURES[family])
+    hf_folder(bf16, family, torch.bfloat16, **MIXTURES[family])
+    hf_folder(fused, family, save_original_format=False, **MIXTURES[family])
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors_of(fused))
+    run_ranks(4, round_trips, [per_expert, bf16], EXPERT_LAYOUTS, {}, {}, timeout=280)
+    run_ranks(4, round_trips, [per_expert], EXPERT_LAYOUTS, {}, {per_expert: fused}, timeout=280)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_bit_equal_with_stages_of_different_sizes(tmp_path: Path, tied: bool) -> None:
     folder = hf_folder(tmp_path / "mistral", "mistral", num_hidden_layers=5, tie_word_embeddings=tied)
-    run_ranks(4, round_trips, [folder], UNEVEN)
+    run_ranks(4, round_trips, [folder], {name: LAYOUTS[name] for name in UNEVEN}, UNEVEN, {})
 
 
 def shared_backbone(rank: int, world_size: int, folder: Path) -> None:

@@ -13,7 +13,7 @@ from spawn import run_ranks
 from tiny_models import hf_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Rollout
 from megappo.data.batch import Rows
 from megappo.placement.exchange import Exchange
 from megappo.placement.groups import build_groups
@@ -23,6 +23,7 @@ from megappo.rollout.engine import Engine
 from megappo.trainer.component import Component
 from megappo.trainer.loop import Trainer
 from megappo.weights.export import iter_hf_buckets
+from megappo.weights.families import hf_shapes
 from megappo.weights.transport import push_buckets
 
 TOLERANCE = 1e-4
@@ -37,6 +38,33 @@ LAYOUTS = {
     "tp2 pp2": Layout(FOUR, tensor=2, pipeline=2),
     "tp2 dp2": Layout(FOUR, tensor=2),
     "shared backbone, pp2": Layout((0, 1), pipeline=2),
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES = {
+    "mistral": {},
+    "qwen3": {"head_dim": 32},
+    "llama": {"tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "head_dim": 32},
+}
+"""Families besides the shared engine's; SGLang does not serve Qwen2-MoE on a CPU, for want of a kernel."""
+SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+)
+FAMILY_LAYOUTS = {name: LAYOUTS[name] for name in ("tp1", "tp2", "pp2", "tp2 pp2")}
+MIXTURE_LAYOUTS = FAMILY_LAYOUTS | {
+    "ep2": Layout((0, 1), expert=2),
+    "tp2 pp2 ep2": Layout(FOUR, tensor=2, pipeline=2, expert=2),
 }
 Shapes = dict[str, tuple[int, ...]]
 Buckets = Iterator[list[tuple[str, torch.Tensor]]]
@@ -59,10 +87,10 @@ def address(engine: Engine, engine_shapes: Shapes, restored: None) -> Address:
 class Actor:
     """An actor in some layout on its ranks; rank 0 owns the engine."""
 
-    def __init__(self, address: Address, name: str, folder: Path, layout: Layout):
+    def __init__(self, address: Address, name: str, folder: Path, layout: Layout, sequence: bool = False):
         self.address, self.folder, self.exchange = address, folder, Exchange(dist.group.WORLD)
         groups = build_groups({name: layout}, seed=0)[name]
-        case = Case(layout, temperature=1.0)
+        case = Case(layout, temperature=1.0, sequence=sequence)
         kind = "shared" if "shared" in name else "actor"
         self.engine = make_engine(folder, case, groups, kind) if groups.member else None
         self.component = Component("actor", layout, self.engine, self.exchange)
@@ -105,9 +133,11 @@ def perturbed(checkpoint: Path, folder: Path, seed: int) -> tuple[Path, list[lis
     return folder, [log_probs_of(model, tokens[:1], tokens[1:]) for tokens in SEQUENCES]
 
 
-def check_synced(rank: int, world_size: int, address: Address, models: dict[str, tuple[Path, list]]) -> None:
+def check_synced(
+    rank: int, world_size: int, address: Address, models: dict[str, tuple[Path, list]], layouts: dict[str, Layout]
+) -> None:
     for name, (folder, expected) in models.items():
-        actor = Actor(address, name, folder, LAYOUTS[name])
+        actor = Actor(address, name, folder, layouts[name], sequence=layouts[name].tensor > 1)
         before, _ = actor.differences(expected)
         assert before > 0.1, f"{name}: the weights must be new to the engine"
         if actor.engine is not None:
@@ -120,7 +150,27 @@ def test_the_engine_agrees_with_the_trainer_and_hugging_face(
     address: Address, checkpoint: Path, tmp_path: Path
 ) -> None:
     models = {name: perturbed(checkpoint, tmp_path / name, seed) for seed, name in enumerate(LAYOUTS)}
-    run_ranks(4, check_synced, address, models)
+    run_ranks(4, check_synced, address, models, LAYOUTS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_engine_of_every_family_agrees(family: str, checkpoint: Path, tmp_path: Path) -> None:
+    shape = {name: read_config(checkpoint)[name] for name in SHAPE}
+    config = AutoConfig.for_model(family, **shape | {"tie_word_embeddings": False} | FAMILIES[family])
+    source = tmp_path / "source"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    layouts = MIXTURE_LAYOUTS if config.to_dict().get("num_experts_per_tok") else FAMILY_LAYOUTS
+    models = {name: perturbed(source, tmp_path / name, seed) for seed, name in enumerate(layouts)}
+    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180)
+    engine = Engine(source, rollout, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
+    engine.start()
+    try:
+        engine.wait_ready()
+        address = Address(engine.url, engine._api_key, hf_shapes(read_config(source)))
+        run_ranks(4, check_synced, address, models, layouts)
+    finally:
+        engine.stop()
 
 
 def check_probed(rank: int, world_size: int, address: Address, folder: Path, expected: list, config: Config) -> None:

@@ -26,13 +26,19 @@ SHAPE = {
 }
 
 
-def hf_folder(folder: Path, model_type: str, dtype: torch.dtype = torch.float32, **changes: object) -> Path:
+def hf_folder(
+    folder: Path,
+    model_type: str,
+    dtype: torch.dtype = torch.float32,
+    save_original_format: bool = True,
+    **changes: object,
+) -> Path:
     """A random model, every weight (norms and biases too) away from its initial value, in several shards."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes), dtype=dtype)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    model.save_pretrained(folder, max_shard_size=40_000)
+    model.save_pretrained(folder, max_shard_size=40_000, save_original_format=save_original_format)
     return folder
 
 
@@ -48,7 +54,14 @@ def build(
     split: tuple[int, ...] | None = None,
 ) -> GPTModel:
     """An unloaded model in the layout of its groups."""
-    parallel = Parallel(tensor=groups.layout.tensor, pipeline=groups.layout.pipeline, pipeline_split=split)
+    layout = groups.layout
+    parallel = Parallel(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        pipeline_split=split,
+        expert=layout.expert,
+        sequence=layout.tensor > 1,
+    )
     return build_model(
         read_config(folder),
         Model(path=str(folder), dtype=dtype),
