@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -16,3 +18,11 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True),
     "Qwen3ForCausalLM": Family(qk_layernorm=True),
 }
+
+
+def language_model(architecture: str) -> str:
+    """The architecture with a language model's head: a critic's, or a reward model's, differs in its head alone."""
+    for ending in REWARD_MODELS:
+        if architecture.endswith(ending):
+            return architecture.removesuffix(ending) + "ForCausalLM"
+    return architecture

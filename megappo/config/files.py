@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.checks import context_errors, nearest_divisors
-from megappo.config.families import FAMILIES
+from megappo.config.families import FAMILIES, language_model
 from megappo.config.schema import Config, Parallel
 
 DATA_FORMATS = (".jsonl", ".parquet")
@@ -52,7 +52,7 @@ def _model(config: Config, key: str, path: str, layouts: dict[str, Parallel]) ->
 
 def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts: dict[str, Parallel]) -> Iterator[str]:
     found = (hf_config.get("architectures") or ["none"])[0]
-    if found not in FAMILIES:
+    if (language_model(found) if key == "critic.model_path" else found) not in FAMILIES:
         yield f"{key}: {file} is of architecture {found}; this version trains {', '.join(FAMILIES)}"
         return
     sizes = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")

@@ -9,7 +9,7 @@ from megappo import platform
 from megappo.config.schema import Model, Parallel
 from megappo.models.hf_config import HeadKind, gpt_arguments, transformer_config
 from megappo.models.layer_specs import layer_spec
-from megappo.models.value_head import ValueHead, add_value_head
+from megappo.models.value_head import ValueHead, add_value_head, has_bias
 from megappo.placement.groups import ComponentGroups
 
 
@@ -45,8 +45,8 @@ def build_model(
             **gpt_arguments(hf_config, parallel.tensor, head),
         )
     if gpt.post_process and head == "value":
-        gpt.output_layer = ValueHead(config, groups.collection.tp)
+        gpt.output_layer = ValueHead(config, groups.collection.tp, has_bias(hf_config))
     elif gpt.post_process and head == "policy_value":
-        add_value_head(gpt)
+        add_value_head(gpt, has_bias(hf_config))
     gpt.requires_grad_(trained)
     return gpt.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)
