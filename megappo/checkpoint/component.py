@@ -71,7 +71,7 @@ def reshard(
     state["model"] = {key: leaf for key, leaf in state["model"].items() if not isinstance(leaf, ShardedObject)}
     state["optimizer_tensors"] = _optimizer_tensors(state["model"], info)
     first = torch.distributed.get_rank(groups.collection.intra_dist_opt) == 0
-    state["objects"] = {name: ShardedObject.empty_from_unique_key(name) for name in info.objects if first}
+    state["model"] |= {name: ShardedObject.empty_from_unique_key(name) for name in info.objects if first}
     loaded = _load(state, groups, source, ignored="")
     # Besides the parts asked for, the result has what is not sharded: learning-rate schedule, optimizer settings.
     filled = {

@@ -15,7 +15,28 @@ from megappo.weights.safetensors_io import HFFolder, WeightsError
 HEAD_MODULES = ("score", "classifier", "v_head", "v_head.summary")
 """What reward models call the layer that reads the last hidden states; the last is TRL's value head."""
 _EXPORTED = "ForTokenClassification"
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 _LABELS = ("id2label", "label2id", BIAS_KEY)
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        WeightsError: it is no JSON object, or lacks a size.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path}; name a complete Hugging Face folder")
+    try:
+        hf_config = json.loads(path.read_text("utf-8"))
+        missing = [key for key in _SIZES if key not in hf_config]
+    except (ValueError, TypeError) as error:
+        raise WeightsError(f"{path} is not a JSON object ({error}); copy it again") from error
+    if missing:
+        raise WeightsError(f"{path} lacks {', '.join(missing)}; it is no config of a language model, or incomplete")
+    return hf_config
 
 
 def critic_config(folder: str | Path) -> dict[str, Any]:
@@ -30,7 +51,7 @@ def critic_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         WeightsError: a reward model without a known head, or one of several labels.
     """
-    hf_config = json.loads((Path(folder) / "config.json").read_text("utf-8"))
+    hf_config = read_hf_config(folder)
     architecture = (hf_config.get("architectures") or ["no architecture"])[0]
     with HFFolder(folder) as source:
         name_value_head(source)
@@ -61,6 +82,11 @@ def name_value_head(source: HFFolder) -> None:
                 f"{module}.weight in {source.folder} gives {labels} numbers per token, a critic needs 1; "
                 "choose a reward model of one label"
             )
+
+
+def has_value_head(source: HFFolder) -> bool:
+    """Whether the folder has a value head, under any of its names."""
+    return any(f"{module}.weight" in source.names() for module in HEAD_MODULES)
 
 
 def has_value_bias(source: HFFolder) -> bool:

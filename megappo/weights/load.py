@@ -23,7 +23,7 @@ from megappo.weights.families import (
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 from megappo.weights.shards import check_parameters, compose, global_parameters
 
-_UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
+UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
 
 @torch.no_grad()
@@ -90,7 +90,7 @@ def _check_bias(source: HFFolder, hf_config: dict[str, Any]) -> None:
 
 
 def _check_source(source: HFFolder, expected: dict[str, Piece], optional: set[str]) -> None:
-    found = {name for name in source.names() if not name.endswith(_UNUSED_SUFFIXES)}
+    found = {name for name in source.names() if not name.endswith(UNUSED_SUFFIXES)}
     missing = sorted(expected.keys() - found - optional)
     unused = sorted(found - expected.keys() - optional)
     if missing or unused:
