@@ -12,7 +12,6 @@ before it untouched. The folder must be on storage that all nodes share.
 
 import json
 import os
-import queue
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -20,16 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
 from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.sharded import reason, save_sharded
 from megappo.placement.exchange import Exchange
-
-# Saves here are synchronous, so their results stay in this process. Megatron's own queue lives in a further process of
-# each rank, which would import the whole program again: seconds, and several hundred MiB.
-filesystem_async._results_queue = queue.Queue()
 
 
 class Checkpointed(Protocol):
@@ -114,11 +109,7 @@ class CheckpointStore:
         for name, component in components.items():
             if component is not None:
                 state = component.sharded_state_dict(is_loading=False)
-                try:
-                    with component.as_world():
-                        dist_checkpointing.save(state, str(partial / name))
-                except (OSError, CheckpointException) as error:
-                    raise CheckpointError(f"cannot save {name} to {partial}: {_reason(error)}") from error
+                save_sharded(state, partial / name, component.as_world())
 
     def _read(self, path: Path, components: Mapping[str, Checkpointed | None]) -> None:
         for name, component in components.items():
@@ -162,12 +153,6 @@ class CheckpointStore:
 
 def _unusable(path: Path, part: str, error: BaseException) -> CheckpointError:
     return CheckpointError(
-        f"cannot load {part} from {path}: {_reason(error)}. The checkpoint is damaged or of another model; write the "
+        f"cannot load {part} from {path}: {reason(error)}. The checkpoint is damaged or of another model; write the "
         f"name of another one into {path.parent / 'latest'}, or choose another trainer.output_dir"
     )
-
-
-def _reason(error: BaseException) -> str:
-    """The error, without torch's tracebacks of all ranks."""
-    causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return "; ".join(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes))

@@ -28,6 +28,8 @@ class Experts:
         """Whether the chosen experts' probabilities add up to 1."""
         return bool(hf_config.get("norm_topk_prob", False) if self.renormalizes is None else self.renormalizes)
 
+REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
+
 
 @dataclass(frozen=True)
 class Family:
@@ -72,3 +74,11 @@ def num_experts(hf_config: dict[str, Any]) -> int:
     if FAMILIES[hf_config["architectures"][0]].experts is None:
         return 0
     return hf_config.get("num_local_experts") or hf_config["num_experts"]  # either name, as Hugging Face writes both
+
+
+def language_model(architecture: str) -> str:
+    """The architecture with a language model's head: a critic's, or a reward model's, differs in its head alone."""
+    for ending in REWARD_MODELS:
+        if architecture.endswith(ending):
+            return architecture.removesuffix(ending) + "ForCausalLM"
+    return architecture

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.checks import context_errors, longest_row, nearest_divisors
-from megappo.config.families import FAMILIES, num_experts, sliding_window
+from megappo.config.families import FAMILIES, language_model, num_experts, sliding_window
 from megappo.config.schema import Config, Parallel
 
 DATA_FORMATS = (".jsonl", ".parquet")
@@ -52,9 +52,11 @@ def _model(config: Config, key: str, path: str, layouts: dict[str, Parallel]) ->
 
 def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts: dict[str, Parallel]) -> Iterator[str]:
     found = (hf_config.get("architectures") or ["none"])[0]
-    if found not in FAMILIES:
+    known = language_model(found) if key == "critic.model_path" else found
+    if known not in FAMILIES:
         yield f"{key}: {file} is of architecture {found}; this version trains {', '.join(FAMILIES)}"
         return
+    hf_config = hf_config | {"architectures": [known]}
     missing = list(_missing(hf_config))
     if missing:
         yield f"{key}: {file} lacks {', '.join(missing)}: download it again"

@@ -10,7 +10,7 @@ from megappo.config.schema import Model, Parallel
 from megappo.models.hf_config import HeadKind, gpt_arguments, transformer_config
 from megappo.models.layer_specs import layer_spec
 from megappo.models.rope import scale_rope
-from megappo.models.value_head import ValueHead, add_value_head
+from megappo.models.value_head import ValueHead, add_value_head, has_bias
 from megappo.placement.groups import ComponentGroups
 
 
@@ -47,9 +47,9 @@ def build_model(
         )
     scale_rope(gpt, hf_config)
     if gpt.post_process and head == "value":
-        gpt.output_layer = ValueHead(config, groups.collection.tp)
+        gpt.output_layer = ValueHead(config, groups.collection.tp, has_bias(hf_config))
     elif gpt.post_process and head == "policy_value":
-        add_value_head(gpt)
+        add_value_head(gpt, has_bias(hf_config))
     for name, parameter in gpt.named_parameters():
         if ".local_experts." in name:
             # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over

@@ -244,12 +244,7 @@ class TrainedEngine(MegatronEngine):
 
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
         """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""
-        metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "chained_optim_avoid_prefix": True,
-            "singleton_local_shards": False,
-            "dp_cp_group": self.groups.collection.dp_cp,
-        }
+        metadata = sharding_metadata(self.groups)
         with self.groups.active():
             # Of the unwrapped model: the wrappers' own methods disagree about the prefix "module.".
             model = self.model.sharded_state_dict(metadata=metadata)
@@ -277,6 +272,16 @@ class TrainedEngine(MegatronEngine):
         loss, metrics = loss_fn(self.loss_head(output, packed), packed.rows)
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
         return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+
+
+def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
+    """How checkpoints are cut so that they load into any other layout: the `metadata` of `sharded_state_dict`."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": groups.collection.dp_cp,
+    }
 
 
 def optimizer_config(optim: Optim, bf16: bool) -> OptimizerConfig:

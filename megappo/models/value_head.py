@@ -1,5 +1,7 @@
 """One number per token: a critic's last layer, or a second one beside the language model's."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -7,9 +9,16 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 
+BIAS_KEY = "value_head_bias"
+
+
+def has_bias(hf_config: dict[str, Any]) -> bool:
+    """Whether the value head of a model of this config has a bias: where it comes from a reward model that has one."""
+    return bool(hf_config.get(BIAS_KEY, False))
+
 
 class ValueHead(torch.nn.Module):
-    """A bias-free Linear(hidden, 1), the same on every tensor-parallel rank.
+    """A Linear(hidden, 1), the same on every tensor-parallel rank.
 
     In a critic it takes the place of GPTModel.output_layer; the embeddings must then not be tied, as there is no output
     embedding to tie. `add_value_head` puts one beside the output layer.
@@ -17,15 +26,20 @@ class ValueHead(torch.nn.Module):
     Args:
         config: the trunk's.
         tensor_group: ranks that share the hidden states of sequence parallelism.
+        bias: adds a bias, of shape [1].
     """
 
-    def __init__(self, config: TransformerConfig, tensor_group: dist.ProcessGroup):
+    def __init__(self, config: TransformerConfig, tensor_group: dist.ProcessGroup, bias: bool = False):
         super().__init__()
         self.tp_group = tensor_group
         self.sequence_parallel = config.sequence_parallel
         self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism each rank sees its own tokens: Megatron then sums the gradient over them.
         self.weight.sequence_parallel = config.sequence_parallel
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+            self.bias.sequence_parallel = config.sequence_parallel
         self._kept: torch.Tensor | None = None
 
     def init_weight(self, seed: int) -> None:
@@ -45,9 +59,10 @@ class ValueHead(torch.nn.Module):
             weight: None: never a tied embedding.
             runtime_gather_output: ignored, the output is whole on every rank.
         Returns:
-            [T, 1, 1] float32 on every tensor-parallel rank, and no bias.
+            [T, 1, 1] float32 on every tensor-parallel rank, and None: no bias is left to add.
         """
-        values = F.linear(hidden.float(), self.weight.float())
+        bias = None if self.bias is None else self.bias.float()
+        values = F.linear(hidden.float(), self.weight.float(), bias)
         if self.sequence_parallel:
             # Every rank computes the same loss from the gathered values, so backward only takes its own part of it.
             values = gather_from_sequence_parallel_region(
@@ -71,11 +86,11 @@ class ValueHead(torch.nn.Module):
         return values.transpose(0, 1)
 
 
-def add_value_head(gpt: GPTModel) -> None:
+def add_value_head(gpt: GPTModel, bias: bool) -> None:
     """Give the model, a last stage, a `value_head` that reads what its output layer reads.
 
     GPTModel returns a single tensor, so the values wait in the head until they are taken: the schedules compute the
     loss of a micro-batch before they begin the next one.
     """
-    gpt.value_head = ValueHead(gpt.config, gpt.pg_collection.tp)
+    gpt.value_head = ValueHead(gpt.config, gpt.pg_collection.tp, bias)
     gpt.output_layer.register_forward_pre_hook(gpt.value_head.keep)

@@ -1,7 +1,5 @@
 """The models of a run on this rank: built from the config, with their Hugging Face weights and their heads."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from megappo.config.checks import optimizer_steps
@@ -11,6 +9,7 @@ from megappo.models.engine import Head, MegatronEngine, TrainedEngine
 from megappo.models.heads import policy_head, policy_value_head, value_head
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
+from megappo.weights.critic import critic_config
 from megappo.weights.load import load_hf
 
 HFConfig = dict[str, Any]
@@ -64,7 +63,7 @@ def _actor(
 def _critic(config: Config, groups: ComponentGroups) -> TrainedEngine:
     critic = config.critic
     folder = critic.model_path or config.model.path
-    hf_config = json.loads((Path(folder) / "config.json").read_text())
+    hf_config = critic_config(folder)
     model = _loaded(config, folder, hf_config, critic.parallel, groups, "value", critic.recompute)
     return TrainedEngine(
         model,

@@ -55,7 +55,8 @@ def iter_hf_buckets(
         model: unwrapped, with the current weights.
         bucket_bytes: largest sum of a bucket's tensors; a single larger tensor is a bucket of its own.
         head: "policy" is the language model, without the value head that a shared backbone has besides; "value" a
-            critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`.
+            critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`, and
+            `score.bias` if it has one.
     Raises:
         ValueError: a parameter without Hugging Face name, or a tensor that no stage holds; each named.
     """
@@ -67,7 +68,7 @@ def iter_hf_buckets(
     )
     parameters = global_parameters(model)
     if head == "policy":
-        parameters.pop(SECOND_HEAD, None)
+        parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}
     check_parameters(parameters, table)
     held = {piece.name: name for name in parameters for piece in table[name].pieces}
     exports = _plan(list(pieces_of(table).values()), held, parameters, groups)

@@ -6,12 +6,14 @@ from typing import Any
 
 from megappo.config.families import FAMILIES, Experts, num_experts
 from megappo.models.hf_config import HeadKind, is_tied
+from megappo.models.value_head import has_bias
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 VALUE_HEAD = "score.weight"
-OUTPUT_LAYER = "output_layer.weight"
-SECOND_HEAD = "value_head.weight"
+VALUE_BIAS = "score.bias"
+OUTPUT_LAYER = "output_layer"
+SECOND_HEAD = "value_head"
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def compositions(
         hf_config: the model's config.json.
         tensor: tensor-parallel size.
         padded_vocab_size: rows of Megatron's embedding over all ranks, a multiple of `tensor`.
-        head: what reads the last hidden states. A value head is replicated, [1, hidden].
+        head: what reads the last hidden states. A value head is replicated, [1, hidden], and its bias, if any, [1].
     Raises:
         ValueError: an unknown family, or sizes that `tensor` does not divide.
     """
@@ -157,9 +159,9 @@ def pieces_of(table: Mapping[str, Composition]) -> dict[str, Piece]:
     return {piece.name: piece for composition in table.values() for piece in composition.pieces}
 
 
-def hf_shapes(hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def hf_shapes(hf_config: dict[str, Any], head: HeadKind = "policy") -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's Hugging Face tensors; a tied head, being the embedding, is not among them."""
-    table = compositions(hf_config, tensor=1, padded_vocab_size=hf_config["vocab_size"], head="policy")
+    table = compositions(hf_config, tensor=1, padded_vocab_size=hf_config["vocab_size"], head=head)
     return {name: piece.shape for name, piece in pieces_of(table).items()}
 
 
@@ -187,15 +189,17 @@ def _expert_rules(experts: Experts, count: int) -> tuple[Rule, ...]:
 
 
 def _output_rules(hf_config: dict[str, Any], head: HeadKind) -> tuple[Rule, ...]:
-    def value_head(name: str) -> Rule:
-        return Rule((name,), ((VALUE_HEAD, ("one", "hidden")),))
+    def value_head(module: str) -> tuple[Rule, ...]:
+        weight = Rule((f"{module}.weight",), ((VALUE_HEAD, ("one", "hidden")),))
+        bias = Rule((f"{module}.bias",), ((VALUE_BIAS, ("one",)),))
+        return (weight, bias) if has_bias(hf_config) else (weight,)
 
     if head == "value":
-        return (value_head(OUTPUT_LAYER),)
+        return value_head(OUTPUT_LAYER)
     # Tied, with pipeline stages: the last stage has a copy of the embedding for its output layer.
     source = EMBEDDING if is_tied(hf_config) else LM_HEAD
-    output_layer = Rule((OUTPUT_LAYER,), ((source, ("vocab", "hidden")),), shard_dim=0)
-    return (output_layer, value_head(SECOND_HEAD)) if head == "policy_value" else (output_layer,)
+    output_layer = Rule((f"{OUTPUT_LAYER}.weight",), ((source, ("vocab", "hidden")),), shard_dim=0)
+    return (output_layer, *value_head(SECOND_HEAD)) if head == "policy_value" else (output_layer,)
 
 
 def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:

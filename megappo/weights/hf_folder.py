@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
+from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
+from megappo.weights.critic import critic_buckets, exported_config
 from megappo.weights.export import iter_hf_buckets
 from megappo.weights.safetensors_io import ShardedWriter
+from megappo.weights.staging import staged
 
-_COPIED = (
+Bucket = list[tuple[str, torch.Tensor]]
+
+COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,12 +40,15 @@ def write_hf_folder(
     source: str | Path,
     target: str | Path,
     *,
+    head: HeadKind = "policy",
     bucket_bytes: int = 512 * 2**20,
     max_shard_bytes: int = 4 * 2**30,
+    progress: Callable[[int], object] = lambda elements: None,
 ) -> None:
-    """Write the language model's weights to `target`, with config, tokenizer and generation config of `source`.
+    """Write a model's weights to `target`, with config, tokenizer and generation config of `source`.
 
-    A value head that a shared backbone has besides is no part of it and is left out.
+    With head="policy" that is the language model: a value head that a shared backbone has besides is left out. With the
+    others it is the critic, as *ForTokenClassification: a language model's head is left out.
 
     Every rank of the component calls it; its first rank writes, into `<target>.tmp`, which then takes the place of
     `target`. It is there when any rank returns.
@@ -49,16 +57,18 @@ def write_hf_folder(
         hf_config: config.json of `source`, written with the dtype of the weights.
         bucket_bytes: weights gathered at a time, on the device. max_shard_bytes: bytes per safetensors file, which the
             writing rank keeps in host memory.
+        progress: called with the number of elements written, on the writing rank.
     Raises:
         FileExistsError: `target` is a file.
         OSError: the folder cannot be written; `target` is then as it was before.
     """
-    buckets = iter_hf_buckets(model, hf_config, groups, bucket_bytes)
+    buckets: Iterable[Bucket] = iter_hf_buckets(model, hf_config, groups, bucket_bytes, head=head)
+    if head != "policy":
+        buckets, hf_config = critic_buckets(buckets), exported_config(hf_config)
     if dist.get_rank() == groups.layout.ranks[0]:
         dtype = str(model.config.params_dtype).removeprefix("torch.")
-        _write(
-            buckets, {**hf_config, "torch_dtype": dtype, "dtype": dtype}, Path(source), Path(target), max_shard_bytes
-        )
+        hf_config = {**hf_config, "torch_dtype": dtype, "dtype": dtype}
+        _write(buckets, hf_config, Path(source), Path(target), max_shard_bytes, progress)
     else:
         for _ in buckets:
             pass
@@ -66,41 +76,25 @@ def write_hf_folder(
 
 
 def _write(
-    buckets: Iterable[Iterable[tuple[str, torch.Tensor]]],
+    buckets: Iterable[Bucket],
     hf_config: dict[str, Any],
     source: Path,
     target: Path,
     max_shard_bytes: int,
+    progress: Callable[[int], object],
 ) -> None:
-    if target.is_file():
-        raise FileExistsError(f"{target} is a file; name a folder to write the Hugging Face model to")
-    temporary = _empty_folder(target.with_name(target.name + ".tmp"))
-    writer = ShardedWriter(temporary, max_shard_bytes)
-    for bucket in buckets:
-        writer.add(bucket)
-    writer.finish()
-    (temporary / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-    for name in _COPIED:
+    with staged(target) as temporary:
+        writer = ShardedWriter(temporary, max_shard_bytes)
+        for bucket in buckets:
+            writer.add(bucket)
+            progress(sum(tensor.numel() for _, tensor in bucket))
+        writer.finish()
+        (temporary / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+        copy_companions(source, temporary)
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what stands beside config and weights, as far as it is there: tokenizer and generation config."""
+    for name in COMPANIONS:
         if (source / name).is_file():
-            shutil.copyfile(source / name, temporary / name)
-    _replace(temporary, target)
-
-
-def _empty_folder(folder: Path) -> Path:
-    """A new folder, in place of what a run that was cut short may have left."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    return folder
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    """Put the finished folder in the old one's place; a crash between the renames leaves the old one as `.old`."""
-    old = target.with_name(target.name + ".old")
-    if old.exists():
-        shutil.rmtree(old)
-    if target.exists():
-        target.rename(old)
-    temporary.rename(target)
-    if old.exists():
-        shutil.rmtree(old)
+            shutil.copyfile(source / name, target / name)

@@ -1,5 +1,6 @@
 """Loading Hugging Face weights into a Megatron model: each rank reads its own slices of the files, nothing else."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megappo.models.hf_config import HeadKind, is_tied
+from megappo.models.value_head import has_bias
 from megappo.placement.groups import ComponentGroups
+from megappo.weights.critic import has_value_bias, name_value_head
 from megappo.weights.families import (
     EMBEDDING,
     LM_HEAD,
+    VALUE_BIAS,
     VALUE_HEAD,
     Piece,
     compositions,
@@ -20,7 +24,7 @@ from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 from megappo.weights.shards import check_parameters, compose, global_parameters
 
-_UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
+UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
 
 @torch.no_grad()
@@ -32,6 +36,7 @@ def load_hf(
     *,
     head: HeadKind = "policy",
     seed: int = 0,
+    progress: Callable[[str], object] = lambda name: None,
 ) -> None:
     """Fill the parameters this rank holds from a folder of safetensors. Call it before the optimizer copies them.
 
@@ -39,8 +44,9 @@ def load_hf(
 
     Args:
         hf_config: the folder's config.json, of which `model` was built.
-        head: as `model` was built. A value head comes from `score.weight` if the folder has it, and is drawn from
-            `seed` otherwise, the same on every rank. A critic leaves the language model's own head unused.
+        head: as `model` was built. A value head comes from the folder if it has one (see `critic_config`), and is
+            drawn from `seed` otherwise, the same on every rank. A critic leaves the language model's own head unused.
+        progress: called with the name of every parameter that is loaded.
     Raises:
         WeightsError: a parameter without source, a tensor missing, unused, or of another shape; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
@@ -50,11 +56,15 @@ def load_hf(
     parameters = global_parameters(model)
     check_parameters(parameters, table)
     with PerExpertFolder(folder, hf_config) as source:
+        if head != "policy":
+            name_value_head(source)
+            _check_bias(source, hf_config)
         _check_source(source, pieces_of(table), _optional(hf_config, head))
         if is_tied(hf_config) and LM_HEAD in source.names() and head != "value":
             _check_tied(source)
         has_values = VALUE_HEAD in source.names()
         for name, parameter in parameters.items():
+            progress(name)
             pieces = table[name].pieces
             if pieces[0].name == VALUE_HEAD and not has_values:
                 model.get_submodule(name.removesuffix(".weight")).init_weight(seed)
@@ -65,11 +75,23 @@ def load_hf(
 def _optional(hf_config: dict[str, Any], head: HeadKind) -> set[str]:
     """Tensors that a folder may have or lack."""
     language_model = {LM_HEAD} if head == "value" or is_tied(hf_config) else set()
-    return language_model | (set() if head == "policy" else {VALUE_HEAD})
+    return language_model | (set() if head == "policy" else {VALUE_HEAD, VALUE_BIAS})
+
+
+def _check_bias(source: HFFolder, hf_config: dict[str, Any]) -> None:
+    """A bias that the model has no place for must be zero; one it has a place for must be there."""
+    expected, found = has_bias(hf_config), has_value_bias(source)
+    if found and not expected:
+        raise WeightsError(
+            f"the value head in {source.folder} has a bias that is not zero, but the model was built without one; "
+            "build a critic with `critic_config` of the folder"
+        )
+    if expected and VALUE_BIAS not in source.names():
+        raise WeightsError(f"the model's value head has a bias, but {source.folder} has none; build it of this folder")
 
 
 def _check_source(source: HFFolder, expected: dict[str, Piece], optional: set[str]) -> None:
-    found = {name for name in source.names() if not name.endswith(_UNUSED_SUFFIXES)}
+    found = {name for name in source.names() if not name.endswith(UNUSED_SUFFIXES)}
     missing = sorted(expected.keys() - found - optional)
     unused = sorted(found - expected.keys() - optional)
     if missing or unused:

@@ -1,7 +1,7 @@
 """Reading and writing Hugging Face folders of safetensors: lazily, and a bounded number of bytes at a time."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +31,7 @@ class HFFolder:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self._file_of = _index(self.folder)
+        self._name_in_file: dict[str, str] = {}  # of tensors that were renamed
         self._files = {file: _open(self.folder / file) for file in sorted(set(self._file_of.values()))}
         for file, handle in self._files.items():
             _check_names(self.folder / file, {n for n, f in self._file_of.items() if f == file}, set(handle.keys()))
@@ -41,6 +42,12 @@ class HFFolder:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._files.clear()
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call tensors by other names from now on: `names` maps the file's name to the new one."""
+        for old, new in names.items():
+            self._file_of[new] = self._file_of.pop(old)
+            self._name_in_file[new] = self._name_in_file.pop(old, old)
+
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._file_of)
@@ -49,13 +56,17 @@ class HFFolder:
         """Shape of a tensor, from the file's header."""
         return tuple(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Dtype of a tensor, as safetensors spells it: F32, BF16, ..."""
+        return self._slice(name).get_dtype()
+
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements start:stop (default: all) of a tensor along dimension 0 or 1, on the CPU in the file's dtype."""
         part = slice(start, stop)
         return self._slice(name)[part] if dim == 0 else self._slice(name)[:, part]
 
     def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(name)
+        return self._files[self._file_of[name]].get_slice(self._name_in_file.get(name, name))
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -149,7 +160,11 @@ class ShardedWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        save_file(self._pending, self._part(len(self._shards)), metadata={"format": "pt"})
+        path = self._part(len(self._shards))
+        try:
+            save_file(self._pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk comes as this, too
+            raise OSError(f"cannot write {path}: {error}") from error
         self._shards.append(list(self._pending))
         self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
         self._pending = {}

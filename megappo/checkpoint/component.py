@@ -1,0 +1,139 @@
+"""A model in a component's folder, without the trainer around it: saved, loaded, and cut anew for another layout."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.models.gpt import GPTModel
+from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
+
+from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
+from megappo.checkpoint.sharded import reason, save_sharded
+from megappo.models.engine import sharding_metadata
+from megappo.models.hf_config import HeadKind, padded_vocab_size
+from megappo.placement.groups import ComponentGroups
+
+
+def head_of(info: ComponentInfo) -> HeadKind:
+    """What reads the model's last hidden states."""
+    if "value_head.weight" in info.tensors:
+        return "policy_value"
+    output_layer = info.tensors.get("output_layer.weight")
+    return "value" if output_layer is not None and output_layer.shape[0] == 1 else "policy"
+
+
+def has_value_bias(info: ComponentInfo) -> bool:
+    """Whether the model's value head has a bias."""
+    return bool({"value_head.bias", "output_layer.bias"} & info.tensors.keys())
+
+
+def save_model(model: GPTModel, groups: ComponentGroups, folder: Path) -> None:
+    """Write the model's part of a checkpoint into an existing folder; all ranks of the component together."""
+    save_sharded({"model": _sharded(model, groups)}, folder, groups.as_world())
+
+
+def load_model(model: GPTModel, groups: ComponentGroups, folder: Path, info: ComponentInfo, vocab_size: int) -> None:
+    """Fill the model from a component's folder, whatever layout it was written in; an optimizer's state is not read.
+
+    Args:
+        info: of `folder`.
+        vocab_size: true vocabulary, without padding.
+    Raises:
+        CheckpointError: a tensor is missing, unknown, of another shape, or damaged.
+    """
+    _check_vocabulary(folder, info, vocab_size)
+    loaded = _load({"model": _sharded(model, groups)}, groups, folder, ignored=OPTIMIZER_PREFIX)
+    with groups.active():
+        model.load_state_dict(loaded["model"])
+
+
+def reshard(
+    model: GPTModel, groups: ComponentGroups, source: Path, info: ComponentInfo, target: Path, vocab_size: int
+) -> None:
+    """Write everything `source` holds, an optimizer's state included, cut for the layout of `model`.
+
+    Args:
+        model: built in the new layout; its weights are overwritten.
+        info: of `source`.
+        target: an existing folder.
+        vocab_size: true vocabulary, without padding.
+    Raises:
+        CheckpointError: as `load_model`, or the target cannot be written.
+    """
+    _check_vocabulary(source, info, vocab_size)
+    state = {"model": _sharded(model, groups)}
+    state["model"] = {key: leaf for key, leaf in state["model"].items() if not isinstance(leaf, ShardedObject)}
+    state["optimizer_tensors"] = _optimizer_tensors(state["model"], info)
+    first = torch.distributed.get_rank(groups.collection.intra_dist_opt) == 0
+    state["model"] |= {name: ShardedObject.empty_from_unique_key(name) for name in info.objects if first}
+    loaded = _load(state, groups, source, ignored="")
+    # Besides the parts asked for, the result has what is not sharded: learning-rate schedule, optimizer settings.
+    filled = {
+        part: {key: replace(leaf, data=loaded[part][key]) for key, leaf in leaves.items()}
+        for part, leaves in state.items()
+    }
+    save_sharded({**loaded, **filled}, target, groups.as_world())
+
+
+def _sharded(model: GPTModel, groups: ComponentGroups) -> dict[str, Any]:
+    with groups.active():
+        return model.sharded_state_dict(metadata=sharding_metadata(groups))
+
+
+def _optimizer_tensors(shards: dict[str, Any], info: ComponentInfo) -> dict[str, Any]:
+    """For every parameter here the optimizer's tensors that have its shape, cut as it is."""
+    states: dict[str, list[str]] = {}
+    for name in info.tensors.keys() - info.model.keys():
+        for key in info.model:
+            if name.endswith(f".{key}"):
+                states.setdefault(key, []).append(name.removesuffix(f".{key}"))
+    return {
+        f"{prefix}.{key}": make_sharded_optimizer_tensor(
+            leaf, torch.zeros_like(leaf.data, dtype=info.tensors[f"{prefix}.{leaf.key}"].dtype), prefix
+        )
+        for key, leaf in shards.items()
+        for prefix in sorted(states.get(leaf.key, ()))
+    }
+
+
+def _check_vocabulary(folder: Path, info: ComponentInfo, vocab_size: int) -> None:
+    """The one dimension dist_checkpointing does not check, as its padding depends on the layout."""
+    found = info.tensors.get(EMBEDDING)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no {EMBEDDING}: it is no language model of this program")
+    expected = padded_vocab_size(vocab_size, found.pieces[0])
+    if found.shape[0] != expected:
+        raise CheckpointError(
+            f"{EMBEDDING} in {folder} has {found.shape[0]} rows, but config.json's vocab_size {vocab_size} gives "
+            f"{expected}: name the config.json the checkpoint was made with"
+        )
+
+
+def _load(state: dict[str, Any], groups: ComponentGroups, folder: Path, ignored: str) -> dict[str, Any]:
+    """`state` from the folder, which may hold objects, and tensors whose name starts with `ignored`, besides."""
+    try:
+        with groups.as_world():
+            loaded, extra, absent = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"cannot load {folder}: {reason(error)}. It is damaged, or not of the model that config.json describes"
+        ) from error
+    unknown = {name for name in extra if EXTRA_STATE not in name and not (ignored and name.startswith(ignored))}
+    missing = {name for name in absent if EXTRA_STATE not in name}
+    if unknown or missing:
+        raise CheckpointError(
+            f"{folder} does not hold the tensors that config.json describes: missing {_listed(missing)}; unknown "
+            f"{_listed(unknown)}: name the config.json the checkpoint was made with"
+        )
+    return loaded
+
+
+def _listed(names: set[str]) -> str:
+    shown = ", ".join(sorted(names)[:8]) or "none"
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown

@@ -1,0 +1,147 @@
+"""Convert weights between Hugging Face folders and Megatron's dist_checkpointing folders, compare, and reshard them.
+
+    python tools/convert.py hf-to-megatron --input HF_FOLDER --output FOLDER
+    python tools/convert.py megatron-to-hf --input RUN/checkpoints/step_X/actor --hf-config HF_FOLDER --output FOLDER
+    python tools/convert.py verify         --input FOLDER --output FOLDER
+    python tools/convert.py reshard        --input RUN/checkpoints/step_X --hf-config HF_FOLDER --output FOLDER
+
+Works on the CPU, in one process. A model too large for that: --tensor T --pipeline P, under
+python -m megappo.torchrun --nproc-per-node (T x P) tools/convert.py ...
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the machine's memory is larger, and its GPUs may be training
+
+import torch.distributed as dist
+
+from megappo import platform
+
+platform.install()  # must come before the first import of megatron.core
+
+from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
+from conversion.verify import verify  # noqa: E402
+from conversion.world import UsageError, World  # noqa: E402
+
+from megappo.checkpoint.errors import CheckpointError  # noqa: E402
+from megappo.config.errors import ConfigError  # noqa: E402
+from megappo.placement.exchange import OtherRankError  # noqa: E402
+
+COMMANDS = {
+    "hf-to-megatron": (hf_to_megatron, "a Hugging Face folder to a Megatron folder, which loads in any layout"),
+    "megatron-to-hf": (megatron_to_hf, "a Megatron folder, or step_X/actor, step_X/critic, to a Hugging Face folder"),
+    "verify": (verify, "compare a Hugging Face folder with a Megatron or another Hugging Face folder, to the bit"),
+    "reshard": (
+        reshard_folder,
+        "rewrite a Megatron folder, or a whole step_X with its optimizer states, in files cut for another layout. "
+        "Checkpoints load in any layout as they are: this only spares every rank reading parts of many files",
+    ),
+}
+WITH_HF_CONFIG = ("megatron-to-hf", "verify", "reshard")
+WITH_DTYPE = {
+    "hf-to-megatron": "of the result; default: the input's",
+    "megatron-to-hf": "of the result; default: the input's",
+    "verify": "cast the tensors of --input to it before they are compared",
+}
+WITH_VALUE_MODEL = {
+    "hf-to-megatron": "a critic: the value head of a reward model, or a new one, in place of the language model's",
+    "megatron-to-hf": "of a policy with a value head besides, write the critic; a critic's folder needs no flag",
+}
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
+class Interrupted(BaseException):
+    """A signal asked for the end."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command: 0, 1 when it failed or found differences, 2 when the command line or the input is at fault."""
+    args = _parser().parse_args(arguments)
+    _end_on_signals()
+    world = None
+    try:
+        if args.command != "verify":
+            _check_output(args.input, args.output, args.force)
+        world = World(args.tensor, args.pipeline)
+        return COMMANDS[args.command][0](args, world) or 0
+    except Interrupted:
+        _failed("interrupted", args, world)
+        return 1
+    except (UsageError, CheckpointError, ConfigError, OtherRankError, OSError, ValueError) as error:
+        return _failed(str(error), args, world)
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in LOST_RANK):
+            return _failed("another rank has ended", args, world)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _failed(message: str, args: argparse.Namespace, world: World | None) -> int:
+    """Say what went wrong, once; the exit code."""
+    writing = world is not None and world.writing
+    if world.speaks if world else os.environ.get("RANK", "0") == "0":
+        kept = f"; {args.output} is as it was before" if writing else ""
+        print(f"error: {message}{kept}", file=sys.stderr, flush=True)
+    return 1 if writing else 2
+
+
+def _check_output(source: Path, output: Path, force: bool) -> None:
+    if not source.is_dir():
+        raise UsageError(f"--input: no folder {source}")
+    inner, outer = source.resolve(), output.resolve()
+    if outer == inner or outer in inner.parents or inner in outer.parents:
+        raise UsageError(f"--output {output} and --input {source} lie in each other: name another folder to write to")
+    if output.is_dir() and any(output.iterdir()) and not force:
+        raise UsageError(f"--output {output} is not empty: --force replaces it, when the conversion has gone well")
+
+
+def _end_on_signals() -> None:
+    """Ctrl-C and SIGTERM end the conversion as an error does: what is half written goes away."""
+    owner = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a process that writes a checkpoint's files
+            os._exit(1)
+        for also in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(also, signal.SIG_IGN)
+        raise Interrupted
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="convert.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (_, description) in COMMANDS.items():
+        command = commands.add_parser(name, help=description, description=description)
+        command.add_argument("--input", type=Path, required=True, metavar="DIR")
+        command.add_argument("--output", type=Path, required=True, metavar="DIR")
+        command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (default 1)")
+        command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default 1)")
+        if name != "verify":
+            command.add_argument("--force", action="store_true", help="replace an output folder that is not empty")
+        if name in WITH_HF_CONFIG:
+            command.add_argument(
+                "--hf-config", type=Path, metavar="DIR", help="the model's config.json and tokenizer, if not in --input"
+            )
+        if name in WITH_DTYPE:
+            command.add_argument("--dtype", choices=("fp32", "bf16"), help=WITH_DTYPE[name])
+        if name in WITH_VALUE_MODEL:
+            command.add_argument("--value-model", action="store_true", help=WITH_VALUE_MODEL[name])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Print what is in a checkpoint, without loading it: names, shapes, dtypes, layout, step.
+
+    python tools/inspect_checkpoint.py FOLDER
+
+FOLDER is a run's output folder, its checkpoints/, one step_XXXXXXXX, one component of it (step_XXXXXXXX/actor), a
+folder that convert.py wrote, or a Hugging Face folder.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.metadata import TensorInfo, components_of, is_component, read_component
+from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
+
+
+def describe(folder: Path) -> Iterator[str]:
+    """Lines about whatever kind of folder it is."""
+    if is_component(folder):
+        yield from _component(folder)
+    elif (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+        yield from _hugging_face(folder)
+    elif components_of(folder):
+        yield from _step(folder)
+    elif any(folder.glob("step_*")):
+        yield from _run(folder)
+    elif (folder / "checkpoints").is_dir():
+        yield from _run(folder / "checkpoints")
+    else:
+        raise CheckpointError(f"{folder} holds neither checkpoints of a run, nor a component's, nor {SINGLE}, {INDEX}")
+
+
+def _run(folder: Path) -> Iterator[str]:
+    """All checkpoints by name, and everything about the newest."""
+    steps = sorted(path for path in folder.glob("step_*") if path.is_dir())
+    pointer = folder / "latest"
+    latest = pointer.read_text().strip() if pointer.is_file() else "none"
+    for path in steps:
+        complete = "" if (path / "state.json").is_file() else ", incomplete"
+        yield f"{path.name}{' (latest)' if path.name == latest else ''}{complete}"
+    if (folder / latest).is_dir():
+        yield ""
+        yield from _step(folder / latest)
+
+
+def _step(folder: Path) -> Iterator[str]:
+    state = folder / "state.json"
+    try:
+        values = json.loads(state.read_text()) if state.is_file() else {}
+    except ValueError as error:
+        raise CheckpointError(f"{state} is not JSON ({error}); use another checkpoint") from error
+    yield f"{folder}: " + (f"step {values.get('step', 'unknown')}" if values else "incomplete, it has no state.json")
+    for component in components_of(folder):
+        yield ""
+        yield from _component(component)
+
+
+def _component(folder: Path) -> Iterator[str]:
+    info = read_component(folder)
+    tensor, pipeline = info.layout
+    yield f"{folder}: Megatron, written as tensor {tensor} x pipeline {pipeline}; loads in any layout"
+    yield from _summary("model", _entries(info.model))
+    states = {name: entry for name, entry in info.tensors.items() if name not in info.model}
+    if states:
+        yield from _summary("optimizer", _entries(states))
+    yield from _table(_entries(info.tensors))
+
+
+def _entries(tensors: dict[str, TensorInfo]) -> list[Entry]:
+    return [(name, entry.shape, str(entry.dtype).removeprefix("torch.")) for name, entry in sorted(tensors.items())]
+
+
+def _hugging_face(folder: Path) -> Iterator[str]:
+    config = folder / "config.json"
+    try:
+        architecture = json.loads(config.read_text("utf-8"))["architectures"][0] if config.is_file() else "unknown"
+    except (ValueError, KeyError, IndexError, TypeError):
+        architecture = "unknown"
+    with HFFolder(folder) as source:
+        names = sorted(source.names())
+        entries = [(name, source.shape(name), DTYPES.get(source.dtype(name), source.dtype(name))) for name in names]
+    yield f"{folder}: Hugging Face, architecture {architecture}"
+    yield from _summary("model", entries)
+    yield from _table(entries)
+
+
+def _summary(what: str, entries: list[Entry]) -> Iterator[str]:
+    elements = sum(prod(shape) for _, shape, _ in entries)
+    size = sum(prod(shape) * ITEM_BYTES.get(dtype, 1) for _, shape, dtype in entries) / 2**20
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in Counter(dtype for _, _, dtype in entries).most_common())
+    yield f"  {what}: {len(entries)} tensors ({kinds}), {elements:,} elements, {size:,.2f} MiB"
+
+
+def _table(entries: list[Entry]) -> Iterator[str]:
+    width = max((len(name) for name, _, _ in entries), default=0)
+    for name, shape, dtype in entries:
+        yield f"  {name.ljust(width)}  {dtype.ljust(8)}  {[*shape]}"
+
+
+def main() -> int:
+    """Describe the folder of the command line; 2 when it cannot be read."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    args = parser.parse_args()
+    try:
+        for line in describe(args.folder):
+            print(line)
+    except BrokenPipeError:  # head has seen enough
+        sys.stderr.close()
+    except (CheckpointError, WeightsError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
