@@ -10,6 +10,7 @@ python -m megappo.torchrun --nproc-per-node (T x P) tools/convert.py ...
 """
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -54,6 +55,8 @@ WITH_VALUE_MODEL = {
     "hf-to-megatron": "a critic: the value head of a reward model, or a new one, in place of the language model's",
     "megatron-to-hf": "of a policy with a value head besides, write the critic; a critic's folder needs no flag",
 }
+# It logs what it raises as well, from every process that writes.
+logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 

@@ -1,0 +1,309 @@
+"""The converter on its command line: round trips to the bit, transformers as the oracle, and what it refuses."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from commands import CONVERT, Result, assert_equal, contents, convert, environment, run, tensors_of
+from safetensors.torch import save_file
+from tiny_models import hf_folder, sequences
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model in several shards, with a tokenizer file beside it."""
+    folder = hf_folder(tmp_path_factory.mktemp("hf") / "qwen2", "qwen2")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size=40_000)
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def megatron(qwen2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, converted."""
+    folder = tmp_path_factory.mktemp("megatron") / "qwen2"
+    printed = convert("hf-to-megatron", qwen2, folder)
+    assert printed == f"wrote {folder}: 51 tensors, 37,088 parameters, 0.14 MiB in fp32\n"
+    return folder
+
+
+# --- there and back ---
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "tied"),
+    [("llama", torch.float32, False), ("qwen3", torch.bfloat16, False), ("qwen2", torch.bfloat16, True)],
+)
+def test_round_trip_is_bit_equal(tmp_path: Path, family: str, dtype: torch.dtype, tied: bool) -> None:
+    source = hf_folder(tmp_path / "source", family, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    model.save_pretrained(source)
+    convert("hf-to-megatron", source, tmp_path / "megatron")
+    convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(source))
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert again.dtype == dtype
+    tokens = sequences()[0][None]
+    assert torch.equal(again.eval()(tokens).logits, model(tokens).logits)
+
+
+def test_any_layout_reads_what_any_other_wrote(qwen2: Path, tmp_path: Path) -> None:
+    convert("hf-to-megatron", qwen2, tmp_path / "tensor", "--tensor", 2, ranks=2)
+    assert len(list((tmp_path / "tensor").glob("__1_*.distcp"))) > 0, "the second rank wrote nothing"
+    convert("megatron-to-hf", tmp_path / "tensor", tmp_path / "back", "--pipeline", 2, ranks=2)
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(qwen2))
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == '{"a": 1}'
+    printed = convert("verify", qwen2, tmp_path / "tensor")
+    assert printed == "equal to the bit: 51 tensors, 37,088 parameters\n"
+
+
+def test_another_dtype(qwen2: Path, megatron: Path, tmp_path: Path) -> None:
+    printed = convert("megatron-to-hf", megatron, tmp_path / "bf16", "--dtype", "bf16")
+    assert printed.endswith("0.07 MiB in bf16\n")
+    assert_equal(tensors_of(tmp_path / "bf16"), {name: tensor.bfloat16() for name, tensor in tensors_of(qwen2).items()})
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    convert("verify", qwen2, tmp_path / "bf16", "--dtype", "bf16")
+    found = run(CONVERT, "verify", "--input", qwen2, "--output", tmp_path / "bf16")
+    assert found.returncode == 1
+    assert "model.norm.weight: dtype float32 against bfloat16\n" in found.stdout
+    assert found.stdout.endswith("51 differences\n")
+
+
+def test_verify_names_every_difference(qwen2: Path, megatron: Path, tmp_path: Path) -> None:
+    tensors = tensors_of(qwen2)
+    tensors["model.norm.weight"][3] += 0.5
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:90].clone()
+    tensors["model.embed_tokens.weight"][0, :2] = -0.0  # equal to 0.0, but not to the bit
+    del tensors["model.layers.2.self_attn.k_proj.bias"]
+    tensors["model.extra"] = torch.ones(1)
+    other = tmp_path / "other"
+    shutil.copytree(qwen2, other, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, other / "model.safetensors")
+    for first, second in ((qwen2, other), (megatron, other)):
+        found = run(CONVERT, "verify", "--input", first, "--output", second)
+        assert found.returncode == 1, found.stderr
+        assert sorted(found.stdout.splitlines()) == [
+            "5 differences",
+            "lm_head.weight: shape [91, 32] against [90, 32]",
+            "model.embed_tokens.weight: 2 of 2912 elements differ, by up to "
+            + f"{tensors_of(qwen2)['model.embed_tokens.weight'][0, :2].double().abs().max():.3g}",
+            f"model.extra: only in {other}",
+            f"model.layers.2.self_attn.k_proj.bias: only in {first}",
+            "model.norm.weight: 1 of 32 elements differ, by up to 0.5",
+        ]
+
+
+# --- critics ---
+
+
+def test_a_new_critic(qwen2: Path, tmp_path: Path) -> None:
+    printed = convert("hf-to-megatron", qwen2, tmp_path / "critic", "--value-model")
+    assert printed.startswith(f"{qwen2} has no value head: a new one is drawn\n")
+    convert("megatron-to-hf", tmp_path / "critic", tmp_path / "back")
+    tensors, expected = tensors_of(tmp_path / "back"), tensors_of(qwen2)
+    assert tensors.pop("score.weight").std() > 0
+    assert tensors.pop("score.bias") == 0
+    expected.pop("lm_head.weight")
+    assert_equal(tensors, expected)
+    convert("hf-to-megatron", tmp_path / "back", tmp_path / "again", "--value-model")
+    convert("verify", tmp_path / "back", tmp_path / "again")
+
+
+def test_a_reward_model_with_a_bias(qwen2: Path, tmp_path: Path) -> None:
+    model, _ = AutoModelForTokenClassification.from_pretrained(qwen2, num_labels=1, output_loading_info=True)
+    model.score.weight.data.normal_()
+    model.score.bias.data.fill_(0.75)
+    model.save_pretrained(tmp_path / "reward")
+    convert("hf-to-megatron", tmp_path / "reward", tmp_path / "critic", "--value-model")
+    convert("verify", tmp_path / "critic", tmp_path / "reward")
+    convert("megatron-to-hf", tmp_path / "critic", tmp_path / "back")
+    again, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    tokens = sequences()[0][None]
+    assert torch.equal(again.eval()(tokens).logits, model.eval()(tokens).logits)
+    assert again(tokens).logits.shape == (1, 5, 1)
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "reward"))
+
+
+# --- what it refuses ---
+
+
+def refused(done: Result, code: int, message: str) -> None:
+    """Ended with this code, and one line that says why."""
+    assert done.returncode == code, done.stdout + done.stderr
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+def damaged(qwen2: Path, name: str, folder: Path) -> Path:
+    """A copy of the model with something wrong."""
+    shutil.copytree(qwen2, folder)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    config = json.loads((folder / "config.json").read_text())
+    if name == "truncated":
+        os.truncate(shard, shard.stat().st_size // 2)
+    elif name == "missing shard":
+        shard.unlink()
+    elif name == "wrong shape":
+        config["intermediate_size"] = 40
+    elif name == "wrong family":
+        config["architectures"] = ["Qwen3ForCausalLM"]
+    elif name == "unsupported family":
+        config["architectures"] = ["OPTForCausalLM"]
+    elif name == "incomplete config":
+        del config["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(config) if name != "damaged config" else "{")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("truncated", "is damaged or truncated"),
+        ("missing shard", "names files that are missing: model-00002-of-"),
+        ("wrong shape", "has shape [32, 48], but its config.json gives [32, 40]"),
+        (
+            "wrong family",
+            "does not hold the tensors its config.json describes: missing model.layers.0.self_attn.k_norm",
+        ),
+        ("unsupported family", "OPTForCausalLM, which is not supported; supported are LlamaForCausalLM"),
+        ("incomplete config", "config.json lacks hidden_size"),
+        ("damaged config", "config.json is not a JSON object"),
+    ],
+)
+def test_a_damaged_model_is_refused_and_the_output_kept(qwen2: Path, tmp_path: Path, name: str, message: str) -> None:
+    source, target = damaged(qwen2, name, tmp_path / "source"), tmp_path / "target"
+    target.mkdir()
+    (target / "precious").write_text("kept")
+    refused(run(CONVERT, "hf-to-megatron", "--input", source, "--output", target, "--force"), 2, message)
+    assert contents(tmp_path / "target") == {"precious": b"kept"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("truncated", "is cut off: it has"),
+        ("missing", "is missing; copy the checkpoint again"),
+        ("another vocabulary", "has 91 rows, but config.json's vocab_size 80 gives 80"),
+        ("another family", "missing decoder.layers.self_attention.k_layernorm.weight"),
+        ("foreign code", "it may be an attack"),
+        ("no config", "carries no config.json: name the Hugging Face folder the model started from with --hf-config"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_the_output_kept(
+    megatron: Path, tmp_path: Path, name: str, message: str
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(megatron, source)
+    shard = sorted(source.glob("*.distcp"))[0]
+    config = json.loads((source / "config.json").read_text())
+    if name == "truncated":
+        os.truncate(shard, shard.stat().st_size // 2)
+    elif name == "missing":
+        shard.unlink()
+    elif name == "another vocabulary":
+        (source / "config.json").write_text(json.dumps(config | {"vocab_size": 80}))
+    elif name == "another family":
+        (source / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    elif name == "foreign code":
+        (source / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(tmp_path / "run").encode() + b"'\ntR.")
+    else:
+        (source / "config.json").unlink()
+    target.mkdir()
+    (target / "precious").write_text("kept")
+    refused(run(CONVERT, "megatron-to-hf", "--input", source, "--output", target, "--force"), 2, message)
+    assert contents(target) == {"precious": b"kept"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
+
+
+def test_usage_errors(qwen2: Path, megatron: Path, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "precious").write_text("kept")
+    command = ("hf-to-megatron", "--input", qwen2, "--output")
+    refused(run(CONVERT, *command, taken), 2, "is not empty: --force replaces it")
+    refused(run(CONVERT, *command, qwen2 / "inside", "--force"), 2, "lie in each other")
+    refused(run(CONVERT, *command, tmp_path / "new", "--tensor", 2), 2, "needs 2 processes, this run has 1: start it")
+    refused(run(CONVERT, *command, tmp_path / "new", ranks=2), 2, "needs 1 processes, this run has 2")
+    command = ("megatron-to-hf", "--input", megatron, "--output", tmp_path / "new")
+    refused(run(CONVERT, *command, "--value-model"), 2, "has no value head")
+    assert contents(tmp_path) == {"taken/precious": b"kept"}
+
+
+def test_force_replaces_the_whole_folder(megatron: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "stale").write_text("old")
+    convert("megatron-to-hf", megatron, target, "--force")
+    assert not (target / "stale").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def limit_file_size() -> None:
+    """As on a full disk, files cannot grow."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+@pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
+def test_a_full_disk_leaves_the_output_as_it_was(qwen2: Path, megatron: Path, tmp_path: Path, command: str) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "precious").write_text("kept")
+    source = qwen2 if command == "hf-to-megatron" else megatron
+    done = run(CONVERT, command, "--input", source, "--output", target, "--force", before=limit_file_size)
+    refused(done, 1, f"; {target} is as it was before")
+    assert "File too large" in done.stderr
+    assert contents(tmp_path) == {"target/precious": b"kept"}
+
+
+def test_an_output_that_cannot_be_made(qwen2: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = ("hf-to-megatron", "--input", qwen2, "--output")
+    refused(run(CONVERT, *command, tmp_path / "file" / "target"), 1, "Not a directory")
+    refused(run(CONVERT, *command, tmp_path / "file"), 1, "is a file; name a folder to write to")
+
+
+@pytest.mark.parametrize(("command", "number"), [("hf-to-megatron", signal.SIGTERM), ("megatron-to-hf", signal.SIGINT)])
+def test_an_interrupted_conversion_leaves_the_output_as_it_was(
+    tmp_path: Path, command: str, number: signal.Signals
+) -> None:
+    source = hf_folder(tmp_path / "source", "qwen2", vocab_size=400_000)
+    if command == "megatron-to-hf":
+        convert("hf-to-megatron", source, tmp_path / "megatron")
+        source = tmp_path / "megatron"
+    target, temporary = tmp_path / "target", tmp_path / "target.tmp"
+    target.mkdir()
+    (target / "precious").write_text("kept")
+
+    def interrupt(number: signal.Signals) -> tuple[int, str]:
+        arguments = [sys.executable, CONVERT, command, "--input", source, "--output", target, "--force"]
+        process = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+        while process.poll() is None and (not temporary.exists() or (temporary / "left over").exists()):
+            time.sleep(0.001)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+        return process.returncode, errors
+
+    code, errors = interrupt(signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert temporary.exists(), "killed too late for this test to see anything"
+    (temporary / "left over").write_text("")
+    assert contents(target) == {"precious": b"kept"}
+    code, errors = interrupt(number)
+    assert (code, errors) == (1, f"error: interrupted; {target} is as it was before\n")
+    assert contents(target) == {"precious": b"kept"}
+    assert not temporary.exists()

@@ -1,0 +1,100 @@
+"""Checkpoints of training runs: to Hugging Face, and cut for another layout with the optimizer's state."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from commands import CONVERT, assert_equal, contents, convert, run, tensors_of
+from ppo_engines import read_config
+from spawn import run_ranks
+from trained_checkpoint import CASES, build, make_checkpoint, saved_weights, train, weights
+from transformers import AutoModelForTokenClassification
+
+from megappo.checkpoint.store import CheckpointStore
+from megappo.placement.exchange import Exchange
+
+NAMES = ("actor", "critic", "shared")
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's checkpoint; `step.parents[2]` has what went into it."""
+    return make_checkpoint(tmp_path_factory.mktemp("trained"))
+
+
+def test_an_actor_to_hugging_face(step: Path, tmp_path: Path) -> None:
+    root = step.parents[2]
+    convert("megatron-to-hf", step / "actor", tmp_path / "actor", "--hf-config", root / "actor")
+    assert_equal(tensors_of(tmp_path / "actor"), saved_weights(root, "actor"))
+    convert("verify", step / "actor", tmp_path / "actor", "--hf-config", root / "actor")
+    done = run(CONVERT, "megatron-to-hf", "--input", step, "--output", tmp_path / "new")
+    assert done.returncode == 2
+    assert f"name one of its components, {step / 'actor'}, {step / 'critic'}" in done.stderr
+
+
+def test_a_critic_to_hugging_face(step: Path, tmp_path: Path) -> None:
+    root = step.parents[2]
+    convert("megatron-to-hf", step / "critic", tmp_path / "critic", "--hf-config", root / "critic")
+    expected = saved_weights(root, "critic") | {"score.bias": torch.zeros(1)}
+    assert_equal(tensors_of(tmp_path / "critic"), expected)
+    model, info = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(model).__name__ == "Qwen2ForTokenClassification" and model.num_labels == 1
+    assert read_config(tmp_path / "critic")["architectures"] == ["Qwen2ForTokenClassification"]
+
+
+def test_both_halves_of_a_shared_backbone(step: Path, tmp_path: Path) -> None:
+    root = step.parents[2]
+    printed = convert("megatron-to-hf", step / "shared", tmp_path / "policy", "--hf-config", root / "shared")
+    assert "has a value head besides, which is left out: --value-model" in printed
+    whole = saved_weights(root, "shared")
+    assert_equal(tensors_of(tmp_path / "policy"), {n: t for n, t in whole.items() if n != "score.weight"})
+    convert("megatron-to-hf", step / "shared", tmp_path / "value", "--hf-config", root / "shared", "--value-model")
+    critic = {name: tensor for name, tensor in whole.items() if name != "lm_head.weight"}
+    assert_equal(tensors_of(tmp_path / "value"), critic | {"score.bias": torch.zeros(1)})
+
+
+def go_on(rank: int, world_size: int, root: Path, folders: dict[str, Path]) -> None:
+    """One step more, from the checkpoint and from what reshard made of it, both in the new layout, to the bit."""
+    swapped = {"tensor": 1, "pipeline": 2}
+    cases = {name: replace(case, layout=replace(case.layout, **swapped)) for name, case in CASES.items()}
+    found = []
+    for name, folder in folders.items():
+        engines = build({name: root / name for name in NAMES}, cases)
+        store = CheckpointStore(folder.parent, 0, Exchange(dist.group.WORLD))
+        assert store.load(folder, engines) == {"step": 2}, name
+        norms = train(engines, 1)
+        found.append((norms, {name: weights(engine, root / name, name) for name, engine in engines.items()}))
+    (norms, expected), (resharded_norms, resharded) = found
+    assert resharded_norms == norms
+    for name in NAMES:
+        assert_equal(resharded[name], expected[name])
+
+
+def test_training_goes_on_from_a_resharded_checkpoint_to_the_bit(step: Path, tmp_path: Path) -> None:
+    root, target = step.parents[2], tmp_path / "step_00000002"
+    arguments = ("--hf-config", root / "actor", "--pipeline", 2)
+    printed = convert("reshard", step, target, *arguments, ranks=2).splitlines()
+    assert printed[0] == (
+        "actor: tensor 2 x pipeline 1 -> tensor 1 x pipeline 2, 40 tensors, with the optimizer's state"
+    )
+    assert printed[1].startswith("critic: tensor 1 x pipeline 2 -> tensor 1 x pipeline 2")
+    assert json.loads((target / "state.json").read_text()) == {"step": 2}
+    run_ranks(2, go_on, root, {"original": step, "resharded": target})
+    for name in NAMES:
+        common = torch.load(step / name / "common.pt", weights_only=True)
+        assert torch.load(target / name / "common.pt", weights_only=True) == common
+
+
+def test_reshard_of_a_converted_model_keeps_what_stands_beside_it(step: Path, tmp_path: Path) -> None:
+    root = step.parents[2]
+    convert("hf-to-megatron", root / "actor", tmp_path / "model")
+    convert("reshard", tmp_path / "model", tmp_path / "cut", "--tensor", 2, ranks=2)
+    assert contents(tmp_path / "cut")["config.json"] == contents(tmp_path / "model")["config.json"]
+    assert convert("verify", tmp_path / "cut", root / "actor").startswith("equal to the bit")
+    done = run(CONVERT, "reshard", "--input", root / "actor", "--output", tmp_path / "new")
+    assert done.returncode == 2
+    assert "neither a converted model nor a training checkpoint" in done.stderr

@@ -1,0 +1,160 @@
+"""Critics that start from reward models: transformers' values, whatever the head is called; and back."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from spawn import run_ranks
+from tiny_folders import SHAPE
+from tiny_models import outputs, sequences
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from megappo.config.schema import Model, Parallel
+from megappo.models.build import build_model
+from megappo.placement.groups import ComponentGroups, build_groups
+from megappo.placement.layout import Layout
+from megappo.weights.critic import critic_config
+from megappo.weights.hf_folder import write_hf_folder
+from megappo.weights.load import load_hf
+from megappo.weights.safetensors_io import WeightsError
+
+LAYOUTS = {
+    "one": Layout((0,)),
+    "tp2": Layout((0, 1), tensor=2),
+    "pp2": Layout((0, 1), pipeline=2),
+}
+AUTO = {
+    "CausalLM": AutoModelForCausalLM,
+    "SequenceClassification": AutoModelForSequenceClassification,
+    "TokenClassification": AutoModelForTokenClassification,
+}
+FAMILIES = {"qwen2": "TokenClassification", "llama": "SequenceClassification", "qwen3": "TokenClassification"}
+
+
+def reward_model(folder: Path, family: str, task: str, num_labels: int = 1) -> Path:
+    """A random model, every weight (its head's bias too, if it has one) away from its initial value."""
+    torch.manual_seed(4)
+    model = AUTO[task].from_config(AutoConfig.for_model(family, **SHAPE, num_labels=num_labels))
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def renamed(source: Path, folder: Path, names: dict[str, str], **added: torch.Tensor) -> Path:
+    """A copy of a folder with tensors renamed and added."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {names.get(name, name): tensor for name, tensor in tensors.items()}
+    save_file(tensors | added, folder / "model.safetensors")
+    return folder
+
+
+def values(folder: Path) -> torch.Tensor:
+    """transformers' hidden states through the head in the folder, [T]."""
+    tensors = load_file(folder / "model.safetensors")
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    task = next(task for task in AUTO if architecture.endswith(task))
+    model = AUTO[task].from_pretrained(folder).eval()
+    head = next(name for name in tensors if name.endswith(("score.weight", "classifier.weight")) or "v_head" in name)
+    bias = tensors.get(head.replace("weight", "bias"), torch.zeros(1))
+    with torch.no_grad():
+        hidden = torch.cat([model.model(tokens[None]).last_hidden_state[0] for tokens in sequences()])
+    return (hidden @ tensors[head.replace("bias", "weight")].T + bias)[:, 0]
+
+
+def critic(folder: Path, groups: ComponentGroups) -> torch.nn.Module:
+    hf_config = critic_config(folder)
+    parallel = Parallel(tensor=groups.layout.tensor, pipeline=groups.layout.pipeline)
+    model = build_model(
+        hf_config,
+        Model(path=str(folder), dtype="fp32"),
+        parallel,
+        groups,
+        head="value",
+        recompute="none",
+        trained=True,
+    )
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    load_hf(model, folder, hf_config, groups, head="value")
+    return model
+
+
+def check_values(rank: int, world_size: int, folders: dict[Path, torch.Tensor], target: Path) -> None:
+    """The values of every layout's critic, and what transformers reads from its export."""
+    all_groups = build_groups(LAYOUTS, seed=0)
+    for folder, expected in folders.items():
+        for name, groups in all_groups.items():
+            if not groups.member:
+                continue
+            model = critic(folder, groups)
+            found = outputs(model, groups)
+            if found is not None:
+                torch.testing.assert_close(found[0, :, 0], expected, rtol=0, atol=1e-5)
+            if name != "one":
+                write_hf_folder(model, critic_config(folder), groups, folder, target / folder.name / name, head="value")
+
+
+def test_values_are_transformers_in_every_layout_and_after_export(tmp_path: Path) -> None:
+    folders = [reward_model(tmp_path / family, family, task) for family, task in FAMILIES.items()]
+    folders.append(renamed(folders[0], tmp_path / "classifier", {f"score.{x}": f"classifier.{x}" for x in WB}))
+    language_model = reward_model(tmp_path / "lm", "qwen2", "CausalLM")
+    for name, bias in (("v_head", {}), ("v_head.summary", {"v_head.summary.bias": torch.full((1,), -0.5)})):
+        head = {f"{name}.weight": torch.randn(1, SHAPE["hidden_size"])}
+        folders.append(renamed(language_model, tmp_path / name, {}, **head, **bias))
+    expected = {folder: values(folder) for folder in folders}
+    run_ranks(2, check_values, expected, tmp_path / "exported", timeout=240)
+    for folder, value in expected.items():
+        for layout in ("tp2", "pp2"):
+            exported = tmp_path / "exported" / folder.name / layout
+            model, info = AutoModelForTokenClassification.from_pretrained(exported, output_loading_info=True)
+            assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+            with torch.no_grad():
+                found = torch.cat([model.eval()(tokens[None]).logits[0, :, 0] for tokens in sequences()])
+            torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
+
+
+WB = ("weight", "bias")
+
+
+def test_a_bias_of_zero_is_none(tmp_path: Path) -> None:
+    folder = reward_model(tmp_path / "reward", "qwen2", "TokenClassification")
+    assert critic_config(folder)["value_head_bias"]
+    zero = renamed(folder, tmp_path / "zero", {}, **{"score.bias": torch.zeros(1)})
+    assert not critic_config(zero)["value_head_bias"]
+    assert critic_config(zero)["architectures"] == ["Qwen2ForCausalLM"]
+    assert not critic_config(reward_model(tmp_path / "lm", "qwen2", "CausalLM"))["value_head_bias"]
+
+
+def test_what_gives_no_single_value_is_refused(tmp_path: Path) -> None:
+    two = reward_model(tmp_path / "two", "qwen2", "TokenClassification", num_labels=2)
+    with pytest.raises(WeightsError, match="score.weight in .* gives 2 numbers per token, a critic needs 1"):
+        critic_config(two)
+    one = reward_model(tmp_path / "one", "qwen2", "TokenClassification")
+    with pytest.raises(WeightsError, match="several value heads: score, v_head; remove all but one"):
+        critic_config(renamed(one, tmp_path / "several", {}, **{"v_head.weight": torch.ones(1, 32)}))
+    with pytest.raises(WeightsError, match="Qwen2ForTokenClassification without a head: expected score.weight"):
+        critic_config(renamed(one, tmp_path / "none", {"score.weight": "other.weight"}))
+
+
+def refuse_a_bias(rank: int, world_size: int, folder: Path) -> None:
+    """A model that was built without one does not drop it."""
+    groups = build_groups({"model": Layout((0,))}, seed=0)["model"]
+    hf_config = critic_config(folder) | {"value_head_bias": False}
+    parallel, model = Parallel(), Model(path=str(folder), dtype="fp32")
+    built = build_model(hf_config, model, parallel, groups, head="value", recompute="none", trained=False)
+    with pytest.raises(WeightsError, match="has a bias that is not zero, but the model was built without one"):
+        load_hf(built, folder, hf_config, groups, head="value")
+
+
+def test_a_bias_is_never_dropped(tmp_path: Path) -> None:
+    run_ranks(1, refuse_a_bias, reward_model(tmp_path / "reward", "qwen2", "TokenClassification"))
