@@ -79,7 +79,7 @@ LENGTH_PENALTIES: dict[str, LengthPenalty] = {
     "overlong": overlong_penalty,
     "linear": linear_penalty,
 }
-"""reward.length_penalty -> function; a new entry is a new choice."""
+"""reward.length_penalty -> function; a new one is an entry here and a word in that key's type in config/schema.py."""
 
 
 class RunningMoments:
