@@ -28,6 +28,7 @@ class Experts:
         """Whether the chosen experts' probabilities add up to 1."""
         return bool(hf_config.get("norm_topk_prob", False) if self.renormalizes is None else self.renormalizes)
 
+
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 
 

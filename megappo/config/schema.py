@@ -93,7 +93,7 @@ class Actor(Trained):
 
 
 class Critic(Trained):
-    model_path: str | None = Field(None, description="Hugging Face language model the critic's trunk starts from; null = model.path")
+    model_path: str | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
     value_clip: PositiveFloat | None = Field(0.5, description="clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = Field(None, description="Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = Field(0, description="first PPO steps in which only the critic trains")

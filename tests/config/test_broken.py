@@ -1,6 +1,7 @@
 """Broken configs, each with the message it must give."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -355,6 +356,15 @@ MODEL_FOLDERS = {
         "model.path: model/config.json lacks num_hidden_layers, hidden_size, intermediate_size, vocab_size",
     ),
 }
+
+
+def test_a_critic_may_start_from_a_reward_model_an_actor_may_not(run_folder):
+    shutil.copytree(run_folder / "model", run_folder / "reward")
+    reward_model = HF_CONFIG | {"architectures": ["Qwen2ForSequenceClassification"]}
+    (run_folder / "reward" / "config.json").write_text(json.dumps(reward_model))
+    assert errors_of("critic.model_path=reward") == []
+    (error,) = errors_of("model.path=reward", "critic.model_path=model")
+    assert "reward/config.json is of architecture Qwen2ForSequenceClassification; this version trains" in error
 
 
 @pytest.mark.parametrize(("files", "message"), MODEL_FOLDERS.values(), ids=MODEL_FOLDERS)

@@ -177,7 +177,7 @@ def damaged(qwen2: Path, name: str, folder: Path) -> Path:
         ("wrong shape", "has shape [32, 48], but its config.json gives [32, 40]"),
         (
             "wrong family",
-            "does not hold the tensors its config.json describes: missing model.layers.0.self_attn.k_norm",
+            "not hold the tensors its config.json describes: missing model.layers.0.self_attn.k_norm",
         ),
         ("unsupported family", "OPTForCausalLM, which is not supported; supported are LlamaForCausalLM"),
         ("incomplete config", "config.json lacks hidden_size"),

@@ -62,7 +62,8 @@ def test_a_hugging_face_folder(step: Path) -> None:
     assert lines[0] == f"{folder}: Hugging Face, architecture Qwen2ForCausalLM"
     assert lines[1] == "  model: 51 tensors (51 float32), 37,088 elements, 0.14 MiB"
     with safe_open(folder / "model.safetensors", "pt") as file:
-        expected = {name: ["float32", str(file.get_slice(name).get_shape())] for name in file.keys()}
+        names = list(file.keys())
+        expected = {name: ["float32", str(file.get_slice(name).get_shape())] for name in names}
     assert {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines[2:]} == expected
 
 

@@ -21,7 +21,7 @@ from megappo.config.schema import Model, Parallel
 from megappo.models.build import build_model
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
-from megappo.weights.critic import critic_config
+from megappo.weights.critic import HEAD_MODULES, critic_config
 from megappo.weights.hf_folder import write_hf_folder
 from megappo.weights.load import load_hf
 from megappo.weights.safetensors_io import WeightsError
@@ -64,11 +64,11 @@ def values(folder: Path) -> torch.Tensor:
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
     task = next(task for task in AUTO if architecture.endswith(task))
     model = AUTO[task].from_pretrained(folder).eval()
-    head = next(name for name in tensors if name.endswith(("score.weight", "classifier.weight")) or "v_head" in name)
-    bias = tensors.get(head.replace("weight", "bias"), torch.zeros(1))
+    module = next(module for module in HEAD_MODULES if f"{module}.weight" in tensors)
+    bias = tensors.get(f"{module}.bias", torch.zeros(1))
     with torch.no_grad():
         hidden = torch.cat([model.model(tokens[None]).last_hidden_state[0] for tokens in sequences()])
-    return (hidden @ tensors[head.replace("bias", "weight")].T + bias)[:, 0]
+    return (hidden @ tensors[f"{module}.weight"].T + bias)[:, 0]
 
 
 def critic(folder: Path, groups: ComponentGroups) -> torch.nn.Module:
@@ -106,7 +106,8 @@ def check_values(rank: int, world_size: int, folders: dict[Path, torch.Tensor], 
 
 def test_values_are_transformers_in_every_layout_and_after_export(tmp_path: Path) -> None:
     folders = [reward_model(tmp_path / family, family, task) for family, task in FAMILIES.items()]
-    folders.append(renamed(folders[0], tmp_path / "classifier", {f"score.{x}": f"classifier.{x}" for x in WB}))
+    classifier = {f"score.{part}": f"classifier.{part}" for part in ("weight", "bias")}
+    folders.append(renamed(folders[0], tmp_path / "classifier", classifier))
     language_model = reward_model(tmp_path / "lm", "qwen2", "CausalLM")
     for name, bias in (("v_head", {}), ("v_head.summary", {"v_head.summary.bias": torch.full((1,), -0.5)})):
         head = {f"{name}.weight": torch.randn(1, SHAPE["hidden_size"])}
@@ -121,9 +122,6 @@ def test_values_are_transformers_in_every_layout_and_after_export(tmp_path: Path
             with torch.no_grad():
                 found = torch.cat([model.eval()(tokens[None]).logits[0, :, 0] for tokens in sequences()])
             torch.testing.assert_close(found, value, rtol=0, atol=1e-6)
-
-
-WB = ("weight", "bias")
 
 
 def test_a_bias_of_zero_is_none(tmp_path: Path) -> None:
