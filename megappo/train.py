@@ -67,9 +67,9 @@ def _checked_config(path: str, overrides: Sequence[str], world_size: int) -> Con
 
 def _run(config: Config, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
-    if rank == 0:
+    if rank == 0:  # before the ranks meet, so that no other's error can come first
         _print_capabilities()
+    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     run = build_run(config, cleanup)
     if rank == 0:  # not before: a folder that is refused stays as it was
         Path(config.trainer.output_dir, "config.yaml").write_text(dump_config(config))

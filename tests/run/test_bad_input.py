@@ -92,7 +92,9 @@ def test_sglang_is_not_installed(config, folder):
 
 def test_resume_never_refuses_a_folder_with_a_checkpoint_and_leaves_it_alone(config, run, folder):
     shutil.copytree(run, folder / "run")
-    [line] = refused(folder, config, "trainer.resume=never", "trainer.total_steps=20")
+    lines = refused(folder, config, "trainer.resume=never", "trainer.total_steps=20")
+    assert len(lines) == 1, lines
+    line = lines[0]
     assert f"{folder}/run/checkpoints/step_00000010 exists, and trainer.resume is never: set it to auto" in line
     for name in ("config.yaml", "metrics.jsonl"):
         assert (folder / "run" / name).read_text() == (run / name).read_text()
