@@ -19,6 +19,7 @@ from megappo.ppo.estimators import (
 )
 from megappo.ppo.gae import gae, length_adaptive_lam
 from megappo.ppo.ragged import add_to_last_token
+from megappo.ppo.ranks import sum_over_ranks
 
 __all__ = [
     "ESTIMATORS",
@@ -158,17 +159,11 @@ def _moments(
     """Mean and variance over the tokens with mask 1 of all ranks in `group`, 0-dim float64."""
     valid = mask.bool()
     x = x.detach().double()
-    total, count = _sum_over_ranks(torch.stack([torch.where(valid, x, 0.0).sum(), valid.sum().double()]), group)
+    total, count = sum_over_ranks(torch.stack([torch.where(valid, x, 0.0).sum(), valid.sum().double()]), group)
     if count < 2:
         raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
     if not total.isfinite():
         raise ValueError(f"the {int(count)} tokens with mask 1 are not all finite")
     mean = total / count
     squares = torch.where(valid, (x - mean).square(), 0.0).sum()
-    return mean, _sum_over_ranks(squares, group) / (count - ddof)
-
-
-def _sum_over_ranks(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    return sums
+    return mean, sum_over_ranks(squares, group) / (count - ddof)

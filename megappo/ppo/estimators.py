@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.ppo.gae import gae
+from megappo.ppo.ranks import sum_over_ranks
 
 Estimates = tuple[torch.Tensor, torch.Tensor]
 
@@ -146,8 +147,7 @@ def gpg(
     """
     scores = _scores(token_level_rewards, response_mask)
     numbers = torch.stack([scores.new_tensor(len(scores)), scores.count_nonzero().double()])
-    if group is not None:
-        dist.all_reduce(numbers, group=group)
+    numbers = sum_over_ranks(numbers, group)
     rows, counts = _rows_of_groups(groups)
     centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
     return _on_tokens(centred * numbers[0] / numbers[1].clamp(min=1), response_mask)
