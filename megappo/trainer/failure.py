@@ -26,7 +26,7 @@ EXPLAINED = (
 """Errors whose message says all; others come with a traceback."""
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 """How a collective says that another rank has ended."""
-REPORT_SECONDS = 20.0
+REPORT_SECONDS = 5.0
 """How long a rank waits for the rank that failed first to say why."""
 
 
