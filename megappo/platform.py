@@ -252,11 +252,15 @@ def _cuda_type_names() -> Iterator[None]:
 
 
 def _mend_missing_transformer_engine() -> None:
-    """Define a name that the router looks up with or without TransformerEngine, which alone defines it."""
+    """Define a name that the router looks up with or without TransformerEngine, which alone defines it; and let latent
+    attention know that it is missing, or it would ask whether a module is of a class that is none."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
 
 # --- torch's AdamW under megatron-core's optimizers ---

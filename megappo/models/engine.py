@@ -25,6 +25,7 @@ from megappo.config.schema import Optim
 from megappo.data.balance import micro_batches
 from megappo.data.batch import Rows
 from megappo.data.packing import Packed, pack
+from megappo.models.routing import router_bias_kept
 from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
@@ -51,7 +52,8 @@ class MegatronEngine:
         self.groups = groups
         self.head = head
         self.max_tokens = max_tokens
-        self.runner = Float16Module(model.config, model) if model.config.bf16 else model
+        with router_bias_kept(model):
+            self.runner = Float16Module(model.config, model) if model.config.bf16 else model
         pipeline = groups.collection.pp
         self._p2p = P2PCommunicator(pipeline, model.config) if pipeline.size() > 1 else None
         self._schedule = get_forward_backward_func(pipeline.size(), None)

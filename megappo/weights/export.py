@@ -81,7 +81,7 @@ def iter_hf_buckets(
 def _plan(
     pieces: list[Piece],
     held: Mapping[str, str],
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     groups: ComponentGroups,
 ) -> list[_Export]:
     """Owner and dtype of every tensor, agreed on by the stages: of two that hold a tensor, the first."""

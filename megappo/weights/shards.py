@@ -1,4 +1,4 @@
-"""A rank's shards: the parameters a model has here, and the pieces of Hugging Face tensors each is made of."""
+"""A rank's shards: the weights a model has here, and the pieces of Hugging Face tensors each is made of."""
 
 import re
 from collections.abc import Sequence
@@ -6,23 +6,25 @@ from collections.abc import Sequence
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megappo.weights.families import Composition
+from megappo.weights.families import ROUTER_BIAS, Composition
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
 
 
-def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by name, with layers and experts numbered over the whole model instead of this rank's."""
+def global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
+    """This rank's parameters and routers' biases, which are buffers, by name, with layers and experts numbered over the
+    whole model instead of this rank's."""
 
     def with_global_numbers(match: re.Match) -> str:
         layer = model.decoder.layers[int(match[1])]
         expert = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[int(match[3])]}." if match[2] else ""
         return f"decoder.layers.{layer.layer_number - 1}.{expert}"
 
-    return {_LAYER.sub(with_global_numbers, name): parameter for name, parameter in model.named_parameters()}
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)]
+    return {_LAYER.sub(with_global_numbers, name): tensor for name, tensor in (*model.named_parameters(), *biases)}
 
 
-def check_parameters(parameters: dict[str, torch.nn.Parameter], table: dict[str, Composition]) -> None:
+def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Composition]) -> None:
     """See that every parameter has a composition of its shape.
 
     Raises:

@@ -27,6 +27,7 @@ from ppo_engines import (
     with_score,
 )
 from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_models import hf_folder, hf_model
 
 from megappo.checkpoint.store import CheckpointStore
@@ -111,6 +112,10 @@ class Oracle:
             named = dict(self.model.named_parameters())
         return named | ({"score.weight": self.head.weight} if self.head is not None else {})
 
+    def router_biases(self) -> dict[str, torch.Tensor]:
+        """What training must leave alone."""
+        return {name: bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")}
+
 
 def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
     """Token mean of PPO's clipped loss with dual clip and entropy bonus, token by token."""
@@ -159,7 +164,7 @@ def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int) ->
         oracle.loss(rows).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
         optimizer.step()
-    return {"outputs": before, "grad_norms": norms, "parameters": per_expert(named)}
+    return {"outputs": before, "grad_norms": norms, "parameters": per_expert(named) | oracle.router_biases()}
 
 
 def per_expert(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -247,6 +252,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MIXTURES = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None},
+    "deepseek_v3": DEEPSEEK_V3,
 }
 
 

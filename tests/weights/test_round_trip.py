@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_folders import hf_folder, load, read_config
 
 from megappo.placement.groups import build_groups
@@ -36,6 +37,8 @@ MIXTURES = {
     "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": EXPERTS,
+    "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None, "num_hidden_layers": 2, "first_k_dense_replace": 0},
+    "deepseek_v3": DEEPSEEK_V3 | {"num_hidden_layers": 2},
 }
 UNEVEN = {"PP2xDP2": (1, 4), "PP4": (1, 2, 1, 1), "TP2xPP2": (3, 2)}
 """Layers of each stage, of a model of five."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from tiny_deepseek import move_router_biases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Model, Parallel
@@ -38,6 +39,7 @@ def hf_folder(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes), dtype=dtype)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+    move_router_biases(model)
     model.save_pretrained(folder, max_shard_size=40_000, save_original_format=save_original_format)
     return folder
 
@@ -82,7 +84,7 @@ def load(
 ) -> GPTModel:
     model = build(folder, groups, dtype, head, split)
     # A weight that nobody loads must show.
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
+    for weight in (*model.parameters(), *model.buffers()):
+        weight.data.fill_(torch.nan)
     load_hf(model, folder, read_config(folder), groups, head=head)
     return model
