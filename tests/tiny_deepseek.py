@@ -35,8 +35,9 @@ DEEPSEEK_V3 = LATENT
 
 
 def move_router_biases(model: torch.nn.Module) -> None:
-    """Give every router a bias that changes which experts it chooses; transformers starts them at 0."""
+    """Give every router a bias that changes which experts it chooses, in fp32 as published models have it; transformers
+    starts them at 0."""
     generator = torch.Generator().manual_seed(3)
-    for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            bias.copy_(0.1 * torch.randn(bias.shape, generator=generator))
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = 0.1 * torch.randn(module.num_experts, generator=generator)
