@@ -26,6 +26,11 @@ class SharedExpert:
         """What in config.json says how large it is."""
         return (self.ffn, self.count) if self.count else (self.ffn,)
 
+    @property
+    def label(self) -> str:
+        """Its inner size, in words of config.json."""
+        return " x ".join(self.keys)
+
     def ffn_size(self, hf_config: dict[str, Any]) -> int:
         """Its inner size."""
         return prod(hf_config[key] for key in self.keys)

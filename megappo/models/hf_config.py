@@ -92,9 +92,9 @@ def _ffn_divides(hf: dict[str, Any], parallel: Parallel) -> list[tuple[str, int,
     if num_dense_layers(hf):
         found.append(("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor))
     if experts:
-        found.append(("num_experts", num_experts(hf), "expert", parallel.expert))
+        found.append((experts.count[-1], num_experts(hf), "expert", parallel.expert))
     if experts and experts.shared:
-        found.append((" x ".join(experts.shared.keys), experts.shared.ffn_size(hf), "tensor", parallel.tensor))
+        found.append((experts.shared.label, experts.shared.ffn_size(hf), "tensor", parallel.tensor))
     return found
 
 

@@ -80,6 +80,7 @@ def unsupported_routing(hf: dict[str, Any], experts: Experts) -> dict[str, bool]
     methods = ("noaux_tc",) if experts.router_bias else ("greedy", "group_limited_greedy")
     rated_by = 2 if experts.router_bias else 1
     return found | {
+        "n_shared_experts": not hf["n_shared_experts"],
         "scoring_func": hf.get("scoring_func", _scores(experts)) != _scores(experts),
         "topk_method": hf.get("topk_method", methods[0]) not in methods,
         "norm_topk_prob": hf.get("norm_topk_prob", experts.renormalizes) != experts.renormalizes,

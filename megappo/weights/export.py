@@ -53,7 +53,7 @@ def iter_hf_buckets(
 
     Args:
         model: unwrapped, with the current weights.
-        bucket_bytes: largest sum of a bucket's tensors; a single larger tensor is a bucket of its own.
+        bucket_bytes: largest sum of a bucket's tensors; what is larger by itself is a bucket of its own.
         head: "policy" is the language model, without the value head that a shared backbone has besides; "value" a
             critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`, and
             `score.bias` if it has one.
@@ -109,13 +109,23 @@ def _plan(
 def _buckets(exports: Iterable[_Export], bucket_bytes: int) -> Iterator[list[_Export]]:
     """Consecutive tensors of one dtype, as many as fit."""
     bucket: list[_Export] = []
-    for export in exports:
-        full = sum(kept.nbytes for kept in bucket) + export.nbytes > bucket_bytes
-        if bucket and (full or export.dtype != bucket[0].dtype):
+    for together in _inseparable(exports):
+        full = sum(export.nbytes for export in bucket + together) > bucket_bytes
+        if bucket and (full or together[0].dtype != bucket[0].dtype):
             yield bucket
             bucket = []
-        bucket.append(export)
+        bucket += together
     yield bucket
+
+
+def _inseparable(exports: Iterable[_Export]) -> Iterator[list[_Export]]:
+    """Each tensor, with those after it that it must not be parted from."""
+    together: list[_Export] = []
+    for export in exports:
+        together.append(export)
+        if not export.piece.with_next:
+            yield together
+            together = []
 
 
 def _gather(

@@ -27,6 +27,7 @@ class Rule:
         shard_dim: dimension cut over tensor-parallel ranks; None = replicated.
         by_kv_head: the stacked tensors alternate per KV head (q q k v, q q k v, ...), not once per shard.
         expert: number of the expert it belongs to, which only some of the expert-parallel ranks hold.
+        with_next: its tensors and the next rule's are of use to an engine only together.
     """
 
     megatron: tuple[str, ...]
@@ -34,6 +35,7 @@ class Rule:
     shard_dim: int | None = None
     by_kv_head: bool = False
     expert: int | None = None
+    with_next: bool = False
 
 
 # Names outside the layers are complete; inside, they come after the layer's number.
@@ -82,8 +84,9 @@ _LATENT_ATTENTION = (
     Rule(("self_attention.linear_proj.weight",), (("self_attn.o_proj.weight", ("hidden", "v")),), shard_dim=1),
 )
 _QUERY = (Rule(("self_attention.linear_q_proj.weight",), (("self_attn.q_proj.weight", ("q", "hidden")),), shard_dim=0),)
+# The last of these comes before the first of _LATENT_ATTENTION: SGLang makes one matrix of the two, and takes neither,
+# without a word, from a bucket that lacks the other.
 _LATENT_QUERY = (
-    Rule(("self_attention.linear_q_down_proj.weight",), (("self_attn.q_a_proj.weight", ("q_latent", "hidden")),)),
     Rule(
         ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
         (("self_attn.q_a_layernorm.weight", ("q_latent",)),),
@@ -92,6 +95,11 @@ _LATENT_QUERY = (
         ("self_attention.linear_q_up_proj.weight",),
         (("self_attn.q_b_proj.weight", ("q", "q_latent")),),
         shard_dim=0,
+    ),
+    Rule(
+        ("self_attention.linear_q_down_proj.weight",),
+        (("self_attn.q_a_proj.weight", ("q_latent", "hidden")),),
+        with_next=True,
     ),
 )
 _MLP = (
@@ -121,7 +129,8 @@ class Piece:
     """A Hugging Face tensor and the shard of it that each tensor-parallel rank holds.
 
     The last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding. Of the tensors with an
-    `expert`, an expert-parallel rank holds those of its run of experts only.
+    `expert`, an expert-parallel rank holds those of its run of experts only. One `with_next` is exported in one bucket
+    with the tensor after it.
     """
 
     name: str
@@ -129,6 +138,7 @@ class Piece:
     shard_shape: tuple[int, ...]
     shard_dim: int | None
     expert: int | None = None
+    with_next: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +207,7 @@ def _layer_rules(hf_config: dict[str, Any]) -> list[tuple[Rule, ...]]:
 
 def _attention_rules(family: Family, hf_config: dict[str, Any]) -> tuple[Rule, ...]:
     if family.latent_attention:
-        return _LATENT_ATTENTION + (_QUERY if hf_config["q_lora_rank"] is None else _LATENT_QUERY)
+        return (_QUERY if hf_config["q_lora_rank"] is None else _LATENT_QUERY) + _LATENT_ATTENTION
     return _ATTENTION + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
 
 
@@ -301,5 +311,5 @@ def _compose(rule: Rule, prefix: str, sizes: Mapping[str, int], padded: Mapping[
             shard[rule.shard_dim] //= tensor
         shape = tuple(sizes[symbol] for symbol in symbols)
         full_name = f"model.{prefix}{name}" if prefix else name
-        pieces.append(Piece(full_name, shape, tuple(shard), rule.shard_dim, rule.expert))
+        pieces.append(Piece(full_name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
     return Composition(tuple(pieces), sizes["kv_heads"] // tensor if rule.by_kv_head else 1)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from ppo_engines import OPTIM, Case, exported, make_engine, make_loss, make_rows, read_config, with_score
 from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V3
 from tiny_models import hf_folder
 from torch.multiprocessing import ProcessExitedException
 
@@ -180,6 +181,11 @@ def test_a_mixture_of_experts_goes_on_in_any_layout(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     shape = {"num_hidden_layers": 2, "shared_expert_intermediate_size": 24}
     folders = {"actor": hf_folder(tmp_path / "actor", "qwen2_moe", **experts, **shape)}
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", EXPERT_MOVES)
+
+
+def test_dense_layers_before_experts_and_router_biases_go_on_in_any_layout(tmp_path: Path) -> None:
+    folders = {"actor": hf_folder(tmp_path / "actor", "deepseek_v3", **DEEPSEEK_V3, num_hidden_layers=2)}
     run_ranks(2, check_moved, folders, tmp_path / "checkpoints", EXPERT_MOVES)
 
 

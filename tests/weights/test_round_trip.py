@@ -53,6 +53,10 @@ def check_buckets(buckets: list, limit: int) -> None:
     for bucket in buckets:
         assert len(bucket) == 1 or sum(tensor.nbytes for _, tensor in bucket) <= limit
         assert all(tensor.is_contiguous() for _, tensor in bucket)
+    for names in ([name for name, _ in bucket] for bucket in buckets):
+        latent_queries = {name for name in names if "q_a_proj" in name}
+        latent_keys = {name.replace("kv_a_proj_with_mqa", "q_a_proj") for name in names if "kv_a_proj_with_mqa" in name}
+        assert not latent_queries or latent_queries == latent_keys, "SGLang would drop either alone"
     assert len(buckets) > 10
     assert any(len(bucket) > 1 for bucket in buckets)
 
