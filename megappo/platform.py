@@ -271,7 +271,8 @@ def _mend_torch_adamw() -> None:
 
     Mended: DistributedOptimizer.state_dict() asserts before the first step; a fully reshardable load ends in
     KeyError 'step'; after a load all parameters share ONE step tensor, which then advances once per parameter; a load
-    of state saved before the first step leaves no step at all.
+    of state saved before the first step leaves no step at all; a rank that has no parameters for an optimizer (those of
+    experts, where a stage has dense layers only) knows no step, and asserts.
     """
     import megatron.core.optimizer as package
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -286,6 +287,8 @@ def _mend_torch_adamw() -> None:
         optimizer = build(*args, **kwargs)
         if isinstance(optimizer.optimizer, torch.optim.AdamW):
             _give_state(optimizer.optimizer)
+            if isinstance(optimizer, DistributedOptimizer) and not optimizer.optimizer.state:
+                _count_steps(optimizer.optimizer)
             optimizer.optimizer.register_load_state_dict_pre_hook(_with_own_steps)
         return optimizer
 
@@ -308,6 +311,12 @@ def _give_state(optimizer: torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(param.data),
                 "exp_avg_sq": torch.zeros_like(param.data),
             }
+
+
+def _count_steps(optimizer: torch.optim.AdamW) -> None:
+    """Let an optimizer without parameters keep a step counter all the same, as state of none of them."""
+    optimizer.state[None] = {"step": torch.zeros((), dtype=torch.float32)}
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.state[None]["step"].add_(1))
 
 
 def _with_own_steps(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts
         return
     for layout_key, parallel in layouts.items():
         yield from _divides(layout_key, parallel, file, hf_config)
+        yield from _dense_stage(config, layout_key, parallel, file, hf_config)
     if key == "model.path":
         yield from _engine_divides(config, file, hf_config)
     positions = hf_config.get("max_position_embeddings")
@@ -153,6 +154,21 @@ def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[s
         yield (
             f"{key}.pipeline {stages} does not divide num_hidden_layers {layers} of {file}: "
             f"{nearest_divisors(layers, stages)} would, or set {key}.pipeline_split, such as {example}"
+        )
+
+
+def _dense_stage(config: Config, key: str, parallel: Parallel, file: Path, hf_config: dict) -> Iterator[str]:
+    """Without experts on it, a rank's whole Adam for experts would not know the number of steps that it saves."""
+    component = key.removesuffix(".parallel")
+    optim = {"actor": config.actor.optim, "critic": config.critic.optim}.get(component)
+    first = (
+        parallel.pipeline_split[0] if parallel.pipeline_split else hf_config["num_hidden_layers"] // parallel.pipeline
+    )
+    dense = num_dense_layers(hf_config)
+    if optim and not optim.distributed and num_experts(hf_config) and parallel.pipeline > 1 and first <= dense:
+        yield (
+            f"{component}.optim.distributed must be true, as the first {dense} layers of {file} have no experts and "
+            f"the first of {key}.pipeline {parallel.pipeline} stages has {first} layers"
         )
 
 

@@ -457,6 +457,17 @@ def test_latent_attention_is_divided_by_heads_alone(run_folder, override, messag
     assert errors_of(override) == messages
 
 
+def test_a_stage_without_experts_needs_the_sharded_optimizer(run_folder):
+    dense = {"first_k_dense_replace": 3, "moe_intermediate_size": 8}
+    (run_folder / "model" / "config.json").write_text(json.dumps(HF_CONFIG | DEEPSEEK | dense))
+    stages = ("actor.parallel.pipeline=2", "actor.optim.distributed=false")
+    assert errors_of(*stages) == [
+        "actor.optim.distributed must be true, as the first 3 layers of model/config.json have no experts and the "
+        "first of actor.parallel.pipeline 2 stages has 3 layers"
+    ]
+    assert errors_of(*stages, "actor.parallel.pipeline_split=[4,2]") == errors_of(stages[0]) == []
+
+
 def test_latent_attention_that_does_not_divide(run_folder):
     (run_folder / "model" / "config.json").write_text(
         json.dumps(HF_CONFIG | DEEPSEEK | {"num_attention_heads": 5, "moe_intermediate_size": 8})
