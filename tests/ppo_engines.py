@@ -44,6 +44,7 @@ class Case:
     recompute: str = "none"
     temperature: float = TEMPERATURE
     split: tuple[int, ...] | None = None
+    dtype: str = "fp32"
 
     @property
     def parallel(self) -> Parallel:
@@ -127,7 +128,7 @@ def make_engine(
     hf_config = read_config(folder)
     model = build_model(
         hf_config,
-        Model(path=str(folder), dtype="fp32"),
+        Model(path=str(folder), dtype=case.dtype),
         case.parallel,
         groups,
         head=HEADS[kind],
@@ -152,7 +153,7 @@ def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> Megatro
     hf_config = read_config(folder)
     model = build_model(
         hf_config,
-        Model(path=str(folder), dtype="fp32"),
+        Model(path=str(folder), dtype=case.dtype),
         case.parallel,
         groups,
         head="policy",
