@@ -28,10 +28,11 @@ LATENT = {
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
     "rope_parameters": YARN,
+    "moe_layer_freq": 1,
 }
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
-DEEPSEEK_V2 = LATENT | {"topk_method": "greedy", "norm_topk_prob": False}
-DEEPSEEK_V3 = LATENT
+DEEPSEEK_V2 = LATENT | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+DEEPSEEK_V3 = LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
 
 
 def move_router_biases(model: torch.nn.Module) -> None:

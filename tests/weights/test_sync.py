@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 import torch.distributed as dist
 from hf_oracle import log_probs_of
 from ppo_engines import Case, at_home, make_engine, read_config
 from spawn import run_ranks
-from tiny_models import hf_model
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from tiny_models import hf_folder, hf_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Config, Rollout
@@ -48,6 +50,8 @@ FAMILIES = {
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "head_dim": 32},
 }
 """Families besides the shared engine's; SGLang does not serve Qwen2-MoE on a CPU, for want of a kernel."""
+DEEPSEEK = {"deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None}, "deepseek_v3": DEEPSEEK_V3}
+"""Nor these: its attention for CPUs reads a prompt's keys and values where only their latent vector is."""
 SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -171,6 +175,41 @@ def test_an_engine_of_every_family_agrees(family: str, checkpoint: Path, tmp_pat
         run_ranks(4, check_synced, address, models, layouts)
     finally:
         engine.stop()
+
+
+def check_received(rank: int, world_size: int, address: Address, folder: Path) -> None:
+    """What SGLang made of the files is there again after it was overwritten and the same weights were sent."""
+
+    def ask(action: str) -> dict:
+        key = {"Authorization": f"Bearer {address.api_key}"}
+        reply = httpx.post(f"{address.url}/weights_checker", json={"action": action}, headers=key, timeout=60)
+        return reply.raise_for_status().json()
+
+    actor = Actor(address, "actor", folder, LAYOUTS["tp2"], sequence=True)
+    if rank == 0:
+        expected = ask("checksum")["ranks"][0]["checksums"]
+        ask("reset_tensors")
+        overwritten = ask("checksum")["ranks"][0]["checksums"]
+        assert all(overwritten[name] != expected[name] for name in expected)
+    actor.push(iter_hf_buckets(actor.engine.model, read_config(folder), actor.engine.groups, 4_000))
+    if rank == 0:
+        found = ask("checksum")["ranks"][0]["checksums"]
+        assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@pytest.mark.parametrize("family", DEEPSEEK)
+def test_an_engine_of_deepseek_takes_every_weight(family: str, tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf", family, **DEEPSEEK[family])
+    idle = {"skip_server_warmup": True}
+    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180, server_args=idle)
+    engine = Engine(folder, rollout, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
+    engine.start()
+    try:
+        engine.wait_ready()
+        run_ranks(2, check_received, Address(engine.url, engine._api_key, hf_shapes(read_config(folder))), folder)
+    finally:
+        engine.stop()
+    assert "not found in params_dict" not in (tmp_path / "engine.log").read_text()
 
 
 def check_probed(rank: int, world_size: int, address: Address, folder: Path, expected: list, config: Config) -> None:
