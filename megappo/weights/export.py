@@ -33,6 +33,11 @@ class ExportedTensor(TensorSpec):
     expert_owner: int | None
 
     @property
+    def spec(self) -> TensorSpec:
+        """What other ranks need to know of it."""
+        return TensorSpec(self.name, self.shape, self.dtype, self.is_frozen)
+
+    @property
     def is_cut(self) -> bool:
         """Whether tensor-parallel ranks have parts of it."""
         return self.piece.shard_dim is not None
