@@ -1,0 +1,66 @@
+"""Buckets: whole Hugging Face tensors of one dtype, one after the other in one piece of memory."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as an engine knows it.
+
+    Attributes:
+        is_frozen: training does not change it.
+        with_next: of use to an engine only in one bucket with the tensor after it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_frozen: bool = False
+    with_next: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+Bucket = Sequence[TensorSpec]
+_Spec = TypeVar("_Spec", bound=TensorSpec)
+
+
+def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
+    """Consecutive tensors of one dtype, as many as fit; what is larger by itself is a bucket of its own."""
+    buckets: list[list[_Spec]] = []
+    room = 0
+    for together in _inseparable(tensors):
+        if not buckets or num_bytes(together) > room or together[0].dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            room = bucket_bytes
+        buckets[-1] += together
+        room -= num_bytes(together)
+    return buckets
+
+
+def _inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:
+    """Each tensor, with those after it that it must not be parted from."""
+    together: list[_Spec] = []
+    for tensor in tensors:
+        together.append(tensor)
+        if not tensor.with_next:
+            yield together
+            together = []
+
+
+def num_bytes(bucket: Bucket) -> int:
+    """Bytes of a bucket."""
+    return sum(tensor.nbytes for tensor in bucket)
+
+
+def views(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The bucket's tensors by name, as views of `flat`, uint8 [its bytes], in which they lie."""
+    parts = flat.view(bucket[0].dtype).split([prod(tensor.shape) for tensor in bucket])
+    return [(tensor.name, part.view(tensor.shape)) for tensor, part in zip(bucket, parts, strict=True)]
