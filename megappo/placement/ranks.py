@@ -173,13 +173,12 @@ def _engine_errors(rollout: Layout) -> Iterator[str]:
 def _ipc_errors(layouts: dict[str, Layout]) -> Iterator[str]:
     """Only a process with the weights in its memory can give handles to them."""
     actor, rollout = layouts["actor"], layouts["rollout"]
-    for engine in range(rollout.data):
-        owner = rollout.output_rank(engine)
-        if owner not in actor.ranks:
-            yield (
-                f"rollout.sync.transport is ipc, but engine {engine}'s first rank {owner} is not among the actor's "
-                f"({format_ranks(actor.ranks)}): set it to auto, or place engines on the actor's ranks"
-            )
+    elsewhere = [rank for rank in map(rollout.output_rank, range(rollout.data)) if rank not in actor.ranks]
+    if elsewhere:
+        yield (
+            f"rollout.sync.transport is ipc, but the engines' first ranks {format_ranks(elsewhere)} are not the actor's "
+            f"({format_ranks(actor.ranks)}): set it to auto, or place the engines there"
+        )
 
 
 def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:
