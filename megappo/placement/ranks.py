@@ -176,8 +176,8 @@ def _ipc_errors(layouts: dict[str, Layout]) -> Iterator[str]:
     elsewhere = [rank for rank in map(rollout.output_rank, range(rollout.data)) if rank not in actor.ranks]
     if elsewhere:
         yield (
-            f"rollout.sync.transport is ipc, but the engines' first ranks {format_ranks(elsewhere)} are not the actor's "
-            f"({format_ranks(actor.ranks)}): set it to auto, or place the engines there"
+            f"rollout.sync.transport is ipc, but the engines' first ranks {format_ranks(elsewhere)} are not the "
+            f"actor's ({format_ranks(actor.ranks)}): set it to auto, or place the engines there"
         )
 
 
