@@ -54,6 +54,17 @@ CASES = {
     "tp2 dp2 sp": Case(Layout(FOUR, tensor=2), sequence=True, max_tokens=20),
     "pp2 dp2": Case(Layout(FOUR, pipeline=2), max_tokens=10),
 }
+CONTEXT_CASES = {
+    "cp2": Case(Layout(TWO, context=2), max_tokens=14),
+    "cp2, optimizer not sharded": Case(
+        Layout(TWO, context=2), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=9
+    ),
+    "cp3, selective recompute": Case(Layout((0, 1, 2), context=3), recompute="selective"),
+    "cp2 tp2 sp": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=20),
+    "cp2 tp2": Case(Layout(FOUR, tensor=2, context=2), max_tokens=9),
+    "cp2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, context=2), recompute="full", max_tokens=9),
+    "cp2 dp2": Case(Layout(FOUR, context=2), max_tokens=12),
+}
 EXPERT_CASES = {
     "ep2": Case(Layout(TWO, expert=2)),
     "ep2, uneven micro-batches": Case(Layout(TWO, expert=2), max_tokens=9),
@@ -65,7 +76,7 @@ EXPERT_CASES = {
     "ep4 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=4), sequence=True, max_tokens=10),
     "ep2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, expert=2), recompute="full", max_tokens=9),
 }
-CASES |= EXPERT_CASES
+CASES |= EXPERT_CASES | CONTEXT_CASES
 
 
 # --- Hugging Face, one process, one row at a time ---
