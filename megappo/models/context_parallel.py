@@ -1,4 +1,4 @@
-"""What context-parallel ranks exchange: keys and values for attention, and what the heads read of each rank's tokens."""
+"""What context-parallel ranks exchange: keys and values for attention, and what the heads read of each token."""
 
 from typing import Any
 

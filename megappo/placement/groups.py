@@ -210,7 +210,9 @@ def _component_groups(
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every group of a component: its field in the collection and its global ranks."""
     order, expert = "tp-cp-ep-dp-pp", layout.expert
-    generator = RankGenerator(tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order=order)
+    generator = RankGenerator(
+        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order=order
+    )
     replicas = layout.tensor * layout.context * layout.data // expert
     of_experts = RankGenerator(tp=1, ep=expert, dp=replicas, pp=layout.pipeline, cp=1, order=order)
     for own, table in ((generator, DIMENSIONS), (of_experts, EXPERT_DIMENSIONS)):

@@ -150,7 +150,7 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
             f"the {stage} ranks of each of {key}'s stages (tensor x context x data) do not divide by expert "
             f"{parallel.expert}: make it {nearest_divisors(stage, parallel.expert)}"
         )
-    return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.expert, parallel.context)
+    return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.expert, context=parallel.context)
 
 
 def _multiples(count: int, size: int) -> str:
