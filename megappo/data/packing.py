@@ -55,10 +55,7 @@ def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, c
         context: ranks that share out the tokens of each row; above 1 every row is padded to divide among them.
         context_rank: whose share this is.
     """
-    unit = granularity(context)
-    sequences = [F.pad(tokens, (0, -len(tokens) % unit)) for tokens in rows.input_ids]
-    padding = -sum(map(len, sequences)) % (unit * multiple)
-    sequences += [torch.zeros(padding, dtype=torch.int64)] if padding else []
+    sequences = _padded(rows.input_ids, granularity(context), multiple)
     lengths = [len(tokens) for tokens in sequences]
     starts = torch.tensor([0, *lengths]).cumsum(0)
     tokens = torch.cat(sequences)
@@ -80,3 +77,10 @@ def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, c
         last_tokens=last_tokens[last_tokens >= 0].to(device),
         ended=(last_tokens >= 0).to(device),
     )
+
+
+def _padded(sequences: list[torch.Tensor], unit: int, multiple: int) -> list[torch.Tensor]:
+    """Each filled up to a multiple of `unit`, and one more that fills all up to a multiple of unit x multiple."""
+    filled = [F.pad(tokens, (0, -len(tokens) % unit)) for tokens in sequences]
+    padding = -sum(map(len, filled)) % (unit * multiple)
+    return [*filled, torch.zeros(padding, dtype=torch.int64)] if padding else filled
