@@ -137,9 +137,10 @@ def _parallel(config: Config, name: str) -> tuple[str, Parallel]:
 
 
 def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
-    size = parallel.tensor * parallel.pipeline
+    size = parallel.tensor * parallel.context * parallel.pipeline
     if len(ranks) % size:
-        product = f"{key}'s tensor {parallel.tensor} x pipeline {parallel.pipeline} = {size}"
+        context = f" x context {parallel.context}" if parallel.context > 1 else ""
+        product = f"{key}'s tensor {parallel.tensor}{context} x pipeline {parallel.pipeline} = {size}"
         product = f"{key} {size}" if key == "rollout.tensor_parallel" else product
         raise ValueError(
             f"the {len(ranks)} ranks {format_ranks(ranks)} do not divide by {product}: "
@@ -148,10 +149,10 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
     stage = len(ranks) // parallel.pipeline
     if stage % parallel.expert:
         raise ValueError(
-            f"the {stage} ranks of each of {key}'s stages (tensor x data) do not divide by expert {parallel.expert}: "
-            f"make it {nearest_divisors(stage, parallel.expert)}"
+            f"the {stage} ranks of each of {key}'s stages (tensor x context x data) do not divide by expert "
+            f"{parallel.expert}: make it {nearest_divisors(stage, parallel.expert)}"
         )
-    return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.expert)
+    return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.expert, context=parallel.context)
 
 
 def _multiples(count: int, size: int) -> str:

@@ -386,8 +386,8 @@ EXPERTS = {
 }
 MIXTURES = {
     "actor.parallel.expert=3": (
-        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x data) do not divide by expert 3: "
-        "make it 2 or 4"
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
+        "expert 3: make it 2 or 4"
     ),
     "actor.parallel.expert=4": (
         "actor.parallel.expert 4 does not divide num_experts 6 of model/config.json: 3 or 6 would"
