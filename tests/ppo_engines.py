@@ -53,6 +53,7 @@ class Case:
             pipeline=self.layout.pipeline,
             pipeline_split=self.split,
             expert=self.layout.expert,
+            context=self.layout.context,
             sequence=self.sequence,
         )
 

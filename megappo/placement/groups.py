@@ -32,9 +32,10 @@ DIMENSIONS = {
     "dp_cp": "dp-cp",
     "intra_dp_cp": "dp-cp",
     "tp_dp_cp": "tp-dp-cp",
-    "intra_dist_opt": "tp-dp-pp",
+    "intra_dist_opt": "tp-cp-dp-pp",
 }
-# The same for experts, which no tensor parallelism cuts: its ranks serve expert and data parallelism.
+# The same for experts, which no tensor parallelism cuts: its ranks and those of context parallelism
+# serve expert and data parallelism.
 EXPERT_DIMENSIONS = {
     "ep": "ep",
     "expt_tp": "tp",
@@ -209,8 +210,10 @@ def _component_groups(
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every group of a component: its field in the collection and its global ranks."""
     order, expert = "tp-cp-ep-dp-pp", layout.expert
-    generator = RankGenerator(tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=1, order=order)
-    replicas = layout.tensor * layout.data // expert
+    generator = RankGenerator(
+        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order=order
+    )
+    replicas = layout.tensor * layout.context * layout.data // expert
     of_experts = RankGenerator(tp=1, ep=expert, dp=replicas, pp=layout.pipeline, cp=1, order=order)
     for own, table in ((generator, DIMENSIONS), (of_experts, EXPERT_DIMENSIONS)):
         for name, dimensions in table.items():
