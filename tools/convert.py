@@ -5,8 +5,8 @@
     python tools/convert.py verify         --input FOLDER --output FOLDER
     python tools/convert.py reshard        --input RUN/checkpoints/step_X --hf-config HF_FOLDER --output FOLDER
 
-Works on the CPU, in one process. A model too large for that: --tensor T --pipeline P, under
-python -m megappo.torchrun --nproc-per-node (T x P) tools/convert.py ...
+Works on the CPU, in one process. A model too large for that: --tensor T --pipeline P --expert E, under
+python -m megappo.torchrun --nproc-per-node N tools/convert.py ... with N = P x (least common multiple of T and E)
 """
 
 import argparse
@@ -29,7 +29,7 @@ platform.install()  # must come before the first import of megatron.core
 
 from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
 from conversion.verify import verify  # noqa: E402
-from conversion.world import UsageError, World  # noqa: E402
+from conversion.world import UsageError, World, parallel_of  # noqa: E402
 
 from megappo.checkpoint.errors import CheckpointError  # noqa: E402
 from megappo.config.errors import ConfigError  # noqa: E402
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.command != "verify":
             _check_output(args.input, args.output, args.force)
-        world = World(args.tensor, args.pipeline)
+        world = World(parallel_of(args))
         return COMMANDS[args.command][0](args, world) or 0
     except Interrupted:
         _failed("interrupted", args, world)
@@ -133,6 +133,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--output", type=Path, required=True, metavar="DIR")
         command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (default 1)")
         command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default 1)")
+        command.add_argument("--expert", type=int, default=1, help="ranks that share out the experts (default 1)")
+        command.add_argument(
+            "--pipeline-split", type=layers, metavar="L,L", help="layers of each stage, as 13,15; default: as many on each"
+        )
         if name != "verify":
             command.add_argument("--force", action="store_true", help="replace an output folder that is not empty")
         if name in WITH_HF_CONFIG:
@@ -144,6 +148,11 @@ def _parser() -> argparse.ArgumentParser:
         if name in WITH_VALUE_MODEL:
             command.add_argument("--value-model", action="store_true", help=WITH_VALUE_MODEL[name])
     return parser
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Numbers of layers, as 13,15."""
+    return tuple(int(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Writing a model as a Hugging Face folder that transformers and SGLang load."""
 
+import collections
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -55,8 +56,8 @@ def write_hf_folder(
 
     Args:
         hf_config: config.json of `source`, written with the dtype of the weights.
-        bucket_bytes: weights gathered at a time, on the device. max_shard_bytes: bytes per safetensors file, which the
-            writing rank keeps in host memory.
+        bucket_bytes: weights gathered at a time, on the device.
+        max_shard_bytes: bytes per safetensors file.
         progress: called with the number of elements written, on the writing rank.
     Raises:
         FileExistsError: `target` is a file.
@@ -70,8 +71,7 @@ def write_hf_folder(
         hf_config = {**hf_config, "torch_dtype": dtype, "dtype": dtype}
         _write(buckets, hf_config, Path(source), Path(target), max_shard_bytes, progress)
     else:
-        for _ in buckets:
-            pass
+        collections.deque(buckets, maxlen=0)
     dist.barrier(group=groups.collection.intra_dist_opt)
 
 
@@ -88,6 +88,7 @@ def _write(
         for bucket in buckets:
             writer.add(bucket)
             progress(sum(tensor.numel() for _, tensor in bucket))
+            del bucket  # before the next one is gathered
         writer.finish()
         (temporary / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
         copy_companions(source, temporary)

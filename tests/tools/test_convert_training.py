@@ -79,7 +79,7 @@ def test_training_goes_on_from_a_resharded_checkpoint_to_the_bit(step: Path, tmp
     arguments = ("--hf-config", root / "actor", "--pipeline", 2)
     printed = convert("reshard", step, target, *arguments, ranks=2).splitlines()
     assert printed[0] == (
-        "actor: tensor 2 x pipeline 1 -> tensor 1 x pipeline 2, 40 tensors, with the optimizer's state"
+        "actor: tensor 2 x pipeline 1 -> tensor 1 x pipeline 2, 40 tensors of 148,608 elements, with the optimizer's state"
     )
     assert printed[1].startswith("critic: tensor 1 x pipeline 2 -> tensor 1 x pipeline 2")
     assert json.loads((target / "state.json").read_text()) == {"step": 2}

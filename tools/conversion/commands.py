@@ -74,9 +74,11 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
     for source in sources:
         kept = "with the optimizer's state" if source.info.tensors.keys() - source.info.model.keys() else "weights only"
         tensor, pipeline = source.info.layout
+        experts = f" x expert {args.expert}" if args.expert > 1 else ""
+        elements = sum(prod(entry.shape) for entry in source.info.tensors.values())
         world.say(
             f"{source.folder.name}: tensor {tensor} x pipeline {pipeline} -> tensor {args.tensor} x pipeline "
-            f"{args.pipeline}, {len(source.info.tensors)} tensors, {kept}"
+            f"{args.pipeline}{experts}, {len(source.info.tensors)} tensors of {elements:,} elements, {kept}"
         )
     world.say(f"wrote {args.output}")
 

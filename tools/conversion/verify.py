@@ -9,10 +9,12 @@ import torch
 from conversion.commands import load_from_megatron, open_megatron
 from conversion.world import UsageError, World
 from megappo.checkpoint.metadata import is_component
+from megappo.config.families import FAMILIES, language_model
 from megappo.models.hf_config import DTYPES, HeadKind, is_tied
-from megappo.weights.critic import critic_buckets, has_value_head, name_value_head
+from megappo.weights.critic import critic_buckets, has_value_head, name_value_head, read_hf_config
 from megappo.weights.export import iter_hf_buckets
 from megappo.weights.families import EMBEDDING, LM_HEAD, VALUE_BIAS
+from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.load import UNUSED_SUFFIXES
 from megappo.weights.safetensors_io import HFFolder
 
@@ -31,8 +33,8 @@ def verify(args: argparse.Namespace, world: World) -> int:
     first = megatron[0] if megatron else args.input
     second = folders[1 - folders.index(first)]
     cast = {args.input: DTYPES[args.dtype]} if args.dtype else {}
-    with HFFolder(second) as source:
-        named = _of_megatron(first, args, source, world) if megatron else _of_hf(first)
+    with _opened(second, args.hf_config) as source:
+        named = _of_megatron(first, args, source, world) if megatron else _of_hf(first, args.hf_config)
         comparison = Comparison(first, source, cast)
         for name, tensor in named:
             if world.rank == 0:
@@ -100,8 +102,18 @@ def _shown(value: object) -> str:
     return str([*value]) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
 
 
-def _of_hf(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with HFFolder(folder) as source:
+def _opened(folder: Path, config_folder: Path | None) -> HFFolder:
+    """A Hugging Face folder; one of fused experts has a tensor for each matrix of each, as the export does."""
+    configs = [path for path in (folder, config_folder) if path and (path / "config.json").is_file()]
+    hf_config = read_hf_config(configs[0]) if configs else {}
+    architectures = [language_model(name) for name in hf_config.get("architectures") or []]
+    if not FAMILIES.keys() & set(architectures[:1]):
+        return HFFolder(folder)
+    return PerExpertFolder(folder, {**hf_config, "architectures": architectures})
+
+
+def _of_hf(folder: Path, config_folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+    with _opened(folder, config_folder) as source:
         for name in sorted(source.names()):
             if not name.endswith(UNUSED_SUFFIXES):
                 yield name, source.read(name)
