@@ -29,7 +29,7 @@ platform.install()  # must come before the first import of megatron.core
 
 from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
 from conversion.verify import verify  # noqa: E402
-from conversion.world import UsageError, World, parallel_of  # noqa: E402
+from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E402
 
 from megappo.checkpoint.errors import CheckpointError  # noqa: E402
 from megappo.config.errors import ConfigError  # noqa: E402
@@ -38,7 +38,11 @@ from megappo.placement.exchange import OtherRankError  # noqa: E402
 COMMANDS = {
     "hf-to-megatron": (hf_to_megatron, "a Hugging Face folder to a Megatron folder, which loads in any layout"),
     "megatron-to-hf": (megatron_to_hf, "a Megatron folder, or step_X/actor, step_X/critic, to a Hugging Face folder"),
-    "verify": (verify, "compare a Hugging Face folder with a Megatron or another Hugging Face folder, to the bit"),
+    "verify": (
+        verify,
+        "compare two folders to the bit, Hugging Face's or Megatron's; a Megatron one is loaded to be compared with a "
+        "Hugging Face one, and two of them are read side by side, a few MiB at a time",
+    ),
     "reshard": (
         reshard_folder,
         "rewrite a Megatron folder, or a whole step_X with its optimizer states, in files cut for another layout. "
@@ -75,13 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         world = World(parallel_of(args))
         return COMMANDS[args.command][0](args, world) or 0
     except Interrupted:
-        _failed("interrupted", args, world)
+        _ended("interrupted", args, world)
         return 1
     except (UsageError, CheckpointError, ConfigError, OtherRankError, OSError, ValueError) as error:
         return _failed(str(error), args, world)
     except RuntimeError as error:
         if any(sign in str(error) for sign in LOST_RANK):
-            return _failed("another rank has ended", args, world)
+            return _ended("another rank has ended", args, world)
         raise
     finally:
         if dist.is_initialized():
@@ -95,6 +99,15 @@ def _failed(message: str, args: argparse.Namespace, world: World | None) -> int:
         kept = f"; {args.output} is as it was before" if writing else ""
         print(f"error: {message}{kept}", file=sys.stderr, flush=True)
     return 1 if writing else 2
+
+
+def _ended(why: str, args: argparse.Namespace, world: World | None) -> int:
+    """Of several ranks, torchrun or the one that failed first says why: then only what became of the output is new."""
+    if "WORLD_SIZE" not in os.environ:
+        return _failed(why, args, world)
+    if world and world.writing and world.rank == 0:
+        print(f"{args.output} is as it was before", file=sys.stderr, flush=True)
+    return 1
 
 
 def _check_output(source: Path, output: Path, force: bool) -> None:
@@ -114,11 +127,11 @@ def _end_on_signals() -> None:
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a process that writes a checkpoint's files
             os._exit(1)
-        for also in (signal.SIGINT, signal.SIGTERM):
+        for also in ENDING:
             signal.signal(also, signal.SIG_IGN)
         raise Interrupted
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         signal.signal(number, end)
 
 
@@ -135,7 +148,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default 1)")
         command.add_argument("--expert", type=int, default=1, help="ranks that share out the experts (default 1)")
         command.add_argument(
-            "--pipeline-split", type=layers, metavar="L,L", help="layers of each stage, as 13,15; default: as many on each"
+            "--pipeline-split",
+            type=layers,
+            metavar="L,L",
+            help="layers of each stage, as 13,15 (default: equal)",
         )
         if name != "verify":
             command.add_argument("--force", action="store_true", help="replace an output folder that is not empty")

@@ -114,8 +114,7 @@ def critic_buckets(
         weight = tensors.get(VALUE_HEAD, weight)
         has_bias = has_bias or VALUE_BIAS in tensors
         tensors.pop(LM_HEAD, None)
-        kept = list(tensors.items())
-        del bucket, tensors  # the reader frees them before it asks for the next bucket
-        yield kept
+        yield list(tensors.items())
+        del bucket, tensors  # before the next one is gathered
     if weight is not None and not has_bias:
         yield [(VALUE_BIAS, weight.new_zeros(1))]

@@ -112,9 +112,7 @@ def measure(args: argparse.Namespace) -> None:
     load_hf(model, args.folder, hf_config, world.groups)
     share = sum(parameter.nbytes for parameter in model.parameters())
     loading = memory.take()
-    write_hf_folder(
-        model, hf_config, world.groups, args.folder, args.output, bucket_bytes=args.bucket_mib * MIB
-    )
+    write_hf_folder(model, hf_config, world.groups, args.folder, args.output, bucket_bytes=args.bucket_mib * MIB)
     found = world.exchange.share({"share": share, "loading": loading, "exporting": memory.take()})
     if world.rank == 0:
         args.report.write_text(json.dumps(found))

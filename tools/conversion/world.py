@@ -5,6 +5,8 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from math import lcm
@@ -27,6 +29,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16"}
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 _KEY = re.compile(r"parallel\.(\w+)")
 
@@ -122,12 +125,21 @@ class World:
 
     @contextlib.contextmanager
     def staged(self, target: Path) -> Iterator[Path]:
-        """`staged` for all ranks: the folder takes its place when all of them have written."""
+        """`staged` for all ranks: the folder takes its place when all of them have written.
+
+        The first rank makes it and puts it there. When it is killed, another one removes what is half written.
+        """
         self.writing = True
+        temporary = temporary_folder(target)
         with contextlib.ExitStack() as stack:
             self.together(lambda: stack.enter_context(staged(target)) if self.rank == 0 else None)
-            yield temporary_folder(target)
+            if self.rank > 0:
+                stack.enter_context(_removed_on_failure(temporary))
+            yield temporary
+            if self.rank > 0:  # once the first rank has gone on, its folder must not be removed
+                signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             dist.barrier()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def say(self, line: str) -> None:
         """A line of the report, once."""
@@ -138,6 +150,15 @@ class World:
         """A progress bar on standard error, if that is a terminal."""
         hidden = self.rank != 0 or not sys.stderr.isatty()
         return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=hidden, leave=False, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def described(shapes: dict[str, tuple[int, ...]], dtype: str) -> str:
