@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _ended("another rank has ended", args, world)
         raise
     finally:
+        _ignore_signals()  # torchrun's, too: an exception while Python shuts down would be a message of its own
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -127,12 +128,16 @@ def _end_on_signals() -> None:
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a process that writes a checkpoint's files
             os._exit(1)
-        for also in ENDING:
-            signal.signal(also, signal.SIG_IGN)
+        _ignore_signals()
         raise Interrupted
 
     for number in ENDING:
         signal.signal(number, end)
+
+
+def _ignore_signals() -> None:
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _parser() -> argparse.ArgumentParser:
