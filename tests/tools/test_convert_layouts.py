@@ -9,7 +9,7 @@ from commands import CONVERT, assert_equal, convert, run, tensors_of
 from tiny_models import hf_folder, sequences
 from transformers import AutoModelForCausalLM
 
-EXPERTS = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
 MIXTURES = {
     "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
