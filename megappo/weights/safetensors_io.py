@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-HEADER_BYTES = 256 * 2**10  # of a file that is written: some 1,500 tensors
+HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors, which then start on a page
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
