@@ -32,6 +32,8 @@ HARMLESS_WARNINGS = (
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",
     "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
+    "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # as it is for experts
 )
 HARMLESS_WARNINGS_ON_CPU = ("When using async grad allreduce it is recommended to set .*CUDA_DEVICE_MAX_CONNECTIONS",)
 FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")

@@ -5,8 +5,8 @@
     python tools/convert.py verify         --input FOLDER --output FOLDER
     python tools/convert.py reshard        --input RUN/checkpoints/step_X --hf-config HF_FOLDER --output FOLDER
 
-Works on the CPU, in one process. A model too large for that: --tensor T --pipeline P, under
-python -m megappo.torchrun --nproc-per-node (T x P) tools/convert.py ...
+Works on the CPU, in one process. A model too large for that: --tensor T --pipeline P --expert E, under
+python -m megappo.torchrun --nproc-per-node N tools/convert.py ... with N = P x (least common multiple of T and E)
 """
 
 import argparse
@@ -29,7 +29,7 @@ platform.install()  # must come before the first import of megatron.core
 
 from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
 from conversion.verify import verify  # noqa: E402
-from conversion.world import UsageError, World  # noqa: E402
+from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E402
 
 from megappo.checkpoint.errors import CheckpointError  # noqa: E402
 from megappo.config.errors import ConfigError  # noqa: E402
@@ -38,7 +38,11 @@ from megappo.placement.exchange import OtherRankError  # noqa: E402
 COMMANDS = {
     "hf-to-megatron": (hf_to_megatron, "a Hugging Face folder to a Megatron folder, which loads in any layout"),
     "megatron-to-hf": (megatron_to_hf, "a Megatron folder, or step_X/actor, step_X/critic, to a Hugging Face folder"),
-    "verify": (verify, "compare a Hugging Face folder with a Megatron or another Hugging Face folder, to the bit"),
+    "verify": (
+        verify,
+        "compare two folders to the bit, Hugging Face's or Megatron's; a Megatron one is loaded to be compared with a "
+        "Hugging Face one, and two of them are read side by side, a few MiB at a time",
+    ),
     "reshard": (
         reshard_folder,
         "rewrite a Megatron folder, or a whole step_X with its optimizer states, in files cut for another layout. "
@@ -72,18 +76,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.command != "verify":
             _check_output(args.input, args.output, args.force)
-        world = World(args.tensor, args.pipeline)
+        world = World(parallel_of(args))
         return COMMANDS[args.command][0](args, world) or 0
     except Interrupted:
-        _failed("interrupted", args, world)
+        _ended("interrupted", args, world)
         return 1
     except (UsageError, CheckpointError, ConfigError, OtherRankError, OSError, ValueError) as error:
         return _failed(str(error), args, world)
     except RuntimeError as error:
         if any(sign in str(error) for sign in LOST_RANK):
-            return _failed("another rank has ended", args, world)
+            return _ended("another rank has ended", args, world)
         raise
     finally:
+        _ignore_signals()  # torchrun's, too: an exception while Python shuts down would be a message of its own
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -95,6 +100,15 @@ def _failed(message: str, args: argparse.Namespace, world: World | None) -> int:
         kept = f"; {args.output} is as it was before" if writing else ""
         print(f"error: {message}{kept}", file=sys.stderr, flush=True)
     return 1 if writing else 2
+
+
+def _ended(why: str, args: argparse.Namespace, world: World | None) -> int:
+    """Of several ranks, torchrun or the one that failed first says why: then only what became of the output is new."""
+    if "WORLD_SIZE" not in os.environ:
+        return _failed(why, args, world)
+    if world and world.writing and world.rank == 0:
+        print(f"{args.output} is as it was before", file=sys.stderr, flush=True)
+    return 1
 
 
 def _check_output(source: Path, output: Path, force: bool) -> None:
@@ -114,12 +128,16 @@ def _end_on_signals() -> None:
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a process that writes a checkpoint's files
             os._exit(1)
-        for also in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(also, signal.SIG_IGN)
+        _ignore_signals()
         raise Interrupted
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         signal.signal(number, end)
+
+
+def _ignore_signals() -> None:
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,6 +151,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--output", type=Path, required=True, metavar="DIR")
         command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (default 1)")
         command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default 1)")
+        command.add_argument("--expert", type=int, default=1, help="ranks that share out the experts (default 1)")
+        command.add_argument(
+            "--pipeline-split",
+            type=layers,
+            metavar="L,L",
+            help="layers of each stage, as 13,15 (default: equal)",
+        )
         if name != "verify":
             command.add_argument("--force", action="store_true", help="replace an output folder that is not empty")
         if name in WITH_HF_CONFIG:
@@ -144,6 +169,11 @@ def _parser() -> argparse.ArgumentParser:
         if name in WITH_VALUE_MODEL:
             command.add_argument("--value-model", action="store_true", help=WITH_VALUE_MODEL[name])
     return parser
+
+
+def layers(text: str) -> tuple[int, ...]:
+    """Numbers of layers, as 13,15."""
+    return tuple(int(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from megappo.checkpoint.errors import CheckpointError
 # Saves here are synchronous, so their results stay in this process. Megatron's own queue lives in a further process of
 # each rank, which would import the whole program again: seconds, and several hundred MiB.
 filesystem_async._results_queue = queue.Queue()
+_CUT_SHORT = "unexpected pos"  # what torch's file writer says when bytes it has written are not there
 
 
 def save_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextManager) -> None:
@@ -32,6 +33,12 @@ def save_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextM
 
 
 def reason(error: BaseException) -> str:
-    """The error, without torch's tracebacks of all ranks."""
+    """The error in words, without torch's tracebacks of all ranks."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return "; ".join(dict.fromkeys(f"{type(cause).__name__}: {cause}" for cause in causes))
+    return "; ".join(dict.fromkeys(_said(cause) for cause in causes))
+
+
+def _said(cause: BaseException) -> str:
+    if _CUT_SHORT in str(cause):
+        return "a file could not be written to its end: the disk is full, or files may not grow this large"
+    return f"{type(cause).__name__}: {cause}"

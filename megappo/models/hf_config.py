@@ -69,12 +69,21 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
         deallocate_pipeline_outputs=platform.has_cuda(),
         use_cpu_initialization=not platform.has_cuda(),
         # Every weight is loaded later, yet only initialization marks weights as sharded: unmarked ones would be left
-        # out of the gradient norm on all but the first tensor-parallel rank.
+        # out of the gradient norm on all but the first tensor-parallel rank. So it runs, and writes nothing: on a CPU
+        # Megatron would draw every weight whole, in float32, on each rank.
         perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         **expert_arguments(hf, parallel),
         **FUSIONS_OFF,
         **RECOMPUTE[recompute],
     )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """An initialization that initializes nothing."""
+    return weight
 
 
 def _head_arguments(hf: dict[str, Any], family: Family) -> dict[str, Any]:

@@ -115,5 +115,6 @@ def critic_buckets(
         has_bias = has_bias or VALUE_BIAS in tensors
         tensors.pop(LM_HEAD, None)
         yield list(tensors.items())
+        del bucket, tensors  # before the next one is gathered
     if weight is not None and not has_bias:
         yield [(VALUE_BIAS, weight.new_zeros(1))]

@@ -1,8 +1,11 @@
 """Writing a model as a Hugging Face folder that transformers and SGLang load."""
 
+import collections
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
+from megappo.placement.layout import Layout
 from megappo.weights.critic import critic_buckets, exported_config
 from megappo.weights.export import iter_hf_buckets
 from megappo.weights.safetensors_io import ShardedWriter
@@ -43,7 +47,6 @@ def write_hf_folder(
     head: HeadKind = "policy",
     bucket_bytes: int = 512 * 2**20,
     max_shard_bytes: int = 4 * 2**30,
-    progress: Callable[[int], object] = lambda elements: None,
 ) -> None:
     """Write a model's weights to `target`, with config, tokenizer and generation config of `source`.
 
@@ -55,42 +58,72 @@ def write_hf_folder(
 
     Args:
         hf_config: config.json of `source`, written with the dtype of the weights.
-        bucket_bytes: weights gathered at a time, on the device. max_shard_bytes: bytes per safetensors file, which the
-            writing rank keeps in host memory.
-        progress: called with the number of elements written, on the writing rank.
+        bucket_bytes: weights gathered at a time, on the device.
+        max_shard_bytes: bytes per safetensors file.
     Raises:
         FileExistsError: `target` is a file.
         OSError: the folder cannot be written; `target` is then as it was before.
     """
-    buckets: Iterable[Bucket] = iter_hf_buckets(model, hf_config, groups, bucket_bytes, head=head)
-    if head != "policy":
-        buckets, hf_config = critic_buckets(buckets), exported_config(hf_config)
-    if dist.get_rank() == groups.layout.ranks[0]:
-        dtype = str(model.config.params_dtype).removeprefix("torch.")
-        hf_config = {**hf_config, "torch_dtype": dtype, "dtype": dtype}
-        _write(buckets, hf_config, Path(source), Path(target), max_shard_bytes, progress)
-    else:
-        for _ in buckets:
-            pass
+    first = dist.get_rank() == groups.layout.ranks[0]
+    with staged(Path(target)) if first else contextlib.nullcontext(Path(target)) as folder:
+        write_hf_files(
+            model,
+            hf_config,
+            groups,
+            source,
+            folder,
+            head=head,
+            bucket_bytes=bucket_bytes,
+            max_shard_bytes=max_shard_bytes,
+        )
     dist.barrier(group=groups.collection.intra_dist_opt)
 
 
-def _write(
-    buckets: Iterable[Bucket],
+def write_hf_files(
+    model: GPTModel,
     hf_config: dict[str, Any],
-    source: Path,
-    target: Path,
-    max_shard_bytes: int,
-    progress: Callable[[int], object],
+    groups: ComponentGroups,
+    source: str | Path,
+    folder: Path,
+    *,
+    head: HeadKind = "policy",
+    bucket_bytes: int = 512 * 2**20,
+    max_shard_bytes: int = 4 * 2**30,
+    progress: Callable[[int], object] = lambda elements: None,
 ) -> None:
-    with staged(target) as temporary:
-        writer = ShardedWriter(temporary, max_shard_bytes)
-        for bucket in buckets:
-            writer.add(bucket)
-            progress(sum(tensor.numel() for _, tensor in bucket))
-        writer.finish()
-        (temporary / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-        copy_companions(source, temporary)
+    """`write_hf_folder`, into a folder that is there already. No rank waits for the first one to be done.
+
+    Args:
+        folder: where the component's first rank writes.
+        progress: called with the number of elements written, on that rank.
+    Raises:
+        OSError: a file cannot be written.
+    """
+    if not _holds_exported(groups.layout):
+        return
+    buckets: Iterable[Bucket] = iter_hf_buckets(model, hf_config, groups, bucket_bytes, head=head)
+    if head != "policy":
+        buckets, hf_config = critic_buckets(buckets), exported_config(hf_config)
+    if dist.get_rank() != groups.layout.ranks[0]:
+        collections.deque(buckets, maxlen=0)
+        return
+    dtype = str(model.config.params_dtype).removeprefix("torch.")
+    hf_config = {**hf_config, "torch_dtype": dtype, "dtype": dtype}
+    writer = ShardedWriter(folder, max_shard_bytes)
+    for bucket in buckets:
+        writer.add(bucket)
+        progress(sum(tensor.numel() for _, tensor in bucket))
+        del bucket  # before the next one is gathered
+    writer.finish()
+    (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+    copy_companions(Path(source), folder)
+
+
+def _holds_exported(layout: Layout) -> bool:
+    """Whether this rank is needed to gather what the first rank writes: of the data-parallel replicas only the first,
+    and those whose ranks share out experts with its ranks, or with theirs in turn."""
+    replicas = lcm(layout.tensor, layout.expert) // layout.tensor
+    return layout.shard_of(dist.get_rank()) in range(replicas)
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -22,7 +22,7 @@ from megappo.weights.families import (
 )
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
-from megappo.weights.shards import check_parameters, compose, global_parameters
+from megappo.weights.shards import check_parameters, decompose, global_parameters
 
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
@@ -77,7 +77,9 @@ def load_hf(
             if pieces[0].name == VALUE_HEAD and not has_values:
                 model.get_submodule(name.removesuffix(".weight")).init_weight(seed)
                 continue
-            parameter.copy_(compose([_read_shard(source, piece, tensor_group.rank()) for piece in pieces], table[name]))
+            parts = decompose(parameter, table[name])
+            for piece in pieces:
+                _fill(parts[piece.name], source, piece, tensor_group.rank())
 
 
 def _optional(hf_config: dict[str, Any], head: HeadKind) -> set[str]:
@@ -120,17 +122,26 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
+def _fill(part: torch.Tensor, source: HFFolder, piece: Piece, rank: int) -> None:
+    """Copy a rank's shard of a tensor into its place in the parameter, [groups, rows per group, ...]; padding is 0.
+
+    The files are mapped into memory, so that nothing but the parameter itself takes any.
+    """
+    read = _read_shard(source, piece, rank)
+    if read.shape == piece.shard_shape:
+        part.copy_(read.unflatten(0, part.shape[:2]))
+        return
+    rows, padding = part[0].split([len(read), part.shape[1] - len(read)])  # of the vocabulary, which is one group
+    rows.copy_(read)
+    padding.zero_()
+
+
 def _read_shard(source: HFFolder, piece: Piece, rank: int) -> torch.Tensor:
-    """A rank's part of a tensor, [*piece.shard_shape], 0 where it is padding."""
+    """A rank's part of a tensor, without padding."""
     if piece.shard_dim is None:
         return source.read(piece.name)
     size, whole = piece.shard_shape[piece.shard_dim], piece.shape[piece.shard_dim]
-    part = source.read(piece.name, piece.shard_dim, min(rank * size, whole), min((rank + 1) * size, whole))
-    if part.shape == piece.shard_shape:
-        return part
-    padded = part.new_zeros(piece.shard_shape)
-    padded.narrow(piece.shard_dim, 0, part.shape[piece.shard_dim]).copy_(part)
-    return padded
+    return source.read(piece.name, piece.shard_dim, min(rank * size, whole), min((rank + 1) * size, whole))
 
 
 def _check_tied(source: HFFolder) -> None:

@@ -8,10 +8,11 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors, which then start on a page
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class WeightsError(ValueError):
@@ -120,51 +121,83 @@ def _check_names(path: Path, indexed: set[str], found: set[str]) -> None:
 class ShardedWriter:
     """Writes tensors into a folder as numbered safetensors files with an index, or as one file when they fit.
 
+    A tensor is on the disk when `add` returns; none is kept in memory. What a file holds is known at its end only, so
+    its header, which comes first, has a fixed room of `HEADER_BYTES`, which the format lets end in spaces.
+
     Args:
         folder: an existing folder.
-        max_shard_bytes: bytes of tensors kept in host memory and put into one file; a larger tensor has its own.
+        max_shard_bytes: bytes of tensors put into one file; a larger tensor has its own.
     """
 
     def __init__(self, folder: Path, max_shard_bytes: int):
         self.folder = folder
         self.max_shard_bytes = max_shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._shards: list[list[str]] = []
-        self._total_bytes = 0
+        self._shards: list[_Shard] = []
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take copies of the tensors; write a file whenever the next one would not fit."""
+        """Write the tensors; begin a file whenever the next one would not fit.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
         for name, tensor in tensors:
-            pending = sum(kept.nbytes for kept in self._pending.values())
-            if self._pending and pending + tensor.nbytes > self.max_shard_bytes:
-                self._flush()
-            self._pending[name] = tensor.to("cpu", copy=True).contiguous()
+            if not self._shards or not self._shards[-1].has_room(name, tensor, self.max_shard_bytes):
+                self._finish_shard()
+                self._shards.append(_Shard(self.folder / f"part-{len(self._shards)}.safetensors"))
+            self._shards[-1].add(name, tensor)
 
     def finish(self) -> None:
-        """Write what is left, then give the files their final names, and the index."""
-        self._flush()
+        """Give the files their final names, and write the index."""
+        self._finish_shard()
         if len(self._shards) == 1:
-            self._part(0).rename(self.folder / SINGLE)
+            self._shards[0].path.rename(self.folder / SINGLE)
             return
         weight_map = {}
-        for number, names in enumerate(self._shards):
+        for number, shard in enumerate(self._shards):
             file = f"model-{number + 1:05d}-of-{len(self._shards):05d}.safetensors"
-            self._part(number).rename(self.folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            shard.path.rename(self.folder / file)
+            weight_map.update(dict.fromkeys(shard.names, file))
+        total_bytes = sum(shard.num_bytes for shard in self._shards)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (self.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _part(self, number: int) -> Path:
-        return self.folder / f"part-{number}.safetensors"
+    def _finish_shard(self) -> None:
+        if self._shards:
+            self._shards[-1].finish()
 
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        path = self._part(len(self._shards))
-        try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk comes as this, too
-            raise OSError(f"cannot write {path}: {error}") from error
-        self._shards.append(list(self._pending))
-        self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
-        self._pending = {}
+
+class _Shard:
+    """A safetensors file that grows tensor by tensor: 8 bytes, the header's length; the header; the tensors."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.names: list[str] = []
+        self.num_bytes = 0
+        self._header = '{"__metadata__":{"format":"pt"}'
+        self._file = path.open("wb")
+        self._file.seek(8 + HEADER_BYTES)
+
+    def has_room(self, name: str, tensor: torch.Tensor, max_bytes: int) -> bool:
+        """Whether the tensor fits, at a multiple of its items' size; an empty file takes any."""
+        header = len(self._header) + len(self._entry(name, tensor)) + 1
+        fits = self.num_bytes + tensor.nbytes <= max_bytes and header <= HEADER_BYTES
+        return not self.names or (fits and self.num_bytes % tensor.itemsize == 0)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a tensor behind the others."""
+        self._header += self._entry(name, tensor)
+        self.names.append(name)
+        self.num_bytes += tensor.nbytes
+        self._file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+    def finish(self) -> None:
+        """Write the header, and close the file."""
+        header = (self._header + "}").encode().ljust(HEADER_BYTES)
+        self._file.seek(0)
+        self._file.write(len(header).to_bytes(8, "little") + header)
+        self._file.close()
+
+    def _entry(self, name: str, tensor: torch.Tensor) -> str:
+        place = [self.num_bytes, self.num_bytes + tensor.nbytes]
+        entry = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        return f",{json.dumps(name)}:{json.dumps(entry)}"

@@ -1,7 +1,6 @@
 """A rank's shards: the weights a model has here, and the pieces of Hugging Face tensors each is made of."""
 
 import re
-from collections.abc import Sequence
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -40,12 +39,6 @@ def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Compo
                 f"parameter {name} has shape {[*parameter.shape]} on this rank, its config.json gives {[*expected]}; "
                 "build the model and load it with the same config"
             )
-
-
-def compose(pieces: Sequence[torch.Tensor], composition: Composition) -> torch.Tensor:
-    """The parameter made of this rank's shards of its pieces, all stacked along dimension 0."""
-    grouped = [piece.unflatten(0, (composition.groups, -1)) for piece in pieces]
-    return torch.cat(grouped, dim=1).flatten(0, 1)
 
 
 def decompose(parameter: torch.Tensor, composition: Composition) -> dict[str, torch.Tensor]:

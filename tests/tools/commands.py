@@ -35,7 +35,7 @@ def convert(command: str, source: Path, target: Path, *arguments: object, ranks:
     """Standard output of a conversion that must go well."""
     done = run(CONVERT, command, "--input", source, "--output", target, *arguments, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    assert done.stderr == "", done.stderr
     return done.stdout
 
 

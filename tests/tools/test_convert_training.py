@@ -78,11 +78,13 @@ def test_training_goes_on_from_a_resharded_checkpoint_to_the_bit(step: Path, tmp
     root, target = step.parents[2], tmp_path / "step_00000002"
     arguments = ("--hf-config", root / "actor", "--pipeline", 2)
     printed = convert("reshard", step, target, *arguments, ranks=2).splitlines()
-    assert printed[0] == (
-        "actor: tensor 2 x pipeline 1 -> tensor 1 x pipeline 2, 40 tensors, with the optimizer's state"
-    )
+    kept = "40 tensors of 148,608 elements, with the optimizer's state"
+    assert printed[0] == f"actor: tensor 2 x pipeline 1 -> tensor 1 x pipeline 2, {kept}"
     assert printed[1].startswith("critic: tensor 1 x pipeline 2 -> tensor 1 x pipeline 2")
     assert json.loads((target / "state.json").read_text()) == {"step": 2}
+    assert convert("verify", step / "actor", target / "actor", "--hf-config", root / "actor").startswith(
+        "equal to the bit: 40 tensors, 148,352 parameters"
+    )
     run_ranks(2, go_on, root, {"original": step, "resharded": target})
     for name in NAMES:
         common = torch.load(step / name / "common.pt", weights_only=True)

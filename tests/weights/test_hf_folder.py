@@ -65,3 +65,39 @@ def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         assert len(files) > 2 and files[0].name.startswith("model-00001-of-")
         assert "lm_head.weight" not in {name for file in files for name in load_file(file)}
+
+
+# Layout of four ranks -> those that an export needs: the first replica, and who has experts that its ranks lack.
+NEEDED = {
+    "DP4": (Layout((0, 1, 2, 3)), {0}),
+    "TP2xDP2": (Layout((0, 1, 2, 3), tensor=2), {0, 1}),
+    "PP2xDP2": (Layout((0, 1, 2, 3), pipeline=2), {0, 2}),
+    "EP2xDP4": (Layout((0, 1, 2, 3), expert=2), {0, 1}),
+    "TP2xEP2": (Layout((0, 1, 2, 3), tensor=2, expert=2), {0, 1}),
+    "TP2xEP4": (Layout((0, 1, 2, 3), tensor=2, expert=4), {0, 1, 2, 3}),
+    "PP2xEP2": (Layout((0, 1, 2, 3), pipeline=2, expert=2), {0, 1, 2, 3}),
+}
+
+
+def write_from_few(rank: int, world_size: int, source: Path, target: Path) -> None:
+    """Ranks that are not needed have no model at all."""
+    groups = build_groups({name: layout for name, (layout, _) in NEEDED.items()}, seed=0)
+    for name, (_, needed) in NEEDED.items():
+        model = load(source, groups[name]) if rank in needed else None
+        write_hf_folder(model, read_config(source), groups[name], source, target / name, max_shard_bytes=30_000)
+        assert (target / name / "config.json").is_file()
+
+
+def test_only_ranks_that_are_needed_gather(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    source = hf_folder(tmp_path / "source", "qwen3_moe", **experts)
+    run_ranks(4, write_from_few, source, tmp_path / "target")
+    expected = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for name in NEEDED:
+        files = sorted((tmp_path / "target" / name).glob("*.safetensors"))
+        found = {key: tensor for file in files for key, tensor in load_file(file).items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected), name
+        index = json.loads((tmp_path / "target" / name / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {file.name for file in files}
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())

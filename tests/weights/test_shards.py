@@ -3,8 +3,8 @@
 import torch
 from tiny_folders import SHAPE
 
-from megappo.weights.families import compositions
-from megappo.weights.shards import compose, decompose
+from megappo.weights.families import Composition, compositions
+from megappo.weights.shards import decompose
 
 HEADS, KV_HEADS, HEAD = 4, 2, 16
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], **SHAPE}
@@ -22,12 +22,21 @@ def loop_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
+def filled(pieces: list[torch.Tensor], composition: Composition) -> torch.Tensor:
+    """The parameter after every piece was copied into the view that is its place."""
+    parameter = torch.full(composition.shard_shape, torch.nan)
+    parts = decompose(parameter, composition)
+    for piece, part in zip(pieces, parts.values(), strict=True):
+        part.copy_(piece.unflatten(0, part.shape[:2]))
+    return parameter
+
+
 def test_qkv_alternates_by_kv_head() -> None:
     table = compositions(CONFIG, tensor=1, padded_vocab_size=92, head="policy")
     for kind, width in (("weight", (32,)), ("bias", ())):
         composition = table[f"decoder.layers.0.self_attention.linear_qkv.{kind}"]
         pieces = [torch.randn(rows, *width) for rows in (HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD)]
-        parameter = compose(pieces, composition)
+        parameter = filled(pieces, composition)
         assert torch.equal(parameter, loop_qkv(*pieces))
         back = decompose(parameter, composition)
         for piece, (name, part) in zip(pieces, back.items(), strict=True):
@@ -40,5 +49,5 @@ def test_each_rank_has_its_half_of_gate_then_of_up() -> None:
     gate, up = torch.randn(48, 32), torch.randn(48, 32)
     for rank in range(2):
         rows = slice(rank * 24, (rank + 1) * 24)
-        parameter = compose([gate[rows], up[rows]], table["decoder.layers.0.mlp.linear_fc1.weight"])
+        parameter = filled([gate[rows], up[rows]], table["decoder.layers.0.mlp.linear_fc1.weight"])
         assert torch.equal(parameter, torch.cat([gate[rows], up[rows]]))

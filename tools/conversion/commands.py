@@ -16,7 +16,7 @@ from megappo.models.hf_config import HeadKind
 from megappo.models.value_head import BIAS_KEY
 from megappo.weights import families
 from megappo.weights.critic import critic_config, has_value_head, read_hf_config
-from megappo.weights.hf_folder import COMPANIONS, copy_companions, write_hf_folder
+from megappo.weights.hf_folder import COMPANIONS, copy_companions, write_hf_files
 from megappo.weights.load import load_hf
 from megappo.weights.safetensors_io import HFFolder
 
@@ -47,10 +47,10 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
     shapes = families.hf_shapes(source.hf_config, "value" if wanted != "policy" else "policy")
     if wanted != "policy":
         shapes[families.VALUE_BIAS] = (1,)
-    world.writing = True
-    with world.bar("writing", sum(map(prod, shapes.values())), " parameters") as bar:
-        write_hf_folder(
-            model, source.hf_config, world.groups, source.config_folder, args.output, head=wanted, progress=bar.update
+    total = sum(map(prod, shapes.values()))
+    with world.staged(args.output) as folder, world.bar("writing", total, " parameters") as bar:
+        write_hf_files(
+            model, source.hf_config, world.groups, source.config_folder, folder, head=wanted, progress=bar.update
         )
     world.say(f"wrote {args.output}: {described(shapes, args.dtype or source.dtype)}")
 
@@ -74,9 +74,11 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
     for source in sources:
         kept = "with the optimizer's state" if source.info.tensors.keys() - source.info.model.keys() else "weights only"
         tensor, pipeline = source.info.layout
+        experts = f" x expert {args.expert}" if args.expert > 1 else ""
+        elements = sum(prod(entry.shape) for entry in source.info.tensors.values())
         world.say(
             f"{source.folder.name}: tensor {tensor} x pipeline {pipeline} -> tensor {args.tensor} x pipeline "
-            f"{args.pipeline}, {len(source.info.tensors)} tensors, {kept}"
+            f"{args.pipeline}{experts}, {len(source.info.tensors)} tensors of {elements:,} elements, {kept}"
         )
     world.say(f"wrote {args.output}")
 

@@ -2,17 +2,22 @@
 
 import argparse
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 import torch
 
 from conversion.commands import load_from_megatron, open_megatron
-from conversion.world import UsageError, World
+from conversion.differences import difference_of
+from conversion.megatron_folders import compare_megatron
+from conversion.world import World
 from megappo.checkpoint.metadata import is_component
+from megappo.config.families import FAMILIES, language_model
 from megappo.models.hf_config import DTYPES, HeadKind, is_tied
-from megappo.weights.critic import critic_buckets, has_value_head, name_value_head
+from megappo.weights.critic import critic_buckets, has_value_head, name_value_head, read_hf_config
 from megappo.weights.export import iter_hf_buckets
 from megappo.weights.families import EMBEDDING, LM_HEAD, VALUE_BIAS
+from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.load import UNUSED_SUFFIXES
 from megappo.weights.safetensors_io import HFFolder
 
@@ -21,26 +26,11 @@ BUCKET_BYTES = 256 * 2**20
 
 def verify(args: argparse.Namespace, world: World) -> int:
     """Print every difference between two folders; 1 if there are any."""
-    folders = [args.input, args.output]
-    megatron = [folder for folder in folders if is_component(folder)]
-    if len(megatron) == 2:
-        raise UsageError(
-            f"{args.input} and {args.output} are both Megatron folders: convert one with megatron-to-hf, "
-            "and compare the result"
-        )
-    first = megatron[0] if megatron else args.input
-    second = folders[1 - folders.index(first)]
-    cast = {args.input: DTYPES[args.dtype]} if args.dtype else {}
-    with HFFolder(second) as source:
-        named = _of_megatron(first, args, source, world) if megatron else _of_hf(first)
-        comparison = Comparison(first, source, cast)
-        for name, tensor in named:
-            if world.rank == 0:
-                comparison.add(name, tensor)
-        differences = comparison.finish() if world.rank == 0 else []
-    for line in differences:
+    megatron = [folder for folder in (args.input, args.output) if is_component(folder)]
+    comparison = compare_megatron(args, world) if len(megatron) == 2 else _compare(megatron, args, world)
+    for line in comparison.lines:
         world.say(line)
-    num_differences = sum(world.exchange.share(len(differences)))
+    num_differences = sum(world.exchange.share(len(comparison.lines)))
     if num_differences:
         world.say(f"{num_differences} difference{'s' if num_differences > 1 else ''}")
         return 1
@@ -48,9 +38,31 @@ def verify(args: argparse.Namespace, world: World) -> int:
     return 0
 
 
+def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "Comparison":
+    """A Hugging Face folder with another, or with a Megatron one, whose tensors come as its export has them."""
+    folders = [args.input, args.output]
+    first = megatron[0] if megatron else args.input
+    second = folders[1 - folders.index(first)]
+    with _opened(second, args.hf_config) as source:
+        named = _of_megatron(first, args, source, world) if megatron else _of_hf(first, args.hf_config)
+        comparison = Comparison(first, source, {args.input: DTYPES[args.dtype]} if args.dtype else {})
+        total = sum(prod(source.shape(name)) for name in comparison.left)
+        with world.bar("comparing", total, " parameters") as bar:
+            for name, tensor in named:
+                if world.rank == 0:
+                    comparison.add(name, tensor)
+                bar.update(tensor.numel())
+        if world.rank == 0:
+            comparison.finish()
+    return comparison
+
+
 class Comparison:
     """What differs between tensors that come one by one and a Hugging Face folder.
 
+    Attributes:
+        lines: the differences, one line each.
+        num_tensors: that came, with `num_elements`.
     Args:
         first: folder of the tensors that come.
         cast: dtype that a folder's tensors are cast to first.
@@ -71,37 +83,30 @@ class Comparison:
             return
         self.left.remove(name)
         found, other = self._cast(self.first, tensor), self._cast(self.second.folder, self.second.read(name))
-        difference = _difference(found, other)
+        difference = difference_of(found, other)
         if difference:
             self.lines.append(f"{name}: {difference}")
 
-    def finish(self) -> list[str]:
-        """Every difference, one line each."""
-        return self.lines + [f"{name}: only in {self.second.folder}" for name in sorted(self.left)]
+    def finish(self) -> None:
+        """Count what did not come as differences."""
+        self.lines += [f"{name}: only in {self.second.folder}" for name in sorted(self.left)]
 
     def _cast(self, folder: Path, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.cpu().to(self.cast.get(folder, tensor.dtype))
 
 
-def _difference(found: torch.Tensor, other: torch.Tensor) -> str:
-    """How two tensors differ; "" if they are equal to the bit."""
-    for what in ("shape", "dtype"):
-        if getattr(found, what) != getattr(other, what):
-            return f"{what} {_shown(getattr(found, what))} against {_shown(getattr(other, what))}"
-    found, other = found.contiguous().flatten(), other.contiguous().flatten()
-    differs = (found.view(torch.uint8) != other.view(torch.uint8)).unflatten(0, (found.numel(), -1)).any(dim=1)
-    if not differs.any():
-        return ""
-    largest = (found[differs].double() - other[differs].double()).abs().max()
-    return f"{int(differs.sum())} of {found.numel()} elements differ, by up to {largest:.3g}"
+def _opened(folder: Path, config_folder: Path | None) -> HFFolder:
+    """A Hugging Face folder; one of fused experts has a tensor for each matrix of each, as the export does."""
+    configs = [path for path in (folder, config_folder) if path and (path / "config.json").is_file()]
+    hf_config = read_hf_config(configs[0]) if configs else {}
+    architectures = [language_model(name) for name in hf_config.get("architectures") or []]
+    if not FAMILIES.keys() & set(architectures[:1]):
+        return HFFolder(folder)
+    return PerExpertFolder(folder, {**hf_config, "architectures": architectures})
 
 
-def _shown(value: object) -> str:
-    return str([*value]) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
-
-
-def _of_hf(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    with HFFolder(folder) as source:
+def _of_hf(folder: Path, config_folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
+    with _opened(folder, config_folder) as source:
         for name in sorted(source.names()):
             if not name.endswith(UNUSED_SUFFIXES):
                 yield name, source.read(name)

@@ -1,9 +1,15 @@
 """The processes a conversion runs in: one, or those torchrun has started."""
 
+import argparse
 import contextlib
+import ctypes
 import os
+import re
+import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from math import lcm
 from pathlib import Path
 
 import torch
@@ -23,8 +29,52 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16"}
 
 
+ENDING = (signal.SIGINT, signal.SIGTERM)
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_KEY = re.compile(r"parallel\.(\w+)")
+
+
 class UsageError(Exception):
     """A command that cannot work as it was given."""
+
+
+def parallel_of(args: argparse.Namespace) -> Parallel:
+    """The layout of the command line. A mixture of experts demands sequence parallelism of tensor-parallel ranks; where
+    nothing is computed, it makes no difference.
+
+    Raises:
+        UsageError: a size below 1, or not as many sizes of stages as there are stages.
+    """
+    sizes = {name: getattr(args, name) for name in ("tensor", "pipeline", "expert")}
+    split = args.pipeline_split
+    for name, size in [*sizes.items(), *(("pipeline-split", size) for size in split or ())]:
+        if size < 1:
+            raise UsageError(f"--{name}: {size} is not 1 or more")
+    if split is not None and len(split) != args.pipeline:
+        raise UsageError(
+            f"--pipeline-split {','.join(map(str, split))} names {len(split)} stages, --pipeline {args.pipeline}: "
+            "give the layers of every stage"
+        )
+    return Parallel(**sizes, pipeline_split=split, sequence=args.tensor > 1)
+
+
+def _return_freed_memory() -> None:
+    """Have glibc map every tensor of a MiB or more apart. It would put those of up to 32 MiB side by side, and what is
+    freed between others would stay with the process: buckets of changing sizes then take several times their memory."""
+    allocator = ctypes.CDLL(None)
+    if hasattr(allocator, "mallopt"):
+        allocator.mallopt(_M_MMAP_THRESHOLD, 2**20)
+
+
+def _check_size(parallel: Parallel, size: int) -> None:
+    """As few processes as can hold the model, each its own part of it: the experts may need more than the rest."""
+    needed = parallel.pipeline * lcm(parallel.tensor, parallel.expert)
+    if size != needed:
+        experts = f" with --expert {parallel.expert}" if parallel.expert > 1 else ""
+        raise UsageError(
+            f"--tensor {parallel.tensor} x --pipeline {parallel.pipeline}{experts} needs {needed} processes, this run "
+            f"has {size}: start it with python -m megappo.torchrun --nproc-per-node {needed} tools/convert.py ..."
+        )
 
 
 class World:
@@ -37,20 +87,17 @@ class World:
         UsageError: the layout needs another number of processes.
     """
 
-    def __init__(self, tensor: int, pipeline: int):
+    def __init__(self, parallel: Parallel):
+        _return_freed_memory()
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size != tensor * pipeline:
-            raise UsageError(
-                f"--tensor {tensor} x --pipeline {pipeline} needs {tensor * pipeline} processes, this run has {size}: "
-                f"start it with python -m megappo.torchrun --nproc-per-node {tensor * pipeline} tools/convert.py ..."
-            )
+        _check_size(parallel, size)
         if "WORLD_SIZE" in os.environ:
             dist.init_process_group(platform.backend())
         else:
             dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
         self.rank = dist.get_rank()
-        self.parallel = Parallel(tensor=tensor, pipeline=pipeline)
-        layout = Layout(tuple(range(size)), tensor=tensor, pipeline=pipeline)
+        self.parallel = parallel
+        layout = Layout(tuple(range(size)), parallel.tensor, parallel.pipeline, parallel.expert)
         self.groups = build_groups({"model": layout}, seed=0)["model"]
         self.exchange = Exchange(dist.group.WORLD)
         self.writing = False
@@ -59,7 +106,10 @@ class World:
     def build(self, hf_config: dict, dtype: str, head: HeadKind) -> GPTModel:
         """This rank's part of the model, its weights not set."""
         model = Model(path="", dtype=dtype, layer_spec="torch")
-        return build_model(hf_config, model, self.parallel, self.groups, head=head, recompute="none", trained=False)
+        try:
+            return build_model(hf_config, model, self.parallel, self.groups, head=head, recompute="none", trained=False)
+        except ValueError as error:  # it names the config's keys, which here are flags
+            raise UsageError(_KEY.sub(lambda key: f"--{key[1].replace('_', '-')}", str(error))) from error
 
     def together(self, action: Callable[[], object]) -> None:
         """Do it on every rank; where one fails, all do, and the first that failed says why."""
@@ -75,12 +125,21 @@ class World:
 
     @contextlib.contextmanager
     def staged(self, target: Path) -> Iterator[Path]:
-        """`staged` for all ranks: the folder takes its place when all of them have written."""
+        """`staged` for all ranks: the folder takes its place when all of them have written.
+
+        The first rank makes it and puts it there. When it is killed, another one removes what is half written.
+        """
         self.writing = True
+        temporary = temporary_folder(target)
         with contextlib.ExitStack() as stack:
             self.together(lambda: stack.enter_context(staged(target)) if self.rank == 0 else None)
-            yield temporary_folder(target)
+            if self.rank > 0:
+                stack.enter_context(_removed_on_failure(temporary))
+            yield temporary
+            if self.rank > 0:  # once the first rank has gone on, its folder must not be removed
+                signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             dist.barrier()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     def say(self, line: str) -> None:
         """A line of the report, once."""
@@ -91,6 +150,15 @@ class World:
         """A progress bar on standard error, if that is a terminal."""
         hidden = self.rank != 0 or not sys.stderr.isatty()
         return tqdm(total=total, desc=what, unit=unit, unit_scale=True, disable=hidden, leave=False, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def described(shapes: dict[str, tuple[int, ...]], dtype: str) -> str:

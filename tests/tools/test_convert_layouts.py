@@ -1,0 +1,92 @@
+"""The converter with mixtures of experts and stages of different sizes, in one process and in several."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import CONVERT, assert_equal, convert, run, tensors_of
+from tiny_models import hf_folder, sequences
+from transformers import AutoModelForCausalLM
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+MIXTURES = {
+    "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": EXPERTS,
+}
+
+
+def mixture(root: Path, family: str) -> tuple[Path, Path]:
+    """A random mixture of experts in the hub's format, a tensor per expert, and in transformers' own, fused."""
+    folder = hf_folder(root / "per_expert", family, **MIXTURES[family])
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(root / "fused", save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors_of(root / "fused"))
+    return folder, root / "fused"
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "ranks"),
+    [
+        ("mixtral", (), 1),
+        ("mixtral", ("--expert", 2), 2),
+        ("qwen2_moe", ("--tensor", 2, "--expert", 2), 2),
+        ("qwen3_moe", (), 1),
+        ("qwen3_moe", ("--expert", 2), 2),
+    ],
+)
+def test_a_mixture_of_experts_there_and_back(tmp_path: Path, family: str, arguments: tuple, ranks: int) -> None:
+    per_expert, fused = mixture(tmp_path, family)
+    convert("hf-to-megatron", fused if ranks == 2 else per_expert, tmp_path / "megatron", *arguments, ranks=ranks)
+    convert("megatron-to-hf", tmp_path / "megatron", tmp_path / "back", *arguments, ranks=ranks)
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(per_expert))
+    expected, again = (AutoModelForCausalLM.from_pretrained(path).eval() for path in (per_expert, tmp_path / "back"))
+    tokens = sequences()[0][None]
+    assert torch.equal(again(tokens).logits, expected(tokens).logits)
+
+
+def test_the_experts_of_a_checkpoint_are_compared_and_cut_anew(tmp_path: Path) -> None:
+    per_expert, fused = mixture(tmp_path, "qwen3_moe")
+    convert("hf-to-megatron", fused, tmp_path / "megatron")
+    config = json.loads((fused / "config.json").read_text())
+    assert json.loads((tmp_path / "megatron" / "config.json").read_text()) == config
+    counts = f"{len(tensors_of(per_expert))} tensors, {sum(t.numel() for t in tensors_of(per_expert).values()):,}"
+    for folder in (per_expert, fused):
+        assert convert("verify", tmp_path / "megatron", folder) == f"equal to the bit: {counts} parameters\n"
+    printed = convert("reshard", tmp_path / "megatron", tmp_path / "cut", "--expert", 2, ranks=2)
+    assert "-> tensor 1 x pipeline 1 x expert 2" in printed
+    assert all(any((tmp_path / "cut").glob(f"__{rank}_*.distcp")) for rank in (0, 1)), "a rank wrote nothing"
+    convert("verify", tmp_path / "cut", tmp_path / "megatron")
+    convert("megatron-to-hf", tmp_path / "cut", tmp_path / "back")
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(per_expert))
+
+
+def test_stages_of_different_sizes(tmp_path: Path) -> None:
+    source = hf_folder(tmp_path / "source", "llama", num_hidden_layers=5, tie_word_embeddings=True)
+    split = ("--pipeline", 2, "--pipeline-split", "2,3")
+    convert("hf-to-megatron", source, tmp_path / "megatron", *split, ranks=2)
+    convert("verify", tmp_path / "megatron", source)
+    convert("hf-to-megatron", source, tmp_path / "whole")
+    convert("reshard", tmp_path / "whole", tmp_path / "cut", *split, ranks=2)
+    convert("megatron-to-hf", tmp_path / "cut", tmp_path / "back", *split, ranks=2)
+    assert_equal(tensors_of(tmp_path / "back"), tensors_of(source))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "message"),
+    [
+        (("--pipeline", 2), 2, "num_hidden_layers = 5 does not divide by --pipeline = 2, and no --pipeline-split says"),
+        (("--pipeline", 2, "--pipeline-split", "2,2"), 2, "--pipeline-split = [2, 2] is not num_hidden_layers = 5"),
+        (("--pipeline", 2, "--pipeline-split", "5"), 2, "--pipeline-split 5 names 1 stages, --pipeline 2"),
+        (("--pipeline-split", "5,0", "--pipeline", 2), 2, "--pipeline-split: 0 is not 1 or more"),
+        (("--expert", 2), 2, "--expert = 2, but LlamaForCausalLM has no experts"),
+        (("--expert", 2), 1, "with --expert 2 needs 2 processes, this run has 1: start it with"),
+        (("--tensor", 0), 1, "--tensor: 0 is not 1 or more"),
+    ],
+)
+def test_a_layout_that_does_not_fit(tmp_path: Path, arguments: tuple, ranks: int, message: str) -> None:
+    source = hf_folder(tmp_path / "source", "llama", num_hidden_layers=5, tie_word_embeddings=False)
+    done = run(CONVERT, "hf-to-megatron", "--input", source, "--output", tmp_path / "new", *arguments, ranks=ranks)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -1,0 +1,181 @@
+"""Measure how much memory each rank takes to load a Hugging Face folder, and to export it again.
+
+    python tools/bench/weights_memory.py --megabytes 500 --layouts 1x1 2x1 1x2 2x2 --dtypes fp32 bf16 fp32-bf16
+
+Makes a random model of that size, starts the ranks of each layout (tensor x pipeline) one layout after the other, and
+samples every millisecond the memory that is this rank's alone: RssAnon + RssShmem of /proc/self/status. Pages of mapped
+files do not count, as the system takes them back when it needs them. The figures are peaks above what the process held
+after imports and with its process groups made, of the rank that came closest to its bar, or went furthest over it:
+
+    bar = bytes of the parameters this rank holds + two buckets + the largest tensor
+
+The parameters of all ranks together are S, the model's size in its dtype, so each has about S / ranks; but norms are
+on every tensor-parallel rank, and a tied embedding (--tied) is on the first pipeline stage and on the last.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from math import prod
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+
+from megappo import platform
+
+platform.install()  # must come before the first import of megatron.core
+
+from conversion.world import World  # noqa: E402
+
+from megappo.config.schema import Parallel  # noqa: E402
+from megappo.models.hf_config import DTYPES  # noqa: E402
+from megappo.weights.critic import read_hf_config  # noqa: E402
+from megappo.weights.families import EMBEDDING, hf_shapes  # noqa: E402
+from megappo.weights.hf_folder import write_hf_folder  # noqa: E402
+from megappo.weights.load import load_hf  # noqa: E402
+from megappo.weights.safetensors_io import ShardedWriter  # noqa: E402
+
+MIB = 2**20
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+}
+MEMORY = ("RssAnon:", "RssShmem:")
+
+
+class PeakMemory:
+    """Samples this process's own memory on a thread, from construction on."""
+
+    def __init__(self) -> None:
+        self.baseline = self.peak = own_memory()
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    def take(self) -> int:
+        """Bytes above the baseline at the peak since the last call."""
+        peak, self.peak = max(self.peak, own_memory()), 0
+        return peak - self.baseline
+
+    def _sample(self) -> None:
+        while True:
+            self.peak = max(self.peak, own_memory())
+            time.sleep(0.001)
+
+
+def own_memory() -> int:
+    """Bytes of private and shared anonymous memory of this process that are in RAM."""
+    with open("/proc/self/status") as status:
+        return sum(int(line.split()[1]) * 1024 for line in status if line.startswith(MEMORY))
+
+
+def make_model(folder: Path, megabytes: int, dtype: str, tied: bool) -> None:
+    """A random Hugging Face folder of about `megabytes` in safetensors of 128 MiB, an even number of layers."""
+    config = CONFIG | {"tie_word_embeddings": tied, "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype]}
+    sizes = [bytes_of(config | {"num_hidden_layers": layers}, dtype) for layers in (0, 2)]
+    pairs = max(1, round((megabytes * 10**6 - sizes[0]) / (sizes[1] - sizes[0])))
+    config["num_hidden_layers"] = 2 * pairs
+    folder.mkdir()
+    writer = ShardedWriter(folder, 128 * MIB)
+    for name, shape in hf_shapes(config).items():
+        writer.add([(name, (0.02 * torch.randn(shape)).to(DTYPES[dtype]))])
+    writer.finish()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def bytes_of(config: dict, dtype: str) -> int:
+    """Bytes of all tensors of the model."""
+    return sum(map(prod, hf_shapes(config).values())) * DTYPES[dtype].itemsize
+
+
+def measure(args: argparse.Namespace) -> None:
+    """On each rank: load, export, and write down what it took."""
+    tensor, pipeline = layout_of(args.layouts[0])
+    world = World(Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1))
+    hf_config = read_hf_config(args.folder)
+    memory = PeakMemory()
+    model = world.build(hf_config, args.dtypes[0], "policy")
+    load_hf(model, args.folder, hf_config, world.groups)
+    share = sum(parameter.nbytes for parameter in model.parameters())
+    loading = memory.take()
+    write_hf_folder(model, hf_config, world.groups, args.folder, args.output, bucket_bytes=args.bucket_mib * MIB)
+    found = world.exchange.share({"share": share, "loading": loading, "exporting": memory.take()})
+    if world.rank == 0:
+        args.report.write_text(json.dumps(found))
+
+
+def layout_of(text: str) -> tuple[int, int]:
+    """(tensor, pipeline) of `2x1`."""
+    tensor, pipeline = map(int, text.split("x"))
+    return tensor, pipeline
+
+
+def row(args: argparse.Namespace, folder: Path, layout: str, dtype: str) -> tuple[str, bool]:
+    """A line of the table, and whether every rank kept below its bar."""
+    ranks = prod(layout_of(layout))
+    report, output = folder.with_name("report.json"), folder.with_name("exported")
+    arguments = ("--layouts", layout, "--dtypes", dtype, "--bucket-mib", args.bucket_mib)
+    places = ("--folder", folder, "--output", output, "--report", report)
+    command = ["-m", "megappo.torchrun", "--nproc-per-node", ranks, __file__, *arguments, *places]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *map(str, command)], check=True, env=environment)
+    config = read_hf_config(folder)
+    largest = prod(hf_shapes(config)[EMBEDDING]) * DTYPES[dtype].itemsize
+    found = json.loads(report.read_text())
+    worst = max(found, key=lambda rank: max(rank["loading"], rank["exporting"]) - rank["share"])
+    bar = worst["share"] + 2 * args.bucket_mib * MIB + largest
+    held = max(worst["loading"], worst["exporting"]) <= bar
+    sizes = (bytes_of(config, dtype), worst["share"], bar, worst["loading"], worst["exporting"])
+    return " ".join(f"{size / MIB:9.1f}" for size in sizes) + f"  {'PASS' if held else 'over'}", held
+
+
+def table(args: argparse.Namespace) -> int:
+    """Print a line for each dtype and layout; 1 when a rank went over its bar."""
+    print(f"MiB, buckets of {args.bucket_mib}; sampled every millisecond; the worst rank of each layout")
+    print("tensor x pipeline  dtype      ranks         S     share       bar   loading exporting")
+    all_held = True
+    for dtypes in args.dtypes:
+        stored, *rest = dtypes.split("-")
+        with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+            folder = Path(scratch) / "model"
+            make_model(folder, args.megabytes, stored, args.tied)
+            for layout in args.layouts:
+                line, held = row(args, folder, layout, rest[0] if rest else stored)
+                print(f"{layout:17}  {dtypes:9} {prod(layout_of(layout)):6} {line}", flush=True)
+                all_held = all_held and held
+    return 0 if all_held else 1
+
+
+def main() -> int:
+    """The table, or the part of one rank in it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=500, help="size of the model's files")
+    parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2", "2x2"], help="tensor x pipeline")
+    parser.add_argument(
+        "--dtypes", nargs="+", default=["fp32", "bf16", "fp32-bf16", "bf16-fp32"], help="of the files, or files-model"
+    )
+    parser.add_argument("--bucket-mib", type=int, default=32)
+    parser.add_argument("--tied", action="store_true", help="tie the embeddings")
+    parser.add_argument("--scratch", type=Path, help="folder for the models, twice --megabytes; default: /tmp")
+    for name in ("--folder", "--output", "--report"):  # of the ranks this starts
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    return table(args) if args.folder is None else measure(args) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
