@@ -115,20 +115,21 @@ def _ffn(hf_config: dict, parallel: Parallel) -> dict[str, tuple[int, str, int]]
 
 
 def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[str]:
-    stages, split = parallel.pipeline, parallel.pipeline_split
+    chunks, split = parallel.num_chunks, parallel.pipeline_split
+    product = f"{key}.pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {chunks}"
     if split is not None and sum(split) != layers:
         yield (
             f"{key}.pipeline_split {list(split)} has {sum(split)} layers together, num_hidden_layers of {file} is "
             f"{layers}: make them as many"
         )
-    elif split is None and layers < stages:
-        yield f"{key}.pipeline {stages} is more than num_hidden_layers {layers} of {file}: lower it"
-    elif split is None and layers % stages:
-        more = layers % stages
-        example = [layers // stages + (stage < more) for stage in range(stages)]
+    elif split is None and layers < chunks:
+        yield f"{product} is more than num_hidden_layers {layers} of {file}: lower it"
+    elif split is None and layers % chunks:
+        more = layers % chunks
+        example = [layers // chunks + (chunk < more) for chunk in range(chunks)]
         yield (
-            f"{key}.pipeline {stages} does not divide num_hidden_layers {layers} of {file}: "
-            f"{nearest_divisors(layers, stages)} would, or set {key}.pipeline_split, such as {example}"
+            f"{product} does not divide num_hidden_layers {layers} of {file}: "
+            f"{nearest_divisors(layers, chunks)} would, or set {key}.pipeline_split, such as {example}"
         )
 
 

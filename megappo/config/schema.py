@@ -43,9 +43,15 @@ class Model(Section):
 class Parallel(Section):
     tensor: Positive = Field(1, description="tensor-parallel ranks per model replica")
     pipeline: Positive = Field(1, description="pipeline stages per model replica")
-    pipeline_split: tuple[Positive, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15]; null = as many on each")
+    virtual_pipeline: Positive = Field(1, description="model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
+    pipeline_split: tuple[Positive, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = as many on each")
     expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x data ranks of a stage; an expert is never cut")
     sequence: bool = Field(False, description="sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces that the layers of the model are cut into."""
+        return self.pipeline * self.virtual_pipeline
 
 
 class Optim(Section):

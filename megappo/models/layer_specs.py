@@ -16,19 +16,19 @@ from megappo import platform
 from megappo.config.errors import ConfigError
 
 
-def layer_spec(config: TransformerConfig, kind: str, stage: int) -> ModuleSpec | TransformerBlockSubmodules:
-    """The decoder of one pipeline stage, as GPTModel's `transformer_layer_spec`.
+def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> ModuleSpec | TransformerBlockSubmodules:
+    """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`.
 
     Args:
         kind: "auto" (TransformerEngine where it is installed with CUDA, else torch), "torch" or "transformer_engine".
-        stage: pipeline rank, which says how many layers to build.
+        stage, chunk: pipeline rank and the chunk's index on it, which say how many layers to build.
     Raises:
         ConfigError: "transformer_engine" is asked for and cannot run here.
     """
     if kind == "auto":
         kind = "transformer_engine" if platform.has_transformer_engine() else "torch"
     if kind == "torch":
-        return _torch_decoder(config, stage)
+        return _torch_decoder(config, stage, chunk)
     if not platform.has_transformer_engine():
         raise ConfigError(
             [
@@ -41,7 +41,7 @@ def layer_spec(config: TransformerConfig, kind: str, stage: int) -> ModuleSpec |
     )
 
 
-def _torch_decoder(config: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
+def _torch_decoder(config: TransformerConfig, stage: int, chunk: int) -> TransformerBlockSubmodules:
     """Megatron's local layer with the two modules replaced that refuse sequence parallelism and packed batches."""
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
@@ -54,7 +54,7 @@ def _torch_decoder(config: TransformerConfig, stage: int) -> TransformerBlockSub
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, pp_rank=stage)
+    num_layers = get_num_layers_to_build(config, chunk, stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
 
 

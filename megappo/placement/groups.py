@@ -201,7 +201,7 @@ def _component_groups(
     # hcp (hierarchical context parallelism) and inter_dist_opt (several optimizer instances) are not in use.
     absent = dict.fromkeys(("embd", "pos_embd", "hcp", "inter_dist_opt"))
     collection = ProcessGroupCollection(**absent | {name: cache[ranks] for name, ranks in own.items()})
-    groups = ComponentGroups(layout, collection, _globals(collection, own))
+    groups = ComponentGroups(layout, collection, _globals(layout, collection, own))
     groups._rng = _fresh_rng_state(groups, seed)
     return groups
 
@@ -229,12 +229,13 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.Proces
     return group
 
 
-def _globals(collection: ProcessGroupCollection, own: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
     pipeline = list(own["pp"])
     return {
         **{name: getattr(collection, group) for name, group in GROUP_GLOBALS.items()},
         **{name: list(own[group]) for name, group in RANK_GLOBALS.items()},
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         "_EMBEDDING_GLOBAL_RANKS": default_embedding_ranks(pipeline),
         "_POSITION_EMBEDDING_GLOBAL_RANKS": default_position_embedding_ranks(pipeline),
     }

@@ -19,6 +19,8 @@ class Layout:
     Expert parallelism shares out the experts of each layer over runs of `expert` ranks of a stage, which may reach over
     tensor-parallel groups and data-parallel shards; an expert itself is never cut.
 
+    With `virtual_pipeline` each stage holds that many chunks of the model: its layers go over the stages several times.
+
     Raises:
         ValueError: there are no ranks, one is there twice, or they do not divide into tensor x pipeline, or a stage's
             into runs of `expert`.
@@ -29,6 +31,7 @@ class Layout:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    virtual_pipeline: int = 1
 
     def __post_init__(self) -> None:
         if len(set(self.ranks)) < len(self.ranks):
@@ -48,6 +51,11 @@ class Layout:
     def data(self) -> int:
         """Number of data-parallel shards."""
         return len(self.ranks) // (self.tensor * self.pipeline)
+
+    @property
+    def micro_batch_group(self) -> int:
+        """What the number of micro-batches must divide by: the interleaved schedule runs them in groups."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def coordinates(self, rank: int) -> Coordinates | None:
         """Where a global rank stands in the component; None when the component is not on it."""

@@ -75,7 +75,7 @@ def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
 
 
 def pipeline_splits(config: Config) -> dict[str, tuple[int, ...]]:
-    """Layers of each pipeline stage, of the run's components whose config names them."""
+    """Layers of each chunk of the model, of the run's components whose config names them."""
     splits = {name: _parallel(config, name)[1].pipeline_split for name in _texts(config)}
     return {name: split for name, split in splits.items() if split is not None}
 
@@ -149,7 +149,9 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
             f"the {stage} ranks of each of {key}'s stages (tensor x data) do not divide by expert {parallel.expert}: "
             f"make it {nearest_divisors(stage, parallel.expert)}"
         )
-    return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.expert)
+    return Layout(
+        ranks, parallel.tensor, parallel.pipeline, parallel.expert, virtual_pipeline=parallel.virtual_pipeline
+    )
 
 
 def _multiples(count: int, size: int) -> str:

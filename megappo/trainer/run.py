@@ -87,7 +87,7 @@ class Run:
             bucket_bytes = self.config.rollout.sync.bucket_bytes
             stats = push_buckets(
                 self.client,
-                iter_hf_buckets(self.actor.engine.model, self.hf_config, self.actor.engine.groups, bucket_bytes),
+                iter_hf_buckets(self.actor.engine.chunks, self.hf_config, self.actor.engine.groups, bucket_bytes),
                 self.engine_shapes,
                 tensor_parallel=self.config.rollout.tensor_parallel,
             )
@@ -125,7 +125,7 @@ class Run:
             target = Path(self.config.trainer.output_dir) / "hf_actor"
             if self.actor.engine is not None:
                 write_hf_folder(
-                    self.actor.engine.model, self.hf_config, self.actor.engine.groups, self.config.model.path, target
+                    self.actor.engine.chunks, self.hf_config, self.actor.engine.groups, self.config.model.path, target
                 )
         self.exchange.share(None)
         self.observer.finish()

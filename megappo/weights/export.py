@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 
+from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.families import SECOND_HEAD, Piece, compositions, pieces_of
@@ -38,7 +38,7 @@ class _Export:
 
 @torch.no_grad()
 def iter_hf_buckets(
-    model: GPTModel,
+    chunks: ModelChunks,
     hf_config: dict[str, Any],
     groups: ComponentGroups,
     bucket_bytes: int,
@@ -52,7 +52,7 @@ def iter_hf_buckets(
     Tied embeddings come once, as the embedding; padding of the vocabulary is left out.
 
     Args:
-        model: unwrapped, with the current weights.
+        chunks: unwrapped, with the current weights.
         bucket_bytes: largest sum of a bucket's tensors; a single larger tensor is a bucket of its own.
         head: "policy" is the language model, without the value head that a shared backbone has besides; "value" a
             critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`, and
@@ -63,10 +63,10 @@ def iter_hf_buckets(
     table = compositions(
         hf_config,
         tensor=groups.collection.tp.size(),
-        padded_vocab_size=model.vocab_size,
+        padded_vocab_size=chunks[0].vocab_size,
         head=head,
     )
-    parameters = global_parameters(model)
+    parameters = global_parameters(chunks)
     if head == "policy":
         parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}
     check_parameters(parameters, table)
@@ -75,7 +75,7 @@ def iter_hf_buckets(
     for bucket in _buckets(exports, bucket_bytes):
         names = {export.piece.name: held[export.piece.name] for export in bucket if export.piece.name in held}
         shards = {piece: decompose(parameters[name], table[name])[piece] for piece, name in names.items()}
-        yield _gather(bucket, shards, next(model.parameters()).device, groups)
+        yield _gather(bucket, shards, next(chunks[0].parameters()).device, groups)
 
 
 def _plan(

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 
+from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.critic import critic_buckets, exported_config
@@ -34,7 +34,7 @@ COMPANIONS = (
 
 
 def write_hf_folder(
-    model: GPTModel,
+    chunks: ModelChunks,
     hf_config: dict[str, Any],
     groups: ComponentGroups,
     source: str | Path,
@@ -62,11 +62,11 @@ def write_hf_folder(
         FileExistsError: `target` is a file.
         OSError: the folder cannot be written; `target` is then as it was before.
     """
-    buckets: Iterable[Bucket] = iter_hf_buckets(model, hf_config, groups, bucket_bytes, head=head)
+    buckets: Iterable[Bucket] = iter_hf_buckets(chunks, hf_config, groups, bucket_bytes, head=head)
     if head != "policy":
         buckets, hf_config = critic_buckets(buckets), exported_config(hf_config)
     if dist.get_rank() == groups.layout.ranks[0]:
-        dtype = str(model.config.params_dtype).removeprefix("torch.")
+        dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
         hf_config = {**hf_config, "torch_dtype": dtype, "dtype": dtype}
         _write(buckets, hf_config, Path(source), Path(target), max_shard_bytes, progress)
     else:

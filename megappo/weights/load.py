@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
+from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind, is_tied
 from megappo.models.value_head import has_bias
 from megappo.placement.groups import ComponentGroups
@@ -29,7 +29,7 @@ UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints sa
 
 @torch.no_grad()
 def load_hf(
-    model: GPTModel,
+    chunks: ModelChunks,
     folder: str | Path,
     hf_config: dict[str, Any],
     groups: ComponentGroups,
@@ -43,8 +43,8 @@ def load_hf(
     Values are cast to the parameters' dtype; rows of padded vocabulary become 0. No rank talks to another.
 
     Args:
-        hf_config: the folder's config.json, of which `model` was built.
-        head: as `model` was built. A value head comes from the folder if it has one (see `critic_config`), and is
+        hf_config: the folder's config.json, of which `chunks` were built.
+        head: as `chunks` were built. A value head comes from the folder if it has one (see `critic_config`), and is
             drawn from `seed` otherwise, the same on every rank. A critic leaves the language model's own head unused.
         progress: called with the name of every parameter that is loaded.
     Raises:
@@ -52,8 +52,8 @@ def load_hf(
         FileNotFoundError: the folder, or a file of it, is missing.
     """
     tensor_group = groups.collection.tp
-    table = compositions(hf_config, tensor=tensor_group.size(), padded_vocab_size=model.vocab_size, head=head)
-    parameters = global_parameters(model)
+    table = compositions(hf_config, tensor=tensor_group.size(), padded_vocab_size=chunks[0].vocab_size, head=head)
+    parameters = global_parameters(chunks)
     check_parameters(parameters, table)
     with PerExpertFolder(folder, hf_config) as source:
         if head != "policy":
@@ -67,7 +67,7 @@ def load_hf(
             progress(name)
             pieces = table[name].pieces
             if pieces[0].name == VALUE_HEAD and not has_values:
-                model.get_submodule(name.removesuffix(".weight")).init_weight(seed)
+                chunks[-1].get_submodule(name.removesuffix(".weight")).init_weight(seed)
                 continue
             parameter.copy_(compose([_read_shard(source, piece, tensor_group.rank()) for piece in pieces], table[name]))
 

@@ -6,14 +6,18 @@ from collections.abc import Sequence
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megappo.models.build import ModelChunks
 from megappo.weights.families import Composition
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
 
 
-def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+def global_parameters(chunks: ModelChunks) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters by name, with layers and experts numbered over the whole model instead of this rank's."""
+    return {name: parameter for chunk in chunks for name, parameter in _global_parameters(chunk).items()}
 
+
+def _global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     def with_global_numbers(match: re.Match) -> str:
         layer = model.decoder.layers[int(match[1])]
         expert = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[int(match[3])]}." if match[2] else ""

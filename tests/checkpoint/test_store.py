@@ -30,6 +30,7 @@ OPTIM = OPTIM.model_copy(update={"lr_warmup_steps": 2, "lr_decay_style": "cosine
 TWO = (0, 1)
 TP2 = Case(Layout(TWO, tensor=2), optim=OPTIM)
 PP2 = Case(Layout(TWO, pipeline=2), optim=OPTIM)
+VPP2 = replace(PP2, layout=Layout(TWO, pipeline=2, virtual_pipeline=2))
 DP2 = Case(Layout(TWO), optim=OPTIM)  # shards the optimizer's state
 EP2 = Case(Layout(TWO, expert=2), optim=OPTIM, max_tokens=12)
 ONE = Case(Layout((1,)), optim=OPTIM)
@@ -133,6 +134,11 @@ MOVES = {
     "actor, dp2 to stages of 1 and 3": (DP2, replace(PP2, split=(1, 3))),
     "actor, dp2 to tp2": (DP2, TP2),
     "actor, one rank to dp2": (ONE, DP2),
+    "actor, pp2 vpp2 to one rank": (VPP2, ONE),
+    "actor, pp2 vpp2 to dp2": (VPP2, DP2),
+    "actor, tp2 to pp2 vpp2": (TP2, VPP2),
+    "critic, pp2 vpp2 to pp2": (VPP2, PP2),
+    "critic, pp2 to pp2 vpp2": (PP2, VPP2),
     "critic, pp2 to tp2": (PP2, TP2),
     "critic, tp2 to dp2": (TP2, DP2),
     "critic, tp2 sp to one rank": (replace(TP2, sequence=True), ONE),

@@ -144,10 +144,16 @@ CONTRADICTIONS = {
         "actor.parallel.sequence needs actor.parallel.tensor > 1, found 1: raise tensor or turn sequence off"
     ),
     "actor.parallel.pipeline_split=[3, 3]": (
-        "actor.parallel.pipeline_split [3, 3] is of 2 stages, but actor.parallel.pipeline is 1: name the layers of "
-        "every stage, or drop it"
+        "actor.parallel.pipeline_split [3, 3] is of 2 chunks, but actor.parallel.pipeline 1 x virtual_pipeline 1 = 1: "
+        "name the layers of each, or drop it"
     ),
-    "ref.parallel={pipeline: 2, pipeline_split: [6]}": "ref.parallel.pipeline_split [6] is of 1 stages, but",
+    "ref.parallel={pipeline: 2, pipeline_split: [6]}": "ref.parallel.pipeline_split [6] is of 1 chunks, but",
+    "actor.parallel={pipeline: 2, virtual_pipeline: 2, pipeline_split: [3, 3]}": (
+        "actor.parallel.pipeline_split [3, 3] is of 2 chunks, but actor.parallel.pipeline 2 x virtual_pipeline 2 = 4: "
+    ),
+    "critic.parallel.virtual_pipeline=2": (
+        "critic.parallel.virtual_pipeline 2 needs critic.parallel.pipeline > 1, found 1: raise pipeline, or drop it"
+    ),
     "ref.parallel.sequence=true": "ref.parallel.sequence needs ref.parallel.tensor > 1",
     "actor.optim.min_lr=1e-3 actor.optim.lr_decay_style=linear": (
         "actor.optim.min_lr 0.001 is above actor.optim.lr 1e-06: lower it"
@@ -294,8 +300,12 @@ FILES = {
         "actor.parallel.tensor 4 does not divide num_key_value_heads 2 of model/config.json: 2 would"
     ),
     "critic.parallel.pipeline=4": (
-        "critic.parallel.pipeline 4 does not divide num_hidden_layers 6 of model/config.json: 3 or 6 would, or set "
-        "critic.parallel.pipeline_split, such as [2, 2, 1, 1]"
+        "critic.parallel.pipeline 4 x virtual_pipeline 1 = 4 does not divide num_hidden_layers 6 of model/config.json: "
+        "3 or 6 would, or set critic.parallel.pipeline_split, such as [2, 2, 1, 1]"
+    ),
+    "actor.parallel={pipeline: 2, virtual_pipeline: 2}": (
+        "actor.parallel.pipeline 2 x virtual_pipeline 2 = 4 does not divide num_hidden_layers 6 of model/config.json: "
+        "3 or 6 would, or set actor.parallel.pipeline_split, such as [2, 2, 1, 1]"
     ),
     "actor.parallel.pipeline=2 actor.parallel.pipeline_split=[2, 3]": (
         "actor.parallel.pipeline_split [2, 3] has 5 layers together, num_hidden_layers of model/config.json is 6"

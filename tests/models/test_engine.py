@@ -53,6 +53,10 @@ CASES = {
     "tp2 pp2, full recompute": Case(Layout(FOUR, tensor=2, pipeline=2), recompute="full"),
     "tp2 dp2 sp": Case(Layout(FOUR, tensor=2), sequence=True, max_tokens=20),
     "pp2 dp2": Case(Layout(FOUR, pipeline=2), max_tokens=10),
+    "pp2 vpp2": Case(Layout(TWO, pipeline=2, virtual_pipeline=2), max_tokens=9),
+    "tp2 pp2 vpp2 sp, full recompute": Case(
+        Layout(FOUR, tensor=2, pipeline=2, virtual_pipeline=2), sequence=True, max_tokens=14, recompute="full"
+    ),
 }
 EXPERT_CASES = {
     "ep2": Case(Layout(TWO, expert=2)),
@@ -63,9 +67,12 @@ EXPERT_CASES = {
     "ep2 tp2 sp": Case(Layout(TWO, tensor=2, expert=2), sequence=True),
     "ep2 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=2), sequence=True, max_tokens=10),
     "ep4 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=4), sequence=True, max_tokens=10),
+    "ep2 pp2 vpp2, uneven micro-batches": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2, expert=2), max_tokens=9),
     "ep2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, expert=2), recompute="full", max_tokens=9),
 }
 CASES |= EXPERT_CASES
+DEEP_CASES = {"pp4 vpp2": Case(Layout(FOUR, pipeline=4, virtual_pipeline=2), max_tokens=9)}
+CASES |= DEEP_CASES
 
 
 # --- Hugging Face, one process, one row at a time ---
@@ -233,12 +240,17 @@ def check(name: str, kind: str, folder: Path, reference: Path | None = None) -> 
     run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERT_CASES])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERT_CASES | DEEP_CASES])
 def test_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True))
 
 
-@pytest.mark.parametrize("name", ["one rank", "tp2 sp", "pp2", "dp2", "tp2 pp2, full recompute"])
+@pytest.mark.parametrize("name", DEEP_CASES)
+def test_deep_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
+    check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", num_hidden_layers=8))
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute"])
 def test_critic_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "critic", with_score(hf_folder(tmp_path / "hf", "qwen2")))
 
@@ -270,7 +282,7 @@ def test_mixture_of_experts_trains_on_the_full_kl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["tp2", "tp2 sp", "pp2", "dp2", "tp2 pp2, full recompute"])
+@pytest.mark.parametrize("name", ["tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute"])
 def test_shared_backbone_trains_on_both_losses_as_hugging_face_does(name: str, tied: bool, tmp_path: Path) -> None:
     check(name, "shared", with_score(hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=tied)))
 
@@ -294,13 +306,13 @@ def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
     store.save(2, {"actor": trained}, {})
     weights = exported(trained, hf_config, "shared")
     norm = trained.train_batch(rows, make_loss("shared", rows))["grad_norm"]
-    for name in ("pp2", "dp2"):
+    for name in ("pp2", "pp2 vpp2", "dp2"):
         moved = build(folder, CASES[name], "shared")
         store.load(store.latest(), {"actor": moved})
         found = exported(moved, hf_config, "shared")
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], weights[key]) for key in weights), name
-        buckets = iter_hf_buckets(moved.model, hf_config, moved.groups, 1 << 16)
+        buckets = iter_hf_buckets(moved.chunks, hf_config, moved.groups, 1 << 16)
         language_model = {key: tensor for bucket in buckets for key, tensor in bucket}
         assert language_model.keys() == weights.keys() - {"score.weight"}
         assert all(torch.equal(language_model[key], weights[key]) for key in language_model), name

@@ -177,6 +177,9 @@ ALL = (0, 1, 2, 3)
 TRAINEES = {
     "actor tp2": Trainee(False, Layout((0, 1), tensor=2)),
     "critic pp2 on the same ranks": Trainee(True, Layout((0, 1), pipeline=2), distributed=True),
+    "critic pp2 vpp2 bf16": Trainee(
+        True, Layout((0, 3), pipeline=2, virtual_pipeline=2), distributed=True, dtype="bf16"
+    ),
     "actor pp2 tied, disjoint": Trainee(False, Layout((2, 3), pipeline=2), distributed=True),
     "critic tp2 sp recomputed, overlapping": Trainee(True, Layout((1, 2), tensor=2), sequence=True, recompute="full"),
     "actor tp2 dp2 sp on all": Trainee(False, Layout(ALL, tensor=2), sequence=True, distributed=True),

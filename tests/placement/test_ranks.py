@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Parallel
 from megappo.placement.arithmetic import batch_cuts
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks, layout_errors, parse_ranks, placement_layouts, smallest_world
@@ -204,4 +204,8 @@ def test_the_cut_of_the_batch():
     assert actor.micro_batches == (1, 2)  # 32 tokens hold 3 rows of 10
     assert (critic.mini_batches, critic.optimizer_steps, critic.trajectories) == (1, 1, 36)
     assert critic.micro_batches == (1, 5)  # 9 rows, 2 at a time
+    interleaved = config.critic.model_copy(update={"parallel": Parallel(pipeline=2, virtual_pipeline=2)})
+    config = config.model_copy(update={"critic": interleaved})
+    filled = batch_cuts(config, placement_layouts(config, 4))["critic"]
+    assert filled.micro_batches == (2, 10)  # 18 rows, 2 at a time: 9, filled up to whole groups of 2
     assert (ref.optimizer_steps, ref.trajectories, ref.micro_batches) == (0, 36, (1, 3))

@@ -24,11 +24,12 @@ def write_scaled(rank: int, world_size: int, source: Path, target: Path) -> None
     for name in layouts:
         if not groups[name].member:
             continue
-        model = load(source, groups[name], head="policy" if name == "TP2" else "policy_value")
-        for parameter in model.parameters():
-            parameter.data.mul_(2)
+        chunks = load(source, groups[name], head="policy" if name == "TP2" else "policy_value")
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data.mul_(2)
         write_hf_folder(
-            model,
+            chunks,
             read_config(source),
             groups[name],
             source,

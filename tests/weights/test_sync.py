@@ -34,6 +34,7 @@ LAYOUTS = {
     "tp1": Layout((0,)),
     "tp2": Layout((0, 1), tensor=2),
     "pp2": Layout((0, 1), pipeline=2),
+    "pp2 vpp2": Layout((0, 1), pipeline=2, virtual_pipeline=2),
     "dp2": Layout((0, 1)),
     "tp2 pp2": Layout(FOUR, tensor=2, pipeline=2),
     "tp2 dp2": Layout(FOUR, tensor=2),
@@ -98,7 +99,7 @@ class Actor:
         self.client = EngineClient(address.url, address.api_key, timeout=60.0) if owner else None
 
     def buckets(self) -> Buckets:
-        return iter_hf_buckets(self.engine.model, read_config(self.folder), self.engine.groups, BUCKET_BYTES)
+        return iter_hf_buckets(self.engine.chunks, read_config(self.folder), self.engine.groups, BUCKET_BYTES)
 
     def push(self, buckets: Buckets) -> None:
         push_buckets(self.client, buckets, self.address.shapes)

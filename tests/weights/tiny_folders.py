@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import build_model
+from megappo.models.build import ModelChunks, build_model
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
@@ -52,12 +51,13 @@ def build(
     dtype: str = "fp32",
     head: HeadKind = "policy",
     split: tuple[int, ...] | None = None,
-) -> GPTModel:
+) -> ModelChunks:
     """An unloaded model in the layout of its groups."""
     layout = groups.layout
     parallel = Parallel(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
         pipeline_split=split,
         expert=layout.expert,
         sequence=layout.tensor > 1,
@@ -79,10 +79,11 @@ def load(
     dtype: str = "fp32",
     head: HeadKind = "policy",
     split: tuple[int, ...] | None = None,
-) -> GPTModel:
-    model = build(folder, groups, dtype, head, split)
+) -> ModelChunks:
+    chunks = build(folder, groups, dtype, head, split)
     # A weight that nobody loads must show.
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    load_hf(model, folder, read_config(folder), groups, head=head)
-    return model
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    load_hf(chunks, folder, read_config(folder), groups, head=head)
+    return chunks

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from megappo import platform
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import GPTModel, build_model
+from megappo.models.build import ModelChunks, build_model
 from megappo.models.hf_config import DTYPES, HeadKind
 from megappo.placement.exchange import Exchange, OtherRankError
 from megappo.placement.groups import build_groups
@@ -56,7 +56,7 @@ class World:
         self.writing = False
         self.speaks = self.rank == 0
 
-    def build(self, hf_config: dict, dtype: str, head: HeadKind) -> GPTModel:
+    def build(self, hf_config: dict, dtype: str, head: HeadKind) -> ModelChunks:
         """This rank's part of the model, its weights not set."""
         model = Model(path="", dtype=dtype, layer_spec="torch")
         return build_model(hf_config, model, self.parallel, self.groups, head=head, recompute="none", trained=False)
