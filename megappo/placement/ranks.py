@@ -117,6 +117,8 @@ def _layouts(config: Config, world_size: int) -> tuple[dict[str, Layout], list[s
             if name != "ref" or not _ref_follows_actor(config):  # else it is said of the actor
                 errors.append(f"placement.{name}: {error}")
     errors += _engine_errors(layouts["rollout"]) if "rollout" in layouts else []
+    if config.rollout.sync.transport == "ipc" and "actor" in layouts and "rollout" in layouts:
+        errors += _ipc_errors(layouts)
     errors += _cover_errors(layouts, world_size) if len(layouts) == len(_texts(config)) else []
     return layouts, errors
 
@@ -170,14 +172,19 @@ def _engine_errors(rollout: Layout) -> Iterator[str]:
             )
 
 
+def _ipc_errors(layouts: dict[str, Layout]) -> Iterator[str]:
+    """Only a process with the weights in its memory can give handles to them."""
+    actor, rollout = layouts["actor"], layouts["rollout"]
+    for engine in range(rollout.data):
+        owner = rollout.output_rank(engine)
+        if owner not in actor.ranks:
+            yield (
+                f"rollout.sync.transport is ipc, but engine {engine}'s first rank {owner} is not among the actor's "
+                f"({format_ranks(actor.ranks)}): set it to auto, or place engines on the actor's ranks"
+            )
+
+
 def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:
-    without_actor = [rank for rank in layouts["rollout"].ranks if rank not in layouts["actor"].ranks]
-    if without_actor:
-        yield (
-            f"placement.rollout: ranks {format_ranks(without_actor)} are not the actor's "
-            f"({format_ranks(layouts['actor'].ranks)}): engines share GPUs with the actor in this version; "
-            "name ranks of placement.actor"
-        )
     used = {rank for layout in layouts.values() for rank in layout.ranks}
     idle = [rank for rank in range(world_size) if rank not in used]
     if idle:

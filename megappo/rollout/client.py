@@ -5,7 +5,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import httpx
 
@@ -50,6 +51,19 @@ class Generation:
     tokens: list[int]
     log_probs: list[float]
     finish_reason: Literal["stop", "length"]
+
+
+class Described(Protocol):
+    """A tensor's description."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> object: ...
 
 
 class EngineClient:
@@ -122,6 +136,41 @@ class EngineClient:
         """Load serialized tensors, one base64 payload per tensor-parallel rank of the engine."""
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
         self._post("/update_weights_from_tensor", body)
+
+    def join_update_group(
+        self, group: str, address: str, port: int, *, rank_offset: int, world_size: int, backend: str
+    ) -> None:
+        """Take the engine's ranks, from `rank_offset` on, into a process group whose rank 0 will broadcast weights.
+
+        Returns when all members have joined.
+        """
+        body = {"group_name": group, "master_address": address, "master_port": port, "backend": backend}
+        self._post("/init_weights_update_group", body | {"rank_offset": rank_offset, "world_size": world_size})
+
+    def update_weights_from_group(self, group: str, bucket: Sequence[Described]) -> None:
+        """Load tensors of one dtype that a group's rank 0 broadcasts, one after the other in one message."""
+        body = {
+            "group_name": group,
+            "names": [tensor.name for tensor in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],
+            "shapes": [list(tensor.shape) for tensor in bucket],
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        self._post("/update_weights_from_distributed", body)
+
+    def update_weights_from_disk(self, folder: Path) -> None:
+        """Load a Hugging Face folder's weights, as a whole update of its own, and forget cached keys and values."""
+        self._post("/update_weights_from_disk", {"model_path": str(folder)})
+
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """For each of the engine's ranks: name in SGLang's model -> checksum of its part of the weight."""
+        ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
+        return [rank["checksums"] for rank in ranks]
+
+    def reset_weights(self) -> None:
+        """Put random numbers in place of all weights."""
+        self._post("/weights_checker", {"action": "reset_tensors"})
 
     def end_weight_update(self) -> None:
         """Close the weight update opened before."""

@@ -30,9 +30,10 @@ from megappo.rollout.engine import Engine
 from megappo.rollout.sampler import stop_token_ids
 from megappo.trainer.component import Component
 from megappo.trainer.engines import build_engines
+from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run, Stateful, models_of
-from megappo.weights.families import hf_shapes
+from megappo.trainer.weights import build_weight_sync, engine_sleeps
 
 
 def build_run(config: Config, cleanup: ExitStack) -> Run:
@@ -72,6 +73,8 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         if line:
             observer.message(line)
     client = engine.wait_ready() if engine is not None else None
+    weight_sync = build_weight_sync(config, layouts, hf_config, engines["actor"], client, exchange)
+    own_engine = layouts["rollout"].shard_of(exchange.rank) if client is not None else None
     rollouts = Rollouts(
         config,
         tokenizer,
@@ -79,18 +82,21 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         rewards,
         exchange,
         observer,
+        engine=own_engine,
         num_engines=layouts["rollout"].data,
         stop_token_ids=stop_token_ids(end_token_ids(config.model.path, tokenizer), config.rollout.stop, tokenizer),
     )
     return Run(
         config=config,
         hf_config=hf_config,
-        engine_shapes=hf_shapes(hf_config),
         exchange=exchange,
         actor=components["actor"],
         critic=components.get("critic"),
         ref=components.get("ref"),
         client=client,
+        sleeps=own_engine is not None and engine_sleeps(layouts, own_engine),
+        weight_sync=weight_sync,
+        probe=Probe(config, train_prompts.prompts, rollouts, components["actor"]),
         rollouts=rollouts,
         train_prompts=train_prompts,
         val_prompts=val_prompts,

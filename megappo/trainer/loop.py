@@ -2,9 +2,9 @@
 
 from megappo.config.schema import Config
 from megappo.data.batch import Rows
-from megappo.rollout.client import EngineError
 from megappo.trainer.advantages import add_advantages
 from megappo.trainer.component import Batch, Borrowed
+from megappo.trainer.probe import check_log_probs
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import training_metrics, value_statistics
 from megappo.trainer.update import update_actor, update_critic
@@ -26,7 +26,7 @@ class Trainer:
         A step's `timing_s/evaluate` and `timing_s/save` are those that came between the step before and this one.
         """
         run, total = self.run, self.config.trainer.total_steps
-        run.sync_weights()
+        run.first_sync()
         if run.start_step == total:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
         if run.start_step == 0 and self.config.trainer.eval_interval:
@@ -64,7 +64,7 @@ class Trainer:
         rows = self.look_at(batch, at_actor, at_critic)
         with run.timers("advantages"):
             rows, advantage_metrics = add_advantages(run, rows)
-            self._check_probe(advantage_metrics)
+            check_log_probs("the rollouts", advantage_metrics["rollout/log_prob_diff/mean"], config)
         with run.timers("update_critic"):
             critic_steps = update_critic(at_critic, rows, config) if at_critic else []
         with run.timers("update_actor"):
@@ -75,7 +75,7 @@ class Trainer:
             metrics |= training_metrics(run.exchange, actor_steps, "actor")
         with run.timers("sync"):
             run.engine_wake()
-            metrics |= run.sync_weights()
+            metrics |= run.sync_weights(changed=actor_trains)
         metrics |= advantage_metrics
         if config.algorithm.use_kl_in_reward and actor_trains:
             run.kl.update(metrics["reward/kl_penalty/mean"], config.data.train_batch_size * config.rollout.n)
@@ -100,19 +100,6 @@ class Trainer:
             with run.timers("values"):
                 rows = at_critic.forward(rows, values, per_row)
         return rows
-
-    def _check_probe(self, metrics: dict[str, float]) -> None:
-        """The proof of the last weight sync: the engine's log-probs of the rollouts are the trainer's.
-
-        Raises:
-            EngineError: they differ by more than `rollout.sync.probe_tolerance` on average.
-        """
-        found, tolerance = metrics["rollout/log_prob_diff/mean"], self.config.rollout.sync.probe_tolerance
-        if not found <= tolerance:
-            raise EngineError(
-                f"trainer and SGLang engine disagree about the rollouts' log-probs by {found:.3g} on average, more "
-                f"than rollout.sync.probe_tolerance = {tolerance}: the engine does not run the actor's weights"
-            )
 
     def evaluate(self, step: int) -> dict[str, float]:
         """`val/<dataset>/score/*` on every held-out prompt of each file, and a few samples logged."""

@@ -20,6 +20,8 @@ from megappo.rollout.sampler import Sample, StoreCounter, sample
 from megappo.trainer.component import Batch
 from megappo.trainer.statistics import value_statistics
 
+PROBE_TOKENS = 4
+
 
 @dataclass(frozen=True)
 class Responses:
@@ -39,7 +41,7 @@ class Rollouts:
 
     Args:
         client, rewards: None where the rank owns no engine.
-        num_engines: of all ranks.
+        engine: number of the engine this rank owns. num_engines: of all ranks.
         stop_token_ids: end a response, and belong to it.
     """
 
@@ -52,6 +54,7 @@ class Rollouts:
         exchange: Exchange,
         observer: Observer | NullObserver,
         *,
+        engine: int | None,
         num_engines: int,
         stop_token_ids: tuple[int, ...],
     ):
@@ -61,6 +64,7 @@ class Rollouts:
         self.rewards = rewards
         self.exchange = exchange
         self.observer = observer
+        self.engine = engine
         self.num_engines = num_engines
         rollout = config.rollout
         self.training = SamplingParams(
@@ -135,6 +139,27 @@ class Rollouts:
         num_greedy_tokens = sum(self.exchange.share(sum(len(one.tokens) for one in responses.greedy)))
         metrics["rollout/num_tokens"] = int(table.response_lengths.sum()) + num_greedy_tokens
         return Batch(home, table, at_home), metrics
+
+    def probe(self, prompts: Sequence[Prompt]) -> Batch:
+        """A short response of every engine to each prompt, at their homes; all ranks call it together.
+
+        Fields per token: `response_mask` and `rollout_log_probs`.
+        """
+        samples = []
+        if self.client is not None:
+            length = min(PROBE_TOKENS, self.training.max_response_length)
+            params = replace(self.training, max_response_length=length)
+            generations = self.client.generate([prompt.tokens for prompt in prompts], params)
+            samples = [
+                Sample(i, self.engine, one.tokens, one.log_probs, one.finish_reason)
+                for i, one in enumerate(generations)
+            ]
+        rows = _rows(samples, prompts, self.num_engines)
+        table, holders = self.exchange.table(rows)
+        rows = _with_fields(rows, samples, torch.zeros(len(samples)), table.max_response_length)
+        at_home = homes(len(table), self.exchange.world_size, self.num_engines)
+        home = self.exchange.move(rows, table, holders, at_home, ["response_mask", "rollout_log_probs"])
+        return Batch(home, table, at_home)
 
     def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], home: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""

@@ -17,10 +17,11 @@ from megappo.ppo.kl import KLController
 from megappo.ppo.rewards import RunningMoments
 from megappo.rollout.client import EngineClient
 from megappo.trainer.component import Component
+from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
-from megappo.weights.export import iter_hf_buckets
+from megappo.trainer.weights import verified_sync
 from megappo.weights.hf_folder import write_hf_folder
-from megappo.weights.transport import SyncStats, push_buckets
+from megappo.weights.sync import WeightSync
 
 
 class Stateful(Protocol):
@@ -48,18 +49,22 @@ class Run:
         reward_moments: of all scores so far, for reward.normalize running.
         client: of the engine this rank owns; None on the others.
         val_prompts: dataset name -> its prompts.
-        engine_shapes: name -> shape of the weights the engines loaded, which every sync must match.
+        sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
+        weight_sync: the way of the actor's weights to the engines.
+        probe: asks engines and actor about the same tokens.
         start_step: steps done before this process started.
     """
 
     config: Config
     hf_config: dict[str, Any]
-    engine_shapes: dict[str, tuple[int, ...]]
     exchange: Exchange
     actor: Component
     critic: Component | None
     ref: Component | None
     client: EngineClient | None
+    sleeps: bool
+    weight_sync: WeightSync
+    probe: Probe
     rollouts: Rollouts
     train_prompts: PromptDataset
     val_prompts: dict[str, list[Prompt]]
@@ -76,35 +81,37 @@ class Run:
         components = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
         return {name: component.engine for name, component in components.items()}
 
-    def sync_weights(self) -> dict[str, float]:
+    def sync_weights(self, *, changed: bool = True) -> dict[str, float]:
         """Reshard the actor's weights into the engines; all ranks together.
 
+        Args:
+            changed: the actor may have been trained since the last call.
         Returns:
-            `sync/{bytes,seconds,gib_per_second}` of one engine, the slowest.
+            `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and, if it was the probe's turn,
+            `sync/log_prob_diff/{mean,max}`.
         """
-        stats = SyncStats(0, 0.0)
-        if self.actor.engine is not None:
-            bucket_bytes = self.config.rollout.sync.bucket_bytes
-            stats = push_buckets(
-                self.client,
-                iter_hf_buckets(self.actor.engine.chunks, self.hf_config, self.actor.engine.groups, bucket_bytes),
-                self.engine_shapes,
-                tensor_parallel=self.config.rollout.tensor_parallel,
-            )
-        of_ranks = self.exchange.share((stats.bytes, stats.seconds))
-        num_bytes, seconds = (max(values) for values in zip(*of_ranks, strict=True))
-        return {"sync/bytes": num_bytes, "sync/seconds": seconds, "sync/gib_per_second": num_bytes / 2**30 / seconds}
+        stats = self.weight_sync(changed=changed)
+        seconds = max(self.exchange.share(stats.seconds))
+        metrics = {"sync/bytes": stats.bytes, "sync/seconds": seconds}
+        return metrics | {"sync/gib_per_second": stats.bytes / 2**30 / seconds} | self.probe()
+
+    def first_sync(self) -> None:
+        """The first one, with the proof that all of the engines' weights are the actor's."""
+        if not self.config.rollout.sync.verify:
+            self.sync_weights()
+            return
+        verified_sync(self.sync_weights, self.client, self.exchange, as_loaded=self.start_step == 0)
 
     def engine_sleep(self) -> None:
         """Free the engine's GPU memory for the trainer."""
-        if self.client is not None:
+        if self.client is not None and self.sleeps:
             self.client.sleep()
 
     def engine_wake(self) -> None:
         """Give the engines their GPU memory back; their weights must be synced before they are used."""
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
-        if self.client is not None:
+        if self.client is not None and self.sleeps:
             self.client.wake()
 
     def lap(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Exporting a Megatron model's weights under their Hugging Face names, whole tensors, a bounded bucket at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -12,31 +12,142 @@ import torch.distributed as dist
 from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
+from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
 from megappo.weights.families import SECOND_HEAD, Piece, compositions, pieces_of
 from megappo.weights.shards import check_parameters, decompose, global_parameters
 
+CHUNK_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOBODY = 2**31
 
 
-@dataclass(frozen=True)
-class _Export:
-    """One tensor to export: the pipeline stage it comes from, and its dtype.
+@dataclass(frozen=True, kw_only=True)
+class ExportedTensor(TensorSpec):
+    """One tensor of an export, and the pipeline stage it comes from.
 
     Of an expert's, `expert_owner` is the expert-parallel rank that has it; all have the others.
     """
 
     piece: Piece
     owner: int
-    dtype: torch.dtype
-    expert_owner: int | None = None
+    expert_owner: int | None
 
     @property
-    def nbytes(self) -> int:
-        return prod(self.piece.shape) * self.dtype.itemsize
+    def spec(self) -> TensorSpec:
+        """What other ranks need to know of it."""
+        return TensorSpec(self.name, self.shape, self.dtype, self.is_frozen)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor-parallel ranks have parts of it."""
+        return self.piece.shard_dim is not None
 
 
-@torch.no_grad()
+class Export:
+    """A model's weights as whole Hugging Face tensors, on this rank of the component.
+
+    Every rank of the component makes it together. The parameters are read when buckets are gathered, so that one export
+    serves as long as the model.
+
+    Args:
+        chunks: unwrapped.
+        head: "policy" is the language model, without the value head that a shared backbone has besides; "value" a
+            critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`, and
+            `score.bias` if it has one.
+    Attributes:
+        tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
+    Raises:
+        ValueError: a parameter without Hugging Face name, or a tensor that no stage holds; each named.
+    """
+
+    def __init__(
+        self, chunks: ModelChunks, hf_config: dict[str, Any], groups: ComponentGroups, *, head: HeadKind = "policy"
+    ):
+        self.groups = groups
+        self._table = compositions(
+            hf_config,
+            tensor=groups.collection.tp.size(),
+            padded_vocab_size=chunks[0].vocab_size,
+            head=head,
+        )
+        parameters = global_parameters(chunks)
+        if head == "policy":
+            parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}
+        check_parameters(parameters, self._table)
+        self._parameters = parameters
+        self._held = {piece.name: name for name in parameters for piece in self._table[name].pieces}
+        self._device = next(chunks[0].parameters()).device
+        tensors = _plan(list(pieces_of(self._table).values()), self._held, parameters, groups)
+        self.tensors = sorted(tensors, key=lambda tensor: not tensor.is_cut)  # like ones together: fewer messages
+
+    def takes_part(self, needs: bool) -> bool:
+        """Whether this rank must join in `gather` for those ranks to get their tensors that have `needs`.
+
+        All ranks of the component call it together. The others, data-parallel replicas of these, may go their ways.
+        """
+        collection = self.groups.collection
+        joins = torch.tensor(int(needs), device=self._device)
+        # A replica of which one rank joins, joins; then the replicas with which it shares experts.
+        for group in (collection.tp, collection.pp, collection.ep, collection.tp, collection.pp):
+            dist.all_reduce(joins, op=dist.ReduceOp.MAX, group=group)
+        return bool(joins)
+
+    @torch.no_grad()
+    def gather(self, bucket: Sequence[ExportedTensor], flat: torch.Tensor | None = None) -> torch.Tensor:
+        """A bucket of `tensors`; all ranks that take part call it together, for the same buckets.
+
+        Args:
+            flat: where to put them, uint8 [their bytes] on the model's device; None = newly allocated.
+        Returns:
+            `flat`, of copies in the parameters' dtype, padding of the vocabulary left out; see `views`.
+        """
+        if flat is None:
+            flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
+        elements = flat.view(bucket[0].dtype)
+        start = 0
+        for tensors in _chunks(bucket, self.groups.collection.tp.size()):
+            length = sum(prod(tensor.shape) for tensor in tensors)
+            self._gather(tensors, elements[start : start + length])
+            start += length
+        return flat
+
+    def _gather(self, tensors: Sequence[ExportedTensor], target: torch.Tensor) -> None:
+        """Fill `target` with whole tensors: shards go from their owners over expert parallelism and the pipeline, and
+        then, unless there is but one of each, over tensor parallelism."""
+        tensor = self.groups.collection.tp
+        if tensor.size() == 1 or not tensors[0].is_cut:
+            self._own_shards(tensors, target)
+            return
+        sizes = [prod(one.piece.shard_shape) for one in tensors]
+        shards = target.new_empty(sum(sizes))
+        self._own_shards(tensors, shards)
+        is_in_order = len(tensors) == 1 and tensors[0].piece.shard_dim == 0
+        if is_in_order and len(target) == tensor.size() * len(shards):
+            dist.all_gather_into_tensor(target, shards, group=tensor)
+            return
+        gathered = target.new_empty(tensor.size() * len(shards))
+        dist.all_gather_into_tensor(gathered, shards, group=tensor)
+        columns = gathered.view(tensor.size(), -1).split(sizes, dim=1)
+        places = target.split([prod(one.shape) for one in tensors])
+        for one, column, place in zip(tensors, columns, places, strict=True):
+            _join(one.piece, column, place.view(one.shape))
+
+    def _own_shards(self, tensors: Sequence[ExportedTensor], flat: torch.Tensor) -> None:
+        """Fill `flat` with this tensor-parallel rank's shards, from their owners: a message for each run of one's."""
+        pipeline, expert = self.groups.collection.pp, self.groups.collection.ep
+        sizes = [prod(tensor.piece.shard_shape) for tensor in tensors]
+        for tensor, place in zip(tensors, flat.split(sizes), strict=True):
+            if tensor.name in self._held and tensor.owner == pipeline.rank():
+                name = self._held[tensor.name]
+                shard = decompose(self._parameters[name], self._table[name])[tensor.name]
+                place.view(shard.shape).copy_(shard)
+        for (owner, expert_owner), part in _runs(tensors, sizes, flat, lambda one: (one.owner, one.expert_owner)):
+            if expert_owner is not None and owner == pipeline.rank():
+                dist.broadcast(part, dist.get_global_rank(expert, expert_owner), group=expert)
+        for owner, part in _runs(tensors, sizes, flat, lambda one: one.owner):
+            dist.broadcast(part, dist.get_global_rank(pipeline, owner), group=pipeline)
+
+
 def iter_hf_buckets(
     chunks: ModelChunks,
     hf_config: dict[str, Any],
@@ -47,35 +158,11 @@ def iter_hf_buckets(
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """The whole model on every rank of the component, bucket by bucket: [(Hugging Face name, full tensor)].
 
-    Every rank must run the iteration to its end. Each data-parallel replica works for itself. A bucket's tensors are
-    contiguous, on the model's device, in the parameters' dtype, and copies: up to about two buckets of extra memory.
-    Tied embeddings come once, as the embedding; padding of the vocabulary is left out.
-
-    Args:
-        chunks: unwrapped, with the current weights.
-        bucket_bytes: largest sum of a bucket's tensors; a single larger tensor is a bucket of its own.
-        head: "policy" is the language model, without the value head that a shared backbone has besides; "value" a
-            critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`, and
-            `score.bias` if it has one.
-    Raises:
-        ValueError: a parameter without Hugging Face name, or a tensor that no stage holds; each named.
+    See `Export`. Every rank must run the iteration to its end.
     """
-    table = compositions(
-        hf_config,
-        tensor=groups.collection.tp.size(),
-        padded_vocab_size=chunks[0].vocab_size,
-        head=head,
-    )
-    parameters = global_parameters(chunks)
-    if head == "policy":
-        parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}
-    check_parameters(parameters, table)
-    held = {piece.name: name for name in parameters for piece in table[name].pieces}
-    exports = _plan(list(pieces_of(table).values()), held, parameters, groups)
-    for bucket in _buckets(exports, bucket_bytes):
-        names = {export.piece.name: held[export.piece.name] for export in bucket if export.piece.name in held}
-        shards = {piece: decompose(parameters[name], table[name])[piece] for piece, name in names.items()}
-        yield _gather(bucket, shards, next(chunks[0].parameters()).device, groups)
+    export = Export(chunks, hf_config, groups, head=head)
+    for bucket in into_buckets(export.tensors, bucket_bytes):
+        yield views(bucket, export.gather(bucket))
 
 
 def _plan(
@@ -83,17 +170,21 @@ def _plan(
     held: Mapping[str, str],
     parameters: Mapping[str, torch.nn.Parameter],
     groups: ComponentGroups,
-) -> list[_Export]:
-    """Owner and dtype of every tensor, agreed on by the stages: of two that hold a tensor, the first."""
+) -> list[ExportedTensor]:
+    """What is known of every tensor, agreed on by the stages: of two that hold a tensor, the first is the owner."""
     pipeline, expert = groups.collection.pp, groups.collection.ep
-    mine = [
-        [pipeline.rank(), _DTYPES.index(parameters[held[piece.name]].dtype)] if piece.name in held else [_NOBODY] * 2
-        for piece in pieces
-    ]
-    agreed = torch.tensor(mine, device=next(iter(parameters.values())).device)
+
+    def known(piece: Piece) -> list[int]:
+        if piece.name not in held:
+            return [_NOBODY] * 3
+        parameter = parameters[held[piece.name]]
+        return [pipeline.rank(), _DTYPES.index(parameter.dtype), int(parameter.requires_grad)]
+
+    agreed = torch.tensor([known(piece) for piece in pieces], device=next(iter(parameters.values())).device)
     for group in (pipeline, expert):
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=group)
-    missing = [piece.name for piece, (owner, _) in zip(pieces, agreed.tolist(), strict=True) if owner == _NOBODY]
+    found = list(zip(pieces, agreed.tolist(), strict=True))
+    missing = [piece.name for piece, (owner, _, _) in found if owner == _NOBODY]
     if missing:
         raise ValueError(
             f"no pipeline stage of the model holds {', '.join(missing)}; build the model from this config.json"
@@ -101,79 +192,49 @@ def _plan(
     of_experts = [piece.expert for piece in pieces if piece.expert is not None]
     per_rank = (max(of_experts) + 1) // expert.size() if of_experts else 1
     return [
-        _Export(piece, owner, _DTYPES[dtype], None if piece.expert is None else piece.expert // per_rank)
-        for piece, (owner, dtype) in zip(pieces, agreed.tolist(), strict=True)
+        ExportedTensor(
+            name=piece.name,
+            shape=piece.shape,
+            dtype=_DTYPES[dtype],
+            is_frozen=not is_trained,
+            piece=piece,
+            owner=owner,
+            expert_owner=None if piece.expert is None else piece.expert // per_rank,
+        )
+        for piece, (owner, dtype, is_trained) in found
     ]
 
 
-def _buckets(exports: Iterable[_Export], bucket_bytes: int) -> Iterator[list[_Export]]:
-    """Consecutive tensors of one dtype, as many as fit."""
-    bucket: list[_Export] = []
-    for export in exports:
-        full = sum(kept.nbytes for kept in bucket) + export.nbytes > bucket_bytes
-        if bucket and (full or export.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(export)
-    yield bucket
-
-
-def _gather(
-    bucket: list[_Export], shards: Mapping[str, torch.Tensor], device: torch.device, groups: ComponentGroups
-) -> list[tuple[str, torch.Tensor]]:
-    """Whole tensors, in the bucket's order, in few messages: shards go from their owners over expert parallelism and
-    then the pipeline, and those of cut tensors over tensor parallelism."""
-    cut = [export for export in bucket if export.piece.shard_dim is not None]
-    whole = [export for export in bucket if export.piece.shard_dim is None]
-    ordered = cut + whole
-    sizes = [prod(export.piece.shard_shape) for export in ordered]
-    flat = torch.empty(sum(sizes), dtype=bucket[0].dtype, device=device)
-    places = flat.split(sizes)
-    for export, place in zip(ordered, places, strict=True):
-        if export.piece.name in shards and export.owner == groups.collection.pp.rank():
-            shard = shards[export.piece.name]
-            place.view(shard.shape).copy_(shard)
-    _broadcast(ordered, sizes, flat, groups)
-    end = sum(sizes[: len(cut)])
-    found = _gather_cut(cut, flat[:end], sizes[: len(cut)], groups.collection.tp)
-    pieces = zip(whole, places[len(cut) :], strict=True)
-    found |= {export.piece.name: place.view(export.piece.shape).clone() for export, place in pieces}
-    return [(export.piece.name, found[export.piece.name]) for export in bucket]
-
-
-def _broadcast(exports: list[_Export], sizes: list[int], flat: torch.Tensor, groups: ComponentGroups) -> None:
-    """Fill in the shards of `flat` that other ranks own, a message for each run of one owner's."""
-    pipeline, expert = groups.collection.pp, groups.collection.ep
-    for (owner, expert_owner), part in _runs(exports, sizes, flat, lambda export: (export.owner, export.expert_owner)):
-        if expert_owner is not None and owner == pipeline.rank():
-            dist.broadcast(part, dist.get_global_rank(expert, expert_owner), group=expert)
-    for owner, part in _runs(exports, sizes, flat, lambda export: export.owner):
-        dist.broadcast(part, dist.get_global_rank(pipeline, owner), group=pipeline)
+def _chunks(bucket: Sequence[ExportedTensor], tensor_parallel: int) -> Iterator[list[ExportedTensor]]:
+    """The bucket in runs that are gathered at once: of cut tensors, so many that the memory beside them stays small."""
+    for is_cut, run in groupby(bucket, key=lambda tensor: tensor.is_cut):
+        if not is_cut or tensor_parallel == 1:
+            yield list(run)
+            continue
+        chunk: list[ExportedTensor] = []
+        for tensor in run:
+            if chunk and sum(kept.nbytes for kept in chunk) + tensor.nbytes > CHUNK_BYTES:
+                yield chunk
+                chunk = []
+            chunk.append(tensor)
+        yield chunk
 
 
 def _runs(
-    exports: list[_Export], sizes: list[int], flat: torch.Tensor, key: Callable[[_Export], Any]
+    tensors: Iterable[ExportedTensor], sizes: list[int], flat: torch.Tensor, key: Callable[[ExportedTensor], Any]
 ) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The part of `flat` of each run of consecutive exports with the same key."""
+    """The part of `flat` of each run of consecutive tensors with the same key."""
     start = 0
-    for value, run in groupby(zip(exports, sizes, strict=True), key=lambda pair: key(pair[0])):
+    for value, run in groupby(zip(tensors, sizes, strict=True), key=lambda pair: key(pair[0])):
         length = sum(size for _, size in run)
         yield value, flat[start : start + length]
         start += length
 
 
-def _gather_cut(
-    exports: list[_Export], flat: torch.Tensor, sizes: list[int], tensor: dist.ProcessGroup
-) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, from every tensor-parallel rank's shards."""
-    gathered = flat.new_empty(tensor.size() * len(flat))
-    dist.all_gather_into_tensor(gathered, flat, group=tensor)
-    columns = gathered.view(tensor.size(), -1).split(sizes, dim=1)
-    return {export.piece.name: _join(export.piece, part) for export, part in zip(exports, columns, strict=True)}
-
-
-def _join(piece: Piece, shards: torch.Tensor) -> torch.Tensor:
-    """The whole tensor from every tensor-parallel rank's flattened shard, [tp, elements]."""
+def _join(piece: Piece, shards: torch.Tensor, whole: torch.Tensor) -> None:
+    """Fill a tensor in from every tensor-parallel rank's flattened shard, [tp, elements]."""
     shards = shards.unflatten(1, piece.shard_shape)
-    whole = shards.movedim(0, piece.shard_dim).flatten(piece.shard_dim, piece.shard_dim + 1)
-    return whole.narrow(piece.shard_dim, 0, piece.shape[piece.shard_dim]).contiguous()
+    if len(shards) * piece.shard_shape[piece.shard_dim] == piece.shape[piece.shard_dim]:
+        whole.unflatten(piece.shard_dim, (len(shards), -1)).copy_(shards.movedim(0, piece.shard_dim))
+    else:  # the last rows are padding
+        whole.copy_(shards.flatten(0, 1)[: len(whole)])

@@ -1,0 +1,31 @@
+"""The way the actor's weights take to each engine, chosen from the placement. Without torch."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from megappo.config.schema import Config
+from megappo.placement.layout import Layout
+
+Transport = Literal["ipc", "broadcast", "disk"]
+
+
+def transports(config: Config, layouts: Mapping[str, Layout]) -> tuple[Transport, ...]:
+    """Of each engine: through handles where its owner is one of the actor's ranks, by broadcast where it is not, unless
+    rollout.sync.transport says otherwise."""
+    chosen = config.rollout.sync.transport
+    rollout, actor = layouts["rollout"], layouts["actor"]
+    here = [rollout.output_rank(engine) in actor.ranks for engine in range(rollout.data)]
+    if chosen == "auto":
+        return tuple("ipc" if is_here else "broadcast" for is_here in here)
+    return (chosen,) * rollout.data
+
+
+def sending_rank(layouts: Mapping[str, Layout]) -> int:
+    """The rank that broadcasts, or writes to the disk, the actor's weights."""
+    return layouts["actor"].ranks[0]
+
+
+def shares_gpus(layouts: Mapping[str, Layout], engine: int) -> bool:
+    """Whether a model is on an engine's GPUs too, so that the engine must give their memory up while it is trained."""
+    models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
+    return any(rank in models for rank in layouts["rollout"].block(0, engine))

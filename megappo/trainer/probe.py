@@ -1,0 +1,64 @@
+"""The proof that an engine runs the actor's weights: both must give the same tokens the same log-probs."""
+
+from collections.abc import Sequence
+
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.rollout.client import EngineError
+from megappo.trainer.component import Component
+from megappo.trainer.rollouts import Rollouts
+
+NUM_PROMPTS = 4  # continued by each engine
+
+
+class Probe:
+    """A few tokens that every engine writes after a weight sync, and what the actor says of them.
+
+    Args:
+        prompts: the same every time.
+    """
+
+    def __init__(self, config: Config, prompts: Sequence[Prompt], rollouts: Rollouts, actor: Component):
+        self.config = config
+        self.rollouts = rollouts
+        self.actor = actor
+        # Every data-parallel shard of the actor needs a row.
+        count = max(NUM_PROMPTS, -(-actor.layout.data // rollouts.num_engines))
+        self.prompts = [prompts[i % len(prompts)] for i in range(count)]
+        self._calls = 0
+
+    def __call__(self) -> dict[str, float]:
+        """`sync/log_prob_diff/{mean,max}` if it is this sync's turn; all ranks together.
+
+        Raises:
+            EngineError: the difference is too large; see `check_log_probs`.
+        """
+        self._calls += 1
+        interval = self.config.rollout.sync.probe_interval
+        if interval == 0 or (self._calls - 1) % interval:
+            return {}
+        batch = self.rollouts.probe(self.prompts)
+        rows = self.actor.borrow(batch).forward(batch.rows, {"log_probs": "old_log_probs"})
+        difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs() * rows.response_mask
+        largest = float(difference.max()) if difference.numel() else 0.0
+        found = self.actor.exchange.share((float(difference.sum()), float(rows.response_mask.sum()), largest))
+        sums, counts, maxima = zip(*found, strict=True)
+        mean = sum(sums) / sum(counts)
+        check_log_probs("the probe", mean, self.config)
+        return {"sync/log_prob_diff/mean": mean, "sync/log_prob_diff/max": max(maxima)}
+
+
+def check_log_probs(tokens: str, difference: float, config: Config) -> None:
+    """See that engine and actor agree.
+
+    Args:
+        tokens: whose, for the message. difference: of the log-probs, the mean over them.
+    Raises:
+        EngineError: they differ by more than `rollout.sync.probe_tolerance`.
+    """
+    tolerance = config.rollout.sync.probe_tolerance
+    if not difference <= tolerance:
+        raise EngineError(
+            f"trainer and SGLang engine disagree about the log-probs of {tokens} by {difference:.3g} on average, more "
+            f"than rollout.sync.probe_tolerance = {tolerance}: the engine does not run the actor's weights"
+        )

@@ -1,0 +1,99 @@
+"""Weights for an engine on the same GPUs, as handles to this rank's memory: CUDA IPC; on a CPU, shared memory.
+
+The payload is what sglang.srt.utils.MultiprocessingSerializer writes for a FlattenedTensorBucket, written here without
+SGLang: importing it takes a trainer rank seconds and patches torch. SGLang's SafeUnpickler admits SimpleNamespace.
+"""
+
+import base64
+import contextlib
+import io
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch.multiprocessing import reductions
+
+from megappo.weights.buckets import Bucket
+from megappo.weights.handover import Receiver, Update
+
+LOAD_FORMAT = "flattened_bucket"
+DEVICE_ARGUMENT = 6  # position of the device among reductions.rebuild_cuda_tensor's arguments
+
+
+class HandleSender(Update):
+    """Hands buckets to an engine of `tensor_parallel` ranks. The rank is the actor's, and owns the engine."""
+
+    def __init__(self, receiver: Receiver, tensor_parallel: int):
+        super().__init__(receiver)
+        self.tensor_parallel = tensor_parallel
+        self._buffers: list[torch.Tensor] = []
+
+    def buffer(self, size: int) -> torch.Tensor | None:
+        """On a CPU shared memory, used again and again: fresh pages cost as much time as the copy into them."""
+        if torch.cuda.is_available():
+            return None
+        self._buffers.reverse()
+        if len(self._buffers) < 2:
+            self._buffers.insert(0, torch.empty(0, dtype=torch.uint8))
+        if len(self._buffers[0]) < size:
+            with _shared_by_name():
+                self._buffers[0] = torch.empty(size, dtype=torch.uint8).share_memory_()
+        return self._buffers[0][:size]
+
+    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        if flat is None:
+            raise ValueError("an engine that takes handles must be owned by one of the actor's ranks")
+        payload = {"flattened_tensor": flat, "metadata": _places(bucket)}
+        with _shared_by_name():
+            # Each of the engine's ranks gets a handle of its own: handles are counted.
+            payloads = [_serialize(payload) for _ in range(self.tensor_parallel)]
+        self.receiver.update_weights(payloads, LOAD_FORMAT)
+
+    def close(self) -> None:
+        super().close()
+        self._buffers.clear()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # free the buckets the engine has let go
+
+
+def _places(bucket: Bucket) -> list[SimpleNamespace]:
+    """Where each tensor lies. Source: SGLang's FlattenedTensorMetadata."""
+    places, start = [], 0
+    for tensor in bucket:
+        end = start + tensor.nbytes
+        place = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
+        places.append(SimpleNamespace(name=tensor.name, shape=torch.Size(tensor.shape), dtype=tensor.dtype, **place))
+        start = end
+    return places
+
+
+def _serialize(payload: dict[str, Any]) -> str:
+    """Base64 of a pickle in which tensors are handles to memory this process keeps."""
+    buffer = io.BytesIO()
+    pickler = ForkingPickler(buffer)
+    pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: _reduce_tensor}
+    pickler.dump(payload)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """torch's own reduction, but naming a GPU by its UUID: the engine numbers its visible GPUs differently."""
+    rebuild, arguments = reductions.reduce_tensor(tensor)
+    if tensor.is_cuda:
+        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+        arguments = (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
+    return rebuild, arguments
+
+
+@contextlib.contextmanager
+def _shared_by_name() -> Iterator[None]:
+    """Share CPU tensors as named files: torch's default passes descriptors, which an unrelated process cannot take."""
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)

@@ -1,0 +1,63 @@
+"""Handing a bucket to an SGLang engine: what a rank does for it, by the way the weights take."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from megappo.weights.buckets import Bucket
+
+
+class Receiver(Protocol):
+    """The part of an engine's client that weight updates need."""
+
+    def begin_weight_update(self) -> None: ...
+
+    def update_weights(self, payloads: Sequence[str], load_format: str) -> None: ...
+
+    def update_weights_from_group(self, group: str, bucket: Bucket) -> None: ...
+
+    def update_weights_from_disk(self, folder: Path) -> None: ...
+
+    def end_weight_update(self) -> None: ...
+
+    def flush_cache(self) -> None: ...
+
+
+class HandOver:
+    """One rank's part in handing weights over: `open`, `send` for each bucket, `close`; then, with all ranks, `settle`.
+
+    Every `send` runs on a thread of its own, while the next bucket is gathered.
+    """
+
+    def open(self) -> None:
+        """Before the first bucket."""
+
+    def buffer(self, size: int) -> torch.Tensor | None:
+        """Memory to gather a bucket of so many bytes into, uint8; None = any. At most two are in use at a time."""
+        return None
+
+    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        """Hand a bucket over, and return when its memory may be used again; `flat` is None outside the actor."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """After the last bucket."""
+
+    def settle(self) -> None:
+        """When all ranks have closed."""
+
+
+class Update(HandOver):
+    """An update of one engine, which its owner opens and closes."""
+
+    def __init__(self, receiver: Receiver):
+        self.receiver = receiver
+
+    def open(self) -> None:
+        self.receiver.begin_weight_update()
+
+    def close(self) -> None:
+        self.receiver.end_weight_update()
+        self.receiver.flush_cache()

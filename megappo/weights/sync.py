@@ -1,0 +1,159 @@
+"""Resharding the actor's weights into the engines: gathered bucket by bucket, each handed over while the next comes."""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megappo.weights.buckets import Bucket, TensorSpec, into_buckets, num_bytes, views
+from megappo.weights.handover import HandOver
+
+
+@dataclass(frozen=True)
+class SyncStats:
+    """What one sync moved, by this rank's clock."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Source(Protocol):
+    """Whole tensors of a model on its ranks; see `Export`."""
+
+    def takes_part(self, needs: bool) -> bool: ...
+
+    def gather(self, bucket: Sequence, flat: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+class WeightSync:
+    """The way of one model's weights to all engines, on this rank. All ranks of the run make it, and call it, together.
+
+    Args:
+        tensors: the model's, the same on every rank, in the order in which they are gathered.
+        source: gives them; None outside the model's ranks. hand_overs: this rank's.
+        expected: name -> shape of every tensor the engines have.
+        barrier: waits for all ranks of the run.
+        engines_keep: the engines keep their weights from one sync to the next.
+    Raises:
+        ValueError: a tensor is unknown to the engines, of another shape there, or missing; each named.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        source: Source | None,
+        hand_overs: Sequence[HandOver],
+        expected: Mapping[str, tuple[int, ...]],
+        *,
+        bucket_bytes: int,
+        barrier: "Barrier",
+        engines_keep: bool,
+    ):
+        check_tensors(tensors, expected)
+        self.tensors = tensors
+        self.hand_overs = hand_overs
+        self.bucket_bytes = bucket_bytes
+        self._source = source if source is not None and source.takes_part(bool(hand_overs)) else None
+        self._barrier = barrier
+        self._engines_keep = engines_keep
+        self._sent = False
+
+    def __call__(self, *, changed: bool = True) -> SyncStats:
+        """Replace the engines' weights.
+
+        Args:
+            changed: the model may have been trained since the last call. What has not changed for certain is not sent
+                to engines that keep their weights: then all of it, and what is frozen in any case.
+        Raises:
+            ValueError: a tensor is not finite. The engines' weights are then part old, part new, and their updates
+                stay open: they must not be used further.
+        """
+        started = time.perf_counter()
+        buckets = into_buckets(self._stale(changed), self.bucket_bytes)
+        if buckets:
+            for hand_over in self.hand_overs:
+                hand_over.open()
+            self._send(buckets)
+            for hand_over in self.hand_overs:
+                hand_over.close()
+            self._barrier()
+            for hand_over in self.hand_overs:
+                hand_over.settle()
+            self._sent = True
+        return SyncStats(sum(map(num_bytes, buckets)), time.perf_counter() - started)
+
+    def _stale(self, changed: bool) -> Sequence[TensorSpec]:
+        """What the engines may not have."""
+        if not (self._sent and self._engines_keep):
+            return self.tensors
+        return [tensor for tensor in self.tensors if not tensor.is_frozen] if changed else []
+
+    def _send(self, buckets: Sequence[Bucket]) -> None:
+        """Two buckets are in flight: one is gathered while the one before is handed over."""
+        with ThreadPoolExecutor(max_workers=max(1, len(self.hand_overs))) as threads:
+            pending: list[Future] = []
+            for bucket in buckets:
+                flat = self._gathered(bucket)
+                for future in pending:
+                    future.result()
+                pending = [threads.submit(hand_over.send, bucket, flat) for hand_over in self.hand_overs]
+                del flat
+            for future in pending:
+                future.result()
+
+    def _gathered(self, bucket: Bucket) -> torch.Tensor | None:
+        if self._source is None:
+            return None
+        size = num_bytes(bucket)
+        buffers = (hand_over.buffer(size) for hand_over in self.hand_overs)
+        flat = self._source.gather(bucket, next((buffer for buffer in buffers if buffer is not None), None))
+        if self.hand_overs:
+            check_finite(bucket, flat)
+        return flat
+
+
+class Barrier(Protocol):
+    """Returns when all ranks have called it."""
+
+    def __call__(self) -> object: ...
+
+
+def check_tensors(tensors: Sequence[TensorSpec], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """See that these are the engines' tensors: SGLang takes a wrong name for a success.
+
+    Raises:
+        ValueError: one is unknown, of another shape, or missing; each named.
+    """
+    sent = {tensor.name: tuple(tensor.shape) for tensor in tensors}
+    for name, shape in sent.items():
+        if name not in expected:
+            raise ValueError(f"weight sync: the engine has no tensor {name}; was it started from another model.path?")
+        if shape != tuple(expected[name]):
+            raise ValueError(f"weight sync: {name} has shape {shape}, but the engine's is {tuple(expected[name])}")
+    left = sorted(expected.keys() - sent.keys())
+    if left:
+        names = ", ".join(left[:5])
+        raise ValueError(
+            f"weight sync: {len(left)} of the engine's {len(expected)} tensors are not the model's: {names}"
+        )
+
+
+def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
+    """See that a bucket's values are numbers.
+
+    Raises:
+        ValueError: names a tensor with values that are not.
+    """
+    # A sum takes one pass and no memory; one that is too large though all values are finite passes the second look.
+    # On a GPU it waits until the bucket is there, which the hand-over, on a thread of its own, relies on.
+    if torch.isfinite(flat.view(bucket[0].dtype).sum(dtype=torch.float32)):
+        return
+    for name, tensor in views(bucket, flat):
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"weight sync: {name} holds values that are not finite: the actor's weights are spoiled, or were "
+                "damaged on the way; go on from a checkpoint before this step"
+            )
