@@ -53,6 +53,7 @@ class Case:
             virtual_pipeline=self.layout.virtual_pipeline,
             pipeline_split=self.split,
             expert=self.layout.expert,
+            expert_tensor=self.layout.expert_tensor,
             sequence=self.sequence,
         )
 

@@ -116,6 +116,9 @@ def test_experts_over_ranks_are_shown(run_folder):
     done = plan(run_folder, "run.yaml", "actor.parallel={tensor: 2, expert: 4, sequence: true}")
     assert (done.returncode, done.stderr) == (0, "")
     assert "  actor: data 2 x tensor 2 x pipeline 1, experts over 4\n" in done.stdout
+    done = plan(run_folder, "run.yaml", "actor.parallel={tensor: 2, expert: 2, expert_tensor: 2, sequence: true}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  actor: data 2 x tensor 2 x pipeline 1, experts over 2, each cut over 2\n" in done.stdout
 
 
 def test_the_rank_table_is_aligned(run_folder):

@@ -99,8 +99,9 @@ def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Itera
             advice = f"{nearest_divisors(size, ways)} would"
             yield f"{key}.{dimension} {ways} does not divide {name} {size} of {file}: {advice}"
     yield from _stages(key, parallel, file, hf_config["num_hidden_layers"])
-    if parallel.expert > 1 and not num_experts(hf_config):
-        yield f"{key}.expert {parallel.expert}: {file} is of a dense model, without experts: set it to 1"
+    for name, ways in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
+        if ways > 1 and not num_experts(hf_config):
+            yield f"{key}.{name} {ways}: {file} is of a dense model, without experts: set it to 1"
     if num_experts(hf_config) and parallel.tensor > 1 and not parallel.sequence:
         yield f"{key}.sequence must be true with {key}.tensor {parallel.tensor}, as {file} is of a mixture of experts"
 
@@ -111,7 +112,8 @@ def _ffn(hf_config: dict, parallel: Parallel) -> dict[str, tuple[int, str, int]]
         return {"intermediate_size": (hf_config["intermediate_size"], "tensor", parallel.tensor)}
     key = "shared_expert_intermediate_size"
     shared = {key: (hf_config[key], "tensor", parallel.tensor)} if experts.shared else {}
-    return {"num_experts": (num_experts(hf_config), "expert", parallel.expert), **shared}
+    ffn = {experts.ffn: (hf_config[experts.ffn], "expert_tensor", parallel.expert_tensor)}
+    return {"num_experts": (num_experts(hf_config), "expert", parallel.expert), **ffn, **shared}
 
 
 def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[str]:

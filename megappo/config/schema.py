@@ -45,7 +45,8 @@ class Parallel(Section):
     pipeline: Positive = Field(1, description="pipeline stages per model replica")
     virtual_pipeline: Positive = Field(1, description="model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
     pipeline_split: tuple[Positive, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = as many on each")
-    expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x data ranks of a stage; an expert is never cut")
+    expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x data ranks of a stage")
+    expert_tensor: Positive = Field(1, description="ranks that cut the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x data")
     sequence: bool = Field(False, description="sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
 
     @property

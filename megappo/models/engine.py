@@ -138,11 +138,11 @@ class MegatronEngine:
     def _num_idle(self, num_bins: int) -> int:
         """Micro-batches without effect that this shard must add.
 
-        Where the experts are shared out over several shards, each of these must run as many, as the tokens of all go to
-        the experts of all. An interleaved schedule runs them in groups.
+        Where several shards share experts, each of these must run as many, as the tokens of all go to the experts of
+        all. An interleaved schedule runs them in groups.
         """
         most, layout = num_bins, self.groups.layout
-        if layout.expert > 1:
+        if layout.expert * layout.expert_tensor > 1:
             of_shards = torch.tensor(num_bins, device=platform.device())
             dist.all_reduce(of_shards, op=dist.ReduceOp.MAX, group=self.groups.collection.dp)
             most = int(of_shards)

@@ -99,7 +99,7 @@ def _expert_arguments(hf: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
         "moe_shared_expert_gate": experts.shared,
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
     }
 
 
@@ -110,7 +110,8 @@ def _ffn_divides(hf: dict[str, Any], parallel: Parallel) -> list[tuple[str, int,
         return [("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor)]
     shared = "shared_expert_intermediate_size"
     cut = [(shared, hf[shared], "tensor", parallel.tensor)] if experts.shared else []
-    return [("num_experts", num_experts(hf), "expert", parallel.expert), *cut]
+    ffn = (experts.ffn, hf[experts.ffn], "expert_tensor", parallel.expert_tensor)
+    return [("num_experts", num_experts(hf), "expert", parallel.expert), ffn, *cut]
 
 
 def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
@@ -209,8 +210,9 @@ def _check_divides(hf: dict[str, Any], parallel: Parallel) -> None:
         )
         if size % ranks
     ]
-    if not num_experts(hf) and parallel.expert > 1:
-        wrong.append(f"parallel.expert = {parallel.expert}, but {hf['architectures'][0]} has no experts")
+    for name, ways in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
+        if not num_experts(hf) and ways > 1:
+            wrong.append(f"parallel.{name} = {ways}, but {hf['architectures'][0]} has no experts")
     if num_experts(hf) and parallel.tensor > 1 and not parallel.sequence:
         wrong.append("a mixture of experts with parallel.tensor > 1 needs parallel.sequence = true")
     layers, chunks, split = hf["num_hidden_layers"], parallel.num_chunks, parallel.pipeline_split

@@ -34,7 +34,7 @@ DIMENSIONS = {
     "tp_dp_cp": "tp-dp-cp",
     "intra_dist_opt": "tp-dp-pp",
 }
-# The same for experts, which no tensor parallelism cuts: its ranks serve expert and data parallelism.
+# The same for experts, which have a tensor and a data parallelism of their own.
 EXPERT_DIMENSIONS = {
     "ep": "ep",
     "expt_tp": "tp",
@@ -208,10 +208,12 @@ def _component_groups(
 
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every group of a component: its field in the collection and its global ranks."""
-    order, expert = "tp-cp-ep-dp-pp", layout.expert
+    order = "tp-cp-ep-dp-pp"
     generator = RankGenerator(tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=1, order=order)
-    replicas = layout.tensor * layout.data // expert
-    of_experts = RankGenerator(tp=1, ep=expert, dp=replicas, pp=layout.pipeline, cp=1, order=order)
+    replicas = layout.tensor * layout.data // (layout.expert * layout.expert_tensor)
+    of_experts = RankGenerator(
+        tp=layout.expert_tensor, ep=layout.expert, dp=replicas, pp=layout.pipeline, cp=1, order=order
+    )
     for own, table in ((generator, DIMENSIONS), (of_experts, EXPERT_DIMENSIONS)):
         for name, dimensions in table.items():
             for local in own.get_ranks(dimensions):
@@ -250,8 +252,12 @@ def _fresh_rng_state(groups: ComponentGroups, seed: int) -> RngState:
     """The component's random streams, seeded as Megatron does: apart over pipeline stages and tensor ranks."""
     before = _rng_state()
     tensor_rank, stage = groups.collection.tp.rank(), groups.collection.pp.rank()
-    expert_rank = groups.collection.ep.rank()
-    model_parallel_cuda_manual_seed(seed + 100 * stage, tp_rank=tensor_rank, ep_rank=expert_rank, etp_rank=0)
+    model_parallel_cuda_manual_seed(
+        seed + 100 * stage,
+        tp_rank=tensor_rank,
+        ep_rank=groups.collection.ep.rank(),
+        etp_rank=groups.collection.expt_tp.rank(),
+    )
     fresh = _rng_state()
     _set_rng_state(before)
     return fresh

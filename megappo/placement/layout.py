@@ -16,21 +16,22 @@ class Coordinates(NamedTuple):
 class Layout:
     """A component's global ranks in Megatron's order: tensor fastest, then data, pipeline slowest.
 
-    Expert parallelism shares out the experts of each layer over runs of `expert` ranks of a stage, which may reach over
-    tensor-parallel groups and data-parallel shards; an expert itself is never cut.
+    Each expert of a layer is cut over a run of `expert_tensor` ranks of a stage, and the experts are shared out over
+    `expert` such runs that follow each other. They may reach over tensor-parallel groups and data-parallel shards.
 
     With `virtual_pipeline` each stage holds that many chunks of the model: its layers go over the stages several times.
 
     Raises:
         ValueError: there are no ranks, one is there twice, or they do not divide into tensor x pipeline, or a stage's
-            into runs of `expert`.
-    Source: Megatron-core's default rank order "tp-cp-ep-dp-pp", with an expert tensor parallel size of 1.
+            into runs of `expert` x `expert_tensor`.
+    Source: Megatron-core's default rank order "tp-cp-ep-dp-pp", and the same with other sizes for experts.
     """
 
     ranks: tuple[int, ...]
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     virtual_pipeline: int = 1
 
     def __post_init__(self) -> None:
@@ -41,10 +42,10 @@ class Layout:
                 f"{len(self.ranks)} ranks do not divide into replicas of "
                 f"tensor {self.tensor} x pipeline {self.pipeline}"
             )
-        if self.tensor * self.data % self.expert:
+        if self.tensor * self.data % (self.expert * self.expert_tensor):
             raise ValueError(
                 f"the {self.tensor * self.data} ranks of a stage (tensor {self.tensor} x data {self.data}) do not "
-                f"divide by expert {self.expert}"
+                f"divide by expert {self.expert} x expert_tensor {self.expert_tensor}"
             )
 
     @property

@@ -49,6 +49,7 @@ def _component(name: str, layout: Layout, split: Sequence[int] | None) -> Iterat
         yield f"  {name}: {layout.data} engine(s) of {layout.tensor} rank(s)"
     else:
         experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
+        experts += f", each cut over {layout.expert_tensor}" if layout.expert_tensor > 1 else ""
         chunks = f", {layout.virtual_pipeline} chunks on each stage" if layout.virtual_pipeline > 1 else ""
         yield f"  {name}: data {layout.data} x tensor {layout.tensor} x pipeline {layout.pipeline}{chunks}{experts}"
     for stage in range(layout.pipeline):

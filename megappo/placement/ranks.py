@@ -146,13 +146,19 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
             f"name {_multiples(len(ranks), size)} ranks, or make it {nearest_divisors(len(ranks), size)}"
         )
     stage = len(ranks) // parallel.pipeline
-    if stage % parallel.expert:
+    experts = parallel.expert * parallel.expert_tensor
+    if stage % experts:
         raise ValueError(
-            f"the {stage} ranks of each of {key}'s stages (tensor x data) do not divide by expert {parallel.expert}: "
-            f"make it {nearest_divisors(stage, parallel.expert)}"
+            f"the {stage} ranks of each of {key}'s stages (tensor x data) do not divide by expert {parallel.expert} x "
+            f"expert_tensor {parallel.expert_tensor} = {experts}: make it {nearest_divisors(stage, experts)}"
         )
     return Layout(
-        ranks, parallel.tensor, parallel.pipeline, parallel.expert, virtual_pipeline=parallel.virtual_pipeline
+        ranks,
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        virtual_pipeline=parallel.virtual_pipeline,
     )
 
 

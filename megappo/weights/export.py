@@ -14,7 +14,7 @@ from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
 from megappo.weights.families import SECOND_HEAD, Piece, compositions, pieces_of
-from megappo.weights.shards import check_parameters, decompose, global_parameters
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters
 
 CHUNK_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,9 +38,9 @@ class ExportedTensor(TensorSpec):
         return TensorSpec(self.name, self.shape, self.dtype, self.is_frozen)
 
     @property
-    def is_cut(self) -> bool:
-        """Whether tensor-parallel ranks have parts of it."""
-        return self.piece.shard_dim is not None
+    def cut(self) -> tuple[bool, bool]:
+        """Equal where the same ranks have parts: whether all have the whole of it, and whether it is an expert's."""
+        return self.piece.shard_dim is None, self.piece.expert is not None
 
 
 class Export:
@@ -66,7 +66,8 @@ class Export:
         self.groups = groups
         self._table = compositions(
             hf_config,
-            tensor=groups.collection.tp.size(),
+            tensor=groups.layout.tensor,
+            expert_tensor=groups.layout.expert_tensor,
             padded_vocab_size=chunks[0].vocab_size,
             head=head,
         )
@@ -78,7 +79,7 @@ class Export:
         self._held = {piece.name: name for name in parameters for piece in self._table[name].pieces}
         self._device = next(chunks[0].parameters()).device
         tensors = _plan(list(pieces_of(self._table).values()), self._held, parameters, groups)
-        self.tensors = sorted(tensors, key=lambda tensor: not tensor.is_cut)  # like ones together: fewer messages
+        self.tensors = sorted(tensors, key=lambda tensor: tensor.cut)  # like ones together: fewer messages
 
     def takes_part(self, needs: bool) -> bool:
         """Whether this rank must join in `gather` for those ranks to get their tensors that have `needs`.
@@ -88,7 +89,7 @@ class Export:
         collection = self.groups.collection
         joins = torch.tensor(int(needs), device=self._device)
         # A replica of which one rank joins, joins; then the replicas with which it shares experts.
-        for group in (collection.tp, collection.pp, collection.ep, collection.tp, collection.pp):
+        for group in (collection.tp, collection.pp, collection.tp_ep, collection.tp, collection.pp):
             dist.all_reduce(joins, op=dist.ReduceOp.MAX, group=group)
         return bool(joins)
 
@@ -105,7 +106,7 @@ class Export:
             flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
         elements = flat.view(bucket[0].dtype)
         start = 0
-        for tensors in _chunks(bucket, self.groups.collection.tp.size()):
+        for tensors in _chunks(bucket, self._is_gathered):
             length = sum(prod(tensor.shape) for tensor in tensors)
             self._gather(tensors, elements[start : start + length])
             start += length
@@ -113,11 +114,11 @@ class Export:
 
     def _gather(self, tensors: Sequence[ExportedTensor], target: torch.Tensor) -> None:
         """Fill `target` with whole tensors: shards go from their owners over expert parallelism and the pipeline, and
-        then, unless there is but one of each, over tensor parallelism."""
-        tensor = self.groups.collection.tp
-        if tensor.size() == 1 or not tensors[0].is_cut:
+        then, unless there is but one of each, over the ranks that the tensors are cut over."""
+        if not self._is_gathered(tensors[0]):
             self._own_shards(tensors, target)
             return
+        tensor = cut_over(tensors[0].piece, self.groups)
         sizes = [prod(one.piece.shard_shape) for one in tensors]
         shards = target.new_empty(sum(sizes))
         self._own_shards(tensors, shards)
@@ -132,8 +133,13 @@ class Export:
         for one, column, place in zip(tensors, columns, places, strict=True):
             _join(one.piece, column, place.view(one.shape))
 
+    def _is_gathered(self, tensor: ExportedTensor) -> bool:
+        """Whether several ranks have parts of it."""
+        return tensor.piece.shard_dim is not None and cut_over(tensor.piece, self.groups).size() > 1
+
     def _own_shards(self, tensors: Sequence[ExportedTensor], flat: torch.Tensor) -> None:
-        """Fill `flat` with this tensor-parallel rank's shards, from their owners: a message for each run of one's."""
+        """Fill `flat` with the shards that this rank gives to `_gather`, from their owners: a message for each run of
+        one's."""
         pipeline, expert = self.groups.collection.pp, self.groups.collection.ep
         sizes = [prod(tensor.piece.shard_shape) for tensor in tensors]
         for tensor, place in zip(tensors, flat.split(sizes), strict=True):
@@ -205,10 +211,12 @@ def _plan(
     ]
 
 
-def _chunks(bucket: Sequence[ExportedTensor], tensor_parallel: int) -> Iterator[list[ExportedTensor]]:
+def _chunks(
+    bucket: Sequence[ExportedTensor], is_gathered: Callable[[ExportedTensor], bool]
+) -> Iterator[list[ExportedTensor]]:
     """The bucket in runs that are gathered at once: of cut tensors, so many that the memory beside them stays small."""
-    for is_cut, run in groupby(bucket, key=lambda tensor: tensor.is_cut):
-        if not is_cut or tensor_parallel == 1:
+    for (is_cut, _), run in groupby(bucket, key=lambda tensor: (is_gathered(tensor), tensor.cut)):
+        if not is_cut:
             yield list(run)
             continue
         chunk: list[ExportedTensor] = []

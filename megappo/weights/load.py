@@ -22,7 +22,7 @@ from megappo.weights.families import (
 )
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
-from megappo.weights.shards import check_parameters, compose, global_parameters
+from megappo.weights.shards import check_parameters, compose, cut_over, global_parameters
 
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
@@ -51,8 +51,13 @@ def load_hf(
         WeightsError: a parameter without source, a tensor missing, unused, or of another shape; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
-    tensor_group = groups.collection.tp
-    table = compositions(hf_config, tensor=tensor_group.size(), padded_vocab_size=chunks[0].vocab_size, head=head)
+    table = compositions(
+        hf_config,
+        tensor=groups.layout.tensor,
+        expert_tensor=groups.layout.expert_tensor,
+        padded_vocab_size=chunks[0].vocab_size,
+        head=head,
+    )
     parameters = global_parameters(chunks)
     check_parameters(parameters, table)
     with PerExpertFolder(folder, hf_config) as source:
@@ -69,7 +74,7 @@ def load_hf(
             if pieces[0].name == VALUE_HEAD and not has_values:
                 chunks[-1].get_submodule(name.removesuffix(".weight")).init_weight(seed)
                 continue
-            parameter.copy_(compose([_read_shard(source, piece, tensor_group.rank()) for piece in pieces], table[name]))
+            parameter.copy_(compose([_read_shard(source, piece, groups) for piece in pieces], table[name]))
 
 
 def _optional(hf_config: dict[str, Any], head: HeadKind) -> set[str]:
@@ -112,10 +117,11 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
-def _read_shard(source: HFFolder, piece: Piece, rank: int) -> torch.Tensor:
-    """A rank's part of a tensor, [*piece.shard_shape], 0 where it is padding."""
+def _read_shard(source: HFFolder, piece: Piece, groups: ComponentGroups) -> torch.Tensor:
+    """This rank's part of a tensor, [*piece.shard_shape], 0 where it is padding."""
     if piece.shard_dim is None:
         return source.read(piece.name)
+    rank = cut_over(piece, groups).rank()
     size, whole = piece.shard_shape[piece.shard_dim], piece.shape[piece.shard_dim]
     part = source.read(piece.name, piece.shard_dim, min(rank * size, whole), min((rank + 1) * size, whole))
     if part.shape == piece.shard_shape:

@@ -4,10 +4,12 @@ import re
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megappo.models.build import ModelChunks
-from megappo.weights.families import Composition
+from megappo.placement.groups import ComponentGroups
+from megappo.weights.families import Composition, Piece
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
 
@@ -24,6 +26,11 @@ def _global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
         return f"decoder.layers.{layer.layer_number - 1}.{expert}"
 
     return {_LAYER.sub(with_global_numbers, name): parameter for name, parameter in model.named_parameters()}
+
+
+def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
+    """The ranks that each hold a shard of a tensor with a `shard_dim`."""
+    return groups.collection.tp if piece.expert is None else groups.collection.expt_tp
 
 
 def check_parameters(parameters: dict[str, torch.nn.Parameter], table: dict[str, Composition]) -> None:

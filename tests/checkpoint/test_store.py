@@ -33,6 +33,7 @@ PP2 = Case(Layout(TWO, pipeline=2), optim=OPTIM)
 VPP2 = replace(PP2, layout=Layout(TWO, pipeline=2, virtual_pipeline=2))
 DP2 = Case(Layout(TWO), optim=OPTIM)  # shards the optimizer's state
 EP2 = Case(Layout(TWO, expert=2), optim=OPTIM, max_tokens=12)
+ETP2 = Case(Layout(TWO, expert_tensor=2), optim=OPTIM, max_tokens=12)
 ONE = Case(Layout((1,)), optim=OPTIM)
 
 
@@ -153,6 +154,13 @@ EXPERT_MOVES = {
     "actor, one rank to tp2 ep2 sp": (ONE, Case(Layout(TWO, tensor=2, expert=2), sequence=True, optim=OPTIM)),
     "actor, dp2 to ep2": (DP2, EP2),
     "actor, ep2 to one rank": (EP2, ONE),
+    "actor, etp2 to ep2": (ETP2, EP2),
+    "actor, tp2 etp2 sp to one rank": (
+        Case(Layout(TWO, tensor=2, expert_tensor=2), sequence=True, optim=OPTIM),
+        ONE,
+    ),
+    "actor, dp2 to tp2 etp2 sp": (DP2, Case(Layout(TWO, tensor=2, expert_tensor=2), sequence=True, optim=OPTIM)),
+    "actor, ep2 to etp2": (EP2, ETP2),
 }
 
 

@@ -310,6 +310,9 @@ FILES = {
     "actor.parallel.pipeline=2 actor.parallel.pipeline_split=[2, 3]": (
         "actor.parallel.pipeline_split [2, 3] has 5 layers together, num_hidden_layers of model/config.json is 6"
     ),
+    "actor.parallel.expert_tensor=2": (
+        "actor.parallel.expert_tensor 2: model/config.json is of a dense model, without experts: set it to 1"
+    ),
     "actor.parallel.expert=2": (
         "actor.parallel.expert 2: model/config.json is of a dense model, without experts: set it to 1"
     ),
@@ -391,13 +394,20 @@ EXPERTS = {
     "architectures": ["Qwen2MoeForCausalLM"],
     "num_experts": 6,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 18,
     "shared_expert_intermediate_size": 33,
 }
 MIXTURES = {
     "actor.parallel.expert=3": (
-        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x data) do not divide by expert 3: "
-        "make it 2 or 4"
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x data) do not divide by expert 3 x "
+        "expert_tensor 1 = 3: make it 2 or 4"
+    ),
+    "actor.parallel={expert: 2, expert_tensor: 6}": (
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x data) do not divide by expert 2 x "
+        "expert_tensor 6 = 12: make it 4"
+    ),
+    "actor.parallel.expert_tensor=4": (
+        "actor.parallel.expert_tensor 4 does not divide moe_intermediate_size 18 of model/config.json: 3 or 6 would"
     ),
     "actor.parallel.expert=4": (
         "actor.parallel.expert 4 does not divide num_experts 6 of model/config.json: 3 or 6 would"

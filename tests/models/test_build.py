@@ -62,6 +62,11 @@ EXPERT_LAYOUTS = {
     "tp2 ep2 sp": Layout((1, 3), tensor=2, expert=2),
     "ep4": Layout((0, 1, 2, 3), expert=4),
     "tp2 pp2 ep2 sp": Layout((0, 1, 2, 3), tensor=2, pipeline=2, expert=2),
+    "etp2": Layout((0, 2), expert_tensor=2),
+    "tp2 etp2 sp": Layout((0, 1), tensor=2, expert_tensor=2),
+    "ep2 etp2": Layout((0, 1, 2, 3), expert=2, expert_tensor=2),
+    "tp2 ep2 etp2 sp": Layout((0, 1, 2, 3), tensor=2, expert=2, expert_tensor=2),
+    "tp2 etp4 sp": Layout((0, 1, 2, 3), tensor=2, expert_tensor=4),
     "pp2 vpp2 ep2": Layout((0, 1, 2, 3), pipeline=2, virtual_pipeline=2, expert=2),
 }
 """Hugging Face's model_type and what differs from tiny_models.SHAPE."""
@@ -102,6 +107,7 @@ def _check_case(case: Case, groups: ComponentGroups) -> None:
         pipeline=pipeline,
         virtual_pipeline=case.layout.virtual_pipeline,
         expert=case.layout.expert,
+        expert_tensor=case.layout.expert_tensor,
         sequence=sequence,
         pipeline_split=case.split,
     )

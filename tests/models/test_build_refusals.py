@@ -38,12 +38,12 @@ QWEN3_MOE = {
 
 @pytest.mark.parametrize("renormalizes", [True, False])
 def test_router_is_the_familys(renormalizes: bool) -> None:
-    parallel = Parallel(tensor=2, expert=3, sequence=True)
+    parallel = Parallel(tensor=2, expert=3, expert_tensor=2, sequence=True)
     config = _config(parallel, **QWEN3_MOE, norm_topk_prob=renormalizes)
     assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (6, 2, 16)
     assert config.moe_router_pre_softmax != renormalizes
     assert config.moe_router_load_balancing_type == "none" and config.moe_shared_expert_intermediate_size is None
-    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (3, 1)
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,10 @@ def test_layouts_of_experts_that_do_not_fit_are_named() -> None:
         _config(Parallel(tensor=2), **QWEN3_MOE)
     with pytest.raises(ValueError, match="parallel.expert = 2, but Qwen2ForCausalLM has no experts"):
         _config(Parallel(expert=2))
+    with pytest.raises(ValueError, match="moe_intermediate_size = 16 does not divide by parallel.expert_tensor = 3"):
+        _config(Parallel(expert_tensor=3), **QWEN3_MOE)
+    with pytest.raises(ValueError, match="parallel.expert_tensor = 2, but Qwen2ForCausalLM has no experts"):
+        _config(Parallel(expert_tensor=2))
 
 
 def test_stages_may_differ_and_windows_be_longer_than_any_row() -> None:

@@ -68,6 +68,12 @@ EXPERT_CASES = {
     "ep2 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=2), sequence=True, max_tokens=10),
     "ep4 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=4), sequence=True, max_tokens=10),
     "ep2 pp2 vpp2, uneven micro-batches": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2, expert=2), max_tokens=9),
+    "etp2, uneven micro-batches": Case(Layout(TWO, expert_tensor=2), max_tokens=9),
+    "tp2 etp2 sp": Case(Layout(TWO, tensor=2, expert_tensor=2), sequence=True, max_tokens=14),
+    "tp2 dp2 ep2 etp2 sp": Case(Layout(FOUR, tensor=2, expert=2, expert_tensor=2), sequence=True, max_tokens=10),
+    "ep2 etp2, optimizer not sharded": Case(
+        Layout(FOUR, expert=2, expert_tensor=2), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=12
+    ),
     "ep2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, expert=2), recompute="full", max_tokens=9),
 }
 CASES |= EXPERT_CASES

@@ -130,6 +130,8 @@ def test_experts_are_shared_out_within_a_stage():
     assert Layout((0, 1, 2, 3), tensor=2, expert=4).expert == 4
     with pytest.raises(ValueError, match=r"the 2 ranks of a stage \(tensor 2 x data 1\) do not divide by expert 4"):
         Layout((0, 1, 2, 3), tensor=2, pipeline=2, expert=4)
+    with pytest.raises(ValueError, match="do not divide by expert 2 x expert_tensor 4"):
+        Layout((0, 1, 2, 3), expert=2, expert_tensor=4)
 
 
 def test_the_quickstart_placement():

@@ -34,6 +34,10 @@ EXPERT_LAYOUTS = {
     "TP2xEP4": Layout(RANKS, tensor=2, expert=4),
     "PP2xEP2": Layout(RANKS, pipeline=2, expert=2),
     "TP2xPP2xEP2": Layout(RANKS, tensor=2, pipeline=2, expert=2),
+    "TP2xETP2": Layout(RANKS, tensor=2, expert_tensor=2),
+    "EP2xETP2": Layout(RANKS, expert=2, expert_tensor=2),
+    "TP2xETP4": Layout(RANKS, tensor=2, expert_tensor=4),
+    "TP2xPP2xETP2": Layout(RANKS, tensor=2, pipeline=2, expert_tensor=2),
 }
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
 MIXTURES = {

@@ -65,6 +65,7 @@ SHAPE = (
 FAMILY_LAYOUTS = {name: LAYOUTS[name] for name in ("tp1", "tp2", "pp2", "tp2 pp2")}
 MIXTURE_LAYOUTS = FAMILY_LAYOUTS | {
     "ep2": Layout((0, 1), expert=2),
+    "tp2 etp2": Layout((0, 1), tensor=2, expert_tensor=2),
     "tp2 pp2 ep2": Layout(FOUR, tensor=2, pipeline=2, expert=2),
 }
 Shapes = dict[str, tuple[int, ...]]

@@ -60,6 +60,7 @@ def build(
         virtual_pipeline=layout.virtual_pipeline,
         pipeline_split=split,
         expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
         sequence=layout.tensor > 1,
     )
     return build_model(
