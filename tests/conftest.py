@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hf_oracle import log_probs_of, named_weights
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from weight_sources import push
 
 from megappo.config.schema import Rollout
 from megappo.platform import define_torchvision_operators
 from megappo.rollout.client import EngineClient
 from megappo.rollout.engine import Engine
-from megappo.weights.transport import push_buckets
 
 define_torchvision_operators()  # Hugging Face models, the oracles, import torchvision
 
@@ -105,4 +105,4 @@ def restored(
     """Gives the engine its checkpoint's weights back afterwards: other tests rely on them."""
     original = [(name, tensor.clone()) for name, tensor in named_weights(hf_model)]
     yield
-    push_buckets(client, [original], engine_shapes)
+    push(client, original, engine_shapes)

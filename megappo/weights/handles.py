@@ -32,15 +32,15 @@ class HandleSender(Update):
         self._buffers: list[torch.Tensor] = []
 
     def buffer(self, size: int) -> torch.Tensor | None:
-        """On a CPU shared memory, used again and again: fresh pages cost as much time as the copy into them."""
+        """On a CPU shared memory, kept from sync to sync: fresh pages cost more time than the copy into them."""
         if torch.cuda.is_available():
             return None
-        self._buffers.reverse()
         if len(self._buffers) < 2:
-            self._buffers.insert(0, torch.empty(0, dtype=torch.uint8))
+            self._buffers.insert(0, _shared_memory(size))
+        else:
+            self._buffers.reverse()
         if len(self._buffers[0]) < size:
-            with _shared_by_name():
-                self._buffers[0] = torch.empty(size, dtype=torch.uint8).share_memory_()
+            self._buffers[0] = _shared_memory(size)
         return self._buffers[0][:size]
 
     def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
@@ -54,7 +54,6 @@ class HandleSender(Update):
 
     def close(self) -> None:
         super().close()
-        self._buffers.clear()
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # free the buckets the engine has let go
 
@@ -86,6 +85,12 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
         uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
         arguments = (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
     return rebuild, arguments
+
+
+def _shared_memory(size: int) -> torch.Tensor:
+    """uint8 [size], in shared memory from the start: sharing it later would copy it."""
+    with _shared_by_name():
+        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ class Receiver(Protocol):
 class HandOver:
     """One rank's part in handing weights over: `open`, `send` for each bucket, `close`; then, with all ranks, `settle`.
 
-    Every `send` runs on a thread of its own, while the next bucket is gathered.
+    `open` and every `send` run on a thread of their own, one after the other, while the next bucket is gathered.
     """
 
     def open(self) -> None:

@@ -74,8 +74,6 @@ class WeightSync:
         started = time.perf_counter()
         buckets = into_buckets(self._stale(changed), self.bucket_bytes)
         if buckets:
-            for hand_over in self.hand_overs:
-                hand_over.open()
             self._send(buckets)
             for hand_over in self.hand_overs:
                 hand_over.close()
@@ -94,9 +92,9 @@ class WeightSync:
     def _send(self, buckets: Sequence[Bucket]) -> None:
         """Two buckets are in flight: one is gathered while the one before is handed over."""
         with ThreadPoolExecutor(max_workers=max(1, len(self.hand_overs))) as threads:
-            pending: list[Future] = []
+            pending: list[Future] = [threads.submit(hand_over.open) for hand_over in self.hand_overs]
             for bucket in buckets:
-                flat = self._gathered(bucket)
+                flat = self._gathered(bucket, max(map(num_bytes, buckets)))
                 for future in pending:
                     future.result()
                 pending = [threads.submit(hand_over.send, bucket, flat) for hand_over in self.hand_overs]
@@ -104,12 +102,12 @@ class WeightSync:
             for future in pending:
                 future.result()
 
-    def _gathered(self, bucket: Bucket) -> torch.Tensor | None:
+    def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
         if self._source is None:
             return None
-        size = num_bytes(bucket)
-        buffers = (hand_over.buffer(size) for hand_over in self.hand_overs)
-        flat = self._source.gather(bucket, next((buffer for buffer in buffers if buffer is not None), None))
+        buffers = (hand_over.buffer(largest) for hand_over in self.hand_overs)
+        buffer = next((found[: num_bytes(bucket)] for found in buffers if found is not None), None)
+        flat = self._source.gather(bucket, buffer)
         if self.hand_overs:
             check_finite(bucket, flat)
         return flat

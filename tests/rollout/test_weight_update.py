@@ -5,24 +5,24 @@ import os
 import pytest
 import torch
 from hf_oracle import named_weights
+from weight_sources import push
 
 from megappo.config.schema import Rollout
 from megappo.rollout.client import SamplingParams
 from megappo.rollout.engine import Engine
-from megappo.weights.transport import push_buckets
 
 SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
 
 
-@pytest.mark.parametrize("num_buckets", [1, 5])
-def test_the_engine_computes_with_the_new_weights(client, hf_model, oracle, engine_shapes, restored, num_buckets):
+@pytest.mark.parametrize("bucket_bytes", [2**20, 20_000])
+def test_the_engine_computes_with_the_new_weights(client, hf_model, oracle, engine_shapes, restored, bucket_bytes):
     old = oracle(SEQUENCE[:1], SEQUENCE[1:])
     client.generate([SEQUENCE], SamplingParams(4))  # fill the cache with the old weights' keys and values
     with torch.no_grad():
         for number, (_, tensor) in enumerate(named_weights(hf_model)):
             tensor.mul_(1.0 + 0.01 * (number + 1))
     weights = named_weights(hf_model)
-    stats = push_buckets(client, [weights[start::num_buckets] for start in range(num_buckets)], engine_shapes)
+    stats = push(client, weights, engine_shapes, bucket_bytes=bucket_bytes)
     new = oracle(SEQUENCE[:1], SEQUENCE[1:])
     assert max(abs(a - b) for a, b in zip(old, new, strict=True)) > 0.1
     assert client.score([SEQUENCE])[0] == pytest.approx(new, abs=1e-4)
@@ -31,12 +31,12 @@ def test_the_engine_computes_with_the_new_weights(client, hf_model, oracle, engi
     assert stats.bytes == sum(tensor.nbytes for _, tensor in weights)
 
 
-def test_tensors_of_several_dtypes_share_a_bucket(client, hf_model, oracle, engine_shapes, restored):
+def test_tensors_of_several_dtypes_arrive(client, hf_model, oracle, engine_shapes, restored):
     odd = hf_model.model.norm.weight
     with torch.no_grad():
         odd.copy_((odd * 1.5).bfloat16())
     weights = [(name, t.bfloat16() if t is odd or "norm" in name else t) for name, t in named_weights(hf_model)]
-    push_buckets(client, [weights], engine_shapes)
+    push(client, weights, engine_shapes)
     assert client.score([SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
 
 
@@ -49,7 +49,7 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_
         with torch.no_grad():
             for _, tensor in named_weights(hf_model):
                 tensor.mul_(0.9)
-        push_buckets(client, [named_weights(hf_model)], engine_shapes, tensor_parallel=2)
+        push(client, named_weights(hf_model), engine_shapes, tensor_parallel=2)
         assert client.score([SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
     finally:
         engine.stop()
@@ -58,6 +58,6 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_
 def test_nothing_stays_in_shared_memory(client, hf_model, engine_shapes):
     before = sorted(os.listdir("/dev/shm"))
     for _ in range(5):
-        push_buckets(client, [named_weights(hf_model)], engine_shapes)
+        push(client, named_weights(hf_model), engine_shapes)
     assert sorted(os.listdir("/dev/shm")) == before
     assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"

@@ -1,6 +1,7 @@
 """After a sync the real SGLang engine computes what the trainer computes, from the actor in any layout."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,12 @@ from megappo.placement.layout import Layout
 from megappo.rollout.client import EngineClient
 from megappo.rollout.engine import Engine
 from megappo.trainer.component import Component
-from megappo.trainer.loop import Trainer
-from megappo.weights.export import iter_hf_buckets
+from megappo.trainer.probe import check_log_probs
+from megappo.weights.buckets import views
+from megappo.weights.export import Export
 from megappo.weights.families import hf_shapes
-from megappo.weights.transport import push_buckets
+from megappo.weights.handles import HandleSender
+from megappo.weights.sync import Source, WeightSync
 
 TOLERANCE = 1e-4
 BUCKET_BYTES = 60_000  # several buckets
@@ -69,7 +72,6 @@ MIXTURE_LAYOUTS = FAMILY_LAYOUTS | {
     "tp2 pp2 ep2": Layout(FOUR, tensor=2, pipeline=2, expert=2),
 }
 Shapes = dict[str, tuple[int, ...]]
-Buckets = Iterator[list[tuple[str, torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Address:
     url: str
     api_key: str
     shapes: Shapes
+    tensor_parallel: int = 1
 
 
 @pytest.fixture
@@ -87,33 +90,43 @@ def address(engine: Engine, engine_shapes: Shapes, restored: None) -> Address:
 
 
 class Actor:
-    """An actor in some layout on its ranks; rank 0 owns the engine."""
+    """An actor in some layout on its ranks; rank 0 owns the engines."""
 
-    def __init__(self, address: Address, name: str, folder: Path, layout: Layout, sequence: bool = False):
-        self.address, self.folder, self.exchange = address, folder, Exchange(dist.group.WORLD)
+    def __init__(self, addresses: Sequence[Address], name: str, folder: Path, layout: Layout, sequence: bool = False):
+        self.addresses, self.folder, self.exchange = addresses, folder, Exchange(dist.group.WORLD)
         groups = build_groups({name: layout}, seed=0)[name]
         case = Case(layout, temperature=1.0, sequence=sequence)
         kind = "shared" if "shared" in name else "actor"
         self.engine = make_engine(folder, case, groups, kind) if groups.member else None
         self.component = Component("actor", layout, self.engine, self.exchange)
-        owner = self.exchange.rank == 0
-        self.client = EngineClient(address.url, address.api_key, timeout=60.0) if owner else None
+        own = addresses if self.exchange.rank == 0 else ()
+        self.clients = [EngineClient(address.url, address.api_key, timeout=60.0) for address in own]
 
-    def buckets(self) -> Buckets:
-        return iter_hf_buckets(self.engine.chunks, read_config(self.folder), self.engine.groups, BUCKET_BYTES)
-
-    def push(self, buckets: Buckets) -> None:
-        push_buckets(self.client, buckets, self.address.shapes)
+    def push(self, corrupt: Callable[[Export], Source] = lambda export: export) -> None:
+        """On the actor's ranks."""
+        export = Export(self.engine.chunks, read_config(self.folder), self.engine.groups)
+        WeightSync(
+            export.tensors,
+            corrupt(export),
+            [
+                HandleSender(client, address.tensor_parallel)
+                for client, address in zip(self.clients, self.addresses, strict=False)
+            ],
+            self.addresses[0].shapes,
+            bucket_bytes=BUCKET_BYTES,
+            barrier=lambda: None,
+            engines_keep=False,
+        )()
 
     def differences(self, expected: list[list[float]]) -> tuple[float, float]:
-        """Largest and mean distance of the engine's log-probs from the trainer's, which must be those expected."""
+        """Largest and mean distance of the engines' log-probs from the trainer's, which must be those expected."""
         batch = at_home(self.exchange, sequences_as_rows(), rows_per_prompt=1)
         rows = self.component.borrow(batch).forward(batch.rows, {"log_probs": "old_log_probs"})
         shared = self.exchange.share([row[row != 0] for row in rows.fields["old_log_probs"]])
         trainer = torch.cat([row for part in shared for row in part])
         torch.testing.assert_close(trainer, torch.tensor(sum(expected, [])), rtol=0, atol=TOLERANCE)
-        engine = self.exchange.share(self.client and self.client.score(SEQUENCES))[0]
-        distance = (torch.tensor(sum(engine, [])) - trainer).abs()
+        engines = self.exchange.share([sum(client.score(SEQUENCES), []) for client in self.clients])[0]
+        distance = (torch.tensor(engines) - trainer).abs()
         return float(distance.max()), float(distance.mean())
 
 
@@ -136,14 +149,18 @@ def perturbed(checkpoint: Path, folder: Path, seed: int) -> tuple[Path, list[lis
 
 
 def check_synced(
-    rank: int, world_size: int, address: Address, models: dict[str, tuple[Path, list]], layouts: dict[str, Layout]
+    rank: int,
+    world_size: int,
+    addresses: list[Address],
+    models: dict[str, tuple[Path, list]],
+    layouts: dict[str, Layout],
 ) -> None:
     for name, (folder, expected) in models.items():
-        actor = Actor(address, name, folder, layouts[name], sequence=layouts[name].tensor > 1)
+        actor = Actor(addresses, name, folder, layouts[name], sequence=layouts[name].tensor > 1)
         before, _ = actor.differences(expected)
         assert before > 0.1, f"{name}: the weights must be new to the engine"
         if actor.engine is not None:
-            actor.push(actor.buckets())
+            actor.push()
         after, _ = actor.differences(expected)
         assert after < TOLERANCE, f"{name}: the engine's log-probs are {after:.2g} off the trainer's"
 
@@ -152,11 +169,11 @@ def test_the_engine_agrees_with_the_trainer_and_hugging_face(
     address: Address, checkpoint: Path, tmp_path: Path
 ) -> None:
     models = {name: perturbed(checkpoint, tmp_path / name, seed) for seed, name in enumerate(LAYOUTS)}
-    run_ranks(4, check_synced, address, models, LAYOUTS)
+    run_ranks(4, check_synced, [address], models, LAYOUTS)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_engine_of_every_family_agrees(family: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_engines_of_every_family_agree(family: str, checkpoint: Path, tmp_path: Path) -> None:
     shape = {name: read_config(checkpoint)[name] for name in SHAPE}
     config = AutoConfig.for_model(family, **shape | {"tie_word_embeddings": False} | FAMILIES[family])
     source = tmp_path / "source"
@@ -164,34 +181,50 @@ def test_an_engine_of_every_family_agrees(family: str, checkpoint: Path, tmp_pat
     AutoModelForCausalLM.from_config(config).save_pretrained(source)
     layouts = MIXTURE_LAYOUTS if config.to_dict().get("num_experts_per_tok") else FAMILY_LAYOUTS
     models = {name: perturbed(source, tmp_path / name, seed) for seed, name in enumerate(layouts)}
-    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180)
-    engine = Engine(source, rollout, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
+    with ExitStack() as engines:
+        started = {size: start_engine(source, size, tmp_path, engines) for size in (1, 2)}
+        for engine in started.values():
+            engine.wait_ready()
+        shapes = hf_shapes(read_config(source))
+        addresses = [Address(engine.url, engine._api_key, shapes, size) for size, engine in started.items()]
+        run_ranks(4, check_synced, addresses, models, layouts)
+
+
+def start_engine(folder: Path, tensor_parallel: int, tmp_path: Path, engines: ExitStack) -> Engine:
+    rollout = Rollout(
+        tensor_parallel=tensor_parallel, max_running_requests=64, max_total_tokens=2048, start_timeout_seconds=250
+    )
+    log_path = tmp_path / f"engine_{tensor_parallel}.log"
+    engine = Engine(folder, rollout, "fp32", index=0, gpu_ids=[], log_path=log_path, seed=0)
     engine.start()
-    try:
-        engine.wait_ready()
-        address = Address(engine.url, engine._api_key, hf_shapes(read_config(source)))
-        run_ranks(4, check_synced, address, models, layouts)
-    finally:
-        engine.stop()
+    engines.callback(engine.stop)
+    return engine
 
 
 def check_probed(rank: int, world_size: int, address: Address, folder: Path, expected: list, config: Config) -> None:
-    actor = Actor(address, "actor", folder, LAYOUTS["tp2"])
-    trainer = Trainer(config, None)
-    actor.push(actor.buckets())
-    trainer._check_probe({"rollout/log_prob_diff/mean": actor.differences(expected)[1]})
-    actor.push(corrupted(actor.buckets()))
+    actor = Actor([address], "actor", folder, LAYOUTS["tp2"])
+    actor.push()
+    check_log_probs("the probe", actor.differences(expected)[1], config)
+    actor.push(Corrupted)
     with pytest.raises(RuntimeError, match="the engine does not run the actor's weights"):
-        trainer._check_probe({"rollout/log_prob_diff/mean": actor.differences(expected)[1]})
+        check_log_probs("the probe", actor.differences(expected)[1], config)
 
 
-def corrupted(buckets: Buckets) -> Buckets:
+class Corrupted:
     """A hundredth of one matrix is wrong on the way."""
-    for bucket in buckets:
-        for name, tensor in bucket:
+
+    def __init__(self, export: Export):
+        self.export = export
+
+    def takes_part(self, needs: bool) -> bool:
+        return self.export.takes_part(needs)
+
+    def gather(self, bucket: list, flat: torch.Tensor | None = None) -> torch.Tensor:
+        flat = self.export.gather(bucket, flat)
+        for name, tensor in views(bucket, flat):
             if name == "model.layers.1.mlp.down_proj.weight":
                 tensor.view(-1)[::100] += 1.0
-        yield bucket
+        return flat
 
 
 def test_the_probe_sees_a_wrong_value(address: Address, checkpoint: Path, tmp_path: Path) -> None:
@@ -203,18 +236,16 @@ def test_the_probe_sees_a_wrong_value(address: Address, checkpoint: Path, tmp_pa
 
 OTHERS = {
     "no tensor lm_head.weight": {"tie_word_embeddings": False},
-    r"tensors were not sent: model.layers.1.input_layernorm": {"num_hidden_layers": 1, "layer_types": None},
+    r"tensors are not the model's: model.layers.1.input_layernorm": {"num_hidden_layers": 1, "layer_types": None},
     r"mlp.gate_proj.weight has shape \(96, 64\), but the engine's is \(128, 64\)": {"intermediate_size": 96},
 }
 
 
 def check_refused(rank: int, world_size: int, address: Address, folders: dict[str, Path]) -> None:
     for message, folder in folders.items():
-        actor = Actor(address, folder.name, folder, LAYOUTS["tp2"])
+        actor = Actor([address], folder.name, folder, LAYOUTS["tp2"])
         with pytest.raises(ValueError, match=message):
-            actor.push(actor.buckets())
-        if actor.client:
-            actor.client.end_weight_update()  # the refused one, or no other could begin
+            actor.push()
 
 
 def test_an_actor_of_another_shape_is_refused_on_every_rank(address: Address, checkpoint: Path, tmp_path: Path) -> None:

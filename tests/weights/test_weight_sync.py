@@ -1,0 +1,128 @@
+"""Which weights an engine may be sent, and when; that it computes with them is tested with real engines in
+tests/rollout/test_weight_update.py and test_sync.py."""
+
+import pytest
+import torch
+from weight_sources import Given, specs
+
+from megappo.weights.buckets import Bucket, views
+from megappo.weights.handover import HandOver
+from megappo.weights.sync import WeightSync
+
+WEIGHTS = {
+    "model.embed_tokens.weight": torch.arange(32.0).view(8, 4),
+    "model.norm.weight": torch.ones(4, dtype=torch.bfloat16),
+    "lm_head.weight": torch.arange(32.0, 64.0).view(8, 4),
+}
+SHAPES = {name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}
+
+
+class Recorder(HandOver):
+    """Keeps what it is handed, as an engine would: its values at the time."""
+
+    def __init__(self) -> None:
+        self.buckets: list[dict[str, torch.Tensor]] = []
+        self.calls: list[str] = []
+
+    def open(self) -> None:
+        self.calls.append("open")
+
+    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        self.calls.append("send")
+        self.buckets.append({name: tensor.clone() for name, tensor in views(bucket, flat)})
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+
+def make(weights: dict[str, torch.Tensor], recorder: Recorder, bucket_bytes: int = 200, **options) -> WeightSync:
+    items = list(weights.items())
+    options = {"barrier": lambda: recorder.calls.append("barrier"), "engines_keep": False} | options
+    return WeightSync(specs(items), Given(items), [recorder], SHAPES, bucket_bytes=bucket_bytes, **options)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "sizes"), [(1, [1, 1, 1]), (10**6, [1, 1, 1]), (140, [1, 1, 1])])
+def test_every_tensor_arrives_once_in_buckets_of_one_dtype(bucket_bytes, sizes):
+    recorder = Recorder()
+    stats = make(WEIGHTS, recorder, bucket_bytes)()
+    assert [len(bucket) for bucket in recorder.buckets] == sizes
+    received = {name: tensor for bucket in recorder.buckets for name, tensor in bucket.items()}
+    assert received.keys() == WEIGHTS.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in WEIGHTS.items())
+    assert stats.bytes == 4 * 32 + 2 * 4 + 4 * 32
+    assert recorder.calls == ["open", *["send"] * len(sizes), "close", "barrier", "settle"]
+
+
+def test_tensors_of_one_dtype_share_buckets_up_to_the_limit():
+    weights = {f"{number}": torch.full((10,), float(number)) for number in range(7)}
+    items, recorder = list(weights.items()), Recorder()
+    shapes = dict.fromkeys(weights, (10,))
+    WeightSync(
+        *(specs(items), Given(items), [recorder], shapes), bucket_bytes=120, barrier=lambda: None, engines_keep=False
+    )()
+    assert [list(bucket) for bucket in recorder.buckets] == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"model.extra.weight": torch.zeros(1)}, "no tensor model.extra.weight"),
+        (
+            lambda w: {n: t for n, t in w.items() if "norm" not in n},
+            "1 of the engine's 3 tensors are not the model's: model.norm.weight",
+        ),
+        (
+            lambda w: w | {"model.norm.weight": torch.zeros(5)},
+            r"model.norm.weight has shape \(5,\), but the engine's is \(4,\)",
+        ),
+    ],
+)
+def test_another_model_is_refused_by_name_before_anything_is_sent(change, message):
+    recorder = Recorder()
+    with pytest.raises(ValueError, match=message):
+        make(change(WEIGHTS), recorder)
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_value_that_is_no_number_is_refused_by_name(name, value):
+    weights = {key: tensor.clone() for key, tensor in WEIGHTS.items()}
+    weights[name].view(-1)[2] = value
+    with pytest.raises(ValueError, match=f"{name} holds values that are not finite"):
+        make(weights, Recorder(), 10**6)()
+
+
+def test_large_values_are_numbers():
+    weights = WEIGHTS | {"lm_head.weight": torch.full((8, 4), 3e38)}
+    recorder = Recorder()
+    make(weights, recorder)()
+    assert torch.equal(recorder.buckets[-1]["lm_head.weight"], weights["lm_head.weight"])
+
+
+def test_what_has_not_changed_is_not_sent_again_to_engines_that_keep_it():
+    recorder = Recorder()
+    sync = make(WEIGHTS, recorder, engines_keep=True)
+    assert sync(changed=False).bytes > 0, "the first time it is new to the engine"
+    assert sync(changed=False).bytes == 0
+    assert sync(changed=True).bytes == sum(tensor.nbytes for tensor in WEIGHTS.values())
+
+
+def test_engines_that_lose_their_weights_get_all_of_them():
+    sync = make(WEIGHTS, Recorder())
+    sync()
+    assert sync(changed=False).bytes == sum(tensor.nbytes for tensor in WEIGHTS.values())
+
+
+def test_a_failed_hand_over_fails_the_sync():
+    class Broken(Recorder):
+        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+            raise ConnectionError("the engine is gone")
+
+    recorder = Broken()
+    with pytest.raises(ConnectionError, match="the engine is gone"):
+        make(WEIGHTS, recorder)()
+    assert recorder.calls == ["open"], "an update that failed must not be closed as if it were whole"

@@ -1,0 +1,123 @@
+"""Time weight syncs into a real SGLang engine against a plain copy of the same bytes in memory, in one run.
+
+    python tools/bench/sync.py --megabytes 500
+    python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --tensor 2
+
+Prints medians, and how much of the copy's rate a sync reaches; the engine shares the machine's cores with the ranks.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from megappo import platform
+
+platform.install()
+platform.define_torchvision_operators()
+
+from conversion.world import World  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from megappo.config.schema import Rollout  # noqa: E402
+from megappo.rollout.engine import Engine  # noqa: E402
+from megappo.weights.critic import read_hf_config  # noqa: E402
+from megappo.weights.export import Export  # noqa: E402
+from megappo.weights.families import hf_shapes  # noqa: E402
+from megappo.weights.handles import HandleSender  # noqa: E402
+from megappo.weights.load import load_hf  # noqa: E402
+from megappo.weights.sync import WeightSync  # noqa: E402
+
+HIDDEN, FFN, VOCABULARY = 1024, 4096, 16384
+
+
+def write_model(folder: Path, megabytes: int) -> None:
+    """A random fp32 Llama of about this size, a quarter of the layers' size in its embeddings."""
+    per_layer = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * FFN)
+    layers = max(1, round((megabytes * 2**20 - 8 * VOCABULARY * HIDDEN) / per_layer))
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, repeats: int) -> None:
+    """Print a line of figures."""
+    hf_config = read_hf_config(folder)
+    chunks = world.build(hf_config, "fp32", "policy")
+    load_hf(chunks, folder, hf_config, world.groups)
+    client = engine.wait_ready() if engine is not None else None
+    export = Export(chunks, hf_config, world.groups)
+    sync = WeightSync(
+        export.tensors,
+        export,
+        [HandleSender(client, 1)] if client is not None else [],
+        hf_shapes(hf_config),
+        bucket_bytes=bucket_bytes,
+        barrier=lambda: world.exchange.share(None),
+        engines_keep=False,
+    )
+    size = sum(tensor.nbytes for tensor in export.tensors)
+    source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+    syncs, copies = [], []
+    for _ in range(repeats + 1):
+        world.exchange.share(None)
+        syncs.append(sync().seconds)
+        copies.append(seconds(lambda: target.copy_(source)) if world.rank == 0 else 0.0)
+    sync_seconds, copy_seconds = (statistics.median(times[1:]) for times in (syncs, copies))
+    world.say(
+        f"{size / 2**20:.0f} MiB  sync {1000 * sync_seconds:.0f} ms ({size / 2**30 / sync_seconds:.2f} GiB/s)  "
+        f"copy {1000 * copy_seconds:.0f} ms  {copy_seconds / sync_seconds:.0%} of the copy's rate"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=500, help="size of the model (default 500)")
+    parser.add_argument("--bucket-megabytes", type=int, default=64, help="rollout.sync.bucket_bytes (default 64)")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of the actor (default 1)")
+    parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages of the actor (default 1)")
+    parser.add_argument("--repeats", type=int, default=9, help="syncs timed (default 9)")
+    args = parser.parse_args()
+    world = World(args.tensor, args.pipeline)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(world.exchange.share(temporary)[0]) / "model"
+        engine = None
+        if world.rank == 0:
+            write_model(folder, args.megabytes)
+            rollout = Rollout(max_total_tokens=1024, max_running_requests=4)
+            engine = Engine(folder, rollout, "fp32", index=0, gpu_ids=[], log_path=folder / "engine.log", seed=0)
+            engine.start()
+        world.exchange.share(None)
+        try:
+            bench(world, folder, engine, args.bucket_megabytes * 2**20, args.repeats)
+        finally:
+            if engine is not None:
+                engine.stop()
+            world.exchange.share(None)
+
+
+if __name__ == "__main__":
+    main()
