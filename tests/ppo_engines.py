@@ -54,6 +54,7 @@ class Case:
             pipeline_split=self.split,
             expert=self.layout.expert,
             expert_tensor=self.layout.expert_tensor,
+            context=self.layout.context,
             sequence=self.sequence,
         )
 

@@ -109,6 +109,22 @@ def test_chunks_of_stages_are_shown(run_folder):
     assert "    stage 0 (layers 0,4-5)  [dp0: 0] [dp1: 1]\n    stage 1 (layers 1-3,6)  [dp0: 2]" in done.stdout
 
 
+def test_shared_out_rows_are_shown(run_folder):
+    done = plan(run_folder, "run.yaml", "actor.parallel={tensor: 1, context: 2}", "critic.parallel.context=2")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for expected in (
+        "actor: data 2 x context 2 x tensor 1 x pipeline 1",
+        "[dp0: 0-1] [dp1: 2-3]",
+        "critic: data 1 x context 2 x tensor 1 x pipeline 2",
+        "stage 1 [dp0: 2-3]",
+        "0 dp0 cp0 tp0 pp0 dp0 cp0 tp0 pp0 dp0 cp0 tp0 pp0 e0 owner",
+        "3 dp1 cp1 tp0 pp0 dp0 cp1 tp0 pp1 dp1 cp1 tp0 pp0 -",
+        "per shard, about 12 48 24",
+    ):
+        assert expected in lines
+
+
 def test_experts_over_ranks_are_shown(run_folder):
     experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2}
     config = HF_CONFIG | experts | {"moe_intermediate_size": 64}

@@ -42,11 +42,12 @@ class Model(Section):
 
 class Parallel(Section):
     tensor: Positive = Field(1, description="tensor-parallel ranks per model replica")
+    context: Positive = Field(1, description="context-parallel ranks: they share out the tokens of each sequence, each holding 1/context of a micro-batch")
     pipeline: Positive = Field(1, description="pipeline stages per model replica")
     virtual_pipeline: Positive = Field(1, description="model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
     pipeline_split: tuple[Positive, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = as many on each")
-    expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x data ranks of a stage")
-    expert_tensor: Positive = Field(1, description="ranks that cut the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x data")
+    expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x context x data ranks of a stage")
+    expert_tensor: Positive = Field(1, description="ranks that cut the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
     sequence: bool = Field(False, description="sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
 
     @property
@@ -73,7 +74,7 @@ class Trained(Section):
     parallel: Parallel = Field(Parallel(), description="layout of this component over its placement's ranks")
     optim: Optim = Field(Optim(), description="optimizer")
     recompute: Literal["none", "selective", "full"] = Field("none", description="activation recomputation in the backward pass")
-    max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most")
+    max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")
     ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
     loss_agg_mode: Aggregation | None = Field(None, description="how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of gspo, sapo, gmpo")

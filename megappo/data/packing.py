@@ -3,22 +3,28 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from megappo.data.batch import Rows
+from megappo.data.zigzag import granularity, held_positions
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Rows laid end to end, as Megatron's "thd" format takes them.
+    """Rows laid end to end, as Megatron's "thd" format takes them, or one context-parallel rank's share of them.
 
     Attributes:
         rows: the rows packed here, b of them.
-        input_ids: [1, T] int64, each row's prompt and response, then padding up to a multiple.
+        input_ids: [1, T] int64, the tokens held here of each row's prompt and response and of the padding.
         position_ids: [1, T] int64, counting from 0 in every row.
-        cu_seqlens: [b + 1] int32 row boundaries (one more where there is padding: it counts as a row of its own).
+        cu_seqlens: [b + 1] int32 boundaries of the whole rows (one more where there is padding at the end: it counts as
+            a row of its own). With context parallelism rows are padded, and the padding counts as theirs.
         max_seqlen: length of the longest of these.
-        predictors: [N] int64 into T: the position that predicts response token i, rows in order (N = response tokens).
-        last_tokens: [b] int64 into T: each row's last token.
+        predictors: [N] int64 into T: the positions held here that predict a response token, rows in order.
+        targets: [N] int64: the response tokens that these predict.
+        predicted: [b, R] bool: which of all response tokens these are.
+        last_tokens: [n] int64 into T: the rows' last tokens, as far as they are held here.
+        ended: [b] bool: whose these are.
     """
 
     rows: Rows
@@ -27,40 +33,54 @@ class Packed:
     cu_seqlens: torch.Tensor
     max_seqlen: int
     predictors: torch.Tensor
+    targets: torch.Tensor
+    predicted: torch.Tensor
     last_tokens: torch.Tensor
-
-    @property
-    def targets(self) -> torch.Tensor:
-        """[N] int64: the response tokens, in the order of `predictors`."""
-        return self.input_ids[0, self.predictors + 1]
+    ended: torch.Tensor
 
     def responses(self, flat: torch.Tensor) -> torch.Tensor:
-        """[N] values at `predictors` as [b, R], 0 on padding; differentiable."""
-        lengths = self.rows.response_lengths.to(flat.device)
-        width = self.rows.max_response_length
-        valid = torch.arange(width, device=flat.device) < lengths[:, None]
-        return flat.new_zeros(valid.shape).masked_scatter(valid, flat)
+        """[N] values at `predictors` as [b, R], 0 on padding and at tokens predicted elsewhere; differentiable."""
+        return flat.new_zeros(self.predicted.shape).masked_scatter(self.predicted, flat)
+
+    def ends(self, flat: torch.Tensor) -> torch.Tensor:
+        """[n] values at `last_tokens` as [b], 0 for rows whose last token is elsewhere; differentiable."""
+        return flat.new_zeros(self.ended.shape).masked_scatter(self.ended, flat)
 
 
-def pack(rows: Rows, multiple: int, device: torch.device) -> Packed:
-    """Pack rows, padding the end of the pack to `multiple` tokens (sequence parallelism needs it divisible)."""
-    lengths = [len(tokens) for tokens in rows.input_ids]
-    padding = -sum(lengths) % multiple
-    sequences = [*rows.input_ids, *([torch.zeros(padding, dtype=torch.int64)] if padding else [])]
-    lengths += [padding] if padding else []
+def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, context_rank: int = 0) -> Packed:
+    """Pack rows, or a rank's share of them.
+
+    Args:
+        multiple: pads the end of the pack so that each rank holds a multiple of it (sequence parallelism needs that).
+        context: ranks that share out the tokens of each row; above 1 every row is padded to divide among them.
+        context_rank: whose share this is.
+    """
+    sequences = _padded(rows.input_ids, granularity(context), multiple)
+    lengths = [len(tokens) for tokens in sequences]
     starts = torch.tensor([0, *lengths]).cumsum(0)
-    predictors = [
-        torch.arange(response) + start + prompt - 1
-        for start, prompt, response in zip(
-            starts.tolist(), rows.prompt_lengths.tolist(), rows.response_lengths.tolist(), strict=False
-        )
-    ]
+    tokens = torch.cat(sequences)
+    first = starts[: len(rows)] + rows.prompt_lengths  # of each response
+    valid = torch.arange(rows.max_response_length) < rows.response_lengths[:, None]
+    responses = (first[:, None] + torch.arange(rows.max_response_length))[valid]
+    held = held_positions(starts, context, context_rank)
+    place = torch.full((len(tokens),), -1).index_copy(0, held, torch.arange(len(held)))
+    predictors, last_tokens = place[responses - 1], place[first + rows.response_lengths - 1]
     return Packed(
         rows=rows,
-        input_ids=torch.cat(sequences)[None].to(device),
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+        input_ids=tokens[held][None].to(device),
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[held][None].to(device),
         cu_seqlens=starts.to(torch.int32).to(device),
         max_seqlen=max(lengths),
-        predictors=torch.cat(predictors).to(device),
-        last_tokens=(starts[1 : len(rows) + 1] - 1).to(device),
+        predictors=predictors[predictors >= 0].to(device),
+        targets=tokens[responses[predictors >= 0]].to(device),
+        predicted=torch.zeros_like(valid).masked_scatter(valid, predictors >= 0).to(device),
+        last_tokens=last_tokens[last_tokens >= 0].to(device),
+        ended=(last_tokens >= 0).to(device),
     )
+
+
+def _padded(sequences: list[torch.Tensor], unit: int, multiple: int) -> list[torch.Tensor]:
+    """Each filled up to a multiple of `unit`, and one more that fills all up to a multiple of unit x multiple."""
+    filled = [F.pad(tokens, (0, -len(tokens) % unit)) for tokens in sequences]
+    padding = -sum(map(len, filled)) % (unit * multiple)
+    return [*filled, torch.zeros(padding, dtype=torch.int64)] if padding else filled

@@ -25,12 +25,13 @@ from megappo.data.balance import micro_batches
 from megappo.data.batch import Rows
 from megappo.data.packing import Packed, pack
 from megappo.models.build import ModelChunks
+from megappo.models.context_parallel import sum_of_shares
 from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
 """Per response token, each [b, R] float32, 0 on padding; or per row, [b] float32."""
 Head = Callable[[torch.Tensor, Packed], Outputs]
-"""Last stage: the model's output [1, T, ...] -> Outputs."""
+"""Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
 LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Outputs and their rows -> loss and metrics, both partial sums of the mini-batch's: they add up over micro-batches
 and data-parallel shards to what one pass over the whole mini-batch would give."""
@@ -61,7 +62,8 @@ class MegatronEngine:
     def is_output(self) -> bool:
         """Whether this rank reports the results of its data-parallel shard."""
         collection = self.groups.collection
-        return collection.tp.rank() == 0 and collection.pp.rank() == collection.pp.size() - 1
+        first = collection.tp.rank() == collection.cp.rank() == 0
+        return first and collection.pp.rank() == collection.pp.size() - 1
 
     @torch.no_grad()
     def forward(self, rows: Rows) -> Outputs:
@@ -77,7 +79,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def logits(self, packed: Packed) -> torch.Tensor:
-        """The model's output for one micro-batch, [T, V/tp], at once and without a gradient.
+        """The model's output for the tokens of a micro-batch that are held here, [T, V/tp], without a gradient.
 
         A policy's head may call it of a reference: both then live on the same ranks in the same layout, which also
         packed the micro-batch, so all ranks of this component are in that head together.
@@ -108,7 +110,12 @@ class MegatronEngine:
 
     def _collect(self, packed: Packed, output: torch.Tensor, non_loss_data: bool) -> Outputs:
         """What the schedule calls, with non_loss_data=True, and collects."""
-        return self.head(output, packed)
+        return self._read(self.head, output, packed)
+
+    def _read(self, head: Head, output: torch.Tensor, packed: Packed) -> Outputs:
+        """A head's outputs for all tokens of the micro-batch, the same on every context-parallel rank."""
+        context = self.groups.collection.cp
+        return {name: sum_of_shares(share, context) for name, share in head(output, packed).items()}
 
     def _run(
         self,
@@ -158,8 +165,10 @@ class MegatronEngine:
         multiple = self.groups.layout.tensor if self.config.sequence_parallel else 1
         shortest = [min(range(len(rows)), key=lambda row: len(rows.input_ids[row]))] if num_idle else []
         calls = [on_last_stage] * len(bins) + [on_idle] * num_idle
+        context = self.groups.collection.cp
+        share = {"context": context.size(), "context_rank": context.rank()}
         for rows_of_bin, call in zip([*bins, *[shortest] * num_idle], calls, strict=True):
-            packed = pack(rows.select(rows_of_bin), multiple, platform.device())
+            packed = pack(rows.select(rows_of_bin), multiple, platform.device(), **share)
             yield packed, partial(call, packed)
 
     def _forward_step(self, packs: Iterator[tuple[Packed, Callable]], model: torch.nn.Module) -> tuple:
@@ -274,7 +283,7 @@ class TrainedEngine(MegatronEngine):
         return self.groups.as_world()
 
     def _loss(self, loss_fn: LossFn, packed: Packed, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        loss, metrics = loss_fn(self.loss_head(output, packed), packed.rows)
+        loss, metrics = loss_fn(self._read(self.loss_head, output, packed), packed.rows)
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
         return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
 

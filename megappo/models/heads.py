@@ -54,7 +54,7 @@ def value_head(*, bootstrap: bool = False) -> Head:
     def head(output: torch.Tensor, packed: Packed) -> Outputs:
         values = output[0, :, 0].float()
         outputs = {"values": packed.responses(values[packed.predictors])}
-        return outputs | ({"bootstrap_values": values[packed.last_tokens]} if bootstrap else {})
+        return outputs | ({"bootstrap_values": packed.ends(values[packed.last_tokens])} if bootstrap else {})
 
     return head
 

@@ -53,6 +53,7 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
+        context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         pipeline_model_parallel_layout=_pipeline_layout(parallel),
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,

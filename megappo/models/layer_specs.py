@@ -9,11 +9,14 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from megappo import platform
 from megappo.config.errors import ConfigError
+from megappo.data.zigzag import chunk_numbers
+from megappo.models.context_parallel import whole_pack
 
 
 def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> ModuleSpec | TransformerBlockSubmodules:
@@ -70,11 +73,19 @@ class PackedAttention(torch.nn.Module):
     """Causal self-attention within each sequence of a packed batch, without a mask over the whole pack.
 
     Sequences of equal length attend in one call. That costs time and memory as the sum of squared lengths; a dense mask
-    would cost the square of the sum.
+    would cost the square of the sum. With context parallelism the queries are this rank's, and every rank gathers all
+    keys and values.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused: Any):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ):
         super().__init__()
+        self.context = pg_collection.cp
         self.scale = softmax_scale or config.kv_channels**-0.5
 
     def forward(
@@ -90,11 +101,11 @@ class PackedAttention(torch.nn.Module):
         """Attend.
 
         Args:
-            query: [T, heads, D], all sequences one after the other.
+            query: [T, heads, D], the tokens held here of all sequences, one after the other.
             key: [T, groups, D], groups divides heads (grouped-query attention).
             value: as key.
             attention_mask: None: each sequence is causal.
-            packed_seq_params: cu_seqlens_q, int32 [sequences + 1], are the boundaries of the sequences.
+            packed_seq_params: cu_seqlens_q, int32 [sequences + 1], are the boundaries of the whole sequences.
         Returns:
             [T, heads * D].
         Raises:
@@ -104,17 +115,34 @@ class PackedAttention(torch.nn.Module):
             raise ValueError(
                 "the torch layer spec takes packed batches only: pass PackedSeqParams(qkv_format='thd', ...)"
             )
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        key, value = (whole_pack(tensor, cu_seqlens, self.context) for tensor in (key, value))
         parts, places = [], []
-        for place in _by_length(packed_seq_params.cu_seqlens_q):
-            parts.append(self._attend(*(tensor[place] for tensor in (query, key, value))).flatten(0, 1))
+        for place, whole in zip(_by_length(cu_seqlens // self.context.size()), _by_length(cu_seqlens), strict=True):
+            parts.append(self._attend(query[place], key[whole], value[whole]).flatten(0, 1))
             places.append(place.flatten())
         return torch.cat(parts)[torch.cat(places).argsort()].flatten(1)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Sequences of one length: query [sequences, length, heads, D], key and value with groups for heads."""
-        by_head = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        output = F.scaled_dot_product_attention(*by_head, is_causal=True, scale=self.scale, enable_gqa=True)
-        return output.transpose(1, 2)
+        """Sequences of one length: query [sequences, length held here, heads, D], key and value [sequences, length,
+        groups, D]."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        numbers = chunk_numbers(self.context.size(), self.context.rank())
+        chunks = query.chunk(len(numbers), dim=2)
+        ends = [(number + 1) * chunk.shape[2] for number, chunk in zip(numbers, chunks, strict=True)]
+        parts = [
+            self._attend_chunk(chunk, key[:, :, :end], value[:, :, :end])
+            for chunk, end in zip(chunks, ends, strict=True)
+        ]
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+    def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Queries [sequences, heads, chunk, D] of the last tokens of [sequences, groups, end, D]."""
+        before = key.shape[2] - query.shape[2]
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(before) if before else None
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
 
 
 def _by_length(cu_seqlens: torch.Tensor) -> list[torch.Tensor]:

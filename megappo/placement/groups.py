@@ -32,9 +32,9 @@ DIMENSIONS = {
     "dp_cp": "dp-cp",
     "intra_dp_cp": "dp-cp",
     "tp_dp_cp": "tp-dp-cp",
-    "intra_dist_opt": "tp-dp-pp",
+    "intra_dist_opt": "tp-cp-dp-pp",
 }
-# The same for experts, which have a tensor and a data parallelism of their own.
+# The same for experts, which have a tensor and a data parallelism of their own, and no context parallelism.
 EXPERT_DIMENSIONS = {
     "ep": "ep",
     "expt_tp": "tp",
@@ -209,8 +209,10 @@ def _component_groups(
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every group of a component: its field in the collection and its global ranks."""
     order = "tp-cp-ep-dp-pp"
-    generator = RankGenerator(tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=1, order=order)
-    replicas = layout.tensor * layout.data // (layout.expert * layout.expert_tensor)
+    generator = RankGenerator(
+        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order=order
+    )
+    replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
     of_experts = RankGenerator(
         tp=layout.expert_tensor, ep=layout.expert, dp=replicas, pp=layout.pipeline, cp=1, order=order
     )

@@ -1,20 +1,21 @@
-"""How one component's ranks are arranged: the arithmetic of tensor, data and pipeline parallelism, without torch."""
+"""How one component's ranks are arranged: the arithmetic of its kinds of parallelism, without torch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in a component: data-parallel shard, rank in the tensor-parallel group, pipeline stage."""
+    """A rank's place in a component: data-parallel shard, ranks in the context- and tensor-parallel groups, stage."""
 
     data: int
+    context: int
     tensor: int
     stage: int
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A component's global ranks in Megatron's order: tensor fastest, then data, pipeline slowest.
+    """A component's global ranks in Megatron's order: tensor fastest, then context, then data, pipeline slowest.
 
     Each expert of a layer is cut over a run of `expert_tensor` ranks of a stage, and the experts are shared out over
     `expert` such runs that follow each other. They may reach over tensor-parallel groups and data-parallel shards.
@@ -22,8 +23,8 @@ class Layout:
     With `virtual_pipeline` each stage holds that many chunks of the model: its layers go over the stages several times.
 
     Raises:
-        ValueError: there are no ranks, one is there twice, or they do not divide into tensor x pipeline, or a stage's
-            into runs of `expert` x `expert_tensor`.
+        ValueError: there are no ranks, one is there twice, or they do not divide into tensor x context x pipeline, or
+            a stage's into runs of `expert` x `expert_tensor`.
     Source: Megatron-core's default rank order "tp-cp-ep-dp-pp", and the same with other sizes for experts.
     """
 
@@ -33,25 +34,27 @@ class Layout:
     expert: int = 1
     expert_tensor: int = 1
     virtual_pipeline: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         if len(set(self.ranks)) < len(self.ranks):
             raise ValueError(f"a rank is there twice in {self.ranks}")
-        if not self.ranks or len(self.ranks) % (self.tensor * self.pipeline):
+        if not self.ranks or len(self.ranks) % (self.tensor * self.context * self.pipeline):
             raise ValueError(
                 f"{len(self.ranks)} ranks do not divide into replicas of "
-                f"tensor {self.tensor} x pipeline {self.pipeline}"
+                f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline}"
             )
-        if self.tensor * self.data % (self.expert * self.expert_tensor):
+        stage = self.tensor * self.context * self.data
+        if stage % (self.expert * self.expert_tensor):
             raise ValueError(
-                f"the {self.tensor * self.data} ranks of a stage (tensor {self.tensor} x data {self.data}) do not "
-                f"divide by expert {self.expert} x expert_tensor {self.expert_tensor}"
+                f"the {stage} ranks of a stage (tensor {self.tensor} x context {self.context} x data {self.data}) do "
+                f"not divide by expert {self.expert} x expert_tensor {self.expert_tensor}"
             )
 
     @property
     def data(self) -> int:
         """Number of data-parallel shards."""
-        return len(self.ranks) // (self.tensor * self.pipeline)
+        return len(self.ranks) // (self.tensor * self.context * self.pipeline)
 
     @property
     def micro_batch_group(self) -> int:
@@ -63,13 +66,15 @@ class Layout:
         if rank not in self.ranks:
             return None
         rest, tensor = divmod(self.ranks.index(rank), self.tensor)
+        rest, context = divmod(rest, self.context)
         stage, data = divmod(rest, self.data)
-        return Coordinates(data=data, tensor=tensor, stage=stage)
+        return Coordinates(data=data, context=context, tensor=tensor, stage=stage)
 
     def block(self, stage: int, shard: int) -> tuple[int, ...]:
-        """Global ranks of one pipeline stage of one data-parallel shard: its tensor-parallel group."""
-        start = (stage * self.data + shard) * self.tensor
-        return self.ranks[start : start + self.tensor]
+        """Global ranks of one pipeline stage of one data-parallel shard: its tensor-parallel groups."""
+        size = self.tensor * self.context
+        start = (stage * self.data + shard) * size
+        return self.ranks[start : start + size]
 
     def shard_of(self, rank: int) -> int | None:
         """Data-parallel shard a global rank works for; None when the component is not on it."""
@@ -77,9 +82,9 @@ class Layout:
         return None if coordinates is None else coordinates.data
 
     def shard_ranks(self, shard: int) -> tuple[int, ...]:
-        """Global ranks that hold the rows of one data-parallel shard: all its tensor and pipeline ranks."""
+        """Global ranks that hold the rows of one data-parallel shard: all but its data-parallel peers."""
         return tuple(rank for stage in range(self.pipeline) for rank in self.block(stage, shard))
 
     def output_rank(self, shard: int) -> int:
-        """Global rank that reports a shard's results: tensor rank 0 of the last pipeline stage."""
+        """Global rank that reports a shard's results: tensor and context rank 0 of the last pipeline stage."""
         return self.block(self.pipeline - 1, shard)[0]

@@ -18,7 +18,7 @@ def placement_picture(layouts: dict[str, Layout], splits: Mapping[str, Sequence[
 
 
 def rank_table(layouts: dict[str, Layout], world_size: int) -> str:
-    """A line per rank: its data, tensor and pipeline coordinates in each component, and its engine."""
+    """A line per rank: its coordinates in each component, and its engine."""
     rows = [["rank", *(name if name != "rollout" else "engine" for name in layouts)]]
     rows += [[str(rank), *(_cell(name, layouts[name], rank) for name in layouts)] for rank in range(world_size)]
     return aligned(rows)
@@ -41,7 +41,8 @@ def _cell(name: str, layout: Layout, rank: int) -> str:
         return "-"
     if name == "rollout":
         return f"e{place.data}" + " owner" * (place.tensor == 0)
-    return f"dp{place.data} tp{place.tensor} pp{place.stage}"
+    context = f" cp{place.context}" if layout.context > 1 else ""
+    return f"dp{place.data}{context} tp{place.tensor} pp{place.stage}"
 
 
 def _component(name: str, layout: Layout, split: Sequence[int] | None) -> Iterator[str]:
@@ -51,7 +52,8 @@ def _component(name: str, layout: Layout, split: Sequence[int] | None) -> Iterat
         experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
         experts += f", each cut over {layout.expert_tensor}" if layout.expert_tensor > 1 else ""
         chunks = f", {layout.virtual_pipeline} chunks on each stage" if layout.virtual_pipeline > 1 else ""
-        yield f"  {name}: data {layout.data} x tensor {layout.tensor} x pipeline {layout.pipeline}{chunks}{experts}"
+        data = f"data {layout.data}" + (f" x context {layout.context}" if layout.context > 1 else "")
+        yield f"  {name}: {data} x tensor {layout.tensor} x pipeline {layout.pipeline}{chunks}{experts}"
     for stage in range(layout.pipeline):
         layers = f" (layers {_layers(split, stage, layout.pipeline)})" if split else ""
         head = f"stage {stage}{layers}  " if layout.pipeline > 1 else ""

@@ -137,9 +137,10 @@ def _parallel(config: Config, name: str) -> tuple[str, Parallel]:
 
 
 def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
-    size = parallel.tensor * parallel.pipeline
+    size = parallel.tensor * parallel.context * parallel.pipeline
     if len(ranks) % size:
-        product = f"{key}'s tensor {parallel.tensor} x pipeline {parallel.pipeline} = {size}"
+        context = f" x context {parallel.context}" if parallel.context > 1 else ""
+        product = f"{key}'s tensor {parallel.tensor}{context} x pipeline {parallel.pipeline} = {size}"
         product = f"{key} {size}" if key == "rollout.tensor_parallel" else product
         raise ValueError(
             f"the {len(ranks)} ranks {format_ranks(ranks)} do not divide by {product}: "
@@ -149,8 +150,9 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
     experts = parallel.expert * parallel.expert_tensor
     if stage % experts:
         raise ValueError(
-            f"the {stage} ranks of each of {key}'s stages (tensor x data) do not divide by expert {parallel.expert} x "
-            f"expert_tensor {parallel.expert_tensor} = {experts}: make it {nearest_divisors(stage, experts)}"
+            f"the {stage} ranks of each of {key}'s stages (tensor x context x data) do not divide by expert "
+            f"{parallel.expert} x expert_tensor {parallel.expert_tensor} = {experts}: make it "
+            f"{nearest_divisors(stage, experts)}"
         )
     return Layout(
         ranks,
@@ -159,6 +161,7 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
         parallel.expert,
         expert_tensor=parallel.expert_tensor,
         virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
     )
 
 
@@ -181,13 +184,12 @@ def _engine_errors(rollout: Layout) -> Iterator[str]:
 def _ipc_errors(layouts: dict[str, Layout]) -> Iterator[str]:
     """Only a process with the weights in its memory can give handles to them."""
     actor, rollout = layouts["actor"], layouts["rollout"]
-    for engine in range(rollout.data):
-        owner = rollout.output_rank(engine)
-        if owner not in actor.ranks:
-            yield (
-                f"rollout.sync.transport is ipc, but engine {engine}'s first rank {owner} is not among the actor's "
-                f"({format_ranks(actor.ranks)}): set it to auto, or place engines on the actor's ranks"
-            )
+    elsewhere = [rank for rank in map(rollout.output_rank, range(rollout.data)) if rank not in actor.ranks]
+    if elsewhere:
+        yield (
+            f"rollout.sync.transport is ipc, but the engines' first ranks {format_ranks(elsewhere)} are not the "
+            f"actor's ({format_ranks(actor.ranks)}): set it to auto, or place the engines there"
+        )
 
 
 def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:

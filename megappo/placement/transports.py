@@ -5,6 +5,7 @@ from typing import Literal
 
 from megappo.config.schema import Config
 from megappo.placement.layout import Layout
+from megappo.placement.ranks import format_ranks
 
 Transport = Literal["ipc", "broadcast", "disk"]
 
@@ -23,6 +24,17 @@ def transports(config: Config, layouts: Mapping[str, Layout]) -> tuple[Transport
 def sending_rank(layouts: Mapping[str, Layout]) -> int:
     """The rank that broadcasts, or writes to the disk, the actor's weights."""
     return layouts["actor"].ranks[0]
+
+
+def weight_ways(config: Config, layouts: Mapping[str, Layout]) -> str:
+    """The engines of each way, in a line."""
+    ways = transports(config, layouts)
+    sender = f"from rank {sending_rank(layouts)} "
+    parts = [
+        f"{way} {'' if way == 'ipc' else sender}to engine {format_ranks(i for i, one in enumerate(ways) if one == way)}"
+        for way in dict.fromkeys(ways)
+    ]
+    return "weights: " + "; ".join(parts)
 
 
 def shares_gpus(layouts: Mapping[str, Layout], engine: int) -> bool:

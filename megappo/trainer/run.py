@@ -100,7 +100,12 @@ class Run:
         if not self.config.rollout.sync.verify:
             self.sync_weights()
             return
-        verified_sync(self.sync_weights, self.client, self.exchange, as_loaded=self.start_step == 0)
+        verified_sync(
+            self.sync_weights,
+            self.client,
+            barrier=lambda: self.exchange.share(None),
+            as_loaded=self.start_step == 0,
+        )
 
     def engine_sleep(self) -> None:
         """Free the engine's GPU memory for the trainer."""

@@ -63,12 +63,12 @@ def build_weight_sync(
 
 
 def verified_sync(
-    sync: Callable[[], object], client: EngineClient | None, exchange: Exchange, *, as_loaded: bool
+    sync: Callable[[], object], client: EngineClient | None, *, barrier: Callable[[], object], as_loaded: bool
 ) -> None:
     """The first sync, proven by the engines' own checksums: of weights spoiled before, none may be left.
 
     Args:
-        client: of the engine that this rank owns.
+        client: of the engine that this rank owns. barrier: waits for all ranks.
         as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
             restore them to the bit.
     Raises:
@@ -79,7 +79,7 @@ def verified_sync(
         loaded = client.weight_checksums()
         client.reset_weights()
         spoiled = client.weight_checksums()
-    exchange.share(None)
+    barrier()
     sync()
     if client is None:
         return

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from ppo_engines import OPTIM, Case, exported, make_engine, make_loss, make_rows, read_config, with_score
 from spawn import run_ranks
 from tiny_models import hf_folder
@@ -32,6 +33,7 @@ TP2 = Case(Layout(TWO, tensor=2), optim=OPTIM)
 PP2 = Case(Layout(TWO, pipeline=2), optim=OPTIM)
 VPP2 = replace(PP2, layout=Layout(TWO, pipeline=2, virtual_pipeline=2))
 DP2 = Case(Layout(TWO), optim=OPTIM)  # shards the optimizer's state
+CP2 = Case(Layout(TWO, context=2), optim=OPTIM, max_tokens=20)  # shards the optimizer's state as well
 EP2 = Case(Layout(TWO, expert=2), optim=OPTIM, max_tokens=12)
 ETP2 = Case(Layout(TWO, expert_tensor=2), optim=OPTIM, max_tokens=12)
 ONE = Case(Layout((1,)), optim=OPTIM)
@@ -144,6 +146,9 @@ MOVES = {
     "critic, tp2 to dp2": (TP2, DP2),
     "critic, tp2 sp to one rank": (replace(TP2, sequence=True), ONE),
     "critic, dp2 to one rank": (DP2, ONE),
+    "actor, cp2 to one rank": (CP2, ONE),
+    "actor, tp2 to cp2": (TP2, CP2),
+    "critic, cp2 to dp2": (CP2, DP2),
 }
 
 
@@ -161,6 +166,7 @@ EXPERT_MOVES = {
     ),
     "actor, dp2 to tp2 etp2 sp": (DP2, Case(Layout(TWO, tensor=2, expert_tensor=2), sequence=True, optim=OPTIM)),
     "actor, ep2 to etp2": (EP2, ETP2),
+    "actor, ep2 cp2 to tp2 sp": (replace(EP2, layout=Layout(TWO, context=2, expert=2)), replace(TP2, sequence=True)),
 }
 
 
@@ -188,6 +194,34 @@ def check_moved(
 
 def test_any_layout_goes_on_from_any_other(folders: dict[str, Path], tmp_path: Path) -> None:
     run_ranks(2, check_moved, folders, tmp_path / "checkpoints", MOVES)
+
+
+def check_rewritten(rank: int, world_size: int, folders: dict[str, Path], store_folder: Path) -> None:
+    """Saved, loaded in another layout and saved again: every tensor in the folder, the optimizer's too, is the same."""
+    exchange = Exchange(dist.group.WORLD)
+    for name, (before, after) in {"shared out": (PP2, CP2), "put together": (CP2, ONE)}.items():
+        written = []
+        source = build(folders, {"actor": before})
+        train(source, 3)
+        for number, engines in enumerate((source, build(folders, {"actor": after}))):
+            store = CheckpointStore(store_folder / f"{name} {number}", 0, exchange)
+            if written:
+                store.load(written[0], engines)
+            store.save(3, engines, {})
+            written.append(store.latest())
+        first, second = (tensors_in(path / "actor") for path in written)
+        assert len([key for key in first if "exp_avg" in key]) > 10 and first.keys() == second.keys()
+        assert [key for key in first if not torch.equal(first[key], second[key])] == [], name
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """What is sharded in a component's folder; the rest, such as the schedule, lies in dictionaries beside it."""
+    loaded = dist_checkpointing.load_plain_tensors(str(folder))
+    return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}
+
+
+def test_context_parallelism_changes_no_bit_of_a_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(2, check_rewritten, folders, tmp_path / "checkpoints")
 
 
 def test_a_mixture_of_experts_goes_on_in_any_layout(tmp_path: Path) -> None:

@@ -273,9 +273,9 @@ PLACEMENTS = {
         "placement.rollout: engine 0 of rollout.tensor_parallel 2 would get ranks 0,2, "
         "which do not follow each other: name runs of 2 ranks"
     ),
-    "placement.actor=0-1 placement.critic=0-3": (
-        "placement.rollout: ranks 2-3 are not the actor's (0-1): engines share GPUs with the actor in this version; "
-        "name ranks of placement.actor"
+    "placement.actor=0-1 placement.critic=0-3 rollout.sync.transport=ipc": (
+        "rollout.sync.transport is ipc, but the engines' first ranks 2-3 are not the actor's (0-1): set it to auto, or "
+        "place the engines there"
     ),
     "placement.actor,critic,rollout=0-1": (
         "placement: ranks 2-3 of this run's 4 belong to no component: start 2 processes, or place a component there"
@@ -399,12 +399,12 @@ EXPERTS = {
 }
 MIXTURES = {
     "actor.parallel.expert=3": (
-        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x data) do not divide by expert 3 x "
-        "expert_tensor 1 = 3: make it 2 or 4"
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
+        "expert 3 x expert_tensor 1 = 3: make it 2 or 4"
     ),
     "actor.parallel={expert: 2, expert_tensor: 6}": (
-        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x data) do not divide by expert 2 x "
-        "expert_tensor 6 = 12: make it 4"
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
+        "expert 2 x expert_tensor 6 = 12: make it 4"
     ),
     "actor.parallel.expert_tensor=4": (
         "actor.parallel.expert_tensor 4 does not divide moe_intermediate_size 18 of model/config.json: 3 or 6 would"

@@ -73,6 +73,42 @@ def test_response_values_go_back_to_their_rows_with_their_gradients(lengths: Len
     assert torch.equal(flat.grad, weights[expected > 0].double())
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 17)), min_size=1, max_size=6),
+    multiple=st.integers(1, 3),
+    context=st.integers(2, 4),
+)
+def test_every_token_is_predicted_by_one_of_the_ranks_that_share_the_rows_out(
+    lengths: Lengths, multiple: int, context: int
+) -> None:
+    rows = make_rows(lengths)
+    shares = [pack(rows, multiple, CPU, context=context, context_rank=rank) for rank in range(context)]
+    assert len({tuple(share.cu_seqlens.tolist()) for share in shares}) == 1
+    bounds = shares[0].cu_seqlens.tolist()
+    padded = [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)]
+    assert all(length % (2 * context) == 0 for length in padded) and shares[0].max_seqlen == max(padded)
+    assert [-(-sum(pair) // (2 * context)) * 2 * context for pair in lengths] == padded[: len(lengths)]
+    predicted, ended = torch.zeros(len(lengths), rows.max_response_length), torch.zeros(len(lengths))
+    for share in shares:
+        num_here = share.input_ids.shape[1]
+        assert num_here * context == bounds[-1] and num_here % multiple == 0
+        assert share.input_ids[0, share.predictors].tolist() == [token - 1 for token in share.targets.tolist()]
+        predicted += share.responses(share.targets.float())
+        ended += share.ends(share.input_ids[0, share.last_tokens].float())
+    assert ended.tolist() == [int(tokens[-1]) for tokens in rows.input_ids]
+    for row, (tokens, (prompt, response)) in enumerate(zip(rows.input_ids, lengths, strict=True)):
+        assert predicted[row, :response].tolist() == tokens[prompt:].tolist()
+        assert not predicted[row, response:].any()
+    held = [
+        pair
+        for share in shares
+        for pair in zip(share.input_ids[0].tolist(), share.position_ids[0].tolist(), strict=True)
+    ]
+    expected = [(token, place) for tokens in rows.input_ids for place, token in enumerate(tokens.tolist())]
+    assert sorted(pair for pair in held if pair[0]) == expected, "each token once, at its place in its row"
+
+
 def test_rows_in_another_order_are_packed_in_that_order() -> None:
     rows = make_rows([(2, 3), (1, 2), (3, 1)]).select([2, 0])
     packed: Packed = pack(rows, 1, CPU)

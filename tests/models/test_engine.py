@@ -1,5 +1,6 @@
 """The engine's outputs and updates against Hugging Face on one process, in every layout and cut of the batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ppo_engines import (
     CRITIC,
     HEADS,
     KL_LOSS,
+    LENGTHS,
     OPTIM,
     VALUE_COEF,
     Case,
@@ -58,6 +60,20 @@ CASES = {
         Layout(FOUR, tensor=2, pipeline=2, virtual_pipeline=2), sequence=True, max_tokens=14, recompute="full"
     ),
 }
+UNEVEN_LENGTHS = ((1, 1), (1, 0), (2, 1), (2, 3), (4, 13), (1, 2), (30, 3), (5, 7))
+"""Rows of 1, 2, 3, 5, 17, 33 tokens: shorter than the chunks of context parallelism are many, or not divisible."""
+CONTEXT_CASES = {
+    "cp2": Case(Layout(TWO, context=2), max_tokens=14),
+    "cp2, optimizer not sharded": Case(
+        Layout(TWO, context=2), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=9
+    ),
+    "cp3, selective recompute": Case(Layout((0, 1, 2), context=3), recompute="selective"),
+    "cp2 tp2 sp": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=20),
+    "cp2 tp2": Case(Layout(FOUR, tensor=2, context=2), max_tokens=9),
+    "cp2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, context=2), recompute="full", max_tokens=9),
+    "cp2 pp2 vpp2": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2, context=2), max_tokens=9),
+    "cp2 dp2": Case(Layout(FOUR, context=2), max_tokens=12),
+}
 EXPERT_CASES = {
     "ep2": Case(Layout(TWO, expert=2)),
     "ep2, uneven micro-batches": Case(Layout(TWO, expert=2), max_tokens=9),
@@ -75,14 +91,25 @@ EXPERT_CASES = {
         Layout(FOUR, expert=2, expert_tensor=2), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=12
     ),
     "ep2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, expert=2), recompute="full", max_tokens=9),
+    "ep2 etp2 cp2 tp2 sp": Case(
+        Layout(FOUR, tensor=2, context=2, expert=2, expert_tensor=2), sequence=True, max_tokens=20
+    ),
+    "ep2 cp2": Case(Layout(TWO, context=2, expert=2), max_tokens=14),
+    "ep2 cp2 tp2 sp": Case(Layout(FOUR, tensor=2, context=2, expert=2), sequence=True, max_tokens=20),
+    "ep4 cp2 dp2": Case(Layout(FOUR, context=2, expert=4), max_tokens=10),
 }
-CASES |= EXPERT_CASES
 DEEP_CASES = {"pp4 vpp2": Case(Layout(FOUR, pipeline=4, virtual_pipeline=2), max_tokens=9)}
-CASES |= DEEP_CASES
+LONG_CASES = {
+    "cp2, long rows": Case(Layout(TWO, context=2), max_tokens=33),
+    "cp2 tp2 sp, long rows": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=40),
+    "cp4, long rows": Case(Layout(FOUR, context=4), max_tokens=64, recompute="full"),
+}
+CASES |= EXPERT_CASES | CONTEXT_CASES | LONG_CASES | DEEP_CASES
 
 
 # --- Hugging Face, one process, one row at a time ---
 
+Lengths = Sequence[tuple[int, int]]
 ByRow = dict[str, list[torch.Tensor]]
 """Outputs by name, a tensor for each row."""
 
@@ -150,7 +177,7 @@ def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int) -> dict:
+def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int, lengths: Lengths) -> dict:
     """Outputs before, gradient norms and parameters after some Adam steps."""
     oracle = Oracle(
         hf_model(folder),
@@ -158,7 +185,7 @@ def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int) ->
         hf_model(reference) if reference else None,
         is_policy=HEADS[kind] != "value",
     )
-    rows = make_rows(oracle.model.config.vocab_size)
+    rows = make_rows(oracle.model.config.vocab_size, lengths)
     named = oracle.parameters()
     decayed = [parameter for parameter in named.values() if parameter.dim() > 1]
     others = [parameter for parameter in named.values() if parameter.dim() == 1]
@@ -209,12 +236,19 @@ def shard_of(rows: Rows, layout: Layout) -> list[int]:
 
 
 def _matches(
-    rank: int, world_size: int, folder: Path, name: str, kind: str, reference: Path | None, expected: dict
+    rank: int,
+    world_size: int,
+    folder: Path,
+    name: str,
+    kind: str,
+    reference: Path | None,
+    expected: dict,
+    lengths: Lengths,
 ) -> None:
     case = CASES[name]
     engine = build(folder, case, kind, reference)
     hf_config = read_config(folder)
-    rows = make_rows(hf_config["vocab_size"])
+    rows = make_rows(hf_config["vocab_size"], lengths)
     mine = shard_of(rows, case.layout)
     _assert_outputs(engine, rows, mine, expected["outputs"])
     for norm in expected["grad_norms"]:
@@ -241,12 +275,12 @@ def _assert_outputs(engine: TrainedEngine, rows: Rows, mine: list[int], expected
             assert not found[len(reference) :].any(), "padding must be 0"
 
 
-def check(name: str, kind: str, folder: Path, reference: Path | None = None) -> None:
-    expected = hf_train(folder, kind, reference, num_steps=2)
-    run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected)
+def check(name: str, kind: str, folder: Path, reference: Path | None = None, lengths: Lengths = LENGTHS) -> None:
+    expected = hf_train(folder, kind, reference, num_steps=2, lengths=lengths)
+    run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected, lengths)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERT_CASES | DEEP_CASES])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERT_CASES | LONG_CASES | DEEP_CASES])
 def test_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True))
 
@@ -256,9 +290,16 @@ def test_deep_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> No
     check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", num_hidden_layers=8))
 
 
-@pytest.mark.parametrize("name", ["one rank", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute"])
+@pytest.mark.parametrize(
+    "name", ["one rank", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", *CONTEXT_CASES]
+)
 def test_critic_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "critic", with_score(hf_folder(tmp_path / "hf", "qwen2")))
+
+
+@pytest.mark.parametrize("name", ["one rank", *LONG_CASES])
+def test_rows_of_any_length_are_shared_out(name: str, tmp_path: Path) -> None:
+    check(name, "shared", with_score(hf_folder(tmp_path / "hf", "llama")), lengths=UNEVEN_LENGTHS)
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -269,7 +310,7 @@ MIXTURES = {
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-@pytest.mark.parametrize("name", ["one rank", "tp2 sp", "pp2", "dp2, optimizer not sharded", *EXPERT_CASES])
+@pytest.mark.parametrize("name", ["one rank", "tp2 sp", "pp2", "dp2, optimizer not sharded", "cp2", *EXPERT_CASES])
 def test_mixture_of_experts_trains_as_hugging_face_does(name: str, family: str, tmp_path: Path) -> None:
     check(name, "actor", hf_folder(tmp_path / "hf", family, **MIXTURES[family]))
 
@@ -288,12 +329,17 @@ def test_mixture_of_experts_trains_on_the_full_kl(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute"])
+@pytest.mark.parametrize(
+    "name",
+    ["tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", "cp2 tp2 sp", "cp2 pp2, full recompute"],
+)
 def test_shared_backbone_trains_on_both_losses_as_hugging_face_does(name: str, tied: bool, tmp_path: Path) -> None:
     check(name, "shared", with_score(hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=tied)))
 
 
-@pytest.mark.parametrize("name", ["one rank, small micro-batches", "tp2", "tp2 sp", "dp2", "tp2 dp2 sp"])
+@pytest.mark.parametrize(
+    "name", ["one rank, small micro-batches", "tp2", "tp2 sp", "dp2", "tp2 dp2 sp", "cp2", "cp2 tp2 sp"]
+)
 def test_full_kl_trains_as_with_hugging_faces_two_models(name: str, tmp_path: Path) -> None:
     folder, reference = (
         hf_folder(tmp_path / name, "qwen2", initializer_range=spread) for name, spread in (("hf", 0.02), ("ref", 0.3))
@@ -312,7 +358,7 @@ def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
     store.save(2, {"actor": trained}, {})
     weights = exported(trained, hf_config, "shared")
     norm = trained.train_batch(rows, make_loss("shared", rows))["grad_norm"]
-    for name in ("pp2", "pp2 vpp2", "dp2"):
+    for name in ("pp2", "pp2 vpp2", "dp2", "cp2"):
         moved = build(folder, CASES[name], "shared")
         store.load(store.latest(), {"actor": moved})
         found = exported(moved, hf_config, "shared")

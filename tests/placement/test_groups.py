@@ -41,6 +41,34 @@ def test_groups_follow_the_layouts() -> None:
     run_ranks(4, _groups_of_every_rank)
 
 
+def _context_groups(rank: int, world_size: int) -> None:
+    """Eight ranks as 2 tensor x 2 context x 2 data, then x 2 stages instead of data, against the groups by hand."""
+    ranks = tuple(range(8))
+    layouts = {"data": Layout(ranks, tensor=2, context=2), "stages": Layout(ranks, tensor=2, context=2, pipeline=2)}
+    groups = build_groups(layouts | {"experts": Layout(ranks, tensor=2, context=2, expert=4)}, seed=0)
+    tensor, context, slowest = rank % 2, rank // 2 % 2, rank // 4
+    half = [4 * slowest + i for i in range(4)]
+    held_with = [4 * slowest + tensor, 4 * slowest + tensor + 2]
+    shared = {"tp": [4 * slowest + 2 * context, 4 * slowest + 2 * context + 1], "cp": held_with, "tp_cp": half}
+    peers = [rank % 4, rank % 4 + 4]
+    expected = {
+        "data": {"dp": peers, "dp_cp": [tensor, tensor + 2, tensor + 4, tensor + 6], "pp": [rank]},
+        "stages": {"dp": [rank], "dp_cp": held_with, "pp": peers},
+        "experts": {"ep": half, "expt_dp": peers, "tp_dp_cp": [*ranks]},
+    }
+    expected["stages"]["mp"] = [2 * context, 2 * context + 1, 2 * context + 4, 2 * context + 5]
+    for name, named in expected.items():
+        for field, members in (shared | named | {"intra_dist_opt": [*ranks]}).items():
+            assert dist.get_process_group_ranks(getattr(groups[name].collection, field)) == members, (name, field)
+    with groups["data"].active():
+        assert parallel_state.get_context_parallel_world_size() == 2
+        assert parallel_state.get_context_parallel_rank() == context
+
+
+def test_context_comes_between_tensor_and_data() -> None:
+    run_ranks(8, _context_groups)
+
+
 def _expert_groups(rank: int, world_size: int) -> None:
     """Eight ranks as 2 tensor x 2 data x 2 stages, with and without experts shared out and cut, by hand."""
     layouts = {

@@ -22,9 +22,10 @@ def make(**sections) -> Config:
 
 @st.composite
 def layouts(draw) -> Layout:
-    tensor, pipeline, data = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    ranks = draw(st.sets(st.integers(0, 200), min_size=tensor * pipeline * data, max_size=tensor * pipeline * data))
-    return Layout(tuple(sorted(ranks)), tensor, pipeline)
+    tensor, pipeline, data, context = (draw(st.integers(1, most)) for most in (4, 3, 4, 3))
+    size = tensor * context * pipeline * data
+    ranks = draw(st.sets(st.integers(0, 200), min_size=size, max_size=size))
+    return Layout(tuple(sorted(ranks)), tensor, pipeline, context=context)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +79,12 @@ def test_ranks_are_a_set_whatever_their_order(ranks, random):
 
 @settings(deadline=None)
 @given(layouts())
-def test_a_layout_counts_tensor_then_data_then_pipeline(layout):
+def test_a_layout_counts_tensor_then_context_then_data_then_pipeline(layout):
     counted = {}
     rank = iter(layout.ranks)
-    for stage, data, tensor in product(range(layout.pipeline), range(layout.data), range(layout.tensor)):
-        counted[next(rank)] = (data, tensor, stage)
+    slowest_first = (layout.pipeline, layout.data, layout.context, layout.tensor)
+    for stage, data, context, tensor in product(*map(range, slowest_first)):
+        counted[next(rank)] = (data, context, tensor, stage)
     assert {rank: tuple(layout.coordinates(rank)) for rank in layout.ranks} == counted
 
 
@@ -92,23 +94,24 @@ def test_every_rank_is_in_exactly_one_shard(layout):
     shards = [layout.shard_ranks(shard) for shard in range(layout.data)]
     assert sorted(rank for shard in shards for rank in shard) == list(layout.ranks)
     assert all(layout.shard_of(rank) == shard for shard, ranks in enumerate(shards) for rank in ranks)
-    assert {len(ranks) for ranks in shards} == {layout.tensor * layout.pipeline}
+    assert {len(ranks) for ranks in shards} == {layout.tensor * layout.context * layout.pipeline}
 
 
 @settings(deadline=None)
 @given(layouts())
-def test_the_output_rank_is_tensor_0_of_the_last_stage_of_its_shard(layout):
+def test_the_output_rank_is_tensor_and_context_0_of_the_last_stage_of_its_shard(layout):
     for shard in range(layout.data):
         rank = layout.output_rank(shard)
         assert rank in layout.shard_ranks(shard)
-        assert layout.coordinates(rank) == (shard, 0, layout.pipeline - 1)
+        assert layout.coordinates(rank) == (shard, 0, 0, layout.pipeline - 1)
 
 
 @settings(deadline=None)
 @given(layouts())
-def test_the_blocks_of_a_layout_are_its_tensor_parallel_groups(layout):
+def test_the_blocks_of_a_layout_are_a_stages_ranks_of_a_shard(layout):
     blocks = [layout.block(stage, shard) for stage in range(layout.pipeline) for shard in range(layout.data)]
     assert [rank for block in blocks for rank in block] == list(layout.ranks)
+    assert all(len({layout.coordinates(rank)[::3] for rank in block}) == 1 for block in blocks)
 
 
 @settings(deadline=None)
@@ -128,10 +131,27 @@ def test_impossible_layouts_are_refused(ranks, tensor, pipeline):
 
 def test_experts_are_shared_out_within_a_stage():
     assert Layout((0, 1, 2, 3), tensor=2, expert=4).expert == 4
-    with pytest.raises(ValueError, match=r"the 2 ranks of a stage \(tensor 2 x data 1\) do not divide by expert 4"):
+    with pytest.raises(
+        ValueError, match=r"2 ranks of a stage \(tensor 2 x context 1 x data 1\) do not divide by expert 4"
+    ):
         Layout((0, 1, 2, 3), tensor=2, pipeline=2, expert=4)
     with pytest.raises(ValueError, match="do not divide by expert 2 x expert_tensor 4"):
         Layout((0, 1, 2, 3), expert=2, expert_tensor=4)
+
+
+def test_context_ranks_count_towards_the_product_and_the_experts():
+    layout = placement_layouts(make(actor={"parallel": {"tensor": 2, "context": 2, "expert": 4}}), 8)["actor"]
+    assert layout == Layout(tuple(range(8)), tensor=2, context=2, expert=4) and layout.data == 2
+    wrong = make(actor={"parallel": {"tensor": 2, "context": 2, "pipeline": 2}}, placement={"rollout": "0"})
+    assert layout_errors(wrong, 6) == [
+        "placement.actor: the 6 ranks 0-5 do not divide by actor.parallel's tensor 2 x context 2 x pipeline 2 = 8: "
+        "name 8 ranks, or make it 6"
+    ]
+    wrong = make(actor={"parallel": {"context": 2, "expert": 3}}, placement={"rollout": "0"})
+    assert layout_errors(wrong, 4) == [
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
+        "expert 3 x expert_tensor 1 = 3: make it 2 or 4"
+    ]
 
 
 def test_the_quickstart_placement():

@@ -23,6 +23,10 @@ METHODS = {
         *("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=1000", "algorithm.kl_penalty=full"),
         "algorithm.bootstrap_truncated=true",
     ),
+    "shared out rows": (
+        *("actor.parallel={tensor: 1, context: 2}", "critic.parallel={pipeline: 1, context: 2}"),
+        *("algorithm.bootstrap_truncated=true", "actor.use_kl_loss=true", "actor.kl_loss_type=full"),
+    ),
     "shared backbone": ("algorithm.shared_backbone=true", "reward.normalize=running", "algorithm.preset=openrlhf"),
 }
 OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")

@@ -54,7 +54,8 @@ def check_borrowed(rank: int, world_size: int, rows_per_prompt: int, num_mini_ba
     exchange = Exchange(dist.group.WORLD)
     every = make_rows(91)
     batch = at_home(exchange, every, rows_per_prompt)
-    for layout in (Layout((3, 1)), Layout((0, 1, 2, 3), tensor=2), Layout((2, 0), pipeline=2)):
+    layouts = [Layout((3, 1)), Layout((0, 1, 2, 3), tensor=2), Layout((2, 0), pipeline=2)]
+    for layout in [*layouts, Layout((0, 1, 2, 3), context=2)]:
         component = Component("actor", layout, None, exchange)
         borrowed = component.borrow(batch, num_mini_batches)
         borrowed.receive(batch.rows, ["advantages", "returns"])
@@ -99,6 +100,8 @@ CASES = {
     "tp2 dp2": Case(Layout((0, 1, 2, 3), tensor=2), max_tokens=14),
     "pp2 dp2": Case(Layout((0, 1, 2, 3), pipeline=2), max_tokens=12),
     "pp2 vpp2 dp2": Case(Layout((0, 1, 2, 3), pipeline=2, virtual_pipeline=2), max_tokens=12),
+    "cp2 dp2": Case(Layout((0, 1, 2, 3), context=2), max_tokens=12),
+    "cp2 tp2": Case(Layout((0, 1, 2, 3), tensor=2, context=2), sequence=True, max_tokens=12),
 }
 
 

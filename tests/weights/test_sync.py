@@ -39,6 +39,7 @@ LAYOUTS = {
     "pp2": Layout((0, 1), pipeline=2),
     "pp2 vpp2": Layout((0, 1), pipeline=2, virtual_pipeline=2),
     "dp2": Layout((0, 1)),
+    "cp2 pp2": Layout(FOUR, pipeline=2, context=2),
     "tp2 pp2": Layout(FOUR, tensor=2, pipeline=2),
     "tp2 dp2": Layout(FOUR, tensor=2),
     "shared backbone, pp2": Layout((0, 1), pipeline=2),
@@ -70,6 +71,7 @@ MIXTURE_LAYOUTS = FAMILY_LAYOUTS | {
     "ep2": Layout((0, 1), expert=2),
     "tp2 etp2": Layout((0, 1), tensor=2, expert_tensor=2),
     "tp2 pp2 ep2": Layout(FOUR, tensor=2, pipeline=2, expert=2),
+    "tp2 cp2 ep4": Layout(FOUR, tensor=2, context=2, expert=4),
 }
 Shapes = dict[str, tuple[int, ...]]
 

@@ -1,0 +1,33 @@
+"""Which tokens of a packed batch each rank of context parallelism holds.
+
+A sequence is cut into 2 x size equal chunks, and a rank takes one from either end: so all ranks attend to as many
+tokens, though early ones see little and late ones much.
+
+Source: TransformerEngine's context parallelism of "thd" batches, which Megatron's rotary embedding follows.
+"""
+
+import torch
+
+
+def chunk_numbers(size: int, rank: int) -> tuple[int, ...]:
+    """The chunks of each sequence that a rank holds; without context parallelism a sequence is one chunk."""
+    return (rank, 2 * size - 1 - rank) if size > 1 else (0,)
+
+
+def granularity(size: int) -> int:
+    """What the length of every sequence must divide by: its number of chunks."""
+    return size * len(chunk_numbers(size, 0))
+
+
+def held_positions(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """[T / size] int64: positions in the whole pack of the tokens that a rank holds, in the order in which it does.
+
+    Args:
+        cu_seqlens: [b + 1] boundaries of the whole sequences, all multiples of `granularity(size)`.
+    """
+    numbers = torch.tensor(chunk_numbers(size, rank), device=cu_seqlens.device)
+    chunks = cu_seqlens.diff().long() // granularity(size)
+    starts = (cu_seqlens[:-1, None] + numbers * chunks[:, None]).flatten()
+    lengths = chunks.repeat_interleave(len(numbers))
+    here = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum()), device=lengths.device) + (starts - here).repeat_interleave(lengths)

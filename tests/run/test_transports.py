@@ -1,0 +1,37 @@
+"""Short runs of the whole program whose engines are not on the actor's ranks, or get their weights another way."""
+
+from pathlib import Path
+
+import pytest
+from program import Program, logged
+
+ONE_RANK_EACH = (
+    *("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1"),
+    *("trainer.total_steps=6", "trainer.save_interval=0", "trainer.export_hf=false"),
+)
+WAYS = {
+    "broadcast to an engine elsewhere": ("placement.rollout=1",),
+    "one engine here, one elsewhere": ("placement.rollout=all", "rollout.sync.probe_interval=2"),
+    "through a folder": ("placement.rollout=1", "rollout.sync.transport=disk"),
+    "broadcast to the sender's own engine": ("placement.rollout=all", "rollout.sync.transport=broadcast"),
+}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_engines_follow_the_actor(way: str, config: Path, folder: Path) -> None:
+    run = folder / "run"
+    arguments = (*ONE_RANK_EACH, "rollout.sync.bucket_bytes=20000", "critic.warmup_steps=1", *WAYS[way])
+    with Program(folder, config, f"trainer.output_dir={run}", *arguments) as program:
+        assert program.wait() == 0, program.output
+    steps = logged(run)[1:]
+    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(metrics["rollout/log_prob_diff/mean"] < 1e-4 for metrics in steps)
+    assert steps[0]["sync/bytes"] == 0, "while the critic warms up, the engines have the actor's weights"
+    assert all(metrics["sync/bytes"] > 50_000 for metrics in steps[1:])
+    probed = [metrics["step"] for metrics in steps if "sync/log_prob_diff/max" in metrics]
+    assert probed == ([2, 4, 6] if "probe_interval" in " ".join(arguments) else [1, 2, 3, 4, 5, 6])
+    assert all(metrics.get("sync/log_prob_diff/max", 0) < 1e-4 for metrics in steps)
+    rewards = [metrics["reward/score/mean"] for metrics in steps]
+    assert max(rewards[-2:]) > rewards[0], rewards
