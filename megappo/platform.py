@@ -281,11 +281,15 @@ def _cuda_type_names() -> Iterator[None]:
 
 
 def _mend_missing_transformer_engine() -> None:
-    """Define a name that the router looks up with or without TransformerEngine, which alone defines it."""
+    """Define a name that the router looks up with or without TransformerEngine, which alone defines it; and let latent
+    attention know that it is missing, or it would ask whether a module is of a class that is none."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
 
 # --- torch's AdamW under megatron-core's optimizers ---
@@ -296,7 +300,8 @@ def _mend_torch_adamw() -> None:
 
     Mended: DistributedOptimizer.state_dict() asserts before the first step; a fully reshardable load ends in
     KeyError 'step'; after a load all parameters share ONE step tensor, which then advances once per parameter; a load
-    of state saved before the first step leaves no step at all.
+    of state saved before the first step leaves no step at all; a rank that has no parameters for an optimizer (those of
+    experts, where a stage has dense layers only) knows no step, and asserts.
     """
     import megatron.core.optimizer as package
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -311,6 +316,8 @@ def _mend_torch_adamw() -> None:
         optimizer = build(*args, **kwargs)
         if isinstance(optimizer.optimizer, torch.optim.AdamW):
             _give_state(optimizer.optimizer)
+            if isinstance(optimizer, DistributedOptimizer) and not optimizer.optimizer.state:
+                _count_steps(optimizer.optimizer)
             optimizer.optimizer.register_load_state_dict_pre_hook(_with_own_steps)
         return optimizer
 
@@ -333,6 +340,12 @@ def _give_state(optimizer: torch.optim.AdamW) -> None:
                 "exp_avg": torch.zeros_like(param.data),
                 "exp_avg_sq": torch.zeros_like(param.data),
             }
+
+
+def _count_steps(optimizer: torch.optim.AdamW) -> None:
+    """Let an optimizer without parameters keep a step counter all the same, as state of none of them."""
+    optimizer.state[None] = {"step": torch.zeros((), dtype=torch.float32)}
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.state[None]["step"].add_(1))
 
 
 def _with_own_steps(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class Case:
     recompute: str = "none"
     temperature: float = TEMPERATURE
     split: tuple[int, ...] | None = None
+    dtype: str = "fp32"
 
     @property
     def parallel(self) -> Parallel:
@@ -130,7 +131,7 @@ def make_engine(
     hf_config = read_config(folder)
     chunks = build_model(
         hf_config,
-        Model(path=str(folder), dtype="fp32"),
+        Model(path=str(folder), dtype=case.dtype),
         case.parallel,
         groups,
         head=HEADS[kind],
@@ -156,7 +157,7 @@ def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> Megatro
     hf_config = read_config(folder)
     chunks = build_model(
         hf_config,
-        Model(path=str(folder), dtype="fp32"),
+        Model(path=str(folder), dtype=case.dtype),
         case.parallel,
         groups,
         head="policy",

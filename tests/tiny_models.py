@@ -8,6 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from tiny_deepseek import move_router_biases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Model, Parallel
@@ -36,6 +37,7 @@ def hf_folder(folder: Path, model_type: str, **changes: object) -> Path:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+    move_router_biases(model)
     model.save_pretrained(folder)
     return folder
 

@@ -1,19 +1,53 @@
 """The model families this version trains, by the first of `architectures` in config.json."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 
 @dataclass(frozen=True)
+class SharedExpert:
+    """An expert that every token goes through besides.
+
+    Attributes:
+        module: its name in the block.
+        ffn: key of config.json with its inner size.
+        count: key with the number of such experts that it is made of; None = one.
+        gated: a gate of its own weights it.
+    """
+
+    module: str = "shared_expert"
+    ffn: str = "shared_expert_intermediate_size"
+    count: str | None = None
+    gated: bool = True
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """What in config.json says how large it is."""
+        return (self.ffn, self.count) if self.count else (self.ffn,)
+
+    @property
+    def label(self) -> str:
+        """Its inner size, in words of config.json."""
+        return " x ".join(self.keys)
+
+    def ffn_size(self, hf_config: dict[str, Any]) -> int:
+        """Its inner size."""
+        return prod(hf_config[key] for key in self.keys)
+
+
+@dataclass(frozen=True)
 class Experts:
-    """How a family's mixture of experts is described and stored; every layer is one.
+    """How a family's mixture of experts is described and stored; every layer is one but the first few of DeepSeek's.
 
     Attributes:
         ffn: key of config.json with an expert's inner size.
         block: module that holds router and experts in per-expert checkpoints.
         gate, up, down: an expert's matrices in them.
         renormalizes: the chosen experts' probabilities are divided by their sum; None = `norm_topk_prob` says so.
-        shared: besides, every token goes through a shared expert, weighted by a gate of its own.
+        shared: None where there is no shared expert.
+        router_bias: scores are sigmoids, not a softmax, and a bias that no gradient reaches has a say in the choice.
+        count: keys of config.json with the number of experts, as Hugging Face writes one or the other.
     """
 
     ffn: str = "moe_intermediate_size"
@@ -22,7 +56,9 @@ class Experts:
     up: str = "up_proj"
     down: str = "down_proj"
     renormalizes: bool | None = None
-    shared: bool = False
+    shared: SharedExpert | None = None
+    router_bias: bool = False
+    count: tuple[str, ...] = ("num_local_experts", "num_experts")
 
     def renormalized(self, hf_config: dict[str, Any]) -> bool:
         """Whether the chosen experts' probabilities add up to 1."""
@@ -40,6 +76,8 @@ class Family:
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
         experts: None for a dense model.
         rope_theta: rotary base where config.json is silent.
+        latent_attention: keys and values are made of one latent vector for all heads, queries perhaps of another
+            (multi-head latent attention, DeepSeek-V2's report, section 2.1).
     """
 
     qkv_bias: bool = False
@@ -47,8 +85,10 @@ class Family:
     sliding_window: bool = False
     experts: Experts | None = None
     rope_theta: float = 10000.0
+    latent_attention: bool = False
 
 
+_DEEPSEEK_SHARED = SharedExpert("shared_experts", "moe_intermediate_size", "n_shared_experts", gated=False)
 FAMILIES = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(sliding_window=True),
@@ -59,8 +99,16 @@ FAMILIES = {
         experts=Experts("intermediate_size", "block_sparse_moe", "w1", "w3", "w2", renormalizes=True),
         rope_theta=1e6,
     ),
-    "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=Experts(shared=True)),
+    "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=Experts(shared=SharedExpert())),
     "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=Experts()),
+    "DeepseekV2ForCausalLM": Family(
+        latent_attention=True,
+        experts=Experts(renormalizes=False, shared=_DEEPSEEK_SHARED, count=("n_routed_experts",)),
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        latent_attention=True,
+        experts=Experts(renormalizes=True, shared=_DEEPSEEK_SHARED, router_bias=True, count=("n_routed_experts",)),
+    ),
 }
 
 
@@ -71,10 +119,17 @@ def sliding_window(hf_config: dict[str, Any]) -> int | None:
 
 
 def num_experts(hf_config: dict[str, Any]) -> int:
-    """Experts of each layer, 0 in a dense model. `hf_config` is of one of FAMILIES."""
-    if FAMILIES[hf_config["architectures"][0]].experts is None:
-        return 0
-    return hf_config.get("num_local_experts") or hf_config["num_experts"]  # either name, as Hugging Face writes both
+    """Experts of each layer that has them, 0 in a dense model. `hf_config` is of one of FAMILIES."""
+    experts = FAMILIES[hf_config["architectures"][0]].experts
+    return 0 if experts is None else next(hf_config[key] for key in experts.count if hf_config.get(key))
+
+
+def num_dense_layers(hf_config: dict[str, Any]) -> int:
+    """The first layers, which have no experts: all of a dense model's. `hf_config` is of one of FAMILIES."""
+    family = FAMILIES[hf_config["architectures"][0]]
+    if family.experts is None:
+        return hf_config["num_hidden_layers"]
+    return min(hf_config["first_k_dense_replace"], hf_config["num_hidden_layers"]) if family.latent_attention else 0
 
 
 def language_model(architecture: str) -> str:

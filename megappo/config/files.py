@@ -5,10 +5,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.checks import context_errors, longest_row, nearest_divisors
-from megappo.config.families import FAMILIES, language_model, num_experts, sliding_window
+from megappo.config.families import FAMILIES, language_model, num_dense_layers, num_experts, sliding_window
 from megappo.config.schema import Config, Parallel
 
 DATA_FORMATS = (".jsonl", ".parquet")
+LATENT_KEYS = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "first_k_dense_replace",
+    "intermediate_size",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+)
+"""What config.json of a family with latent attention says besides; null counts as said."""
 
 
 def file_errors(config: Config) -> list[str]:
@@ -63,6 +76,7 @@ def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts
         return
     for layout_key, parallel in layouts.items():
         yield from _divides(layout_key, parallel, file, hf_config)
+        yield from _dense_stage(config, layout_key, parallel, file, hf_config)
     if key == "model.path":
         yield from _engine_divides(config, file, hf_config)
     positions = hf_config.get("max_position_embeddings")
@@ -78,20 +92,22 @@ def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts
 
 
 def _missing(hf_config: dict) -> Iterator[str]:
-    experts = FAMILIES[hf_config["architectures"][0]].experts
+    family = FAMILIES[hf_config["architectures"][0]]
+    experts = family.experts
     ffn = [experts.ffn, "num_experts_per_tok"] if experts else ["intermediate_size"]
-    shared = ["shared_expert_intermediate_size"] if experts and experts.shared else []
-    needed = ["num_attention_heads", "num_hidden_layers", "hidden_size", *ffn, *shared, "vocab_size"]
+    shared = [key for key in experts.shared.keys if key != experts.ffn] if experts and experts.shared else []
+    latent = LATENT_KEYS if family.latent_attention else ()
+    needed = ["num_attention_heads", "num_hidden_layers", "hidden_size", *ffn, *shared, *latent, "vocab_size"]
     yield from (name for name in needed if name not in hf_config)
-    if experts and not {"num_experts", "num_local_experts"} & hf_config.keys():
-        yield "num_experts"
+    if experts and not set(experts.count) & hf_config.keys():
+        yield experts.count[-1]
 
 
 def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Iterator[str]:
     heads = hf_config["num_attention_heads"]
     divided = {
         "num_attention_heads": (heads, "tensor", parallel.tensor),
-        "num_key_value_heads": (_key_value_heads(hf_config), "tensor", parallel.tensor),
+        **_key_value_heads_divided(hf_config, parallel),
         **_ffn(hf_config, parallel),
     }
     for name, (size, dimension, ways) in divided.items():
@@ -108,12 +124,21 @@ def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Itera
 
 def _ffn(hf_config: dict, parallel: Parallel) -> dict[str, tuple[int, str, int]]:
     experts = FAMILIES[hf_config["architectures"][0]].experts
-    if experts is None:
-        return {"intermediate_size": (hf_config["intermediate_size"], "tensor", parallel.tensor)}
-    key = "shared_expert_intermediate_size"
-    shared = {key: (hf_config[key], "tensor", parallel.tensor)} if experts.shared else {}
-    ffn = {experts.ffn: (hf_config[experts.ffn], "expert_tensor", parallel.expert_tensor)}
-    return {"num_experts": (num_experts(hf_config), "expert", parallel.expert), **ffn, **shared}
+    divided = {}
+    if num_dense_layers(hf_config):
+        divided["intermediate_size"] = (hf_config["intermediate_size"], "tensor", parallel.tensor)
+    if experts:
+        divided[experts.count[-1]] = (num_experts(hf_config), "expert", parallel.expert)
+        divided[experts.ffn] = (hf_config[experts.ffn], "expert_tensor", parallel.expert_tensor)
+    if experts and experts.shared:
+        divided[experts.shared.label] = (experts.shared.ffn_size(hf_config), "tensor", parallel.tensor)
+    return divided
+
+
+def _key_value_heads_divided(hf_config: dict, parallel: Parallel) -> dict[str, tuple[int, str, int]]:
+    if FAMILIES[hf_config["architectures"][0]].latent_attention:
+        return {}  # every head makes its keys and values of the same latent vector
+    return {"num_key_value_heads": (_key_value_heads(hf_config), "tensor", parallel.tensor)}
 
 
 def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[str]:
@@ -135,6 +160,21 @@ def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[s
         )
 
 
+def _dense_stage(config: Config, key: str, parallel: Parallel, file: Path, hf_config: dict) -> Iterator[str]:
+    """Without experts on it, a rank's whole Adam for experts would not know the number of steps that it saves."""
+    component = key.removesuffix(".parallel")
+    optim = {"actor": config.actor.optim, "critic": config.critic.optim}.get(component)
+    first = (
+        parallel.pipeline_split[0] if parallel.pipeline_split else hf_config["num_hidden_layers"] // parallel.pipeline
+    )
+    dense = num_dense_layers(hf_config)
+    if optim and not optim.distributed and num_experts(hf_config) and parallel.pipeline > 1 and first <= dense:
+        yield (
+            f"{component}.optim.distributed must be true, as the first {dense} layers of {file} have no experts and "
+            f"the first of {key}.pipeline {parallel.pipeline} stages has {first} layers"
+        )
+
+
 def _engine_divides(config: Config, file: Path, hf_config: dict) -> Iterator[str]:
     """SGLang repeats key-value heads where there are fewer than ranks."""
     ways, heads = config.rollout.tensor_parallel, hf_config["num_attention_heads"]
@@ -143,6 +183,8 @@ def _engine_divides(config: Config, file: Path, hf_config: dict) -> Iterator[str
             f"rollout.tensor_parallel {ways} does not divide num_attention_heads {heads} of {file}: "
             f"{nearest_divisors(heads, ways)} would"
         )
+    elif FAMILIES[hf_config["architectures"][0]].latent_attention:
+        return
     elif _key_value_heads(hf_config) % ways and ways % _key_value_heads(hf_config):
         yield (
             f"rollout.tensor_parallel {ways} neither divides num_key_value_heads {_key_value_heads(hf_config)} of "

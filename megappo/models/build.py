@@ -11,6 +11,7 @@ from megappo.config.schema import Model, Parallel
 from megappo.models.hf_config import HeadKind, gpt_arguments, transformer_config
 from megappo.models.layer_specs import layer_spec
 from megappo.models.rope import scale_rope
+from megappo.models.routing import router_bias_kept
 from megappo.models.value_head import ValueHead, add_value_head, has_bias
 from megappo.placement.groups import ComponentGroups
 
@@ -52,7 +53,8 @@ def build_model(
                 # tensor-parallel ranks, each of which sends its own tokens to its own copy.
                 parameter.allreduce = False
         chunk.requires_grad_(trained)
-        chunk.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)
+        with router_bias_kept(chunk):
+            chunk.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)
     return chunks
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,6 +27,7 @@ from megappo.data.batch import Rows
 from megappo.data.packing import Packed, pack
 from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
+from megappo.models.routing import router_bias_kept
 from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
@@ -53,7 +55,7 @@ class MegatronEngine:
         self.groups = groups
         self.head = head
         self.max_tokens = max_tokens
-        self.runners = [Float16Module(self.config, chunk) if self.config.bf16 else chunk for chunk in chunks]
+        self.runners = [_runner(chunk) for chunk in chunks]
         pipeline = groups.collection.pp
         self._p2p = P2PCommunicator(pipeline, self.config) if pipeline.size() > 1 else None
         self._schedule = get_forward_backward_func(pipeline.size(), self.config.virtual_pipeline_model_parallel_size)
@@ -286,6 +288,12 @@ class TrainedEngine(MegatronEngine):
         loss, metrics = loss_fn(self._read(self.loss_head, output, packed), packed.rows)
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
         return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+
+
+def _runner(chunk: GPTModel) -> torch.nn.Module:
+    """What the schedule runs of a chunk."""
+    with router_bias_kept(chunk):
+        return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
 
 
 def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:

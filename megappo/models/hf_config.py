@@ -4,13 +4,15 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megappo import platform
 from megappo.config.errors import ConfigError
-from megappo.config.families import FAMILIES, Family, num_experts, sliding_window
+from megappo.config.families import FAMILIES, Family, num_dense_layers, num_experts, sliding_window
 from megappo.config.schema import Model, Parallel
+from megappo.models.latent_attention import latent_arguments
 from megappo.models.rope import rotary_base
+from megappo.models.routing import expert_arguments, unsupported_routing
 
 HeadKind = Literal["policy", "value", "policy_value"]
 """What reads a model's last hidden states: the language model's output layer, a critic's value head in its place, or
@@ -36,20 +38,18 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
     family = _family(hf)
     _check_divides(hf, parallel)
     dtype, interleaved = DTYPES[model.dtype], parallel.virtual_pipeline > 1
-    return TransformerConfig(
+    kind = MLATransformerConfig if family.latent_attention else TransformerConfig
+    return kind(
         num_layers=hf["num_hidden_layers"],
         hidden_size=hf["hidden_size"],
         ffn_hidden_size=hf["intermediate_size"],
         num_attention_heads=hf["num_attention_heads"],
-        num_query_groups=_num_key_value_heads(hf),
-        kv_channels=hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        **(latent_arguments(hf) if family.latent_attention else _head_arguments(hf, family)),
         layernorm_epsilon=hf["rms_norm_eps"],
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=family.qkv_bias,
-        qk_layernorm=family.qk_layernorm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
@@ -75,44 +75,33 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
         # Every weight is loaded later, yet only initialization marks weights as sharded: unmarked ones would be left
         # out of the gradient norm on all but the first tensor-parallel rank.
         perform_initialization=True,
-        **_expert_arguments(hf, parallel),
+        **expert_arguments(hf, parallel),
         **FUSIONS_OFF,
         **RECOMPUTE[recompute],
     )
 
 
-def _expert_arguments(hf: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
-    """TransformerConfig's arguments of a mixture of experts; none of a dense model.
-
-    The router softmaxes over all experts and keeps the largest probabilities, or (the same as dividing these by their
-    sum) softmaxes over the largest logits. Nothing is added to the loss and no token is dropped.
-    """
-    experts = FAMILIES[hf["architectures"][0]].experts
-    if experts is None:
-        return {}
+def _head_arguments(hf: dict[str, Any], family: Family) -> dict[str, Any]:
+    """TransformerConfig's arguments of attention whose heads have keys and values of their own, or share them."""
     return {
-        "num_moe_experts": num_experts(hf),
-        "moe_ffn_hidden_size": hf[experts.ffn],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_router_pre_softmax": not experts.renormalized(hf),
-        "moe_router_load_balancing_type": "none",
-        "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"] if experts.shared else None,
-        "moe_shared_expert_gate": experts.shared,
-        "moe_grouped_gemm": False,
-        "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "num_query_groups": _num_key_value_heads(hf),
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
+        "add_qkv_bias": family.qkv_bias,
+        "qk_layernorm": family.qk_layernorm,
     }
 
 
 def _ffn_divides(hf: dict[str, Any], parallel: Parallel) -> list[tuple[str, int, str, int]]:
     """Key, size, dimension and ranks of the sizes that the layers between attention must divide."""
-    experts = FAMILIES[hf["architectures"][0]].experts
-    if experts is None:
-        return [("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor)]
-    shared = "shared_expert_intermediate_size"
-    cut = [(shared, hf[shared], "tensor", parallel.tensor)] if experts.shared else []
-    ffn = (experts.ffn, hf[experts.ffn], "expert_tensor", parallel.expert_tensor)
-    return [("num_experts", num_experts(hf), "expert", parallel.expert), ffn, *cut]
+    experts, found = FAMILIES[hf["architectures"][0]].experts, []
+    if num_dense_layers(hf):
+        found.append(("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor))
+    if experts:
+        found.append((experts.count[-1], num_experts(hf), "expert", parallel.expert))
+        found.append((experts.ffn, hf[experts.ffn], "expert_tensor", parallel.expert_tensor))
+    if experts and experts.shared:
+        found.append((experts.shared.label, experts.shared.ffn_size(hf), "tensor", parallel.tensor))
+    return found
 
 
 def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
@@ -172,29 +161,34 @@ def _family(hf: dict[str, Any]) -> Family:
         raise ValueError(
             f"config.json names {architectures[0]}, which is not supported; supported are {', '.join(FAMILIES)}"
         )
-    experts = FAMILIES[architectures[0]].experts
+    family = FAMILIES[architectures[0]]
     unsupported = {
+        "quantization_config": bool(hf.get("quantization_config")),
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "attention_bias": bool(hf.get("attention_bias")),
         "mlp_bias": bool(hf.get("mlp_bias")),
         "layer_types": bool(set(hf.get("layer_types") or ()) - _attention_types(hf)),
         "qkv_bias": hf.get("qkv_bias", True) is False,
-        "decoder_sparse_step": hf.get("decoder_sparse_step", 1) != 1,
-        "mlp_only_layers": bool(hf.get("mlp_only_layers")),
-        "router_jitter_noise": bool(hf.get("router_jitter_noise")),
-        # Its probability would always be 1, and the router could not learn.
-        "num_experts_per_tok": bool(experts) and experts.renormalized(hf) and hf["num_experts_per_tok"] == 1,
+        "rope_interleave": family.latent_attention and not hf.get("rope_interleave", True),
+        **(unsupported_routing(hf, family.experts) if family.experts else {}),
     }
     for key, is_unsupported in unsupported.items():
         if is_unsupported:
             found = f"config.json of this {architectures[0]} has {key} = {hf[key]!r}"
             raise ConfigError([f"{found}, which is not supported"])
-    return FAMILIES[architectures[0]]
+    return family
 
 
 def _attention_types(hf: dict[str, Any]) -> set[str]:
     """Attention that is full on every row of a run: a run whose rows would be longer than the window does not start."""
     return {"full_attention", "sliding_attention"} if sliding_window(hf) else {"full_attention"}
+
+
+def _key_value_heads_divide(hf: dict[str, Any], parallel: Parallel) -> list[tuple[str, int, str, int]]:
+    """As `_ffn_divides`; latent attention has no heads of keys and values that are fewer than those of queries."""
+    if FAMILIES[hf["architectures"][0]].latent_attention:
+        return []
+    return [("num_key_value_heads", _num_key_value_heads(hf), "tensor", parallel.tensor)]
 
 
 def _num_key_value_heads(hf: dict[str, Any]) -> int:
@@ -206,7 +200,7 @@ def _check_divides(hf: dict[str, Any], parallel: Parallel) -> None:
         f"{key} = {size} does not divide by parallel.{name} = {ranks}"
         for key, size, name, ranks in (
             ("num_attention_heads", hf["num_attention_heads"], "tensor", parallel.tensor),
-            ("num_key_value_heads", _num_key_value_heads(hf), "tensor", parallel.tensor),
+            *_key_value_heads_divide(hf, parallel),
             *_ffn_divides(hf, parallel),
         )
         if size % ranks

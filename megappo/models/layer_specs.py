@@ -4,23 +4,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megappo import platform
 from megappo.config.errors import ConfigError
 from megappo.data.zigzag import chunk_numbers
 from megappo.models.context_parallel import whole_pack
+from megappo.models.latent_attention import LatentAttention
 
 
-def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> ModuleSpec | TransformerBlockSubmodules:
-    """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`.
+def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> TransformerBlockSubmodules:
+    """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are
+    active.
 
     Args:
         kind: "auto" (TransformerEngine where it is installed with CUDA, else torch), "torch" or "transformer_engine".
@@ -39,26 +39,38 @@ def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> 
                 "install transformer-engine, or set model.layer_spec=torch"
             ]
         )
-    return get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
-    )
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
 
 
 def _torch_decoder(config: TransformerConfig, stage: int, chunk: int) -> TransformerBlockSubmodules:
-    """Megatron's local layer with the two modules replaced that refuse sequence parallelism and packed batches."""
+    """Megatron's local layers, those of this chunk."""
+    first = get_transformer_layer_offset(config, chunk, stage)
+    numbers = range(first, first + get_num_layers_to_build(config, chunk, stage))
+    dense, mixture = _torch_layer(config, None), _torch_layer(config, config.num_moe_experts)
+    pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
+    layers = [mixture if pattern[number] else dense for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _torch_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """Megatron's local layer with the modules replaced that refuse sequence parallelism and packed batches."""
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
+        multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",
     )
-    parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+    parts, attention = layer.submodules, layer.submodules.self_attention
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
+    attention.submodules.core_attention = PackedAttention
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, chunk, stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+        key_norm = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
+        for name in ("q_layernorm", key_norm):
+            setattr(attention.submodules, name, RMSNorm)
+    if config.multi_latent_attention:
+        attention.module = LatentAttention
+    return layer
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -103,11 +115,11 @@ class PackedAttention(torch.nn.Module):
         Args:
             query: [T, heads, D], the tokens held here of all sequences, one after the other.
             key: [T, groups, D], groups divides heads (grouped-query attention).
-            value: as key.
+            value: as key, of any size: [T, groups, D'].
             attention_mask: None: each sequence is causal.
             packed_seq_params: cu_seqlens_q, int32 [sequences + 1], are the boundaries of the whole sequences.
         Returns:
-            [T, heads * D].
+            [T, heads * D'].
         Raises:
             ValueError: the batch is not packed.
         """

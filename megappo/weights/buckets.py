@@ -1,6 +1,6 @@
 """Buckets: whole Hugging Face tensors of one dtype, one after the other in one piece of memory."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
@@ -14,12 +14,14 @@ class TensorSpec:
 
     Attributes:
         is_frozen: training does not change it.
+        with_next: of use to an engine only in one bucket with the tensor after it.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_frozen: bool = False
+    with_next: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -31,16 +33,26 @@ _Spec = TypeVar("_Spec", bound=TensorSpec)
 
 
 def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
-    """Consecutive tensors of one dtype, as many as fit; a single larger tensor is a bucket of its own."""
+    """Consecutive tensors of one dtype, as many as fit; what is larger by itself is a bucket of its own."""
     buckets: list[list[_Spec]] = []
     room = 0
-    for tensor in tensors:
-        if not buckets or tensor.nbytes > room or tensor.dtype != buckets[-1][0].dtype:
+    for together in _inseparable(tensors):
+        if not buckets or num_bytes(together) > room or together[0].dtype != buckets[-1][0].dtype:
             buckets.append([])
             room = bucket_bytes
-        buckets[-1].append(tensor)
-        room -= tensor.nbytes
+        buckets[-1] += together
+        room -= num_bytes(together)
     return buckets
+
+
+def _inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:
+    """Each tensor, with those after it that it must not be parted from."""
+    together: list[_Spec] = []
+    for tensor in tensors:
+        together.append(tensor)
+        if not tensor.with_next:
+            yield together
+            together = []
 
 
 def num_bytes(bucket: Bucket) -> int:

@@ -35,7 +35,7 @@ class ExportedTensor(TensorSpec):
     @property
     def spec(self) -> TensorSpec:
         """What other ranks need to know of it."""
-        return TensorSpec(self.name, self.shape, self.dtype, self.is_frozen)
+        return TensorSpec(self.name, self.shape, self.dtype, self.is_frozen, self.with_next)
 
     @property
     def cut(self) -> tuple[bool, bool]:
@@ -174,7 +174,7 @@ def iter_hf_buckets(
 def _plan(
     pieces: list[Piece],
     held: Mapping[str, str],
-    parameters: Mapping[str, torch.nn.Parameter],
+    parameters: Mapping[str, torch.Tensor],
     groups: ComponentGroups,
 ) -> list[ExportedTensor]:
     """What is known of every tensor, agreed on by the stages: of two that hold a tensor, the first is the owner."""
@@ -203,6 +203,7 @@ def _plan(
             shape=piece.shape,
             dtype=_DTYPES[dtype],
             is_frozen=not is_trained,
+            with_next=piece.with_next,
             piece=piece,
             owner=owner,
             expert_owner=None if piece.expert is None else piece.expert // per_rank,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megappo.config.families import FAMILIES, Experts, num_experts
+from megappo.config.families import FAMILIES, Experts, Family, SharedExpert, num_dense_layers, num_experts
 from megappo.models.hf_config import HeadKind, is_tied
 from megappo.models.value_head import has_bias
 
@@ -14,11 +14,12 @@ VALUE_HEAD = "score.weight"
 VALUE_BIAS = "score.bias"
 OUTPUT_LAYER = "output_layer"
 SECOND_HEAD = "value_head"
+ROUTER_BIAS = "router.expert_bias"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter.
+    """One Megatron parameter (or a router's bias, which is a buffer).
 
     Attributes:
         megatron: its name in the local layer spec, and in TransformerEngine's where that differs.
@@ -27,6 +28,7 @@ class Rule:
             replicated.
         by_kv_head: the stacked tensors alternate per KV head (q q k v, q q k v, ...), not once per shard.
         expert: number of the expert it belongs to, which only some of the expert-parallel ranks hold.
+        with_next: its tensors and the next rule's are of use to an engine only together.
     """
 
     megatron: tuple[str, ...]
@@ -34,6 +36,7 @@ class Rule:
     shard_dim: int | None = None
     by_kv_head: bool = False
     expert: int | None = None
+    with_next: bool = False
 
 
 # Names outside the layers are complete; inside, they come after the layer's number.
@@ -41,11 +44,17 @@ _MODEL = (
     Rule(("embedding.word_embeddings.weight",), ((EMBEDDING, ("vocab", "hidden")),), shard_dim=0),
     Rule(("decoder.final_layernorm.weight",), (("model.norm.weight", ("hidden",)),)),
 )
-_LAYER = (
+_NORMS = (
     Rule(
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
         (("input_layernorm.weight", ("hidden",)),),
     ),
+    Rule(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        (("post_attention_layernorm.weight", ("hidden",)),),
+    ),
+)
+_ATTENTION = (
     Rule(
         ("self_attention.linear_qkv.weight",),
         (
@@ -57,9 +66,41 @@ _LAYER = (
         by_kv_head=True,
     ),
     Rule(("self_attention.linear_proj.weight",), (("self_attn.o_proj.weight", ("hidden", "q")),), shard_dim=1),
+)
+# Rotary dimensions need no reordering: with latent attention Megatron takes them in Hugging Face's pairs.
+_LATENT_ATTENTION = (
     Rule(
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-        (("post_attention_layernorm.weight", ("hidden",)),),
+        ("self_attention.linear_kv_down_proj.weight",),
+        (("self_attn.kv_a_proj_with_mqa.weight", ("kv_latent_and_rope", "hidden")),),
+    ),
+    Rule(
+        ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+        (("self_attn.kv_a_layernorm.weight", ("kv_latent",)),),
+    ),
+    Rule(
+        ("self_attention.linear_kv_up_proj.weight",),
+        (("self_attn.kv_b_proj.weight", ("k_and_v", "kv_latent")),),
+        shard_dim=0,
+    ),
+    Rule(("self_attention.linear_proj.weight",), (("self_attn.o_proj.weight", ("hidden", "v")),), shard_dim=1),
+)
+_QUERY = (Rule(("self_attention.linear_q_proj.weight",), (("self_attn.q_proj.weight", ("q", "hidden")),), shard_dim=0),)
+# The last of these comes before the first of _LATENT_ATTENTION: SGLang makes one matrix of the two, and takes neither,
+# without a word, from a bucket that lacks the other.
+_LATENT_QUERY = (
+    Rule(
+        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        (("self_attn.q_a_layernorm.weight", ("q_latent",)),),
+    ),
+    Rule(
+        ("self_attention.linear_q_up_proj.weight",),
+        (("self_attn.q_b_proj.weight", ("q", "q_latent")),),
+        shard_dim=0,
+    ),
+    Rule(
+        ("self_attention.linear_q_down_proj.weight",),
+        (("self_attn.q_a_proj.weight", ("q_latent", "hidden")),),
+        with_next=True,
     ),
 )
 _MLP = (
@@ -69,22 +110,6 @@ _MLP = (
         shard_dim=0,
     ),
     Rule(("mlp.linear_fc2.weight",), (("mlp.down_proj.weight", ("hidden", "ffn")),), shard_dim=1),
-)
-_SHARED_EXPERT = (
-    Rule(
-        ("mlp.shared_experts.linear_fc1.weight",),
-        (
-            ("mlp.shared_expert.gate_proj.weight", ("shared_ffn", "hidden")),
-            ("mlp.shared_expert.up_proj.weight", ("shared_ffn", "hidden")),
-        ),
-        shard_dim=0,
-    ),
-    Rule(
-        ("mlp.shared_experts.linear_fc2.weight",),
-        (("mlp.shared_expert.down_proj.weight", ("hidden", "shared_ffn")),),
-        shard_dim=1,
-    ),
-    Rule(("mlp.shared_experts.gate_weight",), (("mlp.shared_expert_gate.weight", ("one", "hidden")),)),
 )
 _QKV_BIAS = (
     Rule(
@@ -105,7 +130,8 @@ class Piece:
     """A Hugging Face tensor and the shard of it that each rank holds, of those it is cut over (see `Rule`).
 
     The last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding. Of the tensors with an
-    `expert`, an expert-parallel rank holds those of its run of experts only.
+    `expert`, an expert-parallel rank holds those of its run of experts only. One `with_next` is exported in one bucket
+    with the tensor after it.
     """
 
     name: str
@@ -113,6 +139,7 @@ class Piece:
     shard_shape: tuple[int, ...]
     shard_dim: int | None
     expert: int | None = None
+    with_next: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,7 +158,8 @@ class Composition:
 def compositions(
     hf_config: dict[str, Any], *, tensor: int, padded_vocab_size: int, head: HeadKind, expert_tensor: int = 1
 ) -> dict[str, Composition]:
-    """Composition of every Megatron parameter, by its name with global layer and expert numbers, under both specs.
+    """Composition of every Megatron parameter and of routers' biases, by its name with global layer and expert numbers,
+    under both specs.
 
     Args:
         hf_config: the model's config.json.
@@ -147,7 +175,7 @@ def compositions(
     _check_divisible(sizes, tensor, expert_tensor)
     padded = {**sizes, "vocab": padded_vocab_size}
     rules = {"": _MODEL + _output_rules(hf_config, head)}
-    rules.update({f"layers.{number}.": layer_rules for number in range(hf_config["num_hidden_layers"])})
+    rules.update({f"layers.{number}.": table for number, table in enumerate(layer_rules)})
     return {
         (f"decoder.{prefix}" if prefix else "") + name: _compose(
             rule, prefix, sizes, padded, tensor if rule.expert is None else expert_tensor
@@ -169,20 +197,29 @@ def hf_shapes(hf_config: dict[str, Any], head: HeadKind = "policy") -> dict[str,
     return {name: piece.shape for name, piece in pieces_of(table).items()}
 
 
-def _layer_rules(hf_config: dict[str, Any]) -> tuple[Rule, ...]:
+def _layer_rules(hf_config: dict[str, Any]) -> list[tuple[Rule, ...]]:
+    """The rules of every layer."""
     architecture = (hf_config.get("architectures") or ["no architecture"])[0]
     if architecture not in FAMILIES:
         raise ValueError(f"config.json names {architecture}, whose weights are not known; known: {', '.join(FAMILIES)}")
     family = FAMILIES[architecture]
-    attention = _LAYER + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
-    if family.experts is None:
-        return attention + _MLP
-    return attention + _expert_rules(family.experts, num_experts(hf_config))
+    attention = _NORMS + _attention_rules(family, hf_config)
+    num_dense = num_dense_layers(hf_config)
+    experts = _expert_rules(family.experts, num_experts(hf_config)) if family.experts else ()
+    return [attention + _MLP] * num_dense + [attention + experts] * (hf_config["num_hidden_layers"] - num_dense)
+
+
+def _attention_rules(family: Family, hf_config: dict[str, Any]) -> tuple[Rule, ...]:
+    if family.latent_attention:
+        return (_QUERY if hf_config["q_lora_rank"] is None else _LATENT_QUERY) + _LATENT_ATTENTION
+    return _ATTENTION + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
 
 
 def _expert_rules(experts: Experts, count: int) -> tuple[Rule, ...]:
     router = Rule(("mlp.router.weight",), ((f"{experts.block}.gate.weight", ("experts", "hidden")),))
-    rules = [router, *(_SHARED_EXPERT if experts.shared else ())]
+    rules = [router, *(_shared_expert_rules(experts.shared) if experts.shared else ())]
+    if experts.router_bias:
+        rules.append(Rule((f"mlp.{ROUTER_BIAS}",), ((f"{experts.block}.gate.e_score_correction_bias", ("experts",)),)))
     for expert in range(count):
         megatron, hf = f"mlp.experts.local_experts.{expert}", f"{experts.block}.experts.{expert}"
         gate_up = tuple((f"{hf}.{name}.weight", ("expert_ffn", "hidden")) for name in (experts.gate, experts.up))
@@ -190,6 +227,18 @@ def _expert_rules(experts: Experts, count: int) -> tuple[Rule, ...]:
         rules.append(Rule((f"{megatron}.linear_fc1.weight",), gate_up, shard_dim=0, expert=expert))
         rules.append(Rule((f"{megatron}.linear_fc2.weight",), down, shard_dim=1, expert=expert))
     return tuple(rules)
+
+
+def _shared_expert_rules(shared: SharedExpert) -> tuple[Rule, ...]:
+    megatron, hf = "mlp.shared_experts", f"mlp.{shared.module}"
+    gate_up = tuple((f"{hf}.{name}_proj.weight", ("shared_ffn", "hidden")) for name in ("gate", "up"))
+    down = ((f"{hf}.down_proj.weight", ("hidden", "shared_ffn")),)
+    matrices = (
+        Rule((f"{megatron}.linear_fc1.weight",), gate_up, shard_dim=0),
+        Rule((f"{megatron}.linear_fc2.weight",), down, shard_dim=1),
+    )
+    gate = Rule((f"{megatron}.gate_weight",), ((f"{hf}_gate.weight", ("one", "hidden")),))
+    return (*matrices, gate) if shared.gated else matrices
 
 
 def _output_rules(hf_config: dict[str, Any], head: HeadKind) -> tuple[Rule, ...]:
@@ -207,33 +256,49 @@ def _output_rules(hf_config: dict[str, Any], head: HeadKind) -> tuple[Rule, ...]
 
 
 def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:
-    hidden, heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
-    head = hf_config.get("head_dim") or hidden // heads
-    kv_heads = hf_config.get("num_key_value_heads") or heads
-    experts = FAMILIES[hf_config["architectures"][0]].experts
+    family = FAMILIES[hf_config["architectures"][0]]
     return {
         "one": 1,
-        "hidden": hidden,
-        "head": head,
-        "q": heads * head,
-        "kv": kv_heads * head,
-        "kv_heads": kv_heads,
+        "hidden": hf_config["hidden_size"],
         "vocab": hf_config["vocab_size"],
-        **(_expert_sizes(hf_config, experts) if experts else {"ffn": hf_config["intermediate_size"]}),
+        **(_latent_sizes(hf_config) if family.latent_attention else _head_sizes(hf_config)),
+        **(_expert_sizes(hf_config, family.experts) if family.experts else {}),
+        **({"ffn": hf_config["intermediate_size"]} if num_dense_layers(hf_config) else {}),
+    }
+
+
+def _head_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
+    heads = hf_config["num_attention_heads"]
+    head = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
+    kv_heads = hf_config.get("num_key_value_heads") or heads
+    return {"head": head, "q": heads * head, "kv": kv_heads * head, "kv_heads": kv_heads}
+
+
+def _latent_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
+    heads, rope, v = hf_config["num_attention_heads"], hf_config["qk_rope_head_dim"], hf_config["v_head_dim"]
+    return {
+        "heads": heads,
+        "q": heads * (hf_config["qk_nope_head_dim"] + rope),
+        "q_latent": hf_config["q_lora_rank"] or 0,
+        "kv_latent": hf_config["kv_lora_rank"],
+        "kv_latent_and_rope": hf_config["kv_lora_rank"] + rope,
+        "k_and_v": heads * (hf_config["qk_nope_head_dim"] + v),
+        "v": heads * v,
     }
 
 
 def _expert_sizes(hf_config: dict[str, Any], experts: Experts) -> dict[str, int]:
-    shared = {"shared_ffn": hf_config["shared_expert_intermediate_size"]} if experts.shared else {}
+    shared = {"shared_ffn": experts.shared.ffn_size(hf_config)} if experts.shared else {}
     return {"experts": num_experts(hf_config), "expert_ffn": hf_config[experts.ffn], **shared}
 
 
 def _check_divisible(sizes: Mapping[str, int], tensor: int, expert_tensor: int) -> None:
     cut = {
+        "heads": ("num_attention_heads", "tensor", tensor),
         "kv_heads": ("num_key_value_heads", "tensor", tensor),
         "ffn": ("intermediate_size", "tensor", tensor),
-        "shared_ffn": ("shared_expert_intermediate_size", "tensor", tensor),
-        "expert_ffn": ("an expert's intermediate size", "expert tensor", expert_tensor),
+        "shared_ffn": ("the shared expert's inner size", "tensor", tensor),
+        "expert_ffn": ("an expert's inner size", "expert tensor", expert_tensor),
     }
     for key, (meaning, kind, ways) in cut.items():
         if sizes.get(key, 0) % ways:
@@ -251,5 +316,5 @@ def _compose(rule: Rule, prefix: str, sizes: Mapping[str, int], padded: Mapping[
             shard[rule.shard_dim] //= ways
         shape = tuple(sizes[symbol] for symbol in symbols)
         full_name = f"model.{prefix}{name}" if prefix else name
-        pieces.append(Piece(full_name, shape, tuple(shard), rule.shard_dim, rule.expert))
+        pieces.append(Piece(full_name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
     return Composition(tuple(pieces), sizes["kv_heads"] // ways if rule.by_kv_head else 1)

@@ -27,6 +27,14 @@ from megappo.weights.shards import check_parameters, compose, cut_over, global_p
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
 
+def is_unused(name: str, hf_config: dict[str, Any]) -> bool:
+    """Whether a tensor is not loaded: a constant, or of the layers after the last one, which predict further tokens
+    (DeepSeek-V3's multi-token prediction). Those are neither trained nor exported; transformers leaves them out too."""
+    first, further = hf_config["num_hidden_layers"], hf_config.get("num_nextn_predict_layers") or 0
+    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + further))
+    return name.endswith(UNUSED_SUFFIXES) or name.startswith(prefixes)
+
+
 @torch.no_grad()
 def load_hf(
     chunks: ModelChunks,
@@ -64,7 +72,7 @@ def load_hf(
         if head != "policy":
             name_value_head(source)
             _check_bias(source, hf_config)
-        _check_source(source, pieces_of(table), _optional(hf_config, head))
+        _check_source(source, hf_config, pieces_of(table), _optional(hf_config, head))
         if is_tied(hf_config) and LM_HEAD in source.names() and head != "value":
             _check_tied(source)
         has_values = VALUE_HEAD in source.names()
@@ -95,8 +103,8 @@ def _check_bias(source: HFFolder, hf_config: dict[str, Any]) -> None:
         raise WeightsError(f"the model's value head has a bias, but {source.folder} has none; build it of this folder")
 
 
-def _check_source(source: HFFolder, expected: dict[str, Piece], optional: set[str]) -> None:
-    found = {name for name in source.names() if not name.endswith(UNUSED_SUFFIXES)}
+def _check_source(source: HFFolder, hf_config: dict[str, Any], expected: dict[str, Piece], optional: set[str]) -> None:
+    found = {name for name in source.names() if not is_unused(name, hf_config)}
     missing = sorted(expected.keys() - found - optional)
     unused = sorted(found - expected.keys() - optional)
     if missing or unused:

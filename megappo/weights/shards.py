@@ -1,4 +1,4 @@
-"""A rank's shards: the parameters a model has here, and the pieces of Hugging Face tensors each is made of."""
+"""A rank's shards: the weights a model has here, and the pieces of Hugging Face tensors each is made of."""
 
 import re
 from collections.abc import Sequence
@@ -9,23 +9,25 @@ from megatron.core.models.gpt import GPTModel
 
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import ComponentGroups
-from megappo.weights.families import Composition, Piece
+from megappo.weights.families import ROUTER_BIAS, Composition, Piece
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
 
 
-def global_parameters(chunks: ModelChunks) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by name, with layers and experts numbered over the whole model instead of this rank's."""
-    return {name: parameter for chunk in chunks for name, parameter in _global_parameters(chunk).items()}
+def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
+    """This rank's parameters and routers' biases, which are buffers, by name, with layers and experts numbered over the
+    whole model instead of this rank's."""
+    return {name: tensor for chunk in chunks for name, tensor in _global_parameters(chunk).items()}
 
 
-def _global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+def _global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
     def with_global_numbers(match: re.Match) -> str:
         layer = model.decoder.layers[int(match[1])]
         expert = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[int(match[3])]}." if match[2] else ""
         return f"decoder.layers.{layer.layer_number - 1}.{expert}"
 
-    return {_LAYER.sub(with_global_numbers, name): parameter for name, parameter in model.named_parameters()}
+    biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)]
+    return {_LAYER.sub(with_global_numbers, name): tensor for name, tensor in (*model.named_parameters(), *biases)}
 
 
 def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
@@ -33,7 +35,7 @@ def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
     return groups.collection.tp if piece.expert is None else groups.collection.expt_tp
 
 
-def check_parameters(parameters: dict[str, torch.nn.Parameter], table: dict[str, Composition]) -> None:
+def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Composition]) -> None:
     """See that every parameter has a composition of its shape.
 
     Raises:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from ppo_engines import OPTIM, Case, exported, make_engine, make_loss, make_rows, read_config, with_score
 from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V3
 from tiny_models import hf_folder
 from torch.multiprocessing import ProcessExitedException
 
@@ -170,6 +171,10 @@ EXPERT_MOVES = {
 }
 
 
+DENSE_STAGE_MOVES = {"actor, pp2 to ep2": (PP2, EP2), "actor, pp2 to pp2": (PP2, PP2)}
+"""Of a model whose first stage of two has no experts."""
+
+
 def check_moved(
     rank: int, world_size: int, folders: dict[str, Path], store_folder: Path, moves: dict[str, tuple[Case, Case]]
 ) -> None:
@@ -229,6 +234,11 @@ def test_a_mixture_of_experts_goes_on_in_any_layout(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 2, "shared_expert_intermediate_size": 24}
     folders = {"actor": hf_folder(tmp_path / "actor", "qwen2_moe", **experts, **shape)}
     run_ranks(2, check_moved, folders, tmp_path / "checkpoints", EXPERT_MOVES)
+
+
+def test_dense_layers_before_experts_and_router_biases_go_on_in_any_layout(tmp_path: Path) -> None:
+    folders = {"actor": hf_folder(tmp_path / "actor", "deepseek_v3", **DEEPSEEK_V3, num_hidden_layers=2)}
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", EXPERT_MOVES | DENSE_STAGE_MOVES)
 
 
 # --- which checkpoint ---

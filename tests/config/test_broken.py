@@ -441,6 +441,69 @@ def test_what_a_mixture_of_experts_must_say_and_have(run_folder):
     )
 
 
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 128,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 11,
+    "n_shared_experts": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
+LATENT_LAYOUTS = {
+    "actor.parallel={tensor: 2, sequence: true}": [
+        "actor.parallel.tensor 2 does not divide moe_intermediate_size x n_shared_experts 33 of model/config.json: "
+        "1 or 3 would"
+    ],
+    "actor.parallel.expert=4": [
+        "actor.parallel.expert 4 does not divide n_routed_experts 6 of model/config.json: 3 or 6 would"
+    ],
+    "rollout.tensor_parallel=4": [],
+}
+
+
+@pytest.mark.parametrize(("override", "messages"), LATENT_LAYOUTS.items())
+def test_latent_attention_is_divided_by_heads_alone(run_folder, override, messages):
+    (run_folder / "model" / "config.json").write_text(json.dumps(HF_CONFIG | DEEPSEEK | {"num_key_value_heads": 3}))
+    assert errors_of(override) == messages
+
+
+def test_a_stage_without_experts_needs_the_sharded_optimizer(run_folder):
+    dense = {"first_k_dense_replace": 3, "moe_intermediate_size": 8}
+    (run_folder / "model" / "config.json").write_text(json.dumps(HF_CONFIG | DEEPSEEK | dense))
+    stages = ("actor.parallel.pipeline=2", "actor.optim.distributed=false")
+    assert errors_of(*stages) == [
+        "actor.optim.distributed must be true, as the first 3 layers of model/config.json have no experts and the "
+        "first of actor.parallel.pipeline 2 stages has 3 layers"
+    ]
+    assert errors_of(*stages, "actor.parallel.pipeline_split=[4,2]") == errors_of(stages[0]) == []
+
+
+def test_latent_attention_that_does_not_divide(run_folder):
+    (run_folder / "model" / "config.json").write_text(
+        json.dumps(HF_CONFIG | DEEPSEEK | {"num_attention_heads": 5, "moe_intermediate_size": 8})
+    )
+    (error,) = errors_of("actor.parallel={tensor: 2, sequence: true}")
+    assert error.startswith("actor.parallel.tensor 2 does not divide num_attention_heads 5 of model/config.json: ")
+
+
+@pytest.mark.parametrize("lacking", ["q_lora_rank", "first_k_dense_replace", "n_shared_experts", "n_routed_experts"])
+def test_what_latent_attention_must_say(run_folder, lacking):
+    said = {key: value for key, value in (HF_CONFIG | DEEPSEEK).items() if key != lacking}
+    (run_folder / "model" / "config.json").write_text(json.dumps(said))
+    (error,) = errors_of()
+    assert error.startswith(f"model.path: model/config.json lacks {lacking}: ")
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, PLAIN_ROPE
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, run, sequences
 
 from megappo.config.schema import Parallel
@@ -53,6 +54,18 @@ MIXTURES = {
     ),
     "qwen3 moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}),
     "qwen3 moe, one of them": ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 1}),
+    "deepseek v2": ("deepseek_v2", DEEPSEEK_V2),
+    "deepseek v2 lite": ("deepseek_v2", DEEPSEEK_V2 | {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    "deepseek v2, best of each group": (
+        "deepseek_v2",
+        DEEPSEEK_V2 | {"topk_method": "group_limited_greedy", "topk_group": 3, "rope_parameters": PLAIN_ROPE},
+    ),
+    "deepseek v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek v3, queries not latent": (
+        "deepseek_v3",
+        DEEPSEEK_V3 | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 3},
+    ),
+    "deepseek v3, unscaled rope": ("deepseek_v3", DEEPSEEK_V3 | {"rope_parameters": PLAIN_ROPE, "n_shared_experts": 1}),
 }
 EXPERT_LAYOUTS = {
     "tp1": Layout((0,)),

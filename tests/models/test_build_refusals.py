@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from tiny_deepseek import LATENT, YARN
 
 from megappo.config.schema import Model, Parallel
 from megappo.models.hf_config import transformer_config
@@ -58,6 +59,46 @@ def test_router_is_the_familys(renormalizes: bool) -> None:
 def test_unsupported_mixtures_are_named(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _config(**QWEN3_MOE | changes)
+
+
+DEEPSEEK = LATENT | {"num_attention_heads": 4, "num_hidden_layers": 4}
+V2, V3 = (DEEPSEEK | {"architectures": [f"Deepseek{version}ForCausalLM"]} for version in ("V2", "V3"))
+
+
+def test_latent_attention_is_described() -> None:
+    config = _config(Parallel(tensor=4, sequence=True), **V3)
+    assert (config.q_lora_rank, config.kv_lora_rank, config.qk_head_dim, config.v_head_dim) == (20, 12, 10, 14)
+    assert config.moe_layer_freq == [0, 1, 1, 1] and config.moe_shared_expert_intermediate_size == 48
+    assert config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate == 0
+    assert (config.moe_router_num_groups, config.moe_router_group_topk) == (4, 2)
+    assert _config(**V3 | {"topk_group": 4}).moe_router_group_topk is None, "no group is out of reach"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (V3 | {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = .*fp8.*not supported"),
+        (V3 | {"rope_interleave": False}, "rope_interleave = False.*not supported"),
+        (V3 | {"moe_layer_freq": 2}, "moe_layer_freq = 2.*not supported"),
+        (V3 | {"n_shared_experts": 0}, "n_shared_experts = 0.*not supported"),
+        (V3 | {"scoring_func": "softmax"}, "scoring_func = 'softmax'.*not supported"),
+        (V3 | {"topk_method": "greedy"}, "topk_method = 'greedy'.*not supported"),
+        (V3 | {"norm_topk_prob": False}, "norm_topk_prob = False.*not supported"),
+        (V3 | {"num_experts_per_tok": 6}, "topk_group = 2.*not supported"),
+        (V2 | {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'.*not supported"),
+        (V2 | {"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc'.*not supported"),
+        (V2 | {"norm_topk_prob": True}, "norm_topk_prob = True.*not supported"),
+        (V2 | {"topk_method": "group_limited_greedy"}, "topk_group = 2.*not supported"),
+        (V3 | {"rope_parameters": YARN | {"rope_type": "linear"}}, "'linear'.*not supported; supported.*yarn"),
+        (V3 | {"rope_parameters": YARN | {"factor": None}}, "not supported; supported.*yarn .factor, original"),
+        (V3 | {"rope_parameters": YARN | {"mscale": None}}, "nor one of mscale and mscale_all_dim without the other"),
+        (V3 | {"rope_parameters": YARN | {"attention_factor": 1.5}}, "of yarn neither attention_factor"),
+        (V3 | {"rope_parameters": YARN | {"truncate": False}}, "nor truncate = false"),
+    ],
+)
+def test_unsupported_latent_models_are_named(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _config(**changes)
 
 
 def test_layouts_of_experts_that_do_not_fit_are_named() -> None:

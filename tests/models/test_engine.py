@@ -28,7 +28,9 @@ from ppo_engines import (
     read_config,
     with_score,
 )
+from safetensors.torch import load_file
 from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_models import hf_folder, hf_model
 
 from megappo.checkpoint.store import CheckpointStore
@@ -151,6 +153,10 @@ class Oracle:
             named = dict(self.model.named_parameters())
         return named | ({"score.weight": self.head.weight} if self.head is not None else {})
 
+    def router_biases(self) -> dict[str, torch.Tensor]:
+        """What training must leave alone."""
+        return {name: bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")}
+
 
 def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
     """Token mean of PPO's clipped loss with dual clip and entropy bonus, token by token."""
@@ -199,7 +205,7 @@ def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int, le
         oracle.loss(rows).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
         optimizer.step()
-    return {"outputs": before, "grad_norms": norms, "parameters": per_expert(named)}
+    return {"outputs": before, "grad_norms": norms, "parameters": per_expert(named) | oracle.router_biases()}
 
 
 def per_expert(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -306,6 +312,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MIXTURES = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None},
+    "deepseek_v3": DEEPSEEK_V3,
 }
 
 
@@ -313,6 +321,24 @@ MIXTURES = {
 @pytest.mark.parametrize("name", ["one rank", "tp2 sp", "pp2", "dp2, optimizer not sharded", "cp2", *EXPERT_CASES])
 def test_mixture_of_experts_trains_as_hugging_face_does(name: str, family: str, tmp_path: Path) -> None:
     check(name, "actor", hf_folder(tmp_path / "hf", family, **MIXTURES[family]))
+
+
+def _biases_kept(rank: int, world_size: int, folder: Path) -> None:
+    engine = build(folder, Case(Layout(TWO, expert=2), dtype="bf16"), "actor")
+    rows, hf_config = make_rows(91), read_config(folder)
+    before = exported(engine, hf_config, "actor")
+    for _ in range(2):
+        engine.train_batch(rows.select(shard_of(rows, engine.groups.layout)), make_loss("actor", rows))
+    after = exported(engine, hf_config, "actor")
+    expected = {name: bias for name, bias in load_file(folder / "model.safetensors").items() if name.endswith("_bias")}
+    assert len(expected) == 3 and not any(torch.equal(bias, bias.bfloat16().float()) for bias in expected.values())
+    for name, bias in expected.items():
+        assert torch.equal(before[name], bias) and torch.equal(after[name], bias), name
+    assert not torch.equal(before["model.layers.1.mlp.gate.weight"], after["model.layers.1.mlp.gate.weight"])
+
+
+def test_biases_of_routers_stay_in_fp32_and_as_they_are_in_bf16_training(tmp_path: Path) -> None:
+    run_ranks(2, _biases_kept, hf_folder(tmp_path / "hf", "deepseek_v3", **DEEPSEEK_V3))
 
 
 @pytest.mark.parametrize("kind", ["critic", "shared"])

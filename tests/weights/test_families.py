@@ -68,7 +68,7 @@ def test_shards_of_experts() -> None:
     assert of[f"{expert}linear_fc1.weight"].shard_shape == (48, 32)
     assert of[f"{expert}linear_fc2.weight"].shard_shape == (32, 24)
     assert of["decoder.layers.1.self_attention.linear_proj.weight"].shard_shape == (32, 64)
-    with pytest.raises(ValueError, match="an expert's intermediate size 48 does not divide by expert tensor paralleli"):
+    with pytest.raises(ValueError, match="an expert's inner size 48 does not divide by expert tensor paralleli"):
         compositions(hf_config, tensor=1, expert_tensor=5, padded_vocab_size=92, head="policy")
 
 

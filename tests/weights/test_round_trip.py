@@ -1,12 +1,14 @@
 """Hugging Face -> Megatron -> Hugging Face is bit-equal in every layout; the oracle is the folder's own files."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_folders import hf_folder, load, read_config
 
 from megappo.models.build import ModelChunks
@@ -44,6 +46,8 @@ MIXTURES = {
     "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": EXPERTS,
+    "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None, "num_hidden_layers": 2, "first_k_dense_replace": 0},
+    "deepseek_v3": DEEPSEEK_V3 | {"num_hidden_layers": 2},
 }
 UNEVEN = {
     "PP2xDP2": (1, 4),
@@ -177,6 +181,39 @@ def values_of_critic(rank: int, world_size: int, folder: Path) -> None:
 
 def test_critic_has_one_value_head_in_every_layout(tmp_path: Path) -> None:
     run_ranks(4, values_of_critic, hf_folder(tmp_path / "qwen2", "qwen2", tie_word_embeddings=False))
+
+
+def inseparable(rank: int, world_size: int, folder: Path) -> None:
+    groups = build_groups({"PP2": Layout((0, 1), pipeline=2)}, seed=0)["PP2"]
+    buckets = list(iter_hf_buckets(load(folder, groups), read_config(folder), groups, 1))
+    pairs = [[name for name, _ in bucket] for bucket in buckets if len(bucket) > 1]
+    attentions = [f"model.layers.{layer}.self_attn" for layer in range(2)]
+    assert pairs == [[f"{name}.q_a_proj.weight", f"{name}.kv_a_proj_with_mqa.weight"] for name in attentions]
+
+
+def test_what_sglang_takes_only_together_comes_in_one_bucket(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf", "deepseek_v3", **DEEPSEEK_V3 | {"num_hidden_layers": 2})
+    run_ranks(2, inseparable, folder)
+
+
+def further_layers(rank: int, world_size: int, folder: Path) -> None:
+    groups = build_groups({"one": Layout((0,))}, seed=0)["one"]
+    config, expected = read_config(folder), tensors_of(folder)
+    further = {"model.layers.2.eh_proj.weight": torch.ones(32, 64), "model.layers.2.mlp.up_proj.weight": torch.ones(3)}
+    save_file(further, folder / "further.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(further, "further.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    chunks = load(folder, groups)
+    exported = {name for bucket in iter_hf_buckets(chunks, config, groups, 8_000) for name, _ in bucket}
+    assert exported == expected.keys()
+    with pytest.raises(ValueError, match="unknown model.layers.2.eh_proj.weight, model.layers.2.mlp.up_proj.weight"):
+        load_hf(chunks, folder, config | {"num_nextn_predict_layers": 0}, groups)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_where_config_json_names_them(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    run_ranks(1, further_layers, hf_folder(tmp_path / "hf", "deepseek_v3", **DEEPSEEK_V3 | shape))
 
 
 def padded_rows(rank: int, world_size: int, folder: Path) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hf_oracle import log_probs_of
 from ppo_engines import Case, at_home, make_engine, read_config
 from spawn import run_ranks
-from tiny_models import hf_model
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from tiny_models import hf_folder, hf_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Config, Rollout
@@ -53,6 +54,8 @@ FAMILIES = {
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "head_dim": 32},
 }
 """Families besides the shared engine's; SGLang does not serve Qwen2-MoE on a CPU, for want of a kernel."""
+DEEPSEEK = {"deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None}, "deepseek_v3": DEEPSEEK_V3}
+"""Nor these: its attention for CPUs reads a prompt's keys and values where only their latent vector is."""
 SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -104,7 +107,9 @@ class Actor:
         own = addresses if self.exchange.rank == 0 else ()
         self.clients = [EngineClient(address.url, address.api_key, timeout=60.0) for address in own]
 
-    def push(self, corrupt: Callable[[Export], Source] = lambda export: export) -> None:
+    def push(
+        self, corrupt: Callable[[Export], Source] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         """On the actor's ranks."""
         export = Export(self.engine.chunks, read_config(self.folder), self.engine.groups)
         WeightSync(
@@ -115,7 +120,7 @@ class Actor:
                 for client, address in zip(self.clients, self.addresses, strict=False)
             ],
             self.addresses[0].shapes,
-            bucket_bytes=BUCKET_BYTES,
+            bucket_bytes=bucket_bytes,
             barrier=lambda: None,
             engines_keep=False,
         )()
@@ -201,6 +206,35 @@ def start_engine(folder: Path, tensor_parallel: int, tmp_path: Path, engines: Ex
     engine.start()
     engines.callback(engine.stop)
     return engine
+
+
+def check_received(rank: int, world_size: int, address: Address, folder: Path) -> None:
+    """What SGLang made of the files is there again after it was overwritten and the same weights were sent."""
+    actor = Actor([address], "actor", folder, LAYOUTS["tp2"], sequence=True)
+    for client in actor.clients:
+        (expected,) = client.weight_checksums()
+        client.reset_weights()
+        (spoiled,) = client.weight_checksums()
+        assert all(spoiled[name] != expected[name] for name in expected)
+    actor.push(bucket_bytes=4_000)
+    for client in actor.clients:
+        (found,) = client.weight_checksums()
+        assert [name for name in expected if found[name] != expected[name]] == []
+
+
+@pytest.mark.parametrize("family", DEEPSEEK)
+def test_an_engine_of_deepseek_takes_every_weight(family: str, tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf", family, **DEEPSEEK[family])
+    idle = {"skip_server_warmup": True}
+    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180, server_args=idle)
+    engine = Engine(folder, rollout, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
+    engine.start()
+    try:
+        engine.wait_ready()
+        run_ranks(2, check_received, Address(engine.url, engine._api_key, hf_shapes(read_config(folder))), folder)
+    finally:
+        engine.stop()
+    assert "not found in params_dict" not in (tmp_path / "engine.log").read_text()
 
 
 def check_probed(rank: int, world_size: int, address: Address, folder: Path, expected: list, config: Config) -> None:

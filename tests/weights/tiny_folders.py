@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_deepseek import move_router_biases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Model, Parallel
@@ -37,6 +38,7 @@ def hf_folder(
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes), dtype=dtype)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+    move_router_biases(model)
     model.save_pretrained(folder, max_shard_size=40_000, save_original_format=save_original_format)
     return folder
 
@@ -84,7 +86,7 @@ def load(
     chunks = build(folder, groups, dtype, head, split)
     # A weight that nobody loads must show.
     for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.data.fill_(torch.nan)
+        for weight in (*chunk.parameters(), *chunk.buffers()):
+            weight.data.fill_(torch.nan)
     load_hf(chunks, folder, read_config(folder), groups, head=head)
     return chunks
