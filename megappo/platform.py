@@ -205,6 +205,7 @@ def _mend_megatron_on_cpu() -> None:
     # Numbers of tokens are counted on the device and copied to the host on a stream of their own.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _read_splits
+    _mend_uneven_collectives()
 
     for owner, name in (
         (clip_grads, "clip_grad_by_total_norm_fp32"),
@@ -221,6 +222,34 @@ def _read_splits(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> 
         dispatcher.input_splits = dispatcher.input_splits.tolist()
         dispatcher.output_splits = dispatcher.output_splits.tolist()
     return tokens_per_expert
+
+
+def _mend_uneven_collectives() -> None:
+    """Gather, and sum, parts of different lengths: gloo takes equal ones only."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    @functools.wraps(gather)
+    def gather_any(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, *args, **kwargs)
+        parts = [input_.new_empty(size, *input_.shape[1:]) for size in output_split_sizes]
+        parts[group.rank()] = input_.contiguous()
+        for rank, part in enumerate(parts):
+            torch.distributed.broadcast(part, group=group, group_src=rank)
+        return torch.cat(parts)
+
+    @functools.wraps(reduce_scatter)
+    def scatter_any(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(input_, group, input_split_sizes, *args, **kwargs)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_any
+    mappings._reduce_scatter_along_first_dim = scatter_any
 
 
 def _call_with_cuda_type_names(owner: Any, name: str) -> None:

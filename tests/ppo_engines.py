@@ -51,8 +51,10 @@ class Case:
         return Parallel(
             tensor=self.layout.tensor,
             pipeline=self.layout.pipeline,
+            virtual_pipeline=self.layout.virtual_pipeline,
             pipeline_split=self.split,
             expert=self.layout.expert,
+            expert_tensor=self.layout.expert_tensor,
             context=self.layout.context,
             sequence=self.sequence,
         )
@@ -127,7 +129,7 @@ def make_engine(
     every engine's training steps do.
     """
     hf_config = read_config(folder)
-    model = build_model(
+    chunks = build_model(
         hf_config,
         Model(path=str(folder), dtype=case.dtype),
         case.parallel,
@@ -136,23 +138,24 @@ def make_engine(
         recompute=case.recompute,
         trained=True,
     )
-    load_hf(model, folder, hf_config, groups, head=HEADS[kind])
+    load_hf(chunks, folder, hf_config, groups, head=HEADS[kind])
 
     def head(trains: bool) -> Head:
         logits = reference.logits if reference and (trains or kind == "full_kl") else None
         policy = policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature, logits)
         value = value_head(bootstrap=not trains)
-        return {"policy": policy, "value": value, "policy_value": policy_value_head(policy, value, model)}[HEADS[kind]]
+        both = policy_value_head(policy, value, chunks[-1])
+        return {"policy": policy, "value": value, "policy_value": both}[HEADS[kind]]
 
     return TrainedEngine(
-        model, groups, head(False), case.max_tokens, case.optim, total_optimizer_steps=10, loss_head=head(True)
+        chunks, groups, head(False), case.max_tokens, case.optim, total_optimizer_steps=10, loss_head=head(True)
     )
 
 
 def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> MegatronEngine:
     """This rank's part of a frozen model with the folder's weights."""
     hf_config = read_config(folder)
-    model = build_model(
+    chunks = build_model(
         hf_config,
         Model(path=str(folder), dtype=case.dtype),
         case.parallel,
@@ -161,14 +164,14 @@ def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> Megatro
         recompute="none",
         trained=False,
     )
-    load_hf(model, folder, hf_config, groups)
+    load_hf(chunks, folder, hf_config, groups)
     head = policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature)
-    return MegatronEngine(model, groups, head, case.max_tokens)
+    return MegatronEngine(chunks, groups, head, case.max_tokens)
 
 
 def exported(engine: TrainedEngine, hf_config: dict, kind: str) -> dict[str, torch.Tensor]:
     """The engine's weights under their Hugging Face names."""
-    buckets = iter_hf_buckets(engine.model, hf_config, engine.groups, 1 << 16, head=HEADS[kind])
+    buckets = iter_hf_buckets(engine.chunks, hf_config, engine.groups, 1 << 16, head=HEADS[kind])
     return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 

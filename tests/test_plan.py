@@ -98,6 +98,17 @@ def test_stages_of_different_sizes_are_shown(run_folder):
     assert "    stage 0 (layers 0-2)  [dp0: 0] [dp1: 1]\n    stage 1 (layers 3)  [dp0: 2] [dp1: 3]\n" in done.stdout
 
 
+def test_chunks_of_stages_are_shown(run_folder):
+    done = plan(run_folder, "run.yaml", "critic.parallel.virtual_pipeline=2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  critic: data 2 x tensor 1 x pipeline 2, 2 chunks on each stage\n" in done.stdout
+    (run_folder / "model" / "config.json").write_text(json.dumps(HF_CONFIG | {"num_hidden_layers": 7}))
+    split = "critic.parallel={pipeline: 2, virtual_pipeline: 2, pipeline_split: [1, 3, 2, 1]}"
+    done = plan(run_folder, "run.yaml", split)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "    stage 0 (layers 0,4-5)  [dp0: 0] [dp1: 1]\n    stage 1 (layers 1-3,6)  [dp0: 2]" in done.stdout
+
+
 def test_shared_out_rows_are_shown(run_folder):
     done = plan(run_folder, "run.yaml", "actor.parallel={tensor: 1, context: 2}", "critic.parallel.context=2")
     assert (done.returncode, done.stderr) == (0, "")
@@ -121,6 +132,9 @@ def test_experts_over_ranks_are_shown(run_folder):
     done = plan(run_folder, "run.yaml", "actor.parallel={tensor: 2, expert: 4, sequence: true}")
     assert (done.returncode, done.stderr) == (0, "")
     assert "  actor: data 2 x tensor 2 x pipeline 1, experts over 4\n" in done.stdout
+    done = plan(run_folder, "run.yaml", "actor.parallel={tensor: 2, expert: 2, expert_tensor: 2, sequence: true}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "  actor: data 2 x tensor 2 x pipeline 1, experts over 2, each cut over 2\n" in done.stdout
 
 
 def test_the_rank_table_is_aligned(run_folder):

@@ -51,6 +51,33 @@ def test_cuda_calls_act_on_the_cpu() -> None:
     run_ranks(2, _redirected)
 
 
+def _uneven(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
+    """Forward and backward of Megatron's gather of unequal parts, and of its reverse, against cat and sum by hand."""
+    from megatron.core.tensor_parallel import mappings
+
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(1)
+    parts = [torch.randn(size, 3, generator=generator) for size in sizes]
+    wholes = [torch.randn(sum(sizes), 3, generator=generator) for _ in sizes]
+    total = sum(wholes).split(sizes)[rank]
+    mine = parts[rank].clone().requires_grad_()
+    gathered = mappings.gather_from_sequence_parallel_region(mine, group=group, output_split_sizes=list(sizes))
+    assert torch.equal(gathered, torch.cat(parts))
+    (gathered * wholes[rank]).sum().backward()
+    torch.testing.assert_close(mine.grad, total)
+    whole = wholes[rank].clone().requires_grad_()
+    scattered = mappings.reduce_scatter_to_sequence_parallel_region(whole, group=group, input_split_sizes=list(sizes))
+    torch.testing.assert_close(scattered, total)
+    assert torch.equal(whole, wholes[rank]), "the input is overwritten"
+    (scattered * parts[rank]).sum().backward()
+    assert torch.equal(whole.grad, torch.cat(parts))
+
+
+@cpu_only
+@pytest.mark.parametrize("sizes", [(2, 5, 1), (0, 3, 4), (4, 4, 4), (0, 0, 0)])
+def test_parts_of_different_lengths_are_gathered_and_summed(sizes: tuple[int, ...]) -> None:
+    run_ranks(3, _uneven, sizes)
+
+
 def _fails_on_rank_1(rank: int, world_size: int) -> None:
     if rank == 1:
         raise ValueError("the marker of rank 1")

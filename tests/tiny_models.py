@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -13,7 +12,7 @@ from tiny_deepseek import move_router_biases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import build_model
+from megappo.models.build import ModelChunks, build_model
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
@@ -62,10 +61,10 @@ def build(
     recompute: str = "none",
     trained: bool = True,
     dtype: str = "fp32",
-) -> GPTModel:
+) -> ModelChunks:
     """This rank's Megatron model with the folder's weights."""
     hf_config = json.loads((folder / "config.json").read_text())
-    model = build_model(
+    chunks = build_model(
         hf_config,
         Model(path=str(folder), dtype=dtype),
         parallel,
@@ -74,15 +73,15 @@ def build(
         recompute=recompute,
         trained=trained,
     )
-    load_hf(model, folder, hf_config, groups, head=head)
-    return model
+    load_hf(chunks, folder, hf_config, groups, head=head)
+    return chunks
 
 
 Pack = Sequence[torch.Tensor]
 
 
 def run(
-    runner: torch.nn.Module,
+    runners: Sequence[torch.nn.Module],
     groups: ComponentGroups,
     packs: Sequence[Pack],
     on_output: Callable[[torch.Tensor, Pack], object],
@@ -96,12 +95,12 @@ def run(
         return output, lambda output, non_loss_data=False: on_output(output, pack)
 
     pipeline = groups.collection.pp
-    config = runner.config
+    config = runners[0].config
     with groups.active():
-        return get_forward_backward_func(pipeline.size(), None)(
+        return get_forward_backward_func(pipeline.size(), config.virtual_pipeline_model_parallel_size)(
             forward_step_func=step,
-            data_iterator=iter(packs),
-            model=runner,
+            data_iterator=[iter(packs) for _ in runners],
+            model=list(runners),
             num_microbatches=len(packs),
             seq_length=1,
             micro_batch_size=1,
@@ -120,7 +119,11 @@ def inputs(pack: Pack) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
     return torch.cat(list(pack))[None], torch.cat([torch.arange(length) for length in lengths])[None], boundaries
 
 
-def outputs(model: GPTModel, groups: ComponentGroups) -> torch.Tensor | None:
-    """The model's output for sequences(), packed as one: [1, T, ...] on the last stage, None on the others."""
-    parts = run(model.eval(), groups, [sequences()], lambda output, pack: output, forward_only=True)
+def outputs(chunks: ModelChunks, groups: ComponentGroups) -> torch.Tensor | None:
+    """The model's output for sequences(), packed as one: [1, T, ...] on the last stage, None on the others.
+
+    The interleaved schedule demands a micro-batch for each stage: the others are shorter, and left out.
+    """
+    packs = [sequences(), *[sequences()[:2]] * (groups.layout.pipeline - 1)]
+    parts = run([chunk.eval() for chunk in chunks], groups, packs, lambda output, pack: output, forward_only=True)
     return parts[0].detach() if parts else None

@@ -35,7 +35,12 @@ class Trainee:
 
     @property
     def parallel(self) -> Parallel:
-        return Parallel(tensor=self.layout.tensor, pipeline=self.layout.pipeline, sequence=self.sequence)
+        return Parallel(
+            tensor=self.layout.tensor,
+            pipeline=self.layout.pipeline,
+            virtual_pipeline=self.layout.virtual_pipeline,
+            sequence=self.sequence,
+        )
 
 
 class Trained:
@@ -43,7 +48,7 @@ class Trained:
 
     def __init__(self, trainee: Trainee, groups: ComponentGroups, folder: Path):
         self.trainee, self.groups = trainee, groups
-        self.model = build(
+        self.chunks = build(
             folder,
             trainee.parallel,
             groups,
@@ -51,16 +56,21 @@ class Trained:
             recompute=trainee.recompute,
             dtype=trainee.dtype,
         )
-        if trainee.value_head and self.model.post_process:
-            self.model.output_layer.weight.data.copy_(VALUE_WEIGHT)
-        config = self.model.config
+        if trainee.value_head and self.chunks[-1].post_process:
+            self.chunks[-1].output_layer.weight.data.copy_(VALUE_WEIGHT)
+        config = self.chunks[0].config
         with groups.active(), groups.as_world():
-            self.ddp = DistributedDataParallel(
-                config,
-                DistributedDataParallelConfig(use_distributed_optimizer=trainee.distributed, grad_reduce_in_fp32=True),
-                Float16Module(config, self.model) if config.bf16 else self.model,
-                pg_collection=groups.collection,
-            )
+            self.ddp = [
+                DistributedDataParallel(
+                    config,
+                    DistributedDataParallelConfig(
+                        use_distributed_optimizer=trainee.distributed, grad_reduce_in_fp32=True
+                    ),
+                    Float16Module(config, chunk) if config.bf16 else chunk,
+                    pg_collection=groups.collection,
+                )
+                for chunk in self.chunks
+            ]
             self.optimizer = get_megatron_optimizer(
                 OptimizerConfig(
                     lr=LR,
@@ -73,7 +83,7 @@ class Trained:
                     bf16=config.bf16,
                     use_distributed_optimizer=trainee.distributed,
                 ),
-                [self.ddp],
+                self.ddp,
                 use_gloo_process_groups=False,
                 pg_collection=groups.collection,
             )
@@ -86,8 +96,9 @@ class Trained:
         shard = sequences()[layout.shard_of(dist.get_rank()) :: layout.data]
         multiple = layout.tensor if self.trainee.sequence else 1
         packs = [_padded([tokens], multiple) for tokens in shard]
-        self.ddp.train()
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddp:
+            ddp.train()
+            ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
         run(self.ddp, self.groups, packs, self._loss, forward_only=False)
         with self.groups.active():
@@ -145,7 +156,7 @@ def reference(folder: Path, value_head: bool, num_steps: int) -> tuple[list[floa
 
 def check_outputs(component: Trained, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
     """The trained model's outputs for sequences() are `expected`, [T, ...]."""
-    found = outputs(component.model, component.groups)
+    found = outputs(component.chunks, component.groups)
     if found is None:
         return
     if not component.trainee.value_head:

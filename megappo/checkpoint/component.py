@@ -9,13 +9,13 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import reason, save_sharded
-from megappo.models.engine import sharding_metadata
+from megappo.models.build import ModelChunks
+from megappo.models.engine import load_chunks, sharded_chunks
 from megappo.models.hf_config import HeadKind, padded_vocab_size
 from megappo.placement.groups import ComponentGroups
 
@@ -33,12 +33,14 @@ def has_value_bias(info: ComponentInfo) -> bool:
     return bool({"value_head.bias", "output_layer.bias"} & info.tensors.keys())
 
 
-def save_model(model: GPTModel, groups: ComponentGroups, folder: Path) -> None:
+def save_model(chunks: ModelChunks, groups: ComponentGroups, folder: Path) -> None:
     """Write the model's part of a checkpoint into an existing folder; all ranks of the component together."""
-    save_sharded({"model": _sharded(model, groups)}, folder, groups.as_world())
+    save_sharded({"model": sharded_chunks(chunks, groups)}, folder, groups.as_world())
 
 
-def load_model(model: GPTModel, groups: ComponentGroups, folder: Path, info: ComponentInfo, vocab_size: int) -> None:
+def load_model(
+    chunks: ModelChunks, groups: ComponentGroups, folder: Path, info: ComponentInfo, vocab_size: int
+) -> None:
     """Fill the model from a component's folder, whatever layout it was written in; an optimizer's state is not read.
 
     Args:
@@ -48,18 +50,17 @@ def load_model(model: GPTModel, groups: ComponentGroups, folder: Path, info: Com
         CheckpointError: a tensor is missing, unknown, of another shape, or damaged.
     """
     _check_vocabulary(folder, info, vocab_size)
-    loaded = _load({"model": _sharded(model, groups)}, groups, folder, ignored=OPTIMIZER_PREFIX)
-    with groups.active():
-        model.load_state_dict(loaded["model"])
+    loaded = _load({"model": sharded_chunks(chunks, groups)}, groups, folder, ignored=OPTIMIZER_PREFIX)
+    load_chunks(chunks, groups, loaded["model"])
 
 
 def reshard(
-    model: GPTModel, groups: ComponentGroups, source: Path, info: ComponentInfo, target: Path, vocab_size: int
+    chunks: ModelChunks, groups: ComponentGroups, source: Path, info: ComponentInfo, target: Path, vocab_size: int
 ) -> None:
-    """Write everything `source` holds, an optimizer's state included, cut for the layout of `model`.
+    """Write everything `source` holds, an optimizer's state included, cut for the layout of `chunks`.
 
     Args:
-        model: built in the new layout; its weights are overwritten.
+        chunks: built in the new layout; their weights are overwritten.
         info: of `source`.
         target: an existing folder.
         vocab_size: true vocabulary, without padding.
@@ -67,8 +68,7 @@ def reshard(
         CheckpointError: as `load_model`, or the target cannot be written.
     """
     _check_vocabulary(source, info, vocab_size)
-    state = {"model": _sharded(model, groups)}
-    state["model"] = {key: leaf for key, leaf in state["model"].items() if not isinstance(leaf, ShardedObject)}
+    state = {"model": _tensors(sharded_chunks(chunks, groups))}
     state["optimizer_tensors"] = _optimizer_tensors(state["model"], info)
     first = torch.distributed.get_rank(groups.collection.intra_dist_opt) == 0
     state["model"] |= {name: ShardedObject.empty_from_unique_key(name) for name in info.objects if first}
@@ -81,9 +81,14 @@ def reshard(
     save_sharded({**loaded, **filled}, target, groups.as_world())
 
 
-def _sharded(model: GPTModel, groups: ComponentGroups) -> dict[str, Any]:
-    with groups.active():
-        return model.sharded_state_dict(metadata=sharding_metadata(groups))
+def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The sharded tensors of all chunks."""
+    return {
+        f"{chunk}.{key}": leaf
+        for chunk, leaves in state.items()
+        for key, leaf in leaves.items()
+        if not isinstance(leaf, ShardedObject)
+    }
 
 
 def _optimizer_tensors(shards: dict[str, Any], info: ComponentInfo) -> dict[str, Any]:

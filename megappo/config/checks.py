@@ -87,10 +87,15 @@ def _micro_batch(config: Config, key: str, max_tokens: int) -> Iterator[str]:
 
 def _parallel(key: str, parallel: Parallel) -> Iterator[str]:
     split = parallel.pipeline_split
-    if split is not None and len(split) != parallel.pipeline:
+    if split is not None and len(split) != parallel.num_chunks:
         yield (
-            f"{key}.pipeline_split {list(split)} is of {len(split)} stages, but {key}.pipeline is {parallel.pipeline}: "
-            "name the layers of every stage, or drop it"
+            f"{key}.pipeline_split {list(split)} is of {len(split)} chunks, but {key}.pipeline {parallel.pipeline} x "
+            f"virtual_pipeline {parallel.virtual_pipeline} = {parallel.num_chunks}: name the layers of each, or drop it"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield (
+            f"{key}.virtual_pipeline {parallel.virtual_pipeline} needs {key}.pipeline > 1, found 1: raise pipeline, or "
+            "drop it"
         )
     if parallel.sequence and parallel.tensor == 1:
         yield f"{key}.sequence needs {key}.tensor > 1, found 1: raise tensor or turn sequence off"

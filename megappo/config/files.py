@@ -115,8 +115,9 @@ def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Itera
             advice = f"{nearest_divisors(size, ways)} would"
             yield f"{key}.{dimension} {ways} does not divide {name} {size} of {file}: {advice}"
     yield from _stages(key, parallel, file, hf_config["num_hidden_layers"])
-    if parallel.expert > 1 and not num_experts(hf_config):
-        yield f"{key}.expert {parallel.expert}: {file} is of a dense model, without experts: set it to 1"
+    for name, ways in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
+        if ways > 1 and not num_experts(hf_config):
+            yield f"{key}.{name} {ways}: {file} is of a dense model, without experts: set it to 1"
     if num_experts(hf_config) and parallel.tensor > 1 and not parallel.sequence:
         yield f"{key}.sequence must be true with {key}.tensor {parallel.tensor}, as {file} is of a mixture of experts"
 
@@ -128,6 +129,7 @@ def _ffn(hf_config: dict, parallel: Parallel) -> dict[str, tuple[int, str, int]]
         divided["intermediate_size"] = (hf_config["intermediate_size"], "tensor", parallel.tensor)
     if experts:
         divided[experts.count[-1]] = (num_experts(hf_config), "expert", parallel.expert)
+        divided[experts.ffn] = (hf_config[experts.ffn], "expert_tensor", parallel.expert_tensor)
     if experts and experts.shared:
         divided[experts.shared.label] = (experts.shared.ffn_size(hf_config), "tensor", parallel.tensor)
     return divided
@@ -140,20 +142,21 @@ def _key_value_heads_divided(hf_config: dict, parallel: Parallel) -> dict[str, t
 
 
 def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[str]:
-    stages, split = parallel.pipeline, parallel.pipeline_split
+    chunks, split = parallel.num_chunks, parallel.pipeline_split
+    product = f"{key}.pipeline {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {chunks}"
     if split is not None and sum(split) != layers:
         yield (
             f"{key}.pipeline_split {list(split)} has {sum(split)} layers together, num_hidden_layers of {file} is "
             f"{layers}: make them as many"
         )
-    elif split is None and layers < stages:
-        yield f"{key}.pipeline {stages} is more than num_hidden_layers {layers} of {file}: lower it"
-    elif split is None and layers % stages:
-        more = layers % stages
-        example = [layers // stages + (stage < more) for stage in range(stages)]
+    elif split is None and layers < chunks:
+        yield f"{product} is more than num_hidden_layers {layers} of {file}: lower it"
+    elif split is None and layers % chunks:
+        more = layers % chunks
+        example = [layers // chunks + (chunk < more) for chunk in range(chunks)]
         yield (
-            f"{key}.pipeline {stages} does not divide num_hidden_layers {layers} of {file}: "
-            f"{nearest_divisors(layers, stages)} would, or set {key}.pipeline_split, such as {example}"
+            f"{product} does not divide num_hidden_layers {layers} of {file}: "
+            f"{nearest_divisors(layers, chunks)} would, or set {key}.pipeline_split, such as {example}"
         )
 
 

@@ -44,9 +44,16 @@ class Parallel(Section):
     tensor: Positive = Field(1, description="tensor-parallel ranks per model replica")
     context: Positive = Field(1, description="context-parallel ranks: they share out the tokens of each sequence, each holding 1/context of a micro-batch")
     pipeline: Positive = Field(1, description="pipeline stages per model replica")
-    pipeline_split: tuple[Positive, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15]; null = as many on each")
-    expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x context x data ranks of a stage; an expert is never cut")
+    virtual_pipeline: Positive = Field(1, description="model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
+    pipeline_split: tuple[Positive, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = as many on each")
+    expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x context x data ranks of a stage")
+    expert_tensor: Positive = Field(1, description="ranks that cut the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
     sequence: bool = Field(False, description="sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
+
+    @property
+    def num_chunks(self) -> int:
+        """Pieces that the layers of the model are cut into."""
+        return self.pipeline * self.virtual_pipeline
 
 
 class Optim(Section):
@@ -107,7 +114,7 @@ class Ref(Section):
 
 class Sync(Section):
     transport: Literal["auto", "ipc", "broadcast", "disk"] = Field("auto", description="way of the weights to the engines: ipc (CUDA handles; shared memory on a CPU) needs the engine's first rank among the actor's, broadcast a GPU of its own for the engine, disk a file system that all nodes share; auto = ipc where it can be, else broadcast")
-    bucket_bytes: Positive | None = Field(None, description="bytes of weights handed to the engine at a time, two such buckets being in flight; null = 512 MiB (on a CPU: 64 MiB)")
+    bucket_bytes: Positive | None = Field(None, description="bytes of weights handed to the engine at a time, two such buckets being in flight; null = 512 MiB (on a CPU: 128 MiB)")
     verify: bool = Field(True, description="before training, spoil the engines' weights, sync, and compare the engines' own checksums with those of the weights they had loaded")
     probe_interval: NonNegative = Field(1, description="after every so many syncs, engines continue a few prompts, and the actor must agree about the log-probs; 0 = only the rollouts are compared")
     probe_tolerance: PositiveFloat = Field(0.05, description="stop when trainer and engine log-probs of the probe or the rollouts differ by more than this on average (fp32: 1e-3)")

@@ -1,9 +1,10 @@
-"""One rank's part of a model: its pipeline stage and tensor shard, without weights."""
+"""One rank's part of a model: the chunks of its pipeline stage, its tensor shard of each, without weights."""
 
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
 
 from megappo import platform
 from megappo.config.schema import Model, Parallel
@@ -13,6 +14,10 @@ from megappo.models.rope import scale_rope
 from megappo.models.routing import router_bias_kept
 from megappo.models.value_head import ValueHead, add_value_head, has_bias
 from megappo.placement.groups import ComponentGroups
+
+ModelChunks = list[GPTModel]
+"""A rank's part of a model, from the first layer to the last: of `pipeline` stages, chunk i of stage s is the model's
+piece i * pipeline + s. One chunk without virtual pipeline stages."""
 
 
 def build_model(
@@ -24,8 +29,8 @@ def build_model(
     head: HeadKind,
     recompute: str,
     trained: bool,
-) -> GPTModel:
-    """This rank's GPTModel, on its device, in `model.dtype`. Its weights are not set: load them before use.
+) -> ModelChunks:
+    """This rank's part of the model, on its device, in `model.dtype`. Its weights are not set: load them before use.
 
     Args:
         hf_config: config.json.
@@ -36,26 +41,45 @@ def build_model(
         trained: False freezes every parameter.
     """
     config = transformer_config(hf_config, model, parallel, recompute)
-    stage = groups.collection.pp.rank()
     with groups.active():
-        gpt = GPTModel(
-            config,
-            layer_spec(config, model.layer_spec, stage),
-            pre_process=stage == 0,
-            post_process=stage == parallel.pipeline - 1,
-            pg_collection=groups.collection,
-            **gpt_arguments(hf_config, parallel.tensor, head),
-        )
+        chunks = [
+            _chunk(hf_config, config, model.layer_spec, groups, head, index)
+            for index in range(parallel.virtual_pipeline)
+        ]
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".local_experts." in name:
+                # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
+                # tensor-parallel ranks, each of which sends its own tokens to its own copy.
+                parameter.allreduce = False
+        chunk.requires_grad_(trained)
+        with router_bias_kept(chunk):
+            chunk.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)
+    return chunks
+
+
+def _chunk(
+    hf_config: dict[str, Any],
+    config: TransformerConfig,
+    layer_kind: str,
+    groups: ComponentGroups,
+    head: HeadKind,
+    index: int,
+) -> GPTModel:
+    """Chunk `index` of this rank's stage: the first of all has the embedding, the last of all the head."""
+    layout, stage = groups.layout, groups.collection.pp.rank()
+    gpt = GPTModel(
+        config,
+        layer_spec(config, layer_kind, stage, index),
+        pre_process=index == 0 and stage == 0,
+        post_process=index == layout.virtual_pipeline - 1 and stage == layout.pipeline - 1,
+        pg_collection=groups.collection,
+        vp_stage=index,
+        **gpt_arguments(hf_config, layout.tensor, head),
+    )
     scale_rope(gpt, hf_config)
     if gpt.post_process and head == "value":
         gpt.output_layer = ValueHead(config, groups.collection.tp, has_bias(hf_config))
     elif gpt.post_process and head == "policy_value":
         add_value_head(gpt, has_bias(hf_config))
-    for name, parameter in gpt.named_parameters():
-        if ".local_experts." in name:
-            # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
-            # tensor-parallel ranks, each of which sends its own tokens to its own copy.
-            parameter.allreduce = False
-    gpt.requires_grad_(trained)
-    with router_bias_kept(gpt):
-        return gpt.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)
+    return gpt

@@ -25,6 +25,7 @@ from megappo.config.schema import Optim
 from megappo.data.balance import micro_batches
 from megappo.data.batch import Rows
 from megappo.data.packing import Packed, pack
+from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
 from megappo.models.routing import router_bias_kept
 from megappo.placement.groups import ComponentGroups
@@ -42,22 +43,22 @@ class MegatronEngine:
     """One component's model on a rank of its layout.
 
     Args:
-        model: this rank's stage and tensor shard, on the device, weights loaded.
+        chunks: this rank's part of the model, on the device, weights loaded.
         groups: the component's process groups; this rank is a member.
         head: see `Head`.
         max_tokens: tokens packed into one micro-batch at most.
     """
 
-    def __init__(self, model: GPTModel, groups: ComponentGroups, head: Head, max_tokens: int):
-        self.model = model
+    def __init__(self, chunks: ModelChunks, groups: ComponentGroups, head: Head, max_tokens: int):
+        self.chunks = chunks
+        self.config = chunks[0].config
         self.groups = groups
         self.head = head
         self.max_tokens = max_tokens
-        with router_bias_kept(model):
-            self.runner = Float16Module(model.config, model) if model.config.bf16 else model
+        self.runners = [_runner(chunk) for chunk in chunks]
         pipeline = groups.collection.pp
-        self._p2p = P2PCommunicator(pipeline, model.config) if pipeline.size() > 1 else None
-        self._schedule = get_forward_backward_func(pipeline.size(), None)
+        self._p2p = P2PCommunicator(pipeline, self.config) if pipeline.size() > 1 else None
+        self._schedule = get_forward_backward_func(pipeline.size(), self.config.virtual_pipeline_model_parallel_size)
 
     @property
     def is_output(self) -> bool:
@@ -70,7 +71,8 @@ class MegatronEngine:
     def forward(self, rows: Rows) -> Outputs:
         """The head's outputs for `rows` ([b, R] or [b] each, CPU) on the last stage; {} on other stages."""
         bins = self._bins(rows)
-        self.runner.eval()
+        for runner in self.runners:
+            runner.eval()
         parts = self._run(rows, bins, self._collect, self._collect, forward_only=True)
         if not parts:
             return {}
@@ -93,9 +95,10 @@ class MegatronEngine:
                 f"the logits of a model in {stages} pipeline stages are not where another model could compare its own "
                 "with them: set pipeline to 1, or use a KL estimate such as k3 instead of the full KL"
             )
-        self.runner.eval()
+        (runner,) = self.runners
+        runner.eval()
         with self.groups.active():
-            return self._output(packed, self.runner)[0]
+            return self._output(packed, runner)[0]
 
     def total(self, part: float) -> float:
         """The sum of every data-parallel shard's part of a metric, the same on every rank of the component.
@@ -129,8 +132,8 @@ class MegatronEngine:
         with self.groups.active():
             found = self._schedule(
                 forward_step_func=self._forward_step,
-                data_iterator=self._packs(rows, bins, num_idle, on_last_stage, on_idle),
-                model=[self.runner],
+                data_iterator=[self._packs(rows, bins, num_idle, on_last_stage, on_idle) for _ in self.runners],
+                model=self.runners,
                 num_microbatches=len(bins) + num_idle,
                 seq_length=1,  # with variable_seq_lengths the stages tell each other the real one
                 micro_batch_size=1,
@@ -142,13 +145,17 @@ class MegatronEngine:
         return found[: len(bins)]
 
     def _num_idle(self, num_bins: int) -> int:
-        """Micro-batches without effect that this shard must add: where the experts are shared out over several shards,
-        each of these must run as many, as the tokens of all go to the experts of all."""
-        if self.groups.layout.expert == 1:
-            return 0
-        most = torch.tensor(num_bins, device=platform.device())
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.groups.collection.dp)
-        return int(most) - num_bins
+        """Micro-batches without effect that this shard must add.
+
+        Where several shards share experts, each of these must run as many, as the tokens of all go to the experts of
+        all. An interleaved schedule runs them in groups.
+        """
+        most, layout = num_bins, self.groups.layout
+        if layout.expert * layout.expert_tensor > 1:
+            of_shards = torch.tensor(num_bins, device=platform.device())
+            dist.all_reduce(of_shards, op=dist.ReduceOp.MAX, group=self.groups.collection.dp)
+            most = int(of_shards)
+        return -(-most // layout.micro_batch_group) * layout.micro_batch_group - num_bins
 
     def _bins(self, rows: Rows) -> list[list[int]]:
         return micro_batches([len(tokens) for tokens in rows.input_ids], self.max_tokens)
@@ -157,7 +164,7 @@ class MegatronEngine:
         self, rows: Rows, bins: Sequence[Sequence[int]], num_idle: int, on_last_stage: Callable, on_idle: Callable
     ) -> Iterator[tuple[Packed, Callable]]:
         """Every micro-batch, and what to call with its output; the idle ones hold the shortest row."""
-        multiple = self.groups.layout.tensor if self.model.config.sequence_parallel else 1
+        multiple = self.groups.layout.tensor if self.config.sequence_parallel else 1
         shortest = [min(range(len(rows)), key=lambda row: len(rows.input_ids[row]))] if num_idle else []
         calls = [on_last_stage] * len(bins) + [on_idle] * num_idle
         context = self.groups.collection.cp
@@ -172,7 +179,7 @@ class MegatronEngine:
 
     def _output(self, packed: Packed, model: torch.nn.Module) -> torch.Tensor:
         # The heads cast to fp32 what they need: do not let Megatron copy all logits.
-        keep_dtype = {"fp32_output": False} if self.model.config.bf16 else {}
+        keep_dtype = {"fp32_output": False} if self.config.bf16 else {}
         return model(
             input_ids=packed.input_ids,
             position_ids=packed.position_ids,
@@ -199,7 +206,7 @@ class TrainedEngine(MegatronEngine):
 
     def __init__(
         self,
-        model: GPTModel,
+        chunks: ModelChunks,
         groups: ComponentGroups,
         head: Head,
         max_tokens: int,
@@ -207,28 +214,26 @@ class TrainedEngine(MegatronEngine):
         total_optimizer_steps: int,
         loss_head: Head | None = None,
     ):
-        super().__init__(model, groups, head, max_tokens)
+        super().__init__(chunks, groups, head, max_tokens)
         self.loss_head = loss_head or head
-        config = model.config
         self.optim = optim
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=optim.distributed, grad_reduce_in_fp32=True
+        )
         with groups.active(), groups.as_world():
-            self.runner = DistributedDataParallel(
-                config=config,
-                ddp_config=DistributedDataParallelConfig(
-                    use_distributed_optimizer=optim.distributed, grad_reduce_in_fp32=True
-                ),
-                module=self.runner,
-                pg_collection=groups.collection,
-            )
+            self.runners = [
+                DistributedDataParallel(self.config, ddp_config, runner, pg_collection=groups.collection)
+                for runner in self.runners
+            ]
             self.optimizer = get_megatron_optimizer(
-                optimizer_config(optim, bf16=config.bf16),
-                [self.runner],
+                optimizer_config(optim, bf16=self.config.bf16),
+                self.runners,
                 use_gloo_process_groups=False,
                 pg_collection=groups.collection,
             )
         self.scheduler = lr_scheduler(self.optimizer, optim, total_optimizer_steps)
-        config.grad_scale_func = self.optimizer.scale_loss
-        config.finalize_model_grads_func = _finalize_without_token_count
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = _finalize_without_token_count
 
     def train_batch(self, rows: Rows, loss_fn: LossFn) -> dict[str, float]:
         """One optimizer step on this shard's rows of a mini-batch.
@@ -239,8 +244,9 @@ class TrainedEngine(MegatronEngine):
             FloatingPointError: the loss or the gradient norm is not finite. The model is spoiled: end the run without
                 saving it.
         """
-        self.runner.train()
-        self.runner.zero_grad_buffer()
+        for runner in self.runners:
+            runner.train()
+            runner.zero_grad_buffer()
         self.optimizer.zero_grad()
         bins = self._bins(rows)
         on_idle = partial(self._loss, _no_loss)
@@ -255,10 +261,9 @@ class TrainedEngine(MegatronEngine):
 
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
         """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""
-        metadata = sharding_metadata(self.groups)
+        model = sharded_chunks(self.chunks, self.groups)
         with self.groups.active():
-            # Of the unwrapped model: the wrappers' own methods disagree about the prefix "module.".
-            model = self.model.sharded_state_dict(metadata=metadata)
+            metadata = sharding_metadata(self.groups)
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
@@ -267,8 +272,8 @@ class TrainedEngine(MegatronEngine):
 
         The optimizer's settings stay those of this run's config, whatever the checkpoint was trained with.
         """
+        load_chunks(self.chunks, self.groups, state["model"])
         with self.groups.active():
-            self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
             settings = {"betas": self.optim.betas, "eps": self.optim.eps}
             for group in self.optimizer.param_groups:
@@ -285,6 +290,12 @@ class TrainedEngine(MegatronEngine):
         return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
 
 
+def _runner(chunk: GPTModel) -> torch.nn.Module:
+    """What the schedule runs of a chunk."""
+    with router_bias_kept(chunk):
+        return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+
+
 def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
     """How checkpoints are cut so that they load into any other layout: the `metadata` of `sharded_state_dict`."""
     return {
@@ -293,6 +304,23 @@ def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
         "singleton_local_shards": False,
         "dp_cp_group": groups.collection.dp_cp,
     }
+
+
+def sharded_chunks(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, dict[str, Any]]:
+    """The model as dist_checkpointing takes it, which numbers layers over the whole model in whatever chunks they are.
+
+    Of the unwrapped modules: the wrappers' own methods disagree about the prefix "module.".
+    """
+    metadata = sharding_metadata(groups)
+    with groups.active():
+        return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+
+
+def load_chunks(chunks: ModelChunks, groups: ComponentGroups, state: dict[str, dict[str, Any]]) -> None:
+    """Take what `dist_checkpointing.load` returned for `sharded_chunks`."""
+    with groups.active():
+        for i, chunk in enumerate(chunks):
+            chunk.load_state_dict(state[f"model{i}"])
 
 
 def optimizer_config(optim: Optim, bf16: bool) -> OptimizerConfig:

@@ -64,7 +64,7 @@ def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
 
     Args:
         policy: reads the model's logits. value: reads its values.
-        model: built with head="policy_value"; the one whose outputs the head is given.
+        model: the last chunk, built with head="policy_value"; the one whose outputs the head is given.
     """
 
     def head(output: torch.Tensor, packed: Packed) -> Outputs:

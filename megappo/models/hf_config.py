@@ -37,7 +37,7 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
     """
     family = _family(hf)
     _check_divides(hf, parallel)
-    dtype = DTYPES[model.dtype]
+    dtype, interleaved = DTYPES[model.dtype], parallel.virtual_pipeline > 1
     kind = MLATransformerConfig if family.latent_attention else TransformerConfig
     return kind(
         num_layers=hf["num_hidden_layers"],
@@ -56,6 +56,10 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         pipeline_model_parallel_layout=_pipeline_layout(parallel),
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        # Two stages of several chunks are each other's next and previous stage: in a batch their messages would cross.
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -103,19 +107,20 @@ def _ffn_divides(hf: dict[str, Any], parallel: Parallel) -> list[tuple[str, int,
         found.append(("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor))
     if experts:
         found.append((experts.count[-1], num_experts(hf), "expert", parallel.expert))
+        found.append((experts.ffn, hf[experts.ffn], "expert_tensor", parallel.expert_tensor))
     if experts and experts.shared:
         found.append((experts.shared.label, experts.shared.ffn_size(hf), "tensor", parallel.tensor))
     return found
 
 
 def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
-    """The modules of every stage, where the config says how many layers each has."""
+    """The modules of every chunk of every stage, where the config says how many layers each has."""
     if parallel.pipeline_split is None or parallel.pipeline == 1:
         return None
-    stages = [["decoder"] * layers for layers in parallel.pipeline_split]
-    stages[0].insert(0, "embedding")
-    stages[-1].append("loss")
-    return stages
+    chunks = [["decoder"] * layers for layers in parallel.pipeline_split]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
 
 
 FUSIONS_OFF = dict.fromkeys(
@@ -209,21 +214,24 @@ def _check_divides(hf: dict[str, Any], parallel: Parallel) -> None:
         )
         if size % ranks
     ]
-    if not num_experts(hf) and parallel.expert > 1:
-        wrong.append(f"parallel.expert = {parallel.expert}, but {hf['architectures'][0]} has no experts")
+    for name, ways in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
+        if not num_experts(hf) and ways > 1:
+            wrong.append(f"parallel.{name} = {ways}, but {hf['architectures'][0]} has no experts")
     if num_experts(hf) and parallel.tensor > 1 and not parallel.sequence:
         wrong.append("a mixture of experts with parallel.tensor > 1 needs parallel.sequence = true")
-    layers, stages, split = hf["num_hidden_layers"], parallel.pipeline, parallel.pipeline_split
-    if split is None and layers % stages:
+    layers, chunks, split = hf["num_hidden_layers"], parallel.num_chunks, parallel.pipeline_split
+    if split is None and layers % chunks:
         wrong.append(
-            f"num_hidden_layers = {layers} does not divide by parallel.pipeline = {stages}, and no "
-            "parallel.pipeline_split says how many are on each stage"
+            f"num_hidden_layers = {layers} does not divide by parallel.pipeline x virtual_pipeline = {chunks}, and no "
+            "parallel.pipeline_split says how many are in each chunk"
         )
-    if split is not None and (len(split), sum(split)) != (stages, layers):
+    if split is not None and (len(split), sum(split)) != (chunks, layers):
         wrong.append(
-            f"parallel.pipeline_split = {list(split)} is not num_hidden_layers = {layers} on parallel.pipeline = "
-            f"{stages} stages"
+            f"parallel.pipeline_split = {list(split)} is not num_hidden_layers = {layers} in "
+            f"parallel.pipeline x virtual_pipeline = {chunks} chunks"
         )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        wrong.append(f"parallel.virtual_pipeline = {parallel.virtual_pipeline} needs parallel.pipeline > 1")
     if parallel.sequence and parallel.tensor == 1:
         wrong.append("parallel.sequence needs parallel.tensor > 1")
     if wrong:

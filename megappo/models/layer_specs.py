@@ -18,19 +18,20 @@ from megappo.models.context_parallel import whole_pack
 from megappo.models.latent_attention import LatentAttention
 
 
-def layer_spec(config: TransformerConfig, kind: str, stage: int) -> TransformerBlockSubmodules:
-    """The decoder of one pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are active.
+def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> TransformerBlockSubmodules:
+    """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are
+    active.
 
     Args:
         kind: "auto" (TransformerEngine where it is installed with CUDA, else torch), "torch" or "transformer_engine".
-        stage: pipeline rank, which says how many layers to build.
+        stage, chunk: pipeline rank and the chunk's index on it, which say how many layers to build.
     Raises:
         ConfigError: "transformer_engine" is asked for and cannot run here.
     """
     if kind == "auto":
         kind = "transformer_engine" if platform.has_transformer_engine() else "torch"
     if kind == "torch":
-        return _torch_decoder(config, stage)
+        return _torch_decoder(config, stage, chunk)
     if not platform.has_transformer_engine():
         raise ConfigError(
             [
@@ -38,13 +39,13 @@ def layer_spec(config: TransformerConfig, kind: str, stage: int) -> TransformerB
                 "install transformer-engine, or set model.layer_spec=torch"
             ]
         )
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, pp_rank=stage)
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
 
 
-def _torch_decoder(config: TransformerConfig, stage: int) -> TransformerBlockSubmodules:
-    """Megatron's local layers, those of this stage."""
-    first = get_transformer_layer_offset(config, pp_rank=stage)
-    numbers = range(first, first + get_num_layers_to_build(config, pp_rank=stage))
+def _torch_decoder(config: TransformerConfig, stage: int, chunk: int) -> TransformerBlockSubmodules:
+    """Megatron's local layers, those of this chunk."""
+    first = get_transformer_layer_offset(config, chunk, stage)
+    numbers = range(first, first + get_num_layers_to_build(config, chunk, stage))
     dense, mixture = _torch_layer(config, None), _torch_layer(config, config.num_moe_experts)
     pattern = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
     layers = [mixture if pattern[number] else dense for number in numbers]

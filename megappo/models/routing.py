@@ -32,7 +32,7 @@ def expert_arguments(hf: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
         "moe_shared_expert_gate": bool(experts.shared and experts.shared.gated),
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": parallel.expert,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
         **(_bias_arguments() if experts.router_bias else {}),
         **(_group_arguments(hf) if FAMILIES[hf["architectures"][0]].latent_attention else {}),
     }

@@ -52,9 +52,10 @@ def batch_cuts(config: Config, layouts: dict[str, Layout]) -> dict[str, BatchCut
         if name not in layouts:
             continue
         trajectories = mini_batch * config.rollout.n
-        shards = layouts[name].data
+        shards, group = layouts[name].data, layouts[name].micro_batch_group
         shard = (trajectories // shards, _ceil(trajectories, shards))
-        micro = (_ceil(shard[0] * SHORTEST_ROW, max_tokens), _ceil(shard[1], max_tokens // longest_row(config)))
+        fewest, most = _ceil(shard[0] * SHORTEST_ROW, max_tokens), _ceil(shard[1], max_tokens // longest_row(config))
+        micro = (_ceil(fewest, group) * group, _ceil(most, group) * group)
         cuts[name] = BatchCut(shards, prompts // mini_batch, epochs, trajectories, shard, micro)
     return cuts
 

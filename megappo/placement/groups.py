@@ -34,8 +34,7 @@ DIMENSIONS = {
     "tp_dp_cp": "tp-dp-cp",
     "intra_dist_opt": "tp-cp-dp-pp",
 }
-# The same for experts, which no tensor parallelism cuts: its ranks and those of context parallelism
-# serve expert and data parallelism.
+# The same for experts, which have a tensor and a data parallelism of their own, and no context parallelism.
 EXPERT_DIMENSIONS = {
     "ep": "ep",
     "expt_tp": "tp",
@@ -202,19 +201,21 @@ def _component_groups(
     # hcp (hierarchical context parallelism) and inter_dist_opt (several optimizer instances) are not in use.
     absent = dict.fromkeys(("embd", "pos_embd", "hcp", "inter_dist_opt"))
     collection = ProcessGroupCollection(**absent | {name: cache[ranks] for name, ranks in own.items()})
-    groups = ComponentGroups(layout, collection, _globals(collection, own))
+    groups = ComponentGroups(layout, collection, _globals(layout, collection, own))
     groups._rng = _fresh_rng_state(groups, seed)
     return groups
 
 
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every group of a component: its field in the collection and its global ranks."""
-    order, expert = "tp-cp-ep-dp-pp", layout.expert
+    order = "tp-cp-ep-dp-pp"
     generator = RankGenerator(
         tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order=order
     )
-    replicas = layout.tensor * layout.context * layout.data // expert
-    of_experts = RankGenerator(tp=1, ep=expert, dp=replicas, pp=layout.pipeline, cp=1, order=order)
+    replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
+    of_experts = RankGenerator(
+        tp=layout.expert_tensor, ep=layout.expert, dp=replicas, pp=layout.pipeline, cp=1, order=order
+    )
     for own, table in ((generator, DIMENSIONS), (of_experts, EXPERT_DIMENSIONS)):
         for name, dimensions in table.items():
             for local in own.get_ranks(dimensions):
@@ -232,12 +233,13 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.Proces
     return group
 
 
-def _globals(collection: ProcessGroupCollection, own: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
     pipeline = list(own["pp"])
     return {
         **{name: getattr(collection, group) for name, group in GROUP_GLOBALS.items()},
         **{name: list(own[group]) for name, group in RANK_GLOBALS.items()},
+        "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         "_EMBEDDING_GLOBAL_RANKS": default_embedding_ranks(pipeline),
         "_POSITION_EMBEDDING_GLOBAL_RANKS": default_position_embedding_ranks(pipeline),
     }
@@ -252,8 +254,12 @@ def _fresh_rng_state(groups: ComponentGroups, seed: int) -> RngState:
     """The component's random streams, seeded as Megatron does: apart over pipeline stages and tensor ranks."""
     before = _rng_state()
     tensor_rank, stage = groups.collection.tp.rank(), groups.collection.pp.rank()
-    expert_rank = groups.collection.ep.rank()
-    model_parallel_cuda_manual_seed(seed + 100 * stage, tp_rank=tensor_rank, ep_rank=expert_rank, etp_rank=0)
+    model_parallel_cuda_manual_seed(
+        seed + 100 * stage,
+        tp_rank=tensor_rank,
+        ep_rank=groups.collection.ep.rank(),
+        etp_rank=groups.collection.expt_tp.rank(),
+    )
     fresh = _rng_state()
     _set_rng_state(before)
     return fresh

@@ -17,19 +17,23 @@ class Coordinates(NamedTuple):
 class Layout:
     """A component's global ranks in Megatron's order: tensor fastest, then context, then data, pipeline slowest.
 
-    Expert parallelism shares out the experts of each layer over runs of `expert` ranks of a stage, which may reach over
-    tensor-parallel groups and data-parallel shards; an expert itself is never cut.
+    Each expert of a layer is cut over a run of `expert_tensor` ranks of a stage, and the experts are shared out over
+    `expert` such runs that follow each other. They may reach over tensor-parallel groups and data-parallel shards.
+
+    With `virtual_pipeline` each stage holds that many chunks of the model: its layers go over the stages several times.
 
     Raises:
         ValueError: there are no ranks, one is there twice, or they do not divide into tensor x context x pipeline, or
-            a stage's into runs of `expert`.
-    Source: Megatron-core's default rank order "tp-cp-ep-dp-pp", with an expert tensor parallel size of 1.
+            a stage's into runs of `expert` x `expert_tensor`.
+    Source: Megatron-core's default rank order "tp-cp-ep-dp-pp", and the same with other sizes for experts.
     """
 
     ranks: tuple[int, ...]
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+    virtual_pipeline: int = 1
     context: int = 1
 
     def __post_init__(self) -> None:
@@ -41,16 +45,21 @@ class Layout:
                 f"tensor {self.tensor} x context {self.context} x pipeline {self.pipeline}"
             )
         stage = self.tensor * self.context * self.data
-        if stage % self.expert:
+        if stage % (self.expert * self.expert_tensor):
             raise ValueError(
                 f"the {stage} ranks of a stage (tensor {self.tensor} x context {self.context} x data {self.data}) do "
-                f"not divide by expert {self.expert}"
+                f"not divide by expert {self.expert} x expert_tensor {self.expert_tensor}"
             )
 
     @property
     def data(self) -> int:
         """Number of data-parallel shards."""
         return len(self.ranks) // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def micro_batch_group(self) -> int:
+        """What the number of micro-batches must divide by: the interleaved schedule runs them in groups."""
+        return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def coordinates(self, rank: int) -> Coordinates | None:
         """Where a global rank stands in the component; None when the component is not on it."""

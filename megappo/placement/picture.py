@@ -12,7 +12,7 @@ def placement_picture(layouts: dict[str, Layout], splits: Mapping[str, Sequence[
     """Each component: its sizes, then a line per pipeline stage with the ranks of every data-parallel shard.
 
     Args:
-        splits: layers of each pipeline stage, of the components whose stages differ in them.
+        splits: layers of each chunk of the model, from the first layer to the last, where the config names them.
     """
     return "\n".join(line for name, layout in layouts.items() for line in _component(name, layout, splits.get(name)))
 
@@ -50,18 +50,21 @@ def _component(name: str, layout: Layout, split: Sequence[int] | None) -> Iterat
         yield f"  {name}: {layout.data} engine(s) of {layout.tensor} rank(s)"
     else:
         experts = f", experts over {layout.expert}" if layout.expert > 1 else ""
-        context = f" x context {layout.context}" if layout.context > 1 else ""
-        yield f"  {name}: data {layout.data}{context} x tensor {layout.tensor} x pipeline {layout.pipeline}{experts}"
+        experts += f", each cut over {layout.expert_tensor}" if layout.expert_tensor > 1 else ""
+        chunks = f", {layout.virtual_pipeline} chunks on each stage" if layout.virtual_pipeline > 1 else ""
+        data = f"data {layout.data}" + (f" x context {layout.context}" if layout.context > 1 else "")
+        yield f"  {name}: {data} x tensor {layout.tensor} x pipeline {layout.pipeline}{chunks}{experts}"
     for stage in range(layout.pipeline):
-        layers = f" (layers {_layers(split, stage)})" if split else ""
+        layers = f" (layers {_layers(split, stage, layout.pipeline)})" if split else ""
         head = f"stage {stage}{layers}  " if layout.pipeline > 1 else ""
         yield f"    {head}" + " ".join(_blocks("engine " if name == "rollout" else "dp", layout, stage))
 
 
-def _layers(split: Sequence[int], stage: int) -> str:
-    """A stage's layers, counted from 0 over the whole model."""
-    first = sum(split[:stage])
-    return format_ranks(range(first, first + split[stage]))
+def _layers(split: Sequence[int], stage: int, num_stages: int) -> str:
+    """The layers of a stage's chunks, counted from 0 over the whole model."""
+    starts = [sum(split[:chunk]) for chunk in range(len(split))]
+    chunks = range(stage, len(split), num_stages)
+    return format_ranks(layer for chunk in chunks for layer in range(starts[chunk], starts[chunk] + split[chunk]))
 
 
 def _blocks(word: str, layout: Layout, stage: int) -> list[str]:

@@ -75,7 +75,7 @@ def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
 
 
 def pipeline_splits(config: Config) -> dict[str, tuple[int, ...]]:
-    """Layers of each pipeline stage, of the run's components whose config names them."""
+    """Layers of each chunk of the model, of the run's components whose config names them."""
     splits = {name: _parallel(config, name)[1].pipeline_split for name in _texts(config)}
     return {name: split for name, split in splits.items() if split is not None}
 
@@ -147,12 +147,22 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
             f"name {_multiples(len(ranks), size)} ranks, or make it {nearest_divisors(len(ranks), size)}"
         )
     stage = len(ranks) // parallel.pipeline
-    if stage % parallel.expert:
+    experts = parallel.expert * parallel.expert_tensor
+    if stage % experts:
         raise ValueError(
             f"the {stage} ranks of each of {key}'s stages (tensor x context x data) do not divide by expert "
-            f"{parallel.expert}: make it {nearest_divisors(stage, parallel.expert)}"
+            f"{parallel.expert} x expert_tensor {parallel.expert_tensor} = {experts}: make it "
+            f"{nearest_divisors(stage, experts)}"
         )
-    return Layout(ranks, parallel.tensor, parallel.pipeline, parallel.expert, context=parallel.context)
+    return Layout(
+        ranks,
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+    )
 
 
 def _multiples(count: int, size: int) -> str:

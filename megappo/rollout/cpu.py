@@ -1,12 +1,15 @@
 """What stock SGLang needs on a machine without CUDA: `install()` before importing sglang, in each of its processes."""
 
+import functools
 import importlib.util
 import os
 import sys
 import types
-from typing import NoReturn
+from collections import deque
+from typing import Any, NoReturn
 
 import torch
+from torch.multiprocessing import reductions
 
 from megappo import platform
 
@@ -31,6 +34,22 @@ def install() -> None:
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = _kernel_names()
     platform.define_torchvision_operators()
+    _keep_shared_memory_mapped()
+
+
+def _keep_shared_memory_mapped() -> None:
+    """Keep the two latest pieces of shared memory mapped that this process has been handed.
+
+    Weights come in the same two again and again, and to map them anew takes longer than to read them.
+    """
+    rebuild, latest = reductions.rebuild_storage_filename, deque(maxlen=2)
+
+    @functools.wraps(rebuild)
+    def rebuild_and_keep(*arguments: Any) -> torch.UntypedStorage:
+        latest.append(rebuild(*arguments))
+        return latest[-1]
+
+    reductions.rebuild_storage_filename = rebuild_and_keep
 
 
 def _kernel_names() -> types.ModuleType:

@@ -4,7 +4,7 @@ from typing import Any
 
 from megappo.config.checks import optimizer_steps
 from megappo.config.schema import Config, Parallel
-from megappo.models.build import GPTModel, build_model
+from megappo.models.build import ModelChunks, build_model
 from megappo.models.engine import Head, MegatronEngine, TrainedEngine
 from megappo.models.heads import policy_head, policy_value_head, value_head
 from megappo.models.hf_config import HeadKind
@@ -30,10 +30,10 @@ def build_engines(
 
 def _ref(config: Config, hf_config: HFConfig, groups: ComponentGroups) -> MegatronEngine:
     parallel = config.ref.parallel or config.actor.parallel
-    model = _loaded(config, config.model.path, hf_config, parallel, groups, "policy", None)
+    chunks = _loaded(config, config.model.path, hf_config, parallel, groups, "policy", None)
     max_tokens = config.ref.max_tokens_per_micro_batch or config.actor.max_tokens_per_micro_batch
     head = policy_head(groups.collection.tp, hf_config["vocab_size"], config.rollout.temperature)
-    return MegatronEngine(model, groups, head, max_tokens)
+    return MegatronEngine(chunks, groups, head, max_tokens)
 
 
 def _actor(
@@ -41,16 +41,18 @@ def _actor(
 ) -> TrainedEngine:
     actor, algorithm = config.actor, config.algorithm
     kind: HeadKind = "policy_value" if algorithm.shared_backbone else "policy"
-    model = _loaded(config, config.model.path, hf_config, actor.parallel, groups, kind, actor.recompute)
+    chunks = _loaded(config, config.model.path, hf_config, actor.parallel, groups, kind, actor.recompute)
 
     def head(needs_full_kl: bool, bootstrap: bool) -> Head:
         reference = engines["ref"].logits if needs_full_kl and engines["ref"] else None
         temperature = config.rollout.temperature
         policy = policy_head(groups.collection.tp, hf_config["vocab_size"], temperature, reference)
-        return policy_value_head(policy, value_head(bootstrap=bootstrap), model) if kind == "policy_value" else policy
+        if kind == "policy":
+            return policy
+        return policy_value_head(policy, value_head(bootstrap=bootstrap), chunks[-1])
 
     return TrainedEngine(
-        model,
+        chunks,
         groups,
         head(algorithm.use_kl_in_reward and algorithm.kl_penalty == "full", algorithm.bootstrap_truncated),
         actor.max_tokens_per_micro_batch,
@@ -64,9 +66,9 @@ def _critic(config: Config, groups: ComponentGroups) -> TrainedEngine:
     critic = config.critic
     folder = critic.model_path or config.model.path
     hf_config = critic_config(folder)
-    model = _loaded(config, folder, hf_config, critic.parallel, groups, "value", critic.recompute)
+    chunks = _loaded(config, folder, hf_config, critic.parallel, groups, "value", critic.recompute)
     return TrainedEngine(
-        model,
+        chunks,
         groups,
         value_head(bootstrap=config.algorithm.bootstrap_truncated),
         critic.max_tokens_per_micro_batch,
@@ -83,9 +85,9 @@ def _loaded(
     groups: ComponentGroups,
     head: HeadKind,
     recompute: str | None,
-) -> GPTModel:
+) -> ModelChunks:
     """A model with the folder's weights; without `recompute` it is frozen."""
-    model = build_model(
+    chunks = build_model(
         hf_config,
         config.model,
         parallel,
@@ -94,5 +96,5 @@ def _loaded(
         recompute=recompute or "none",
         trained=recompute is not None,
     )
-    load_hf(model, folder, hf_config, groups, head=head, seed=config.trainer.seed)
-    return model
+    load_hf(chunks, folder, hf_config, groups, head=head, seed=config.trainer.seed)
+    return chunks

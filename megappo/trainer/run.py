@@ -137,7 +137,7 @@ class Run:
             target = Path(self.config.trainer.output_dir) / "hf_actor"
             if self.actor.engine is not None:
                 write_hf_folder(
-                    self.actor.engine.model, self.hf_config, self.actor.engine.groups, self.config.model.path, target
+                    self.actor.engine.chunks, self.hf_config, self.actor.engine.groups, self.config.model.path, target
                 )
         self.exchange.share(None)
         self.observer.finish()

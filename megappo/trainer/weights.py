@@ -24,7 +24,7 @@ from megappo.weights.handles import HandleSender
 from megappo.weights.handover import HandOver
 from megappo.weights.sync import WeightSync
 
-GPU_BUCKET_BYTES, CPU_BUCKET_BYTES = 512 * 2**20, 64 * 2**20
+GPU_BUCKET_BYTES, CPU_BUCKET_BYTES = 512 * 2**20, 128 * 2**20
 DISK_FOLDER = "sync"
 
 
@@ -46,7 +46,7 @@ def build_weight_sync(
     Args:
         actor: this rank's part. client: of the engine that this rank owns.
     """
-    export = Export(actor.model, hf_config, actor.groups) if actor is not None else None
+    export = Export(actor.chunks, hf_config, actor.groups) if actor is not None else None
     shared = exchange.share(
         [tensor.spec for tensor in export.tensors] if export and exchange.rank == sending_rank(layouts) else None
     )

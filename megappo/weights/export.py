@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 
+from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
 from megappo.weights.families import SECOND_HEAD, Piece, compositions, pieces_of
-from megappo.weights.shards import check_parameters, decompose, global_parameters
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters
 
-CHUNK_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
+PORTION_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NOBODY = 2**31
 
@@ -38,9 +38,9 @@ class ExportedTensor(TensorSpec):
         return TensorSpec(self.name, self.shape, self.dtype, self.is_frozen, self.with_next)
 
     @property
-    def is_cut(self) -> bool:
-        """Whether tensor-parallel ranks have parts of it."""
-        return self.piece.shard_dim is not None
+    def cut(self) -> tuple[bool, bool]:
+        """Equal where the same ranks have parts: whether all have the whole of it, and whether it is an expert's."""
+        return self.piece.shard_dim is None, self.piece.expert is not None
 
 
 class Export:
@@ -50,7 +50,7 @@ class Export:
     serves as long as the model.
 
     Args:
-        model: unwrapped.
+        chunks: unwrapped.
         head: "policy" is the language model, without the value head that a shared backbone has besides; "value" a
             critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`, and
             `score.bias` if it has one.
@@ -61,24 +61,25 @@ class Export:
     """
 
     def __init__(
-        self, model: GPTModel, hf_config: dict[str, Any], groups: ComponentGroups, *, head: HeadKind = "policy"
+        self, chunks: ModelChunks, hf_config: dict[str, Any], groups: ComponentGroups, *, head: HeadKind = "policy"
     ):
         self.groups = groups
         self._table = compositions(
             hf_config,
-            tensor=groups.collection.tp.size(),
-            padded_vocab_size=model.vocab_size,
+            tensor=groups.layout.tensor,
+            expert_tensor=groups.layout.expert_tensor,
+            padded_vocab_size=chunks[0].vocab_size,
             head=head,
         )
-        parameters = global_parameters(model)
+        parameters = global_parameters(chunks)
         if head == "policy":
             parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}
         check_parameters(parameters, self._table)
         self._parameters = parameters
         self._held = {piece.name: name for name in parameters for piece in self._table[name].pieces}
-        self._device = next(model.parameters()).device
+        self._device = next(chunks[0].parameters()).device
         tensors = _plan(list(pieces_of(self._table).values()), self._held, parameters, groups)
-        self.tensors = sorted(tensors, key=lambda tensor: not tensor.is_cut)  # like ones together: fewer messages
+        self.tensors = sorted(tensors, key=lambda tensor: tensor.cut)  # like ones together: fewer messages
 
     def takes_part(self, needs: bool) -> bool:
         """Whether this rank must join in `gather` for those ranks to get their tensors that have `needs`.
@@ -86,11 +87,19 @@ class Export:
         All ranks of the component call it together. The others, data-parallel replicas of these, may go their ways.
         """
         collection = self.groups.collection
-        joins = torch.tensor(int(needs), device=self._device)
-        # A replica of which one rank joins, joins; then the replicas with which it shares experts.
-        for group in (collection.tp, collection.pp, collection.ep, collection.tp, collection.pp):
-            dist.all_reduce(joins, op=dist.ReduceOp.MAX, group=group)
+        joins, found, before = torch.tensor(int(needs), device=self._device), 0, -1
+        while found != before:  # whoever sends to one that joins, joins
+            for group in (collection.tp, collection.pp, collection.tp_ep):
+                dist.all_reduce(joins, op=dist.ReduceOp.MAX, group=group)
+            count = joins.clone()
+            dist.all_reduce(count, group=collection.intra_dist_opt)
+            found, before = int(count), found
         return bool(joins)
+
+    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Everything, [(Hugging Face name, full tensor)] after another; all ranks that take part run it to its end."""
+        for bucket in into_buckets(self.tensors, bucket_bytes):
+            yield views(bucket, self.gather(bucket))
 
     @torch.no_grad()
     def gather(self, bucket: Sequence[ExportedTensor], flat: torch.Tensor | None = None) -> torch.Tensor:
@@ -105,7 +114,7 @@ class Export:
             flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
         elements = flat.view(bucket[0].dtype)
         start = 0
-        for tensors in _chunks(bucket, self.groups.collection.tp.size()):
+        for tensors in _portions(bucket, self._is_gathered):
             length = sum(prod(tensor.shape) for tensor in tensors)
             self._gather(tensors, elements[start : start + length])
             start += length
@@ -113,18 +122,17 @@ class Export:
 
     def _gather(self, tensors: Sequence[ExportedTensor], target: torch.Tensor) -> None:
         """Fill `target` with whole tensors: shards go from their owners over expert parallelism and the pipeline, and
-        then, unless there is but one of each, over tensor parallelism."""
-        tensor = self.groups.collection.tp
-        if tensor.size() == 1 or not tensors[0].is_cut:
+        then, unless there is but one of each, over the ranks that the tensors are cut over."""
+        if not self._is_gathered(tensors[0]):
             self._own_shards(tensors, target)
             return
+        tensor = cut_over(tensors[0].piece, self.groups)
         sizes = [prod(one.piece.shard_shape) for one in tensors]
+        if len(tensors) == 1 and tensors[0].piece.shard_dim == 0 and len(target) == tensor.size() * sizes[0]:
+            self._gather_in_place(tensors, target.view(tensor.size(), -1), tensor)
+            return
         shards = target.new_empty(sum(sizes))
         self._own_shards(tensors, shards)
-        is_in_order = len(tensors) == 1 and tensors[0].piece.shard_dim == 0
-        if is_in_order and len(target) == tensor.size() * len(shards):
-            dist.all_gather_into_tensor(target, shards, group=tensor)
-            return
         gathered = target.new_empty(tensor.size() * len(shards))
         dist.all_gather_into_tensor(gathered, shards, group=tensor)
         columns = gathered.view(tensor.size(), -1).split(sizes, dim=1)
@@ -132,8 +140,22 @@ class Export:
         for one, column, place in zip(tensors, columns, places, strict=True):
             _join(one.piece, column, place.view(one.shape))
 
+    def _gather_in_place(self, tensors: Sequence[ExportedTensor], rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Fill `rows`, each a rank's shard of one tensor, without any memory beside it."""
+        self._own_shards(tensors, rows[group.rank()])
+        if rows.is_cuda:
+            dist.all_gather_into_tensor(rows, rows[group.rank()], group=group)
+            return
+        for rank, row in enumerate(rows):  # gloo's all_gather keeps a copy of them all
+            dist.broadcast(row, dist.get_global_rank(group, rank), group=group)
+
+    def _is_gathered(self, tensor: ExportedTensor) -> bool:
+        """Whether several ranks have parts of it."""
+        return tensor.piece.shard_dim is not None and cut_over(tensor.piece, self.groups).size() > 1
+
     def _own_shards(self, tensors: Sequence[ExportedTensor], flat: torch.Tensor) -> None:
-        """Fill `flat` with this tensor-parallel rank's shards, from their owners: a message for each run of one's."""
+        """Fill `flat` with the shards that this rank gives to `_gather`, from their owners: a message for each run of
+        one's."""
         pipeline, expert = self.groups.collection.pp, self.groups.collection.ep
         sizes = [prod(tensor.piece.shard_shape) for tensor in tensors]
         for tensor, place in zip(tensors, flat.split(sizes), strict=True):
@@ -149,7 +171,7 @@ class Export:
 
 
 def iter_hf_buckets(
-    model: GPTModel,
+    chunks: ModelChunks,
     hf_config: dict[str, Any],
     groups: ComponentGroups,
     bucket_bytes: int,
@@ -160,9 +182,7 @@ def iter_hf_buckets(
 
     See `Export`. Every rank must run the iteration to its end.
     """
-    export = Export(model, hf_config, groups, head=head)
-    for bucket in into_buckets(export.tensors, bucket_bytes):
-        yield views(bucket, export.gather(bucket))
+    return Export(chunks, hf_config, groups, head=head).buckets(bucket_bytes)
 
 
 def _plan(
@@ -206,19 +226,21 @@ def _plan(
     ]
 
 
-def _chunks(bucket: Sequence[ExportedTensor], tensor_parallel: int) -> Iterator[list[ExportedTensor]]:
+def _portions(
+    bucket: Sequence[ExportedTensor], is_gathered: Callable[[ExportedTensor], bool]
+) -> Iterator[list[ExportedTensor]]:
     """The bucket in runs that are gathered at once: of cut tensors, so many that the memory beside them stays small."""
-    for is_cut, run in groupby(bucket, key=lambda tensor: tensor.is_cut):
-        if not is_cut or tensor_parallel == 1:
+    for (is_cut, _), run in groupby(bucket, key=lambda tensor: (is_gathered(tensor), tensor.cut)):
+        if not is_cut:
             yield list(run)
             continue
-        chunk: list[ExportedTensor] = []
+        portion: list[ExportedTensor] = []
         for tensor in run:
-            if chunk and sum(kept.nbytes for kept in chunk) + tensor.nbytes > CHUNK_BYTES:
-                yield chunk
-                chunk = []
-            chunk.append(tensor)
-        yield chunk
+            if portion and sum(kept.nbytes for kept in portion) + tensor.nbytes > PORTION_BYTES:
+                yield portion
+                portion = []
+            portion.append(tensor)
+        yield portion
 
 
 def _runs(

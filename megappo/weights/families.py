@@ -24,7 +24,8 @@ class Rule:
     Attributes:
         megatron: its name in the local layer spec, and in TransformerEngine's where that differs.
         hf: names and symbolic shapes of the tensors it holds, stacked along dimension 0.
-        shard_dim: dimension cut over tensor-parallel ranks; None = replicated.
+        shard_dim: dimension cut over tensor-parallel ranks, an expert's over expert-tensor-parallel ones; None =
+            replicated.
         by_kv_head: the stacked tensors alternate per KV head (q q k v, q q k v, ...), not once per shard.
         expert: number of the expert it belongs to, which only some of the expert-parallel ranks hold.
         with_next: its tensors and the next rule's are of use to an engine only together.
@@ -126,7 +127,7 @@ _QK_NORMS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A Hugging Face tensor and the shard of it that each tensor-parallel rank holds.
+    """A Hugging Face tensor and the shard of it that each rank holds, of those it is cut over (see `Rule`).
 
     The last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding. Of the tensors with an
     `expert`, an expert-parallel rank holds those of its run of experts only. One `with_next` is exported in one bucket
@@ -155,7 +156,7 @@ class Composition:
 
 
 def compositions(
-    hf_config: dict[str, Any], *, tensor: int, padded_vocab_size: int, head: HeadKind
+    hf_config: dict[str, Any], *, tensor: int, padded_vocab_size: int, head: HeadKind, expert_tensor: int = 1
 ) -> dict[str, Composition]:
     """Composition of every Megatron parameter and of routers' biases, by its name with global layer and expert numbers,
     under both specs.
@@ -165,17 +166,20 @@ def compositions(
         tensor: tensor-parallel size.
         padded_vocab_size: rows of Megatron's embedding over all ranks, a multiple of `tensor`.
         head: what reads the last hidden states. A value head is replicated, [1, hidden], and its bias, if any, [1].
+        expert_tensor: ranks that cut each expert.
     Raises:
-        ValueError: an unknown family, or sizes that `tensor` does not divide.
+        ValueError: an unknown family, or sizes that do not divide by the ranks they are cut over.
     """
     layer_rules = _layer_rules(hf_config)
     sizes = _sizes(hf_config)
-    _check_divisible(sizes, tensor)
+    _check_divisible(sizes, tensor, expert_tensor)
     padded = {**sizes, "vocab": padded_vocab_size}
     rules = {"": _MODEL + _output_rules(hf_config, head)}
     rules.update({f"layers.{number}.": table for number, table in enumerate(layer_rules)})
     return {
-        (f"decoder.{prefix}" if prefix else "") + name: _compose(rule, prefix, sizes, padded, tensor)
+        (f"decoder.{prefix}" if prefix else "") + name: _compose(
+            rule, prefix, sizes, padded, tensor if rule.expert is None else expert_tensor
+        )
         for prefix, table in rules.items()
         for rule in table
         for name in rule.megatron
@@ -220,8 +224,8 @@ def _expert_rules(experts: Experts, count: int) -> tuple[Rule, ...]:
         megatron, hf = f"mlp.experts.local_experts.{expert}", f"{experts.block}.experts.{expert}"
         gate_up = tuple((f"{hf}.{name}.weight", ("expert_ffn", "hidden")) for name in (experts.gate, experts.up))
         down = ((f"{hf}.{experts.down}.weight", ("hidden", "expert_ffn")),)
-        rules.append(Rule((f"{megatron}.linear_fc1.weight",), gate_up, expert=expert))
-        rules.append(Rule((f"{megatron}.linear_fc2.weight",), down, expert=expert))
+        rules.append(Rule((f"{megatron}.linear_fc1.weight",), gate_up, shard_dim=0, expert=expert))
+        rules.append(Rule((f"{megatron}.linear_fc2.weight",), down, shard_dim=1, expert=expert))
     return tuple(rules)
 
 
@@ -288,28 +292,29 @@ def _expert_sizes(hf_config: dict[str, Any], experts: Experts) -> dict[str, int]
     return {"experts": num_experts(hf_config), "expert_ffn": hf_config[experts.ffn], **shared}
 
 
-def _check_divisible(sizes: Mapping[str, int], tensor: int) -> None:
-    meanings = {
-        "heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "ffn": "intermediate_size",
-        "shared_ffn": "the shared expert's inner size",
+def _check_divisible(sizes: Mapping[str, int], tensor: int, expert_tensor: int) -> None:
+    cut = {
+        "heads": ("num_attention_heads", "tensor", tensor),
+        "kv_heads": ("num_key_value_heads", "tensor", tensor),
+        "ffn": ("intermediate_size", "tensor", tensor),
+        "shared_ffn": ("the shared expert's inner size", "tensor", tensor),
+        "expert_ffn": ("an expert's inner size", "expert tensor", expert_tensor),
     }
-    for key, meaning in meanings.items():
-        if sizes.get(key, 0) % tensor:
+    for key, (meaning, kind, ways) in cut.items():
+        if sizes.get(key, 0) % ways:
             raise ValueError(
-                f"{meaning} {sizes[key]} does not divide by tensor parallelism {tensor}; "
-                "choose a tensor size that divides it"
+                f"{meaning} {sizes[key]} does not divide by {kind} parallelism {ways}; choose a size that divides it"
             )
 
 
-def _compose(rule: Rule, prefix: str, sizes: Mapping[str, int], padded: Mapping[str, int], tensor: int) -> Composition:
+def _compose(rule: Rule, prefix: str, sizes: Mapping[str, int], padded: Mapping[str, int], ways: int) -> Composition:
+    """A rule's composition in one layer, cut over `ways` ranks."""
     pieces = []
     for name, symbols in rule.hf:
         shard = [padded[symbol] for symbol in symbols]
         if rule.shard_dim is not None:
-            shard[rule.shard_dim] //= tensor
+            shard[rule.shard_dim] //= ways
         shape = tuple(sizes[symbol] for symbol in symbols)
         full_name = f"model.{prefix}{name}" if prefix else name
         pieces.append(Piece(full_name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
-    return Composition(tuple(pieces), sizes["kv_heads"] // tensor if rule.by_kv_head else 1)
+    return Composition(tuple(pieces), sizes["kv_heads"] // ways if rule.by_kv_head else 1)

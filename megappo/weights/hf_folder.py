@@ -5,19 +5,17 @@ import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterable
-from math import lcm
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 
+from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
-from megappo.placement.layout import Layout
 from megappo.weights.critic import critic_buckets, exported_config
-from megappo.weights.export import iter_hf_buckets
+from megappo.weights.export import Export
 from megappo.weights.safetensors_io import ShardedWriter
 from megappo.weights.staging import staged
 
@@ -38,7 +36,7 @@ COMPANIONS = (
 
 
 def write_hf_folder(
-    model: GPTModel,
+    chunks: ModelChunks,
     hf_config: dict[str, Any],
     groups: ComponentGroups,
     source: str | Path,
@@ -67,7 +65,7 @@ def write_hf_folder(
     first = dist.get_rank() == groups.layout.ranks[0]
     with staged(Path(target)) if first else contextlib.nullcontext(Path(target)) as folder:
         write_hf_files(
-            model,
+            chunks,
             hf_config,
             groups,
             source,
@@ -80,7 +78,7 @@ def write_hf_folder(
 
 
 def write_hf_files(
-    model: GPTModel,
+    chunks: ModelChunks,
     hf_config: dict[str, Any],
     groups: ComponentGroups,
     source: str | Path,
@@ -99,15 +97,16 @@ def write_hf_files(
     Raises:
         OSError: a file cannot be written.
     """
-    if not _holds_exported(groups.layout):
+    export, is_first = Export(chunks, hf_config, groups, head=head), dist.get_rank() == groups.layout.ranks[0]
+    if not export.takes_part(is_first):
         return
-    buckets: Iterable[Bucket] = iter_hf_buckets(model, hf_config, groups, bucket_bytes, head=head)
+    buckets: Iterable[Bucket] = export.buckets(bucket_bytes)
     if head != "policy":
         buckets, hf_config = critic_buckets(buckets), exported_config(hf_config)
-    if dist.get_rank() != groups.layout.ranks[0]:
+    if not is_first:
         collections.deque(buckets, maxlen=0)
         return
-    dtype = str(model.config.params_dtype).removeprefix("torch.")
+    dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
     hf_config = {**hf_config, "torch_dtype": dtype, "dtype": dtype}
     writer = ShardedWriter(folder, max_shard_bytes)
     for bucket in buckets:
@@ -117,13 +116,6 @@ def write_hf_files(
     writer.finish()
     (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
     copy_companions(Path(source), folder)
-
-
-def _holds_exported(layout: Layout) -> bool:
-    """Whether this rank is needed to gather what the first rank writes: of the data-parallel replicas only the first,
-    and those whose ranks share out experts with its ranks, or with theirs in turn."""
-    replicas = lcm(layout.tensor, layout.expert) // layout.tensor
-    return layout.shard_of(dist.get_rank()) in range(replicas)
 
 
 def copy_companions(source: Path, target: Path) -> None:

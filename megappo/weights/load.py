@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
+from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind, is_tied
 from megappo.models.value_head import has_bias
 from megappo.placement.groups import ComponentGroups
@@ -22,7 +22,7 @@ from megappo.weights.families import (
 )
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
-from megappo.weights.shards import check_parameters, decompose, global_parameters
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters
 
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
@@ -37,7 +37,7 @@ def is_unused(name: str, hf_config: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def load_hf(
-    model: GPTModel,
+    chunks: ModelChunks,
     folder: str | Path,
     hf_config: dict[str, Any],
     groups: ComponentGroups,
@@ -51,17 +51,22 @@ def load_hf(
     Values are cast to the parameters' dtype; rows of padded vocabulary become 0. No rank talks to another.
 
     Args:
-        hf_config: the folder's config.json, of which `model` was built.
-        head: as `model` was built. A value head comes from the folder if it has one (see `critic_config`), and is
+        hf_config: the folder's config.json, of which `chunks` were built.
+        head: as `chunks` were built. A value head comes from the folder if it has one (see `critic_config`), and is
             drawn from `seed` otherwise, the same on every rank. A critic leaves the language model's own head unused.
         progress: called with the name of every parameter that is loaded.
     Raises:
         WeightsError: a parameter without source, a tensor missing, unused, or of another shape; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
-    tensor_group = groups.collection.tp
-    table = compositions(hf_config, tensor=tensor_group.size(), padded_vocab_size=model.vocab_size, head=head)
-    parameters = global_parameters(model)
+    table = compositions(
+        hf_config,
+        tensor=groups.layout.tensor,
+        expert_tensor=groups.layout.expert_tensor,
+        padded_vocab_size=chunks[0].vocab_size,
+        head=head,
+    )
+    parameters = global_parameters(chunks)
     check_parameters(parameters, table)
     with PerExpertFolder(folder, hf_config) as source:
         if head != "policy":
@@ -75,11 +80,11 @@ def load_hf(
             progress(name)
             pieces = table[name].pieces
             if pieces[0].name == VALUE_HEAD and not has_values:
-                model.get_submodule(name.removesuffix(".weight")).init_weight(seed)
+                chunks[-1].get_submodule(name.removesuffix(".weight")).init_weight(seed)
                 continue
             parts = decompose(parameter, table[name])
             for piece in pieces:
-                _fill(parts[piece.name], source, piece, tensor_group.rank())
+                _fill(parts[piece.name], source, piece, groups)
 
 
 def _optional(hf_config: dict[str, Any], head: HeadKind) -> set[str]:
@@ -122,12 +127,12 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
-def _fill(part: torch.Tensor, source: HFFolder, piece: Piece, rank: int) -> None:
-    """Copy a rank's shard of a tensor into its place in the parameter, [groups, rows per group, ...]; padding is 0.
+def _fill(part: torch.Tensor, source: HFFolder, piece: Piece, groups: ComponentGroups) -> None:
+    """Copy this rank's shard of a tensor into its place in the parameter, [groups, rows per group, ...]; padding is 0.
 
     The files are mapped into memory, so that nothing but the parameter itself takes any.
     """
-    read = _read_shard(source, piece, rank)
+    read = _read_shard(source, piece, groups)
     if read.shape == piece.shard_shape:
         part.copy_(read.unflatten(0, part.shape[:2]))
         return
@@ -136,10 +141,11 @@ def _fill(part: torch.Tensor, source: HFFolder, piece: Piece, rank: int) -> None
     padding.zero_()
 
 
-def _read_shard(source: HFFolder, piece: Piece, rank: int) -> torch.Tensor:
-    """A rank's part of a tensor, without padding."""
+def _read_shard(source: HFFolder, piece: Piece, groups: ComponentGroups) -> torch.Tensor:
+    """This rank's part of a tensor, without padding."""
     if piece.shard_dim is None:
         return source.read(piece.name)
+    rank = cut_over(piece, groups).rank()
     size, whole = piece.shard_shape[piece.shard_dim], piece.shape[piece.shard_dim]
     return source.read(piece.name, piece.shard_dim, min(rank * size, whole), min((rank + 1) * size, whole))
 

@@ -3,17 +3,23 @@
 import re
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from megappo.weights.families import ROUTER_BIAS, Composition
+from megappo.models.build import ModelChunks
+from megappo.placement.groups import ComponentGroups
+from megappo.weights.families import ROUTER_BIAS, Composition, Piece
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
 
 
-def global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
+def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
     """This rank's parameters and routers' biases, which are buffers, by name, with layers and experts numbered over the
     whole model instead of this rank's."""
+    return {name: tensor for chunk in chunks for name, tensor in _global_parameters(chunk).items()}
 
+
+def _global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
     def with_global_numbers(match: re.Match) -> str:
         layer = model.decoder.layers[int(match[1])]
         expert = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[int(match[3])]}." if match[2] else ""
@@ -21,6 +27,11 @@ def global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
 
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)]
     return {_LAYER.sub(with_global_numbers, name): tensor for name, tensor in (*model.named_parameters(), *biases)}
+
+
+def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
+    """The ranks that each hold a shard of a tensor with a `shard_dim`."""
+    return groups.collection.tp if piece.expert is None else groups.collection.expt_tp
 
 
 def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Composition]) -> None:

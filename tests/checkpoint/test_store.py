@@ -32,9 +32,11 @@ OPTIM = OPTIM.model_copy(update={"lr_warmup_steps": 2, "lr_decay_style": "cosine
 TWO = (0, 1)
 TP2 = Case(Layout(TWO, tensor=2), optim=OPTIM)
 PP2 = Case(Layout(TWO, pipeline=2), optim=OPTIM)
+VPP2 = replace(PP2, layout=Layout(TWO, pipeline=2, virtual_pipeline=2))
 DP2 = Case(Layout(TWO), optim=OPTIM)  # shards the optimizer's state
 CP2 = Case(Layout(TWO, context=2), optim=OPTIM, max_tokens=20)  # shards the optimizer's state as well
 EP2 = Case(Layout(TWO, expert=2), optim=OPTIM, max_tokens=12)
+ETP2 = Case(Layout(TWO, expert_tensor=2), optim=OPTIM, max_tokens=12)
 ONE = Case(Layout((1,)), optim=OPTIM)
 
 
@@ -136,6 +138,11 @@ MOVES = {
     "actor, dp2 to stages of 1 and 3": (DP2, replace(PP2, split=(1, 3))),
     "actor, dp2 to tp2": (DP2, TP2),
     "actor, one rank to dp2": (ONE, DP2),
+    "actor, pp2 vpp2 to one rank": (VPP2, ONE),
+    "actor, pp2 vpp2 to dp2": (VPP2, DP2),
+    "actor, tp2 to pp2 vpp2": (TP2, VPP2),
+    "critic, pp2 vpp2 to pp2": (VPP2, PP2),
+    "critic, pp2 to pp2 vpp2": (PP2, VPP2),
     "critic, pp2 to tp2": (PP2, TP2),
     "critic, tp2 to dp2": (TP2, DP2),
     "critic, tp2 sp to one rank": (replace(TP2, sequence=True), ONE),
@@ -153,6 +160,13 @@ EXPERT_MOVES = {
     "actor, one rank to tp2 ep2 sp": (ONE, Case(Layout(TWO, tensor=2, expert=2), sequence=True, optim=OPTIM)),
     "actor, dp2 to ep2": (DP2, EP2),
     "actor, ep2 to one rank": (EP2, ONE),
+    "actor, etp2 to ep2": (ETP2, EP2),
+    "actor, tp2 etp2 sp to one rank": (
+        Case(Layout(TWO, tensor=2, expert_tensor=2), sequence=True, optim=OPTIM),
+        ONE,
+    ),
+    "actor, dp2 to tp2 etp2 sp": (DP2, Case(Layout(TWO, tensor=2, expert_tensor=2), sequence=True, optim=OPTIM)),
+    "actor, ep2 to etp2": (EP2, ETP2),
     "actor, ep2 cp2 to tp2 sp": (replace(EP2, layout=Layout(TWO, context=2, expert=2)), replace(TP2, sequence=True)),
 }
 

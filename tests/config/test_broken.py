@@ -144,10 +144,16 @@ CONTRADICTIONS = {
         "actor.parallel.sequence needs actor.parallel.tensor > 1, found 1: raise tensor or turn sequence off"
     ),
     "actor.parallel.pipeline_split=[3, 3]": (
-        "actor.parallel.pipeline_split [3, 3] is of 2 stages, but actor.parallel.pipeline is 1: name the layers of "
-        "every stage, or drop it"
+        "actor.parallel.pipeline_split [3, 3] is of 2 chunks, but actor.parallel.pipeline 1 x virtual_pipeline 1 = 1: "
+        "name the layers of each, or drop it"
     ),
-    "ref.parallel={pipeline: 2, pipeline_split: [6]}": "ref.parallel.pipeline_split [6] is of 1 stages, but",
+    "ref.parallel={pipeline: 2, pipeline_split: [6]}": "ref.parallel.pipeline_split [6] is of 1 chunks, but",
+    "actor.parallel={pipeline: 2, virtual_pipeline: 2, pipeline_split: [3, 3]}": (
+        "actor.parallel.pipeline_split [3, 3] is of 2 chunks, but actor.parallel.pipeline 2 x virtual_pipeline 2 = 4: "
+    ),
+    "critic.parallel.virtual_pipeline=2": (
+        "critic.parallel.virtual_pipeline 2 needs critic.parallel.pipeline > 1, found 1: raise pipeline, or drop it"
+    ),
     "ref.parallel.sequence=true": "ref.parallel.sequence needs ref.parallel.tensor > 1",
     "actor.optim.min_lr=1e-3 actor.optim.lr_decay_style=linear": (
         "actor.optim.min_lr 0.001 is above actor.optim.lr 1e-06: lower it"
@@ -294,11 +300,18 @@ FILES = {
         "actor.parallel.tensor 4 does not divide num_key_value_heads 2 of model/config.json: 2 would"
     ),
     "critic.parallel.pipeline=4": (
-        "critic.parallel.pipeline 4 does not divide num_hidden_layers 6 of model/config.json: 3 or 6 would, or set "
-        "critic.parallel.pipeline_split, such as [2, 2, 1, 1]"
+        "critic.parallel.pipeline 4 x virtual_pipeline 1 = 4 does not divide num_hidden_layers 6 of model/config.json: "
+        "3 or 6 would, or set critic.parallel.pipeline_split, such as [2, 2, 1, 1]"
+    ),
+    "actor.parallel={pipeline: 2, virtual_pipeline: 2}": (
+        "actor.parallel.pipeline 2 x virtual_pipeline 2 = 4 does not divide num_hidden_layers 6 of model/config.json: "
+        "3 or 6 would, or set actor.parallel.pipeline_split, such as [2, 2, 1, 1]"
     ),
     "actor.parallel.pipeline=2 actor.parallel.pipeline_split=[2, 3]": (
         "actor.parallel.pipeline_split [2, 3] has 5 layers together, num_hidden_layers of model/config.json is 6"
+    ),
+    "actor.parallel.expert_tensor=2": (
+        "actor.parallel.expert_tensor 2: model/config.json is of a dense model, without experts: set it to 1"
     ),
     "actor.parallel.expert=2": (
         "actor.parallel.expert 2: model/config.json is of a dense model, without experts: set it to 1"
@@ -381,13 +394,20 @@ EXPERTS = {
     "architectures": ["Qwen2MoeForCausalLM"],
     "num_experts": 6,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 18,
     "shared_expert_intermediate_size": 33,
 }
 MIXTURES = {
     "actor.parallel.expert=3": (
         "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
-        "expert 3: make it 2 or 4"
+        "expert 3 x expert_tensor 1 = 3: make it 2 or 4"
+    ),
+    "actor.parallel={expert: 2, expert_tensor: 6}": (
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
+        "expert 2 x expert_tensor 6 = 12: make it 4"
+    ),
+    "actor.parallel.expert_tensor=4": (
+        "actor.parallel.expert_tensor 4 does not divide moe_intermediate_size 18 of model/config.json: 3 or 6 would"
     ),
     "actor.parallel.expert=4": (
         "actor.parallel.expert 4 does not divide num_experts 6 of model/config.json: 3 or 6 would"

@@ -22,6 +22,8 @@ LAYOUTS = {
     "tp2 sp": Layout((2, 3), tensor=2),
     "pp2": Layout((1, 2), pipeline=2),
     "tp2 pp2 sp": Layout((0, 1, 2, 3), tensor=2, pipeline=2),
+    "pp2 vpp2": Layout((0, 3), pipeline=2, virtual_pipeline=2),
+    "tp2 pp2 vpp2 sp": Layout((0, 1, 2, 3), tensor=2, pipeline=2, virtual_pipeline=2),
 }
 LLAMA31 = {
     "rope_type": "llama3",
@@ -73,6 +75,12 @@ EXPERT_LAYOUTS = {
     "tp2 ep2 sp": Layout((1, 3), tensor=2, expert=2),
     "ep4": Layout((0, 1, 2, 3), expert=4),
     "tp2 pp2 ep2 sp": Layout((0, 1, 2, 3), tensor=2, pipeline=2, expert=2),
+    "etp2": Layout((0, 2), expert_tensor=2),
+    "tp2 etp2 sp": Layout((0, 1), tensor=2, expert_tensor=2),
+    "ep2 etp2": Layout((0, 1, 2, 3), expert=2, expert_tensor=2),
+    "tp2 ep2 etp2 sp": Layout((0, 1, 2, 3), tensor=2, expert=2, expert_tensor=2),
+    "tp2 etp4 sp": Layout((0, 1, 2, 3), tensor=2, expert_tensor=4),
+    "pp2 vpp2 ep2": Layout((0, 1, 2, 3), pipeline=2, virtual_pipeline=2, expert=2),
 }
 """Hugging Face's model_type and what differs from tiny_models.SHAPE."""
 
@@ -110,7 +118,9 @@ def _check_case(case: Case, groups: ComponentGroups) -> None:
     parallel = Parallel(
         tensor=tensor,
         pipeline=pipeline,
+        virtual_pipeline=case.layout.virtual_pipeline,
         expert=case.layout.expert,
+        expert_tensor=case.layout.expert_tensor,
         sequence=sequence,
         pipeline_split=case.split,
     )
@@ -152,25 +162,32 @@ def test_logits_equal_hugging_face_with_stages_of_any_size_and_in_bf16(tmp_path:
         folder = hf_folder(tmp_path / str(tied), "qwen3", num_hidden_layers=5, tie_word_embeddings=tied)
         case = Case(f"{tied} 2+3", folder, _hf_logits(folder), LAYOUTS["pp2"], (2, 3))
         three = replace(case, name=f"{tied} 3+1+1", layout=Layout((0, 1, 3), pipeline=3), split=(3, 1, 1))
+        chunks = replace(case, name=f"{tied} 2+1+1+1", layout=LAYOUTS["pp2 vpp2"], split=(2, 1, 1, 1))
         sharded = replace(case, name=f"{tied} 4+1 sp", layout=LAYOUTS["tp2 pp2 sp"], split=(4, 1))
         bf16 = replace(case, name=f"{tied} bf16 sp", layout=LAYOUTS["tp2 sp"], split=(5,), dtype="bf16", tolerance=0.1)
-        cases += [case, three, sharded, bf16]
+        cases += [case, three, chunks, sharded, bf16]
     run_ranks(4, _check_logits, cases)
 
 
 def _values_equal(
     rank: int, world_size: int, folder: Path, hidden: torch.Tensor, parallel: Parallel, head: HeadKind, dtype: str
 ) -> None:
-    layout = Layout(tuple(range(world_size)), parallel.tensor, parallel.pipeline)
+    layout = Layout(
+        tuple(range(world_size)), parallel.tensor, parallel.pipeline, virtual_pipeline=parallel.virtual_pipeline
+    )
     groups = build_groups({"critic": layout}, seed=0)["critic"]
-    model = build(folder, parallel, groups, head=head, dtype=dtype)
+    chunks = build(folder, parallel, groups, head=head, dtype=dtype)
+    model = chunks[-1]
     assert model.share_embeddings_and_output_weights == (head != "value"), "a critic's embeddings are never tied"
-    values = outputs(model, groups)
+    kept = []
+    if head == "policy_value" and model.post_process:
+        model.output_layer.register_forward_hook(lambda *arguments: kept.append(model.value_head.take().detach()))
+    values = outputs(chunks, groups)
     if values is None:
         return
     own = model.output_layer if head == "value" else model.value_head
     if head == "policy_value":
-        values = own.take().detach()
+        values = kept[0]
         with pytest.raises(RuntimeError, match="twice"):
             own.take()
     assert values.dtype == torch.float32
@@ -183,7 +200,11 @@ def _values_equal(
 
 
 @pytest.mark.parametrize(("head", "dtype"), [("value", "fp32"), ("policy_value", "fp32"), ("policy_value", "bf16")])
-@pytest.mark.parametrize("parallel", [Parallel(tensor=2, sequence=True), Parallel(pipeline=2)], ids=["tp2 sp", "pp2"])
+@pytest.mark.parametrize(
+    "parallel",
+    [Parallel(tensor=2, sequence=True), Parallel(pipeline=2), Parallel(pipeline=2, virtual_pipeline=2)],
+    ids=["tp2 sp", "pp2", "pp2 vpp2"],
+)
 def test_values_are_a_linear_map_of_hidden_states(
     parallel: Parallel, head: HeadKind, dtype: str, tmp_path: Path
 ) -> None:
@@ -196,12 +217,12 @@ def test_values_are_a_linear_map_of_hidden_states(
 
 def _gradients(folder: Path, recompute: str) -> dict[str, torch.Tensor]:
     groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
-    model = build(folder, Parallel(), groups, recompute=recompute).train()
+    (model,) = build(folder, Parallel(), groups, recompute=recompute)
 
     def loss(output: torch.Tensor, pack: object) -> tuple:
         return output.square().sum(), torch.ones((), dtype=torch.int), {}
 
-    run(model, groups, [sequences()], loss, forward_only=False)
+    run([model.train()], groups, [sequences()], loss, forward_only=False)
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
@@ -265,4 +286,4 @@ def test_embeddings_are_tied_only_where_the_model_says_so_and_never_in_a_critic(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be there")
 def test_asking_for_transformer_engine_without_it_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="set model.layer_spec=torch"):
-        layer_spec(None, "transformer_engine", stage=0)
+        layer_spec(None, "transformer_engine", stage=0, chunk=0)

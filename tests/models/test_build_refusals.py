@@ -39,12 +39,12 @@ QWEN3_MOE = {
 
 @pytest.mark.parametrize("renormalizes", [True, False])
 def test_router_is_the_familys(renormalizes: bool) -> None:
-    parallel = Parallel(tensor=2, expert=3, sequence=True)
+    parallel = Parallel(tensor=2, expert=3, expert_tensor=2, sequence=True)
     config = _config(parallel, **QWEN3_MOE, norm_topk_prob=renormalizes)
     assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (6, 2, 16)
     assert config.moe_router_pre_softmax != renormalizes
     assert config.moe_router_load_balancing_type == "none" and config.moe_shared_expert_intermediate_size is None
-    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (3, 1)
+    assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +108,19 @@ def test_layouts_of_experts_that_do_not_fit_are_named() -> None:
         _config(Parallel(tensor=2), **QWEN3_MOE)
     with pytest.raises(ValueError, match="parallel.expert = 2, but Qwen2ForCausalLM has no experts"):
         _config(Parallel(expert=2))
+    with pytest.raises(ValueError, match="moe_intermediate_size = 16 does not divide by parallel.expert_tensor = 3"):
+        _config(Parallel(expert_tensor=3), **QWEN3_MOE)
+    with pytest.raises(ValueError, match="parallel.expert_tensor = 2, but Qwen2ForCausalLM has no experts"):
+        _config(Parallel(expert_tensor=2))
 
 
 def test_stages_may_differ_and_windows_be_longer_than_any_row() -> None:
     config = _config(Parallel(pipeline=2, pipeline_split=(2, 4)), num_hidden_layers=6)
     assert [config.pipeline_model_parallel_layout.get_num_layers_to_build(pp_rank=stage) for stage in (0, 1)] == [2, 4]
+    config = _config(Parallel(pipeline=2, virtual_pipeline=2, pipeline_split=(1, 3, 1, 1)), num_hidden_layers=6)
+    layout = config.pipeline_model_parallel_layout.layout
+    decoders = [[sum(module.name == "decoder" for module in chunk) for chunk in stage] for stage in layout]
+    assert decoders == [[1, 1], [3, 1]], "the first stage has the first and the third chunk"
     _config(use_sliding_window=True, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
 
 
@@ -139,12 +147,14 @@ def test_unsupported_features_are_named(changes: dict) -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        (Parallel(pipeline=4), "num_hidden_layers = 6 does not divide by parallel.pipeline = 4, and no .*split"),
+        (Parallel(pipeline=4), "num_hidden_layers = 6 does not divide by parallel.pipeline x .* = 4, and no .*split"),
         (
             Parallel(pipeline=2, pipeline_split=(3, 4)),
-            r"split = \[3, 4\] is not num_hidden_layers = 6 on .*2 stages",
+            r"split = \[3, 4\] is not num_hidden_layers = 6 in .* = 2 chunks",
         ),
-        (Parallel(pipeline=2, pipeline_split=(6,)), r"split = \[6\] is not num_hidden_layers = 6 on .* = 2 stages"),
+        (Parallel(pipeline=2, pipeline_split=(6,)), r"split = \[6\] is not num_hidden_layers = 6 in .* = 2 chunks"),
+        (Parallel(pipeline=2, virtual_pipeline=2), "num_hidden_layers = 6 does not divide by .*virtual_pipeline = 4"),
+        (Parallel(virtual_pipeline=2), "virtual_pipeline = 2 needs parallel.pipeline > 1"),
         (Parallel(tensor=8), "num_attention_heads = 12 does not divide by parallel.tensor = 8"),
         (Parallel(tensor=4), "num_key_value_heads = 6 does not divide by parallel.tensor = 4"),
         (Parallel(sequence=True), "parallel.sequence needs parallel.tensor > 1"),

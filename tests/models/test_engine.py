@@ -57,6 +57,10 @@ CASES = {
     "tp2 pp2, full recompute": Case(Layout(FOUR, tensor=2, pipeline=2), recompute="full"),
     "tp2 dp2 sp": Case(Layout(FOUR, tensor=2), sequence=True, max_tokens=20),
     "pp2 dp2": Case(Layout(FOUR, pipeline=2), max_tokens=10),
+    "pp2 vpp2": Case(Layout(TWO, pipeline=2, virtual_pipeline=2), max_tokens=9),
+    "tp2 pp2 vpp2 sp, full recompute": Case(
+        Layout(FOUR, tensor=2, pipeline=2, virtual_pipeline=2), sequence=True, max_tokens=14, recompute="full"
+    ),
 }
 UNEVEN_LENGTHS = ((1, 1), (1, 0), (2, 1), (2, 3), (4, 13), (1, 2), (30, 3), (5, 7))
 """Rows of 1, 2, 3, 5, 17, 33 tokens: shorter than the chunks of context parallelism are many, or not divisible."""
@@ -69,6 +73,7 @@ CONTEXT_CASES = {
     "cp2 tp2 sp": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=20),
     "cp2 tp2": Case(Layout(FOUR, tensor=2, context=2), max_tokens=9),
     "cp2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, context=2), recompute="full", max_tokens=9),
+    "cp2 pp2 vpp2": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2, context=2), max_tokens=9),
     "cp2 dp2": Case(Layout(FOUR, context=2), max_tokens=12),
 }
 EXPERT_CASES = {
@@ -80,17 +85,28 @@ EXPERT_CASES = {
     "ep2 tp2 sp": Case(Layout(TWO, tensor=2, expert=2), sequence=True),
     "ep2 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=2), sequence=True, max_tokens=10),
     "ep4 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=4), sequence=True, max_tokens=10),
+    "ep2 pp2 vpp2, uneven micro-batches": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2, expert=2), max_tokens=9),
+    "etp2, uneven micro-batches": Case(Layout(TWO, expert_tensor=2), max_tokens=9),
+    "tp2 etp2 sp": Case(Layout(TWO, tensor=2, expert_tensor=2), sequence=True, max_tokens=14),
+    "tp2 dp2 ep2 etp2 sp": Case(Layout(FOUR, tensor=2, expert=2, expert_tensor=2), sequence=True, max_tokens=10),
+    "ep2 etp2, optimizer not sharded": Case(
+        Layout(FOUR, expert=2, expert_tensor=2), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=12
+    ),
     "ep2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, expert=2), recompute="full", max_tokens=9),
+    "ep2 etp2 cp2 tp2 sp": Case(
+        Layout(FOUR, tensor=2, context=2, expert=2, expert_tensor=2), sequence=True, max_tokens=20
+    ),
     "ep2 cp2": Case(Layout(TWO, context=2, expert=2), max_tokens=14),
     "ep2 cp2 tp2 sp": Case(Layout(FOUR, tensor=2, context=2, expert=2), sequence=True, max_tokens=20),
     "ep4 cp2 dp2": Case(Layout(FOUR, context=2, expert=4), max_tokens=10),
 }
+DEEP_CASES = {"pp4 vpp2": Case(Layout(FOUR, pipeline=4, virtual_pipeline=2), max_tokens=9)}
 LONG_CASES = {
     "cp2, long rows": Case(Layout(TWO, context=2), max_tokens=33),
     "cp2 tp2 sp, long rows": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=40),
     "cp4, long rows": Case(Layout(FOUR, context=4), max_tokens=64, recompute="full"),
 }
-CASES |= EXPERT_CASES | CONTEXT_CASES | LONG_CASES
+CASES |= EXPERT_CASES | CONTEXT_CASES | LONG_CASES | DEEP_CASES
 
 
 # --- Hugging Face, one process, one row at a time ---
@@ -270,12 +286,19 @@ def check(name: str, kind: str, folder: Path, reference: Path | None = None, len
     run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected, lengths)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERT_CASES | LONG_CASES])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERT_CASES | LONG_CASES | DEEP_CASES])
 def test_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True))
 
 
-@pytest.mark.parametrize("name", ["one rank", "tp2 sp", "pp2", "dp2", "tp2 pp2, full recompute", *CONTEXT_CASES])
+@pytest.mark.parametrize("name", DEEP_CASES)
+def test_deep_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
+    check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", num_hidden_layers=8))
+
+
+@pytest.mark.parametrize(
+    "name", ["one rank", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", *CONTEXT_CASES]
+)
 def test_critic_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "critic", with_score(hf_folder(tmp_path / "hf", "qwen2")))
 
@@ -333,7 +356,8 @@ def test_mixture_of_experts_trains_on_the_full_kl(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    "name", ["tp2", "tp2 sp", "pp2", "dp2", "tp2 pp2, full recompute", "cp2 tp2 sp", "cp2 pp2, full recompute"]
+    "name",
+    ["tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", "cp2 tp2 sp", "cp2 pp2, full recompute"],
 )
 def test_shared_backbone_trains_on_both_losses_as_hugging_face_does(name: str, tied: bool, tmp_path: Path) -> None:
     check(name, "shared", with_score(hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=tied)))
@@ -360,13 +384,13 @@ def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
     store.save(2, {"actor": trained}, {})
     weights = exported(trained, hf_config, "shared")
     norm = trained.train_batch(rows, make_loss("shared", rows))["grad_norm"]
-    for name in ("pp2", "dp2", "cp2"):
+    for name in ("pp2", "pp2 vpp2", "dp2", "cp2"):
         moved = build(folder, CASES[name], "shared")
         store.load(store.latest(), {"actor": moved})
         found = exported(moved, hf_config, "shared")
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], weights[key]) for key in weights), name
-        buckets = iter_hf_buckets(moved.model, hf_config, moved.groups, 1 << 16)
+        buckets = iter_hf_buckets(moved.chunks, hf_config, moved.groups, 1 << 16)
         language_model = {key: tensor for bucket in buckets for key, tensor in bucket}
         assert language_model.keys() == weights.keys() - {"score.weight"}
         assert all(torch.equal(language_model[key], weights[key]) for key in language_model), name

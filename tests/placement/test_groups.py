@@ -70,24 +70,29 @@ def test_context_comes_between_tensor_and_data() -> None:
 
 
 def _expert_groups(rank: int, world_size: int) -> None:
-    """Eight ranks as 2 tensor x 2 data x 2 stages, without and with expert parallelism, against the groups by hand."""
-    layouts = {expert: Layout(tuple(range(8)), tensor=2, pipeline=2, expert=expert) for expert in (1, 2, 4)}
-    groups = build_groups({str(expert): layout for expert, layout in layouts.items()}, seed=0)
+    """Eight ranks as 2 tensor x 2 data x 2 stages, with and without experts shared out and cut, by hand."""
+    layouts = {
+        f"{expert} x {ways}": Layout(tuple(range(8)), tensor=2, pipeline=2, expert=expert, expert_tensor=ways)
+        for expert, ways in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
+    }
+    groups = build_groups(layouts, seed=0)
     first, place = rank // 4 * 4, rank % 4
     stage = range(first, first + 4)
+    neighbours = [first + place // 2 * 2, first + place // 2 * 2 + 1]
+    apart = [first + place % 2, first + place % 2 + 2]
     expected = {
-        1: {"ep": [rank], "expt_dp": [*stage]},
-        2: {
-            "ep": [first + place // 2 * 2, first + place // 2 * 2 + 1],
-            "expt_dp": [first + place % 2, first + place % 2 + 2],
-        },
-        4: {"ep": [*stage], "expt_dp": [rank]},
+        "1 x 1": {"expt_tp": [rank], "ep": [rank], "tp_ep": [rank], "expt_dp": [*stage]},
+        "2 x 1": {"expt_tp": [rank], "ep": neighbours, "tp_ep": neighbours, "expt_dp": apart},
+        "4 x 1": {"expt_tp": [rank], "ep": [*stage], "tp_ep": [*stage], "expt_dp": [rank]},
+        "1 x 2": {"expt_tp": neighbours, "ep": [rank], "tp_ep": neighbours, "expt_dp": apart},
+        "2 x 2": {"expt_tp": neighbours, "ep": apart, "tp_ep": [*stage], "expt_dp": [rank]},
+        "1 x 4": {"expt_tp": [*stage], "ep": [rank], "tp_ep": [*stage], "expt_dp": [rank]},
     }
-    for expert, named in expected.items():
-        collection = groups[str(expert)].collection
-        pipelines = sorted(other + offset for other in named["ep"] for offset in (-first, 4 - first))
-        for name, ranks in (named | {"expt_tp": [rank], "tp_ep": named["ep"], "tp_ep_pp": pipelines}).items():
-            assert dist.get_process_group_ranks(getattr(collection, name)) == ranks, (expert, name)
+    for layout, named in expected.items():
+        pipelines = sorted(other + offset for other in named["tp_ep"] for offset in (-first, 4 - first))
+        for name, ranks in (named | {"tp_ep_pp": pipelines}).items():
+            found = dist.get_process_group_ranks(getattr(groups[layout].collection, name))
+            assert found == ranks, (layout, name)
 
 
 def test_experts_are_shared_out_over_runs_of_a_stages_ranks() -> None:
@@ -205,6 +210,9 @@ ALL = (0, 1, 2, 3)
 TRAINEES = {
     "actor tp2": Trainee(False, Layout((0, 1), tensor=2)),
     "critic pp2 on the same ranks": Trainee(True, Layout((0, 1), pipeline=2), distributed=True),
+    "critic pp2 vpp2 bf16": Trainee(
+        True, Layout((0, 3), pipeline=2, virtual_pipeline=2), distributed=True, dtype="bf16"
+    ),
     "actor pp2 tied, disjoint": Trainee(False, Layout((2, 3), pipeline=2), distributed=True),
     "critic tp2 sp recomputed, overlapping": Trainee(True, Layout((1, 2), tensor=2), sequence=True, recompute="full"),
     "actor tp2 dp2 sp on all": Trainee(False, Layout(ALL, tensor=2), sequence=True, distributed=True),

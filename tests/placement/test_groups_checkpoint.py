@@ -23,7 +23,8 @@ def _sharded_state(component: Trained, is_loading: bool) -> dict:
         "dp_cp_group": component.groups.collection.dp_cp,
     }
     with component.groups.active():
-        model = component.model.sharded_state_dict(metadata=metadata)
+        chunks = enumerate(component.chunks)
+        model = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in chunks}
         optimizer = component.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer}
 
@@ -39,7 +40,8 @@ def _load(component: Trained, folder: Path) -> None:
     with component.groups.active(), component.groups.as_world():
         loaded = dist_checkpointing.load(state, str(folder))
     with component.groups.active():
-        component.model.load_state_dict(loaded["model"])
+        for i, chunk in enumerate(component.chunks):
+            chunk.load_state_dict(loaded["model"][f"model{i}"])
         component.optimizer.load_state_dict(loaded["optimizer"])
 
 

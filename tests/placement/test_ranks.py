@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Parallel
 from megappo.placement.arithmetic import batch_cuts
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks, layout_errors, parse_ranks, placement_layouts, smallest_world
@@ -135,6 +135,8 @@ def test_experts_are_shared_out_within_a_stage():
         ValueError, match=r"2 ranks of a stage \(tensor 2 x context 1 x data 1\) do not divide by expert 4"
     ):
         Layout((0, 1, 2, 3), tensor=2, pipeline=2, expert=4)
+    with pytest.raises(ValueError, match="do not divide by expert 2 x expert_tensor 4"):
+        Layout((0, 1, 2, 3), expert=2, expert_tensor=4)
 
 
 def test_context_ranks_count_towards_the_product_and_the_experts():
@@ -148,7 +150,7 @@ def test_context_ranks_count_towards_the_product_and_the_experts():
     wrong = make(actor={"parallel": {"context": 2, "expert": 3}}, placement={"rollout": "0"})
     assert layout_errors(wrong, 4) == [
         "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
-        "expert 3: make it 2 or 4"
+        "expert 3 x expert_tensor 1 = 3: make it 2 or 4"
     ]
 
 
@@ -224,4 +226,8 @@ def test_the_cut_of_the_batch():
     assert actor.micro_batches == (1, 2)  # 32 tokens hold 3 rows of 10
     assert (critic.mini_batches, critic.optimizer_steps, critic.trajectories) == (1, 1, 36)
     assert critic.micro_batches == (1, 5)  # 9 rows, 2 at a time
+    interleaved = config.critic.model_copy(update={"parallel": Parallel(pipeline=2, virtual_pipeline=2)})
+    config = config.model_copy(update={"critic": interleaved})
+    filled = batch_cuts(config, placement_layouts(config, 4))["critic"]
+    assert filled.micro_batches == (2, 10)  # 18 rows, 2 at a time: 9, filled up to whole groups of 2
     assert (ref.optimizer_steps, ref.trajectories, ref.micro_batches) == (0, 36, (1, 3))

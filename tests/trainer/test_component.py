@@ -99,6 +99,7 @@ CASES = {
     "pp2 on some ranks": Case(Layout((0, 2), pipeline=2), max_tokens=9),
     "tp2 dp2": Case(Layout((0, 1, 2, 3), tensor=2), max_tokens=14),
     "pp2 dp2": Case(Layout((0, 1, 2, 3), pipeline=2), max_tokens=12),
+    "pp2 vpp2 dp2": Case(Layout((0, 1, 2, 3), pipeline=2, virtual_pipeline=2), max_tokens=12),
     "cp2 dp2": Case(Layout((0, 1, 2, 3), context=2), max_tokens=12),
     "cp2 tp2": Case(Layout((0, 1, 2, 3), tensor=2, context=2), sequence=True, max_tokens=12),
 }

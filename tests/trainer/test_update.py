@@ -42,6 +42,8 @@ CASES = {
     "tp2": Case(Layout((0, 2), tensor=2), max_tokens=16),
     "pp2": Case(Layout((1, 3), pipeline=2), max_tokens=12),
     "tp2 dp2 sp": Case(Layout(FOUR, tensor=2), sequence=True, max_tokens=20),
+    "pp2 vpp2": Case(Layout((0, 3), pipeline=2, virtual_pipeline=2), max_tokens=12),
+    "tp2 pp2 vpp2 sp": Case(Layout(FOUR, tensor=2, pipeline=2, virtual_pipeline=2), sequence=True, max_tokens=20),
     "pp2 dp2": Case(Layout(FOUR, pipeline=2), max_tokens=12),
     "tp2 pp2": Case(Layout(FOUR, tensor=2, pipeline=2), max_tokens=30),
     "dp4": Case(Layout(FOUR)),

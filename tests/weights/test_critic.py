@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import build_model
+from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.critic import HEAD_MODULES, critic_config
@@ -30,6 +30,7 @@ LAYOUTS = {
     "one": Layout((0,)),
     "tp2": Layout((0, 1), tensor=2),
     "pp2": Layout((0, 1), pipeline=2),
+    "pp2 vpp2": Layout((0, 1), pipeline=2, virtual_pipeline=2),
 }
 AUTO = {
     "CausalLM": AutoModelForCausalLM,
@@ -71,10 +72,11 @@ def values(folder: Path) -> torch.Tensor:
     return (hidden @ tensors[f"{module}.weight"].T + bias)[:, 0]
 
 
-def critic(folder: Path, groups: ComponentGroups) -> torch.nn.Module:
+def critic(folder: Path, groups: ComponentGroups) -> ModelChunks:
     hf_config = critic_config(folder)
-    parallel = Parallel(tensor=groups.layout.tensor, pipeline=groups.layout.pipeline)
-    model = build_model(
+    layout = groups.layout
+    parallel = Parallel(tensor=layout.tensor, pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline)
+    chunks = build_model(
         hf_config,
         Model(path=str(folder), dtype="fp32"),
         parallel,
@@ -83,10 +85,11 @@ def critic(folder: Path, groups: ComponentGroups) -> torch.nn.Module:
         recompute="none",
         trained=True,
     )
-    for parameter in model.parameters():
-        parameter.data.fill_(torch.nan)
-    load_hf(model, folder, hf_config, groups, head="value")
-    return model
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(torch.nan)
+    load_hf(chunks, folder, hf_config, groups, head="value")
+    return chunks
 
 
 def check_values(rank: int, world_size: int, folders: dict[Path, torch.Tensor], target: Path) -> None:

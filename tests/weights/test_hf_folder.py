@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.weights.export import Export
 from megappo.weights.hf_folder import write_hf_folder
 
 
@@ -24,11 +25,12 @@ def write_scaled(rank: int, world_size: int, source: Path, target: Path) -> None
     for name in layouts:
         if not groups[name].member:
             continue
-        model = load(source, groups[name], head="policy" if name == "TP2" else "policy_value")
-        for parameter in model.parameters():
-            parameter.data.mul_(2)
+        chunks = load(source, groups[name], head="policy" if name == "TP2" else "policy_value")
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.data.mul_(2)
         write_hf_folder(
-            model,
+            chunks,
             read_config(source),
             groups[name],
             source,
@@ -80,10 +82,11 @@ NEEDED = {
 
 
 def write_from_few(rank: int, world_size: int, source: Path, target: Path) -> None:
-    """Ranks that are not needed have no model at all."""
     groups = build_groups({name: layout for name, (layout, _) in NEEDED.items()}, seed=0)
     for name, (_, needed) in NEEDED.items():
-        model = load(source, groups[name]) if rank in needed else None
+        model = load(source, groups[name])
+        export = Export(model, read_config(source), groups[name])
+        assert export.takes_part(rank == 0) == (rank in needed), name
         write_hf_folder(model, read_config(source), groups[name], source, target / name, max_shard_bytes=30_000)
         assert (target / name / "config.json").is_file()
 

@@ -54,16 +54,16 @@ def refusals(rank: int, world_size: int, untied: Path, tied: Path) -> None:
 
 def accepted(rank: int, world_size: int, untied: Path, tied: Path) -> None:
     groups = one_rank_groups()
-    embedding = load(tied, groups).embedding.word_embeddings.weight.detach().clone()
+    embedding = load(tied, groups)[0].embedding.word_embeddings.weight.detach().clone()
     repeated = rewrite(
         tied, {"lm_head.weight": embedding, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     )
-    assert torch.equal(load(repeated, groups).embedding.word_embeddings.weight, embedding)
+    assert torch.equal(load(repeated, groups)[0].embedding.word_embeddings.weight, embedding)
     score = torch.randn(1, 32)
     for folder in (untied, tied):
-        critic = load(rewrite(folder, {"score.weight": score, "lm_head.weight": None}), groups, head="value")
+        (critic,) = load(rewrite(folder, {"score.weight": score, "lm_head.weight": None}), groups, head="value")
         assert torch.equal(critic.output_layer.weight, score)
-        shared = load(rewrite(folder, {"score.weight": score}), groups, head="policy_value")
+        (shared,) = load(rewrite(folder, {"score.weight": score}), groups, head="policy_value")
         assert torch.equal(shared.value_head.weight, score)
     config = read_config(untied)
     critic, shared = (build(untied, groups, head=head) for head in ("value", "policy_value"))
@@ -71,8 +71,8 @@ def accepted(rank: int, world_size: int, untied: Path, tied: Path) -> None:
     for seed in (1, 1, 2):
         load_hf(critic, untied, config, groups, head="value", seed=seed)
         load_hf(shared, untied, config, groups, head="policy_value", seed=seed)
-        drawn.append(critic.output_layer.weight.detach().clone())
-        assert torch.equal(shared.value_head.weight, drawn[-1])
+        drawn.append(critic[0].output_layer.weight.detach().clone())
+        assert torch.equal(shared[0].value_head.weight, drawn[-1])
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
 

@@ -1,6 +1,7 @@
 """Hugging Face -> Megatron -> Hugging Face is bit-equal in every layout; the oracle is the folder's own files."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_folders import hf_folder, load, read_config
 
+from megappo.models.build import ModelChunks
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.export import iter_hf_buckets
@@ -22,6 +24,8 @@ LAYOUTS = {
     "PP2xDP2": Layout(RANKS, pipeline=2),
     "PP4": Layout(RANKS, pipeline=4),
     "TP2xPP2": Layout(RANKS, tensor=2, pipeline=2),
+    "PP2xVPP2xDP2": Layout(RANKS, pipeline=2, virtual_pipeline=2),
+    "TP2xPP2xVPP2": Layout(RANKS, tensor=2, pipeline=2, virtual_pipeline=2),
 }
 EXPERT_LAYOUTS = {
     "TP1xDP4": Layout(RANKS),
@@ -32,6 +36,10 @@ EXPERT_LAYOUTS = {
     "TP2xEP4": Layout(RANKS, tensor=2, expert=4),
     "PP2xEP2": Layout(RANKS, pipeline=2, expert=2),
     "TP2xPP2xEP2": Layout(RANKS, tensor=2, pipeline=2, expert=2),
+    "TP2xETP2": Layout(RANKS, tensor=2, expert_tensor=2),
+    "EP2xETP2": Layout(RANKS, expert=2, expert_tensor=2),
+    "TP2xETP4": Layout(RANKS, tensor=2, expert_tensor=4),
+    "TP2xPP2xETP2": Layout(RANKS, tensor=2, pipeline=2, expert_tensor=2),
 }
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
 MIXTURES = {
@@ -41,13 +49,25 @@ MIXTURES = {
     "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None, "num_hidden_layers": 2, "first_k_dense_replace": 0},
     "deepseek_v3": DEEPSEEK_V3 | {"num_hidden_layers": 2},
 }
-UNEVEN = {"PP2xDP2": (1, 4), "PP4": (1, 2, 1, 1), "TP2xPP2": (3, 2)}
-"""Layers of each stage, of a model of five."""
+UNEVEN = {
+    "PP2xDP2": (1, 4),
+    "PP4": (1, 2, 1, 1),
+    "TP2xPP2": (3, 2),
+    "PP2xVPP2xDP2": (1, 1, 2, 1),
+    "TP2xPP2xVPP2": (2, 1, 1, 1),
+}
+"""Layers of each chunk, of a model of five."""
 FAMILIES = ("qwen2", "llama", "qwen3", "mistral")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def parameters_of(chunks: ModelChunks) -> Iterator[tuple[tuple[int, str], torch.nn.Parameter]]:
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            yield (index, name), parameter
 
 
 def check_buckets(buckets: list, limit: int) -> None:
@@ -73,9 +93,9 @@ def round_trips(
         expected = tensors_of(folder)
         dtype = {torch.float32: "fp32", torch.bfloat16: "bf16"}[expected["model.norm.weight"].dtype]
         for name in layouts:
-            model = load(fused.get(folder, folder), groups[name], dtype, split=splits.get(name))
-            before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-            buckets = list(iter_hf_buckets(model, read_config(folder), groups[name], 8_000))
+            chunks = load(fused.get(folder, folder), groups[name], dtype, split=splits.get(name))
+            before = {key: parameter.detach().clone() for key, parameter in parameters_of(chunks)}
+            buckets = list(iter_hf_buckets(chunks, read_config(folder), groups[name], 8_000))
             check_buckets(buckets, 8_000)
             exported = [pair for bucket in buckets for pair in bucket]
             assert len(exported) == len(expected), (folder, name)
@@ -83,7 +103,7 @@ def round_trips(
                 assert tensor.dtype == expected[key].dtype
                 assert torch.equal(tensor, expected[key]), (folder, name, key)
                 tensor.zero_()  # a bucket is a copy
-            assert all(torch.equal(before[key], parameter) for key, parameter in model.named_parameters())
+            assert all(torch.equal(before[key], parameter) for key, parameter in parameters_of(chunks))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -116,12 +136,12 @@ def shared_backbone(rank: int, world_size: int, folder: Path) -> None:
     """With its value head it is the folder's tensors and score.weight; without, the folder's alone."""
     groups = build_groups(LAYOUTS, seed=0)
     config, expected = read_config(folder), tensors_of(folder)
-    for name in ("TP1xDP4", "TP2xPP2"):
-        model = load(folder, groups[name], head="policy_value")
+    for name in ("TP1xDP4", "TP2xPP2", "TP2xPP2xVPP2"):
+        chunks = load(folder, groups[name], head="policy_value")
         language_model, whole = (
             {
                 key: tensor
-                for bucket in iter_hf_buckets(model, config, groups[name], 8_000, head=head)
+                for bucket in iter_hf_buckets(chunks, config, groups[name], 8_000, head=head)
                 for key, tensor in bucket
             }
             for head in ("policy", "policy_value")
@@ -130,12 +150,12 @@ def shared_backbone(rank: int, world_size: int, folder: Path) -> None:
         for found in (language_model, whole):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], expected[key]) for key in expected)
-        model.third_head = torch.nn.Linear(2, 2)
+        chunks[-1].third_head = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="parameters third_head.bias, third_head.weight"):
-            next(iter_hf_buckets(model, config, groups[name], 8_000))
-        if model.post_process:
+            next(iter_hf_buckets(chunks, config, groups[name], 8_000))
+        if chunks[-1].post_process:
             with pytest.raises(ValueError, match="parameters third_head.bias, third_head.weight, value_head.weight"):
-                load_hf(model, folder, config, groups[name])
+                load_hf(chunks, folder, config, groups[name])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -148,8 +168,8 @@ def values_of_critic(rank: int, world_size: int, folder: Path) -> None:
     expected = tensors_of(folder)
     heads = []
     for name in ("TP1xDP4", "TP2xPP2"):
-        model = load(folder, groups[name], head="value")
-        buckets = iter_hf_buckets(model, read_config(folder), groups[name], 10**6, head="value")
+        chunks = load(folder, groups[name], head="value")
+        buckets = iter_hf_buckets(chunks, read_config(folder), groups[name], 10**6, head="value")
         exported = {key: tensor for bucket in buckets for key, tensor in bucket}
         heads.append(exported.pop("score.weight"))
         assert exported.keys() == expected.keys() - {"lm_head.weight"}
@@ -184,11 +204,11 @@ def further_layers(rank: int, world_size: int, folder: Path) -> None:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(further, "further.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    model = load(folder, groups)
-    exported = {name for bucket in iter_hf_buckets(model, config, groups, 8_000) for name, _ in bucket}
+    chunks = load(folder, groups)
+    exported = {name for bucket in iter_hf_buckets(chunks, config, groups, 8_000) for name, _ in bucket}
     assert exported == expected.keys()
     with pytest.raises(ValueError, match="unknown model.layers.2.eh_proj.weight, model.layers.2.mlp.up_proj.weight"):
-        load_hf(model, folder, config | {"num_nextn_predict_layers": 0}, groups)
+        load_hf(chunks, folder, config | {"num_nextn_predict_layers": 0}, groups)
 
 
 def test_layers_that_predict_further_tokens_are_left_out_where_config_json_names_them(tmp_path: Path) -> None:
@@ -198,7 +218,7 @@ def test_layers_that_predict_further_tokens_are_left_out_where_config_json_names
 
 def padded_rows(rank: int, world_size: int, folder: Path) -> None:
     groups = build_groups({"TP2": Layout((0, 1), tensor=2)}, seed=0)["TP2"]
-    embedding = load(folder, groups).embedding.word_embeddings.weight
+    embedding = load(folder, groups)[0].embedding.word_embeddings.weight
     assert embedding.shape == (46, 32)  # 91 rows, padded to 92
     expected = tensors_of(folder)["model.embed_tokens.weight"]
     assert torch.equal(embedding[:45], expected[46 * rank : 46 * rank + 45])

@@ -38,6 +38,7 @@ LAYOUTS = {
     "tp1": Layout((0,)),
     "tp2": Layout((0, 1), tensor=2),
     "pp2": Layout((0, 1), pipeline=2),
+    "pp2 vpp2": Layout((0, 1), pipeline=2, virtual_pipeline=2),
     "dp2": Layout((0, 1)),
     "cp2 pp2": Layout(FOUR, pipeline=2, context=2),
     "tp2 pp2": Layout(FOUR, tensor=2, pipeline=2),
@@ -71,6 +72,7 @@ SHAPE = (
 FAMILY_LAYOUTS = {name: LAYOUTS[name] for name in ("tp1", "tp2", "pp2", "tp2 pp2")}
 MIXTURE_LAYOUTS = FAMILY_LAYOUTS | {
     "ep2": Layout((0, 1), expert=2),
+    "tp2 etp2": Layout((0, 1), tensor=2, expert_tensor=2),
     "tp2 pp2 ep2": Layout(FOUR, tensor=2, pipeline=2, expert=2),
     "tp2 cp2 ep4": Layout(FOUR, tensor=2, context=2, expert=4),
 }
@@ -109,7 +111,7 @@ class Actor:
         self, corrupt: Callable[[Export], Source] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         """On the actor's ranks."""
-        export = Export(self.engine.model, read_config(self.folder), self.engine.groups)
+        export = Export(self.engine.chunks, read_config(self.folder), self.engine.groups)
         WeightSync(
             export.tensors,
             corrupt(export),

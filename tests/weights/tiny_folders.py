@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from tiny_deepseek import move_router_biases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import build_model
+from megappo.models.build import ModelChunks, build_model
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
@@ -54,14 +53,16 @@ def build(
     dtype: str = "fp32",
     head: HeadKind = "policy",
     split: tuple[int, ...] | None = None,
-) -> GPTModel:
+) -> ModelChunks:
     """An unloaded model in the layout of its groups."""
     layout = groups.layout
     parallel = Parallel(
         tensor=layout.tensor,
         pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
         pipeline_split=split,
         expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
         sequence=layout.tensor > 1,
     )
     return build_model(
@@ -81,10 +82,11 @@ def load(
     dtype: str = "fp32",
     head: HeadKind = "policy",
     split: tuple[int, ...] | None = None,
-) -> GPTModel:
-    model = build(folder, groups, dtype, head, split)
+) -> ModelChunks:
+    chunks = build(folder, groups, dtype, head, split)
     # A weight that nobody loads must show.
-    for weight in (*model.parameters(), *model.buffers()):
-        weight.data.fill_(torch.nan)
-    load_hf(model, folder, read_config(folder), groups, head=head)
-    return model
+    for chunk in chunks:
+        for weight in (*chunk.parameters(), *chunk.buffers()):
+            weight.data.fill_(torch.nan)
+    load_hf(chunks, folder, read_config(folder), groups, head=head)
+    return chunks

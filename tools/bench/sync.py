@@ -26,7 +26,7 @@ platform.define_torchvision_operators()
 from conversion.world import World  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from megappo.config.schema import Rollout  # noqa: E402
+from megappo.config.schema import Parallel, Rollout  # noqa: E402
 from megappo.rollout.engine import Engine  # noqa: E402
 from megappo.weights.critic import read_hf_config  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
@@ -66,10 +66,10 @@ def seconds(action: Callable[[], object]) -> float:
 def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, repeats: int) -> None:
     """Print a line of figures."""
     hf_config = read_hf_config(folder)
-    model = world.build(hf_config, "fp32", "policy")
-    load_hf(model, folder, hf_config, world.groups)
+    chunks = world.build(hf_config, "fp32", "policy")
+    load_hf(chunks, folder, hf_config, world.groups)
     client = engine.wait_ready() if engine is not None else None
-    export = Export(model, hf_config, world.groups)
+    export = Export(chunks, hf_config, world.groups)
     sync = WeightSync(
         export.tensors,
         export,
@@ -96,12 +96,12 @@ def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=500, help="size of the model (default 500)")
-    parser.add_argument("--bucket-megabytes", type=int, default=64, help="rollout.sync.bucket_bytes (default 64)")
+    parser.add_argument("--bucket-megabytes", type=int, default=128, help="rollout.sync.bucket_bytes (default 128)")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of the actor (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages of the actor (default 1)")
     parser.add_argument("--repeats", type=int, default=9, help="syncs timed (default 9)")
     args = parser.parse_args()
-    world = World(args.tensor, args.pipeline)
+    world = World(Parallel(tensor=args.tensor, pipeline=args.pipeline))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(world.exchange.share(temporary)[0]) / "model"
         engine = None

@@ -11,7 +11,7 @@ from conversion.world import DTYPE_NAMES, SAFETENSORS_DTYPES, UsageError, World,
 from megappo.checkpoint.component import has_value_bias, head_of, load_model, reshard, save_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
 from megappo.config.families import language_model
-from megappo.models.build import GPTModel
+from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind
 from megappo.models.value_head import BIAS_KEY
 from megappo.weights import families
@@ -26,9 +26,9 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
     head: HeadKind = "value" if args.value_model else "policy"
     hf_config = critic_config(args.input) if args.value_model else read_hf_config(args.input)
     dtype = args.dtype or stored_dtype(args.input)
-    model = load_from_hf(args.input, hf_config, dtype, head, world)
+    chunks = load_from_hf(args.input, hf_config, dtype, head, world)
     with world.staged(args.output) as folder:
-        save_model(model, world.groups, folder)
+        save_model(chunks, world.groups, folder)
         if world.rank == 0:
             copy_config(args.input, folder)
     world.say(f"wrote {args.output}: {described(families.hf_shapes(hf_config, head), dtype)}")
@@ -42,7 +42,7 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
         raise UsageError(f"--value-model: {args.input} has no value head")
     if head == "policy_value" and not args.value_model:
         world.say(f"{args.input} has a value head besides, which is left out: --value-model writes the critic instead")
-    model = load_from_megatron(source, args.dtype or source.dtype, world)
+    chunks = load_from_megatron(source, args.dtype or source.dtype, world)
     wanted: HeadKind = head if args.value_model or head == "value" else "policy"
     shapes = families.hf_shapes(source.hf_config, "value" if wanted != "policy" else "policy")
     if wanted != "policy":
@@ -50,7 +50,7 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
     total = sum(map(prod, shapes.values()))
     with world.staged(args.output) as folder, world.bar("writing", total, " parameters") as bar:
         write_hf_files(
-            model, source.hf_config, world.groups, source.config_folder, folder, head=wanted, progress=bar.update
+            chunks, source.hf_config, world.groups, source.config_folder, folder, head=wanted, progress=bar.update
         )
     world.say(f"wrote {args.output}: {described(shapes, args.dtype or source.dtype)}")
 
@@ -65,8 +65,8 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
         for source in sources:
             target = folder / source.folder.name if components else folder
             world.together(lambda target=target: target.mkdir(exist_ok=True))
-            model = world.build(source.hf_config, source.dtype, source.head)
-            reshard(model, world.groups, source.folder, source.info, target, source.hf_config["vocab_size"])
+            chunks = world.build(source.hf_config, source.dtype, source.head)
+            reshard(chunks, world.groups, source.folder, source.info, target, source.hf_config["vocab_size"])
         if world.rank == 0:
             for name in ("state.json", "config.json", *COMPANIONS):
                 if (args.input / name).is_file():
@@ -120,26 +120,26 @@ def open_megatron(folder: Path, config_folder: Path | None) -> MegatronFolder:
     return MegatronFolder(folder, config_folder, hf_config, info)
 
 
-def load_from_hf(folder: Path, hf_config: dict[str, Any], dtype: str, head: HeadKind, world: World) -> GPTModel:
+def load_from_hf(folder: Path, hf_config: dict[str, Any], dtype: str, head: HeadKind, world: World) -> ModelChunks:
     """The model with the folder's weights."""
-    model = world.build(hf_config, dtype, head)
+    chunks = world.build(hf_config, dtype, head)
     with HFFolder(folder) as source:
         if head == "value" and not has_value_head(source):
             world.say(f"{folder} has no value head: a new one is drawn")
-    parameters = dict(model.named_parameters())
-    with world.bar("reading", len(parameters), " tensors") as bar:
+    num_parameters = sum(1 for chunk in chunks for _ in chunk.parameters())
+    with world.bar("reading", num_parameters, " tensors") as bar:
         world.together(
-            lambda: load_hf(model, folder, hf_config, world.groups, head=head, progress=lambda name: bar.update())
+            lambda: load_hf(chunks, folder, hf_config, world.groups, head=head, progress=lambda name: bar.update())
         )
-    return model
+    return chunks
 
 
-def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> GPTModel:
+def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> ModelChunks:
     """The model with the component's weights, cast to `dtype`."""
-    model = world.build(source.hf_config, dtype, source.head)
+    chunks = world.build(source.hf_config, dtype, source.head)
     vocab_size = source.hf_config["vocab_size"]
-    world.together(lambda: load_model(model, world.groups, source.folder, source.info, vocab_size))
-    return model
+    world.together(lambda: load_model(chunks, world.groups, source.folder, source.info, vocab_size))
+    return chunks
 
 
 def stored_dtype(folder: Path) -> str:

@@ -118,8 +118,8 @@ def _of_megatron(
     """A Megatron folder's tensors as its export has them; what `other` leaves out or repeats rightly is left out."""
     source = open_megatron(folder, args.hf_config)
     head: HeadKind = "policy" if source.head == "policy_value" and not has_value_head(other) else source.head
-    model = load_from_megatron(source, source.dtype, world)
-    buckets = iter_hf_buckets(model, source.hf_config, world.groups, BUCKET_BYTES, head=head)
+    chunks = load_from_megatron(source, source.dtype, world)
+    buckets = iter_hf_buckets(chunks, source.hf_config, world.groups, BUCKET_BYTES, head=head)
     if head != "policy":
         name_value_head(other)
         buckets = critic_buckets(buckets)

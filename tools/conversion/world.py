@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from megappo import platform
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import GPTModel, build_model
+from megappo.models.build import ModelChunks, build_model
 from megappo.models.hf_config import DTYPES, HeadKind
 from megappo.placement.exchange import Exchange, OtherRankError
 from megappo.placement.groups import build_groups
@@ -97,13 +97,13 @@ class World:
             dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
         self.rank = dist.get_rank()
         self.parallel = parallel
-        layout = Layout(tuple(range(size)), parallel.tensor, parallel.pipeline, parallel.expert)
+        layout = Layout(tuple(range(size)), tensor=parallel.tensor, pipeline=parallel.pipeline, expert=parallel.expert)
         self.groups = build_groups({"model": layout}, seed=0)["model"]
         self.exchange = Exchange(dist.group.WORLD)
         self.writing = False
         self.speaks = self.rank == 0
 
-    def build(self, hf_config: dict, dtype: str, head: HeadKind) -> GPTModel:
+    def build(self, hf_config: dict, dtype: str, head: HeadKind) -> ModelChunks:
         """This rank's part of the model, its weights not set."""
         model = Model(path="", dtype=dtype, layer_spec="torch")
         try:
