@@ -21,7 +21,7 @@ from megappo.placement.arithmetic import batch_cuts
 from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import pipeline_splits, placement_layouts, smallest_world
-from megappo.placement.transports import weight_ways
+from megappo.placement.transports import describe_transports
 from megappo.trainer.preflight import arrangement_errors, check_run
 
 WIDTH = 120
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arrangement_errors(config, world_size):
         layouts = placement_layouts(config, world_size)
         picture = placement_picture(layouts, pipeline_splits(config))
-        ways = weight_ways(config, layouts)
+        ways = describe_transports(config, layouts)
         print(f"\nplacement\n{picture}\n  {ways}{_absent(config)}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
     errors = check_run(config, world_size)

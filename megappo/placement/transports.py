@@ -22,17 +22,21 @@ def transports(config: Config, layouts: Mapping[str, Layout]) -> tuple[Transport
 
 
 def sending_rank(layouts: Mapping[str, Layout]) -> int:
-    """The rank that broadcasts, or writes to the disk, the actor's weights."""
-    return layouts["actor"].ranks[0]
+    """The rank that broadcasts, or writes to the disk, the actor's weights: the first whose GPU no engine is on that
+    takes them by broadcast, as NCCL cannot have a GPU twice."""
+    rollout, actor = layouts["rollout"], layouts["actor"].ranks
+    elsewhere = [engine for engine in range(rollout.data) if rollout.output_rank(engine) not in actor]
+    taken = {rank for engine in elsewhere for rank in rollout.block(0, engine)}
+    return next((rank for rank in actor if rank not in taken), actor[0])
 
 
-def weight_ways(config: Config, layouts: Mapping[str, Layout]) -> str:
-    """The engines of each way, in a line."""
-    ways = transports(config, layouts)
+def describe_transports(config: Config, layouts: Mapping[str, Layout]) -> str:
+    """The engines of each transport, in a line."""
+    chosen = transports(config, layouts)
     sender = f"from rank {sending_rank(layouts)} "
     parts = [
-        f"{way} {'' if way == 'ipc' else sender}to engine {format_ranks(i for i, one in enumerate(ways) if one == way)}"
-        for way in dict.fromkeys(ways)
+        f"{way} {'' if way == 'ipc' else sender}to engine {format_ranks(i for i, one in enumerate(chosen) if one == way)}"
+        for way in dict.fromkeys(chosen)
     ]
     return "weights: " + "; ".join(parts)
 

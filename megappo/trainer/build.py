@@ -82,7 +82,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         rewards,
         exchange,
         observer,
-        engine=own_engine,
+        engine_number=own_engine,
         num_engines=layouts["rollout"].data,
         stop_token_ids=stop_token_ids(end_token_ids(config.model.path, tokenizer), config.rollout.stop, tokenizer),
     )

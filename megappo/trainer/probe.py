@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.rollout.client import EngineError
@@ -40,12 +42,16 @@ class Probe:
         batch = self.rollouts.probe(self.prompts)
         rows = self.actor.borrow(batch).forward(batch.rows, {"log_probs": "old_log_probs"})
         difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs() * rows.response_mask
+        engines = rows.ids % self.rollouts.num_engines
+        zeros = torch.zeros(self.rollouts.num_engines)
+        sums = zeros.index_add(0, engines, difference.sum(dim=1))
+        counts = zeros.index_add(0, engines, rows.response_mask.sum(dim=1))
         largest = float(difference.max()) if difference.numel() else 0.0
-        found = self.actor.exchange.share((float(difference.sum()), float(rows.response_mask.sum()), largest))
-        sums, counts, maxima = zip(*found, strict=True)
-        mean = sum(sums) / sum(counts)
-        check_log_probs("the probe", mean, self.config)
-        return {"sync/log_prob_diff/mean": mean, "sync/log_prob_diff/max": max(maxima)}
+        all_sums, all_counts, maxima = zip(*self.actor.exchange.share((sums, counts, largest)), strict=True)
+        means = sum(all_sums) / sum(all_counts)
+        worst = int(means.argmax())  # of many engines, one that is stale would not show in the mean of all
+        check_log_probs(f"engine {worst}'s probe", float(means[worst]), self.config)
+        return {"sync/log_prob_diff/mean": float(means.mean()), "sync/log_prob_diff/max": max(maxima)}
 
 
 def check_log_probs(tokens: str, difference: float, config: Config) -> None:

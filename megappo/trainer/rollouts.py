@@ -41,7 +41,7 @@ class Rollouts:
 
     Args:
         client, rewards: None where the rank owns no engine.
-        engine: number of the engine this rank owns. num_engines: of all ranks.
+        engine_number: of the engine this rank owns. num_engines: of all ranks.
         stop_token_ids: end a response, and belong to it.
     """
 
@@ -54,7 +54,7 @@ class Rollouts:
         exchange: Exchange,
         observer: Observer | NullObserver,
         *,
-        engine: int | None,
+        engine_number: int | None,
         num_engines: int,
         stop_token_ids: tuple[int, ...],
     ):
@@ -64,7 +64,7 @@ class Rollouts:
         self.rewards = rewards
         self.exchange = exchange
         self.observer = observer
-        self.engine = engine
+        self.engine_number = engine_number
         self.num_engines = num_engines
         rollout = config.rollout
         self.training = SamplingParams(
@@ -151,7 +151,7 @@ class Rollouts:
             params = replace(self.training, max_response_length=length)
             generations = self.client.generate([prompt.tokens for prompt in prompts], params)
             samples = [
-                Sample(i, self.engine, one.tokens, one.log_probs, one.finish_reason)
+                Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
                 for i, one in enumerate(generations)
             ]
         rows = _rows(samples, prompts, self.num_engines)

@@ -97,15 +97,12 @@ class Run:
 
     def first_sync(self) -> None:
         """The first one, with the proof that all of the engines' weights are the actor's."""
-        if not self.config.rollout.sync.verify:
-            self.sync_weights()
-            return
-        verified_sync(
-            self.sync_weights,
-            self.client,
-            barrier=lambda: self.exchange.share(None),
-            as_loaded=self.start_step == 0,
-        )
+        if self.config.rollout.sync.verify:
+            as_loaded = self.start_step == 0
+            verified_sync(self.weight_sync, self.client, barrier=lambda: self.exchange.share(None), as_loaded=as_loaded)
+        else:
+            self.weight_sync()
+        self.probe()
 
     def engine_sleep(self) -> None:
         """Free the engine's GPU memory for the trainer."""

@@ -19,10 +19,10 @@ from megappo.rollout.client import EngineClient, EngineError
 from megappo.weights import broadcast
 from megappo.weights.disk import DiskReader, DiskWriter
 from megappo.weights.export import Export
-from megappo.weights.families import hf_shapes
 from megappo.weights.handles import HandleSender
 from megappo.weights.handover import HandOver
-from megappo.weights.sync import WeightSync
+from megappo.weights.load import folder_shapes
+from megappo.weights.sync import WeightSync, wait_for
 
 GPU_BUCKET_BYTES, CPU_BUCKET_BYTES = 512 * 2**20, 128 * 2**20
 DISK_FOLDER = "sync"
@@ -55,7 +55,7 @@ def build_weight_sync(
         export.tensors if export else shared[sending_rank(layouts)],
         export,
         _hand_overs(config, layouts, hf_config, client, exchange, bucket_bytes),
-        hf_shapes(hf_config),
+        folder_shapes(config.model.path, hf_config),
         bucket_bytes=bucket_bytes,
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(layouts, engine) for engine in range(layouts["rollout"].data)),
@@ -70,7 +70,7 @@ def verified_sync(
     Args:
         client: of the engine that this rank owns. barrier: waits for all ranks.
         as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
-            restore them to the bit.
+            restore them to the bit. Otherwise only a weight that was not set at all is found.
     Raises:
         EngineError: some of an engine's weights were not set, or not to what they were; each named.
     """
@@ -113,7 +113,7 @@ def _hand_overs(
     if "broadcast" in ways:
         engines = [engine for engine, way_of_engine in enumerate(ways) if way_of_engine == "broadcast"]
         group = _join_group(config, layouts, engines, client if way == "broadcast" else None, exchange)
-        found += [broadcast.BroadcastSource(*group)] if group else []
+        found += [broadcast.BroadcastSender(*group)] if group else []
     if "disk" in ways and is_sender:
         found.append(DiskWriter(folder, hf_config, bucket_bytes))
     if client is not None and way == "ipc":
@@ -138,9 +138,9 @@ def _join_group(
         if platform.has_cuda() and sender in rollout.block(0, engine):
             raise ConfigError(
                 [
-                    f"rollout.sync.transport is broadcast, but engine {engine} on ranks "
-                    f"{format_ranks(rollout.block(0, engine))} shares the GPU of rank {sender}, which broadcasts: "
-                    "set it to auto, or place the engine on other GPUs"
+                    f"engine {engine} on ranks {format_ranks(rollout.block(0, engine))} shares the GPU of rank {sender}"
+                    ", which broadcasts the weights: place the engine on other GPUs, or so that its first rank is one "
+                    "of the actor's, and leave rollout.sync.transport at auto"
                 ]
             )
     world_size = 1 + len(engines) * rollout.tensor
@@ -149,24 +149,19 @@ def _join_group(
     store = broadcast.open_store(world_size, timeout) if is_sender else None
     host, port = exchange.share((_own_host(), store.port) if store is not None else None)[sender]
     backend = "nccl" if platform.has_cuda() else "gloo"
-    with ThreadPoolExecutor(max_workers=1) as threads:  # the sending rank may own an engine itself
-        joined = None
-        if client is not None:
-            offset = 1 + engines.index(rollout.shard_of(exchange.rank)) * rollout.tensor
-            joined = threads.submit(
-                client.join_update_group,
-                broadcast.GROUP_NAME,
-                host,
-                port,
-                rank_offset=offset,
-                world_size=world_size,
-                backend=backend,
-            )
-        group = broadcast.join(store, world_size, timeout, backend) if store is not None else None
-        if joined is not None:
-            joined.result()
+    threads, joining = ThreadPoolExecutor(max_workers=2), []  # the sending rank may own an engine itself
+    if store is not None:
+        joining.append(threads.submit(broadcast.join, store, world_size, timeout, backend))
+    if client is not None:
+        offset = 1 + engines.index(rollout.shard_of(exchange.rank)) * rollout.tensor
+        where = {"rank_offset": offset, "world_size": world_size, "backend": backend}
+        joining.append(threads.submit(client.join_update_group, broadcast.GROUP_NAME, host, port, **where))
+    try:
+        wait_for(joining)
+    finally:
+        threads.shutdown(wait=False)
     exchange.share(None)
-    return (group, store) if group is not None else None
+    return (joining[0].result(), store) if store is not None else None
 
 
 def _own_host() -> str:

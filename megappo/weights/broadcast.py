@@ -42,23 +42,29 @@ def join(store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> 
     return group
 
 
-class BroadcastSource(HandOver):
+class BroadcastSender(HandOver):
     """Sends buckets to all engines of a group. The rank is the actor's, and serves the group's store."""
 
     def __init__(self, group: ProcessGroup, store: TCPStore):
         self.group = group
-        self._store = store
+        self._store = store  # kept: the members find each other there as long as it lives
 
     def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         if flat is None:
             raise ValueError("weights are broadcast by one of the actor's ranks")
-        self.group.broadcast(flat, 0).wait()
-        if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)  # else the memory might be used again meanwhile
+        if not flat.is_cuda:
+            self.group.broadcast(flat, 0).wait()
+            return
+        # On a stream of its own: the default one gathers the next bucket.
+        with torch.cuda.device(flat.device), torch.cuda.stream(torch.cuda.Stream()):
+            self.group.broadcast(flat, 0).wait()
+            torch.cuda.current_stream().synchronize()  # else the memory might be used again meanwhile
 
 
 class BroadcastRelay(Update):
     """Tells an engine what comes; the rank owns the engine, on whatever GPUs."""
+
+    needs_weights = False
 
     def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         self.receiver.update_weights_from_group(GROUP_NAME, bucket)

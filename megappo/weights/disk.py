@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from megappo.weights.buckets import Bucket, views
 from megappo.weights.handover import HandOver, Receiver
 from megappo.weights.safetensors_io import ShardedWriter
-from megappo.weights.staging import staged
+from megappo.weights.staging import staged, temporary_folder
 
 
 class DiskWriter(HandOver):
@@ -36,9 +37,14 @@ class DiskWriter(HandOver):
         (self._temporary / "config.json").write_text(json.dumps(self.hf_config, indent=2) + "\n")
         self._staged.close()
 
+    def abort(self) -> None:
+        shutil.rmtree(temporary_folder(self.folder), ignore_errors=True)
+
 
 class DiskReader(HandOver):
     """Lets an engine read the folder; the rank owns the engine."""
+
+    needs_weights = False
 
     def __init__(self, receiver: Receiver, folder: Path):
         self.receiver = receiver

@@ -79,7 +79,8 @@ class Export:
         self._held = {piece.name: name for name in parameters for piece in self._table[name].pieces}
         self._device = next(chunks[0].parameters()).device
         tensors = _plan(list(pieces_of(self._table).values()), self._held, parameters, groups)
-        self.tensors = sorted(tensors, key=lambda tensor: tensor.cut)  # like ones together: fewer messages
+        # Like ones together: fewer messages, and fewer buckets, each of one dtype.
+        self.tensors = sorted(tensors, key=lambda tensor: (tensor.cut, str(tensor.dtype)))
 
     def takes_part(self, needs: bool) -> bool:
         """Whether this rank must join in `gather` for those ranks to get their tensors that have `needs`.
@@ -168,21 +169,6 @@ class Export:
                 dist.broadcast(part, dist.get_global_rank(expert, expert_owner), group=expert)
         for owner, part in _runs(tensors, sizes, flat, lambda one: one.owner):
             dist.broadcast(part, dist.get_global_rank(pipeline, owner), group=pipeline)
-
-
-def iter_hf_buckets(
-    chunks: ModelChunks,
-    hf_config: dict[str, Any],
-    groups: ComponentGroups,
-    bucket_bytes: int,
-    *,
-    head: HeadKind = "policy",
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """The whole model on every rank of the component, bucket by bucket: [(Hugging Face name, full tensor)].
-
-    See `Export`. Every rank must run the iteration to its end.
-    """
-    return Export(chunks, hf_config, groups, head=head).buckets(bucket_bytes)
 
 
 def _plan(

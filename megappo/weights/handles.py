@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing
 from torch.multiprocessing import reductions
 
+from megappo import platform
 from megappo.weights.buckets import Bucket
 from megappo.weights.handover import Receiver, Update
 
@@ -33,7 +34,7 @@ class HandleSender(Update):
 
     def buffer(self, size: int) -> torch.Tensor | None:
         """On a CPU shared memory, kept from sync to sync: fresh pages cost more time than the copy into them."""
-        if torch.cuda.is_available():
+        if platform.has_cuda():
             return None
         if len(self._buffers) < 2:
             self._buffers.insert(0, _shared_memory(size))
@@ -54,7 +55,7 @@ class HandleSender(Update):
 
     def close(self) -> None:
         super().close()
-        if torch.cuda.is_available():
+        if platform.has_cuda():
             torch.cuda.ipc_collect()  # free the buckets the engine has let go
 
 
@@ -89,8 +90,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
 
 def _shared_memory(size: int) -> torch.Tensor:
     """uint8 [size], in shared memory from the start: sharing it later would copy it."""
-    with _shared_by_name():
-        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size))
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
 
 
 @contextlib.contextmanager

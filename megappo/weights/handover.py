@@ -29,7 +29,12 @@ class HandOver:
     """One rank's part in handing weights over: `open`, `send` for each bucket, `close`; then, with all ranks, `settle`.
 
     `open` and every `send` run on a thread of their own, one after the other, while the next bucket is gathered.
+
+    Attributes:
+        needs_weights: `send` needs the bucket's memory; others only learn what is in it.
     """
+
+    needs_weights = True
 
     def open(self) -> None:
         """Before the first bucket."""
@@ -39,7 +44,7 @@ class HandOver:
         return None
 
     def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
-        """Hand a bucket over, and return when its memory may be used again; `flat` is None outside the actor."""
+        """Hand a bucket over, and return when its memory may be used again; `flat` may be None if it is not needed."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -47,6 +52,9 @@ class HandOver:
 
     def settle(self) -> None:
         """When all ranks have closed."""
+
+    def abort(self) -> None:
+        """Instead of `close`, when a bucket could not be handed over."""
 
 
 class Update(HandOver):

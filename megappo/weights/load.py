@@ -35,6 +35,17 @@ def is_unused(name: str, hf_config: dict[str, Any]) -> bool:
     return name.endswith(UNUSED_SUFFIXES) or name.startswith(prefixes)
 
 
+def folder_shapes(folder: str | Path, hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that an engine loads from a language model's folder, from the files' headers.
+
+    Raises: as `load_hf`.
+    """
+    left_out = {VALUE_HEAD, VALUE_BIAS} | ({LM_HEAD} if is_tied(hf_config) else set())
+    with PerExpertFolder(folder, hf_config) as source:
+        names = [name for name in source.names() - left_out if not is_unused(name, hf_config)]
+        return {name: source.shape(name) for name in names}
+
+
 @torch.no_grad()
 def load_hf(
     chunks: ModelChunks,

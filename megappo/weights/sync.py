@@ -1,8 +1,8 @@
 """Resharding the actor's weights into the engines: gathered bucket by bucket, each handed over while the next comes."""
 
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,14 +49,16 @@ class WeightSync:
         expected: Mapping[str, tuple[int, ...]],
         *,
         bucket_bytes: int,
-        barrier: "Barrier",
+        barrier: Callable[[], object],
         engines_keep: bool,
     ):
         check_tensors(tensors, expected)
-        self.tensors = tensors
-        self.hand_overs = hand_overs
-        self.bucket_bytes = bucket_bytes
-        self._source = source if source is not None and source.takes_part(bool(hand_overs)) else None
+        self._tensors = tensors
+        self._hand_overs = hand_overs
+        self._bucket_bytes = bucket_bytes
+        needs = any(hand_over.needs_weights for hand_over in hand_overs)
+        self._source = source if source is not None and source.takes_part(needs) else None
+        self._checks = needs
         self._barrier = barrier
         self._engines_keep = engines_keep
         self._sent = False
@@ -65,20 +67,20 @@ class WeightSync:
         """Replace the engines' weights.
 
         Args:
-            changed: the model may have been trained since the last call. What has not changed for certain is not sent
-                to engines that keep their weights: then all of it, and what is frozen in any case.
+            changed: the model may have been trained since the last call. Engines that keep their weights get everything
+                the first time, later what is trained, and nothing where nothing has changed; others get everything.
         Raises:
             ValueError: a tensor is not finite. The engines' weights are then part old, part new, and their updates
                 stay open: they must not be used further.
         """
         started = time.perf_counter()
-        buckets = into_buckets(self._stale(changed), self.bucket_bytes)
+        buckets = into_buckets(self._stale(changed), self._bucket_bytes)
         if buckets:
             self._send(buckets)
-            for hand_over in self.hand_overs:
+            for hand_over in self._hand_overs:
                 hand_over.close()
             self._barrier()
-            for hand_over in self.hand_overs:
+            for hand_over in self._hand_overs:
                 hand_over.settle()
             self._sent = True
         return SyncStats(sum(map(num_bytes, buckets)), time.perf_counter() - started)
@@ -86,37 +88,43 @@ class WeightSync:
     def _stale(self, changed: bool) -> Sequence[TensorSpec]:
         """What the engines may not have."""
         if not (self._sent and self._engines_keep):
-            return self.tensors
-        return [tensor for tensor in self.tensors if not tensor.is_frozen] if changed else []
+            return self._tensors
+        return [tensor for tensor in self._tensors if not tensor.is_frozen] if changed else []
 
     def _send(self, buckets: Sequence[Bucket]) -> None:
         """Two buckets are in flight: one is gathered while the one before is handed over."""
-        with ThreadPoolExecutor(max_workers=max(1, len(self.hand_overs))) as threads:
-            pending: list[Future] = [threads.submit(hand_over.open) for hand_over in self.hand_overs]
+        threads = ThreadPoolExecutor(max_workers=max(1, len(self._hand_overs)))
+        largest = max(map(num_bytes, buckets))
+        try:
+            pending = [threads.submit(hand_over.open) for hand_over in self._hand_overs]
             for bucket in buckets:
-                flat = self._gathered(bucket, max(map(num_bytes, buckets)))
-                for future in pending:
-                    future.result()
-                pending = [threads.submit(hand_over.send, bucket, flat) for hand_over in self.hand_overs]
+                flat = self._gathered(bucket, largest)
+                wait_for(pending)
+                pending = [threads.submit(hand_over.send, bucket, flat) for hand_over in self._hand_overs]
                 del flat
-            for future in pending:
-                future.result()
+            wait_for(pending)
+        except BaseException:
+            for hand_over in self._hand_overs:
+                hand_over.abort()
+            raise
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # one that waits for an engine must not hold an error up
 
     def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
         if self._source is None:
             return None
-        buffers = (hand_over.buffer(largest) for hand_over in self.hand_overs)
+        buffers = (hand_over.buffer(largest) for hand_over in self._hand_overs)
         buffer = next((found[: num_bytes(bucket)] for found in buffers if found is not None), None)
         flat = self._source.gather(bucket, buffer)
-        if self.hand_overs:
+        if self._checks:
             check_finite(bucket, flat)
         return flat
 
 
-class Barrier(Protocol):
-    """Returns when all ranks have called it."""
-
-    def __call__(self) -> object: ...
+def wait_for(futures: Sequence[Future]) -> None:
+    """Wait for all, or until one fails: the others may then never end. Raises its error."""
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()
 
 
 def check_tensors(tensors: Sequence[TensorSpec], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -41,7 +41,7 @@ from megappo.models.engine import Outputs, TrainedEngine
 from megappo.placement.exchange import Exchange
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.weights.export import iter_hf_buckets
+from megappo.weights.export import Export
 
 TWO, FOUR = (0, 1), (0, 1, 2, 3)
 CASES = {
@@ -390,7 +390,7 @@ def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
         found = exported(moved, hf_config, "shared")
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], weights[key]) for key in weights), name
-        buckets = iter_hf_buckets(moved.chunks, hf_config, moved.groups, 1 << 16)
+        buckets = Export(moved.chunks, hf_config, moved.groups).buckets(1 << 16)
         language_model = {key: tensor for bucket in buckets for key, tensor in bucket}
         assert language_model.keys() == weights.keys() - {"score.weight"}
         assert all(torch.equal(language_model[key], weights[key]) for key in language_model), name

@@ -4,7 +4,7 @@ import pytest
 
 from megappo.config.schema import Config
 from megappo.placement.ranks import placement_layouts
-from megappo.placement.transports import sending_rank, shares_gpus, transports, weight_ways
+from megappo.placement.transports import describe_transports, sending_rank, shares_gpus, transports
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
 
@@ -34,7 +34,9 @@ def test_the_plan_says_which_way_from_which_rank() -> None:
     config = config_of("2-3", "0-7")
     layouts = placement_layouts(config, 8)
     assert sending_rank(layouts) == 2
-    assert weight_ways(config, layouts) == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
+    shared = config_of("1-3", "0-3", 2)
+    assert sending_rank(placement_layouts(shared, 4)) == 2, "engine 0, which takes them by broadcast, is on rank 1"
+    assert describe_transports(config, layouts) == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
 
 
 def test_an_engine_shares_gpus_with_any_model_on_one_of_its_ranks() -> None:

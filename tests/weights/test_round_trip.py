@@ -14,7 +14,7 @@ from tiny_folders import hf_folder, load, read_config
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.weights.export import iter_hf_buckets
+from megappo.weights.export import Export
 from megappo.weights.load import load_hf
 
 RANKS = (0, 1, 2, 3)
@@ -95,7 +95,7 @@ def round_trips(
         for name in layouts:
             chunks = load(fused.get(folder, folder), groups[name], dtype, split=splits.get(name))
             before = {key: parameter.detach().clone() for key, parameter in parameters_of(chunks)}
-            buckets = list(iter_hf_buckets(chunks, read_config(folder), groups[name], 8_000))
+            buckets = list(Export(chunks, read_config(folder), groups[name]).buckets(8_000))
             check_buckets(buckets, 8_000)
             exported = [pair for bucket in buckets for pair in bucket]
             assert len(exported) == len(expected), (folder, name)
@@ -141,7 +141,7 @@ def shared_backbone(rank: int, world_size: int, folder: Path) -> None:
         language_model, whole = (
             {
                 key: tensor
-                for bucket in iter_hf_buckets(chunks, config, groups[name], 8_000, head=head)
+                for bucket in Export(chunks, config, groups[name], head=head).buckets(8_000)
                 for key, tensor in bucket
             }
             for head in ("policy", "policy_value")
@@ -152,7 +152,7 @@ def shared_backbone(rank: int, world_size: int, folder: Path) -> None:
             assert all(torch.equal(found[key], expected[key]) for key in expected)
         chunks[-1].third_head = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="parameters third_head.bias, third_head.weight"):
-            next(iter_hf_buckets(chunks, config, groups[name], 8_000))
+            next(Export(chunks, config, groups[name]).buckets(8_000))
         if chunks[-1].post_process:
             with pytest.raises(ValueError, match="parameters third_head.bias, third_head.weight, value_head.weight"):
                 load_hf(chunks, folder, config, groups[name])
@@ -169,7 +169,7 @@ def values_of_critic(rank: int, world_size: int, folder: Path) -> None:
     heads = []
     for name in ("TP1xDP4", "TP2xPP2"):
         chunks = load(folder, groups[name], head="value")
-        buckets = iter_hf_buckets(chunks, read_config(folder), groups[name], 10**6, head="value")
+        buckets = Export(chunks, read_config(folder), groups[name], head="value").buckets(10**6)
         exported = {key: tensor for bucket in buckets for key, tensor in bucket}
         heads.append(exported.pop("score.weight"))
         assert exported.keys() == expected.keys() - {"lm_head.weight"}
@@ -185,7 +185,7 @@ def test_critic_has_one_value_head_in_every_layout(tmp_path: Path) -> None:
 
 def inseparable(rank: int, world_size: int, folder: Path) -> None:
     groups = build_groups({"PP2": Layout((0, 1), pipeline=2)}, seed=0)["PP2"]
-    buckets = list(iter_hf_buckets(load(folder, groups), read_config(folder), groups, 1))
+    buckets = list(Export(load(folder, groups), read_config(folder), groups).buckets(1))
     pairs = [[name for name, _ in bucket] for bucket in buckets if len(bucket) > 1]
     attentions = [f"model.layers.{layer}.self_attn" for layer in range(2)]
     assert pairs == [[f"{name}.q_a_proj.weight", f"{name}.kv_a_proj_with_mqa.weight"] for name in attentions]
@@ -205,7 +205,7 @@ def further_layers(rank: int, world_size: int, folder: Path) -> None:
     index["weight_map"] |= dict.fromkeys(further, "further.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     chunks = load(folder, groups)
-    exported = {name for bucket in iter_hf_buckets(chunks, config, groups, 8_000) for name, _ in bucket}
+    exported = {name for bucket in Export(chunks, config, groups).buckets(8_000) for name, _ in bucket}
     assert exported == expected.keys()
     with pytest.raises(ValueError, match="unknown model.layers.2.eh_proj.weight, model.layers.2.mlp.up_proj.weight"):
         load_hf(chunks, folder, config | {"num_nextn_predict_layers": 0}, groups)

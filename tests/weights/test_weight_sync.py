@@ -1,6 +1,9 @@
 """Which weights an engine may be sent, and when; that it computes with them is tested with real engines in
 tests/rollout/test_weight_update.py and test_sync.py."""
 
+import threading
+import time
+
 import pytest
 import torch
 from weight_sources import Given, specs
@@ -44,16 +47,15 @@ def make(weights: dict[str, torch.Tensor], recorder: Recorder, bucket_bytes: int
     return WeightSync(specs(items), Given(items), [recorder], SHAPES, bucket_bytes=bucket_bytes, **options)
 
 
-@pytest.mark.parametrize(("bucket_bytes", "sizes"), [(1, [1, 1, 1]), (10**6, [1, 1, 1]), (140, [1, 1, 1])])
-def test_every_tensor_arrives_once_in_buckets_of_one_dtype(bucket_bytes, sizes):
+def test_every_tensor_arrives_once_in_buckets_of_one_dtype():
     recorder = Recorder()
-    stats = make(WEIGHTS, recorder, bucket_bytes)()
-    assert [len(bucket) for bucket in recorder.buckets] == sizes
+    stats = make(WEIGHTS, recorder, 10**6)()
+    assert [len(bucket) for bucket in recorder.buckets] == [1, 1, 1]
     received = {name: tensor for bucket in recorder.buckets for name, tensor in bucket.items()}
     assert received.keys() == WEIGHTS.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in WEIGHTS.items())
     assert stats.bytes == 4 * 32 + 2 * 4 + 4 * 32
-    assert recorder.calls == ["open", *["send"] * len(sizes), "close", "barrier", "settle"]
+    assert recorder.calls == ["open", "send", "send", "send", "close", "barrier", "settle"]
 
 
 def test_tensors_of_one_dtype_share_buckets_up_to_the_limit():
@@ -122,7 +124,31 @@ def test_a_failed_hand_over_fails_the_sync():
         def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
             raise ConnectionError("the engine is gone")
 
+        def abort(self) -> None:
+            self.calls.append("abort")
+
     recorder = Broken()
     with pytest.raises(ConnectionError, match="the engine is gone"):
         make(WEIGHTS, recorder)()
-    assert recorder.calls == ["open"], "an update that failed must not be closed as if it were whole"
+    assert recorder.calls == ["open", "abort"], "an update that failed must not be closed as if it were whole"
+
+
+def test_a_hand_over_that_would_wait_for_ever_does_not_hide_another_ones_error():
+    class Waiting(Recorder):
+        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+            released.wait(60)
+
+    class Refused(Recorder):
+        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+            raise ConnectionError("the engine refuses")
+
+    released = threading.Event()
+    items, started = list(WEIGHTS.items()), time.monotonic()
+    options = {"bucket_bytes": 10**6, "barrier": lambda: None, "engines_keep": False}
+    sync = WeightSync(specs(items), Given(items), [Waiting(), Refused()], SHAPES, **options)
+    try:
+        with pytest.raises(ConnectionError, match="the engine refuses"):
+            sync()
+        assert time.monotonic() - started < 10
+    finally:
+        released.set()
