@@ -19,7 +19,7 @@ from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Batch
 from megappo.trainer.losses import actor_loss, critic_loss
-from megappo.weights.export import iter_hf_buckets
+from megappo.weights.export import Export
 from megappo.weights.load import load_hf
 
 TEMPERATURE = 0.7
@@ -171,7 +171,7 @@ def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> Megatro
 
 def exported(engine: TrainedEngine, hf_config: dict, kind: str) -> dict[str, torch.Tensor]:
     """The engine's weights under their Hugging Face names."""
-    buckets = iter_hf_buckets(engine.chunks, hf_config, engine.groups, 1 << 16, head=HEADS[kind])
+    buckets = Export(engine.chunks, hf_config, engine.groups, head=HEADS[kind]).buckets(1 << 16)
     return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 

@@ -22,8 +22,8 @@ def transports(config: Config, layouts: Mapping[str, Layout]) -> tuple[Transport
 
 
 def sending_rank(layouts: Mapping[str, Layout]) -> int:
-    """The rank that broadcasts, or writes to the disk, the actor's weights: the first whose GPU no engine is on that
-    takes them by broadcast, as NCCL cannot have a GPU twice."""
+    """The rank that broadcasts, or writes to the disk, the weights: the actor's first that is not on a GPU of an engine
+    which takes them by broadcast. NCCL cannot have a GPU twice."""
     rollout, actor = layouts["rollout"], layouts["actor"].ranks
     elsewhere = [engine for engine in range(rollout.data) if rollout.output_rank(engine) not in actor]
     taken = {rank for engine in elsewhere for rank in rollout.block(0, engine)}
@@ -34,10 +34,10 @@ def describe_transports(config: Config, layouts: Mapping[str, Layout]) -> str:
     """The engines of each transport, in a line."""
     chosen = transports(config, layouts)
     sender = f"from rank {sending_rank(layouts)} "
-    parts = [
-        f"{way} {'' if way == 'ipc' else sender}to engine {format_ranks(i for i, one in enumerate(chosen) if one == way)}"
-        for way in dict.fromkeys(chosen)
-    ]
+    parts = []
+    for transport in dict.fromkeys(chosen):
+        engines = format_ranks(engine for engine, its in enumerate(chosen) if its == transport)
+        parts.append(f"{transport} {'' if transport == 'ipc' else sender}to engine {engines}")
     return "weights: " + "; ".join(parts)
 
 

@@ -15,7 +15,7 @@ from megappo.checkpoint.metadata import is_component
 from megappo.config.families import FAMILIES, language_model
 from megappo.models.hf_config import DTYPES, HeadKind, is_tied
 from megappo.weights.critic import critic_buckets, has_value_head, name_value_head, read_hf_config
-from megappo.weights.export import iter_hf_buckets
+from megappo.weights.export import Export
 from megappo.weights.families import EMBEDDING, LM_HEAD, VALUE_BIAS
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.load import UNUSED_SUFFIXES
@@ -119,7 +119,7 @@ def _of_megatron(
     source = open_megatron(folder, args.hf_config)
     head: HeadKind = "policy" if source.head == "policy_value" and not has_value_head(other) else source.head
     chunks = load_from_megatron(source, source.dtype, world)
-    buckets = iter_hf_buckets(chunks, source.hf_config, world.groups, BUCKET_BYTES, head=head)
+    buckets = Export(chunks, source.hf_config, world.groups, head=head).buckets(BUCKET_BYTES)
     if head != "policy":
         name_value_head(other)
         buckets = critic_buckets(buckets)
