@@ -41,7 +41,7 @@ def test_a_whole_sync_restores_the_engine(client, hf_model, oracle, restored, sy
 )
 def test_a_weight_that_was_not_sent_is_found(client, hf_model, restored, sync, left_out, blamed):
     weights = [(name, tensor) for name, tensor in named_weights(hf_model) if name != left_out]
-    with pytest.raises(EngineError, match=f"1 of the [0-9]+ weights .* were not set by the first weight sync: {blamed}"):
+    with pytest.raises(EngineError, match=f"1 of the .* were not set by the first weight sync: {blamed}"):
         verified_sync(sync(weights), client, barrier=lambda: None, as_loaded=False)
 
 
