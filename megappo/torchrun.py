@@ -4,6 +4,7 @@ usage: python -m megappo.torchrun TORCHRUN_ARGUMENTS
 """
 
 import logging
+import os
 import signal
 import sys
 
@@ -17,6 +18,7 @@ LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent
 
 def main() -> int:
     """Run torchrun; its exit code: the first failed rank's, or 128 + n when signal n ended torchrun."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:

@@ -220,15 +220,15 @@ def _check_divides(hf: dict[str, Any], parallel: Parallel) -> None:
     if num_experts(hf) and parallel.tensor > 1 and not parallel.sequence:
         wrong.append("a mixture of experts with parallel.tensor > 1 needs parallel.sequence = true")
     layers, chunks, split = hf["num_hidden_layers"], parallel.num_chunks, parallel.pipeline_split
+    product = "parallel.pipeline" + (" x virtual_pipeline" if parallel.virtual_pipeline > 1 else "")
     if split is None and layers % chunks:
         wrong.append(
-            f"num_hidden_layers = {layers} does not divide by parallel.pipeline x virtual_pipeline = {chunks}, and no "
-            "parallel.pipeline_split says how many are in each chunk"
+            f"num_hidden_layers = {layers} does not divide by {product} = {chunks}, and no parallel.pipeline_split "
+            "says how many are in each"
         )
     if split is not None and (len(split), sum(split)) != (chunks, layers):
         wrong.append(
-            f"parallel.pipeline_split = {list(split)} is not num_hidden_layers = {layers} in "
-            f"parallel.pipeline x virtual_pipeline = {chunks} chunks"
+            f"parallel.pipeline_split = {list(split)} is not num_hidden_layers = {layers} in {product} = {chunks} parts"
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         wrong.append(f"parallel.virtual_pipeline = {parallel.virtual_pipeline} needs parallel.pipeline > 1")

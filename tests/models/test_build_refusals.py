@@ -147,12 +147,12 @@ def test_unsupported_features_are_named(changes: dict) -> None:
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        (Parallel(pipeline=4), "num_hidden_layers = 6 does not divide by parallel.pipeline x .* = 4, and no .*split"),
+        (Parallel(pipeline=4), "num_hidden_layers = 6 does not divide by parallel.pipeline = 4, and no .*split"),
         (
             Parallel(pipeline=2, pipeline_split=(3, 4)),
-            r"split = \[3, 4\] is not num_hidden_layers = 6 in .* = 2 chunks",
+            r"split = \[3, 4\] is not num_hidden_layers = 6 in .* = 2 parts",
         ),
-        (Parallel(pipeline=2, pipeline_split=(6,)), r"split = \[6\] is not num_hidden_layers = 6 in .* = 2 chunks"),
+        (Parallel(pipeline=2, pipeline_split=(6,)), r"split = \[6\] is not num_hidden_layers = 6 in .* = 2 parts"),
         (Parallel(pipeline=2, virtual_pipeline=2), "num_hidden_layers = 6 does not divide by .*virtual_pipeline = 4"),
         (Parallel(virtual_pipeline=2), "virtual_pipeline = 2 needs parallel.pipeline > 1"),
         (Parallel(tensor=8), "num_attention_heads = 12 does not divide by parallel.tensor = 8"),

@@ -1,4 +1,4 @@
-"""Time weight syncs into a real SGLang engine against a plain copy of the same bytes in memory, in one run.
+"""Time weight syncs (transport ipc) into a real SGLang engine against a plain copy of the same bytes in memory, in one run.
 
     python tools/bench/sync.py --megabytes 500
     python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --tensor 2
@@ -95,7 +95,9 @@ def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the model (default 500)")
+    parser.add_argument(
+        "--megabytes", type=int, default=500, help="size of the model, about; at least one layer (default 500)"
+    )
     parser.add_argument("--bucket-megabytes", type=int, default=128, help="rollout.sync.bucket_bytes (default 128)")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of the actor (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages of the actor (default 1)")

@@ -108,11 +108,11 @@ def measure(args: argparse.Namespace) -> None:
     world = World(Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1))
     hf_config = read_hf_config(args.folder)
     memory = PeakMemory()
-    model = world.build(hf_config, args.dtypes[0], "policy")
-    load_hf(model, args.folder, hf_config, world.groups)
-    share = sum(parameter.nbytes for parameter in model.parameters())
+    chunks = world.build(hf_config, args.dtypes[0], "policy")
+    load_hf(chunks, args.folder, hf_config, world.groups)
+    share = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     loading = memory.take()
-    write_hf_folder(model, hf_config, world.groups, args.folder, args.output, bucket_bytes=args.bucket_mib * MIB)
+    write_hf_folder(chunks, hf_config, world.groups, args.folder, args.output, bucket_bytes=args.bucket_mib * MIB)
     found = world.exchange.share({"share": share, "loading": loading, "exporting": memory.take()})
     if world.rank == 0:
         args.report.write_text(json.dumps(found))
@@ -163,14 +163,18 @@ def table(args: argparse.Namespace) -> int:
 def main() -> int:
     """The table, or the part of one rank in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the model's files")
+    parser.add_argument(
+        "--megabytes", type=int, default=500, help="size of the model's files, about; at least two layers (default 500)"
+    )
     parser.add_argument("--layouts", nargs="+", default=["1x1", "2x1", "1x2", "2x2"], help="tensor x pipeline")
     parser.add_argument(
         "--dtypes", nargs="+", default=["fp32", "bf16", "fp32-bf16", "bf16-fp32"], help="of the files, or files-model"
     )
-    parser.add_argument("--bucket-mib", type=int, default=32)
+    parser.add_argument("--bucket-mib", type=int, default=32, help="bytes gathered at a time (default 32)")
     parser.add_argument("--tied", action="store_true", help="tie the embeddings")
-    parser.add_argument("--scratch", type=Path, help="folder for the models, twice --megabytes; default: /tmp")
+    parser.add_argument(
+        "--scratch", type=Path, help="folder for the models, which take twice their size; default: /tmp"
+    )
     for name in ("--folder", "--output", "--report"):  # of the ranks this starts
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

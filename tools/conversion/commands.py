@@ -101,11 +101,20 @@ class MegatronFolder:
         return DTYPE_NAMES[self.info.tensors[EMBEDDING].dtype]
 
 
-def open_megatron(folder: Path, config_folder: Path | None) -> MegatronFolder:
-    """Headers of a component's folder, with the config it carries or that of `--hf-config`."""
+def refuse_step(folder: Path) -> None:
+    """A command that takes one model takes no whole checkpoint.
+
+    Raises:
+        UsageError: the folder holds the components of a training run.
+    """
     if not is_component(folder) and components_of(folder):
         names = ", ".join(str(path) for path in components_of(folder))
         raise UsageError(f"{folder} is a whole training checkpoint: name one of its components, {names}")
+
+
+def open_megatron(folder: Path, config_folder: Path | None) -> MegatronFolder:
+    """Headers of a component's folder, with the config it carries or that of `--hf-config`."""
+    refuse_step(folder)
     info = read_component(folder)
     if config_folder is None and not (folder / "config.json").is_file():
         raise UsageError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from conversion.commands import load_from_megatron, open_megatron
+from conversion.commands import load_from_megatron, open_megatron, refuse_step
 from conversion.differences import difference_of
 from conversion.megatron_folders import compare_megatron
 from conversion.world import World
@@ -41,6 +41,8 @@ def verify(args: argparse.Namespace, world: World) -> int:
 def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "Comparison":
     """A Hugging Face folder with another, or with a Megatron one, whose tensors come as its export has them."""
     folders = [args.input, args.output]
+    for folder in folders:
+        refuse_step(folder)
     first = megatron[0] if megatron else args.input
     second = folders[1 - folders.index(first)]
     with _opened(second, args.hf_config) as source:
