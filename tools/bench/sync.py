@@ -1,4 +1,4 @@
-"""Time weight syncs (transport ipc) into a real SGLang engine against a plain copy of the same bytes in memory, in one run.
+"""Time weight syncs (ipc) into a real SGLang engine against a plain copy of the same bytes in memory, in one run.
 
     python tools/bench/sync.py --megabytes 500
     python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --tensor 2
