@@ -1,4 +1,4 @@
-"""A short run of the whole program for each method: it learns, and it is that method which ran."""
+"""A short run of the whole program for some methods: it learns, and it is that method which ran."""
 
 from pathlib import Path
 
@@ -7,18 +7,12 @@ from program import Program, logged
 
 METHODS = {
     "grpo": ("algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", "algorithm.use_kl_in_reward=false"),
-    "rloo": ("algorithm.adv_estimator=rloo",),
     "reinforce_plus_plus": ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.rollout_correction.level=token"),
     "remax": ("algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=false"),
-    "gspo": (
-        *("algorithm.adv_estimator=grpo", "actor.policy_loss=gspo", "actor.loss_agg_mode=seq-mean-token-mean"),
-        *("actor.clip_ratio_low=3e-2", "actor.clip_ratio_high=4e-2", "algorithm.use_kl_in_reward=false"),
-    ),
     "clip_cov": (
         *("algorithm.adv_estimator=grpo", "actor.policy_loss=clip_cov", "actor.clip_cov_ratio=0.01"),
         *("algorithm.use_kl_in_reward=false", "actor.ppo_epochs=4", "actor.target_kl=0.02"),
     ),
-    "dual clip": ("actor.clip_ratio_c=1.2", "actor.ppo_epochs=3", "critic.warmup_steps=1"),
     "adaptive KL": (
         *("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=1000", "algorithm.kl_penalty=full"),
         "algorithm.bootstrap_truncated=true",
@@ -44,18 +38,9 @@ def check_reinforce_plus_plus(steps: list[dict]) -> None:
     assert all(metrics["rollout_is/mean"] == pytest.approx(1, abs=1e-3) for metrics in steps)
 
 
-def check_gspo(steps: list[dict]) -> None:
-    assert any(metrics["actor/pg_clipfrac"] > 0 for metrics in steps)
-
-
 def check_clip_cov(steps: list[dict]) -> None:
     counts = [metrics["actor/num_optimizer_steps"] for metrics in steps]
     assert min(counts) < 8 == 4 * 32 // 16, "target_kl has skipped some of the 8"
-
-
-def check_dual_clip(steps: list[dict]) -> None:
-    assert "actor/pg_loss" not in steps[0], "the critic warms up"
-    assert any(metrics["actor/pg_clipfrac_lower"] > 0 for metrics in steps[1:])
 
 
 def check_adaptive_kl(steps: list[dict]) -> None:
@@ -74,13 +59,11 @@ def check_shared_backbone(steps: list[dict]) -> None:
 CHECKS = {
     "grpo": check_grpo,
     "reinforce_plus_plus": check_reinforce_plus_plus,
-    "gspo": check_gspo,
     "clip_cov": check_clip_cov,
-    "dual clip": check_dual_clip,
     "adaptive KL": check_adaptive_kl,
     "shared backbone": check_shared_backbone,
 }
-CRITIC_FREE = ("grpo", "rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov")
+CRITIC_FREE = ("grpo", "reinforce_plus_plus", "remax", "clip_cov")
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,7 +10,6 @@ ONE_RANK_EACH = (
     *("trainer.total_steps=6", "trainer.save_interval=0", "trainer.export_hf=false"),
 )
 WAYS = {
-    "broadcast to an engine elsewhere": ("placement.rollout=1",),
     "one engine here, one elsewhere": ("placement.rollout=all", "rollout.sync.probe_interval=2"),
     "through a folder": ("placement.rollout=1", "rollout.sync.transport=disk"),
     "broadcast to the sender's own engine": ("placement.rollout=all", "rollout.sync.transport=broadcast"),
