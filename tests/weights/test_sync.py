@@ -47,13 +47,12 @@ LAYOUTS = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
-    "mistral": {},
-    "qwen3": {"head_dim": 32},
     "llama": {"tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "head_dim": 32},
 }
-"""Families besides the shared engine's; SGLang does not serve Qwen2-MoE on a CPU, for want of a kernel."""
+"""Families besides the shared engine's. Mistral's layers are Llama's and Qwen3's attention is Qwen3-MoE's; SGLang does
+not serve Qwen2-MoE on a CPU, for want of a kernel."""
 DEEPSEEK = {"deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None}, "deepseek_v3": DEEPSEEK_V3}
 """Nor these: its attention for CPUs reads a prompt's keys and values where only their latent vector is."""
 SHAPE = (
