@@ -1,7 +1,7 @@
 """The machine under the program: devices, backends, what is installed, and what lets stock megatron-core run on a CPU.
 
-`install()` is the only place that treats a CPU differently from a GPU. It changes torch for the whole process, so it
-must never run in a process that serves SGLang.
+`install()` is what makes megatron-core run on a CPU. It changes torch for the whole process, so it must never run in a
+process that serves SGLang.
 """
 
 import contextlib

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from megappo.config.schema import Parallel
+
 
 @dataclass(frozen=True)
 class SharedExpert:
@@ -112,24 +114,54 @@ FAMILIES = {
 }
 
 
+def family_of(hf_config: dict[str, Any]) -> Family:
+    """The family of a config.json that is of one of FAMILIES."""
+    return FAMILIES[hf_config["architectures"][0]]
+
+
 def sliding_window(hf_config: dict[str, Any]) -> int | None:
     """Tokens that some layer attends to at most; None where nothing limits them. `hf_config` is of one of FAMILIES."""
-    is_on = FAMILIES[hf_config["architectures"][0]].sliding_window or hf_config.get("use_sliding_window")
+    is_on = family_of(hf_config).sliding_window or hf_config.get("use_sliding_window")
     return hf_config.get("sliding_window") or None if is_on else None
 
 
 def num_experts(hf_config: dict[str, Any]) -> int:
     """Experts of each layer that has them, 0 in a dense model. `hf_config` is of one of FAMILIES."""
-    experts = FAMILIES[hf_config["architectures"][0]].experts
+    experts = family_of(hf_config).experts
     return 0 if experts is None else next(hf_config[key] for key in experts.count if hf_config.get(key))
 
 
 def num_dense_layers(hf_config: dict[str, Any]) -> int:
     """The first layers, which have no experts: all of a dense model's. `hf_config` is of one of FAMILIES."""
-    family = FAMILIES[hf_config["architectures"][0]]
+    family = family_of(hf_config)
     if family.experts is None:
         return hf_config["num_hidden_layers"]
     return min(hf_config["first_k_dense_replace"], hf_config["num_hidden_layers"]) if family.latent_attention else 0
+
+
+def num_key_value_heads(hf_config: dict[str, Any]) -> int:
+    """Heads of keys and values, where they are not made of a latent vector."""
+    return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
+
+
+def divided_sizes(hf_config: dict[str, Any], parallel: Parallel) -> dict[str, tuple[int, str, int]]:
+    """What a layout divides: key of config.json -> its size, the dimension of the layout, and its ranks.
+
+    `hf_config` is of one of FAMILIES.
+    """
+    family = family_of(hf_config)
+    divided = {"num_attention_heads": (hf_config["num_attention_heads"], "tensor", parallel.tensor)}
+    if not family.latent_attention:  # whose heads all make their keys and values of the same vector
+        divided["num_key_value_heads"] = (num_key_value_heads(hf_config), "tensor", parallel.tensor)
+    if num_dense_layers(hf_config):
+        divided["intermediate_size"] = (hf_config["intermediate_size"], "tensor", parallel.tensor)
+    experts = family.experts
+    if experts:
+        divided[experts.count[-1]] = (num_experts(hf_config), "expert", parallel.expert)
+        divided[experts.ffn] = (hf_config[experts.ffn], "expert_tensor", parallel.expert_tensor)
+    if experts and experts.shared:
+        divided[experts.shared.label] = (experts.shared.ffn_size(hf_config), "tensor", parallel.tensor)
+    return divided
 
 
 def language_model(architecture: str) -> str:

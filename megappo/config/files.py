@@ -5,7 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.checks import context_errors, longest_row, nearest_divisors
-from megappo.config.families import FAMILIES, language_model, num_dense_layers, num_experts, sliding_window
+from megappo.config.families import (
+    FAMILIES,
+    divided_sizes,
+    family_of,
+    language_model,
+    num_dense_layers,
+    num_experts,
+    num_key_value_heads,
+    sliding_window,
+)
 from megappo.config.schema import Config, Parallel
 
 DATA_FORMATS = (".jsonl", ".parquet")
@@ -92,7 +101,7 @@ def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts
 
 
 def _missing(hf_config: dict) -> Iterator[str]:
-    family = FAMILIES[hf_config["architectures"][0]]
+    family = family_of(hf_config)
     experts = family.experts
     ffn = [experts.ffn, "num_experts_per_tok"] if experts else ["intermediate_size"]
     shared = [key for key in experts.shared.keys if key != experts.ffn] if experts and experts.shared else []
@@ -104,13 +113,7 @@ def _missing(hf_config: dict) -> Iterator[str]:
 
 
 def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Iterator[str]:
-    heads = hf_config["num_attention_heads"]
-    divided = {
-        "num_attention_heads": (heads, "tensor", parallel.tensor),
-        **_key_value_heads_divided(hf_config, parallel),
-        **_ffn(hf_config, parallel),
-    }
-    for name, (size, dimension, ways) in divided.items():
+    for name, (size, dimension, ways) in divided_sizes(hf_config, parallel).items():
         if size % ways:
             advice = f"{nearest_divisors(size, ways)} would"
             yield f"{key}.{dimension} {ways} does not divide {name} {size} of {file}: {advice}"
@@ -120,25 +123,6 @@ def _divides(key: str, parallel: Parallel, file: Path, hf_config: dict) -> Itera
             yield f"{key}.{name} {ways}: {file} is of a dense model, without experts: set it to 1"
     if num_experts(hf_config) and parallel.tensor > 1 and not parallel.sequence:
         yield f"{key}.sequence must be true with {key}.tensor {parallel.tensor}, as {file} is of a mixture of experts"
-
-
-def _ffn(hf_config: dict, parallel: Parallel) -> dict[str, tuple[int, str, int]]:
-    experts = FAMILIES[hf_config["architectures"][0]].experts
-    divided = {}
-    if num_dense_layers(hf_config):
-        divided["intermediate_size"] = (hf_config["intermediate_size"], "tensor", parallel.tensor)
-    if experts:
-        divided[experts.count[-1]] = (num_experts(hf_config), "expert", parallel.expert)
-        divided[experts.ffn] = (hf_config[experts.ffn], "expert_tensor", parallel.expert_tensor)
-    if experts and experts.shared:
-        divided[experts.shared.label] = (experts.shared.ffn_size(hf_config), "tensor", parallel.tensor)
-    return divided
-
-
-def _key_value_heads_divided(hf_config: dict, parallel: Parallel) -> dict[str, tuple[int, str, int]]:
-    if FAMILIES[hf_config["architectures"][0]].latent_attention:
-        return {}  # every head makes its keys and values of the same latent vector
-    return {"num_key_value_heads": (_key_value_heads(hf_config), "tensor", parallel.tensor)}
 
 
 def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[str]:
@@ -183,17 +167,13 @@ def _engine_divides(config: Config, file: Path, hf_config: dict) -> Iterator[str
             f"rollout.tensor_parallel {ways} does not divide num_attention_heads {heads} of {file}: "
             f"{nearest_divisors(heads, ways)} would"
         )
-    elif FAMILIES[hf_config["architectures"][0]].latent_attention:
+    elif family_of(hf_config).latent_attention:
         return
-    elif _key_value_heads(hf_config) % ways and ways % _key_value_heads(hf_config):
+    elif num_key_value_heads(hf_config) % ways and ways % num_key_value_heads(hf_config):
         yield (
-            f"rollout.tensor_parallel {ways} neither divides num_key_value_heads {_key_value_heads(hf_config)} of "
+            f"rollout.tensor_parallel {ways} neither divides num_key_value_heads {num_key_value_heads(hf_config)} of "
             f"{file} nor is a multiple of it: choose one that does"
         )
-
-
-def _key_value_heads(hf_config: dict) -> int:
-    return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
 
 
 def _data_file(key: str, path: Path) -> Iterator[str]:

@@ -8,7 +8,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megappo import platform
 from megappo.config.errors import ConfigError
-from megappo.config.families import FAMILIES, Family, num_dense_layers, num_experts, sliding_window
+from megappo.config.families import FAMILIES, Family, divided_sizes, num_experts, num_key_value_heads, sliding_window
 from megappo.config.schema import Model, Parallel
 from megappo.models.latent_attention import latent_arguments
 from megappo.models.rope import rotary_base
@@ -93,24 +93,11 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
 def _head_arguments(hf: dict[str, Any], family: Family) -> dict[str, Any]:
     """TransformerConfig's arguments of attention whose heads have keys and values of their own, or share them."""
     return {
-        "num_query_groups": _num_key_value_heads(hf),
+        "num_query_groups": num_key_value_heads(hf),
         "kv_channels": hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"],
         "add_qkv_bias": family.qkv_bias,
         "qk_layernorm": family.qk_layernorm,
     }
-
-
-def _ffn_divides(hf: dict[str, Any], parallel: Parallel) -> list[tuple[str, int, str, int]]:
-    """Key, size, dimension and ranks of the sizes that the layers between attention must divide."""
-    experts, found = FAMILIES[hf["architectures"][0]].experts, []
-    if num_dense_layers(hf):
-        found.append(("intermediate_size", hf["intermediate_size"], "tensor", parallel.tensor))
-    if experts:
-        found.append((experts.count[-1], num_experts(hf), "expert", parallel.expert))
-        found.append((experts.ffn, hf[experts.ffn], "expert_tensor", parallel.expert_tensor))
-    if experts and experts.shared:
-        found.append((experts.shared.label, experts.shared.ffn_size(hf), "tensor", parallel.tensor))
-    return found
 
 
 def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
@@ -193,25 +180,10 @@ def _attention_types(hf: dict[str, Any]) -> set[str]:
     return {"full_attention", "sliding_attention"} if sliding_window(hf) else {"full_attention"}
 
 
-def _key_value_heads_divide(hf: dict[str, Any], parallel: Parallel) -> list[tuple[str, int, str, int]]:
-    """As `_ffn_divides`; latent attention has no heads of keys and values that are fewer than those of queries."""
-    if FAMILIES[hf["architectures"][0]].latent_attention:
-        return []
-    return [("num_key_value_heads", _num_key_value_heads(hf), "tensor", parallel.tensor)]
-
-
-def _num_key_value_heads(hf: dict[str, Any]) -> int:
-    return hf.get("num_key_value_heads") or hf["num_attention_heads"]
-
-
 def _check_divides(hf: dict[str, Any], parallel: Parallel) -> None:
     wrong = [
         f"{key} = {size} does not divide by parallel.{name} = {ranks}"
-        for key, size, name, ranks in (
-            ("num_attention_heads", hf["num_attention_heads"], "tensor", parallel.tensor),
-            *_key_value_heads_divide(hf, parallel),
-            *_ffn_divides(hf, parallel),
-        )
+        for key, (size, name, ranks) in divided_sizes(hf, parallel).items()
         if size % ranks
     ]
     for name, ways in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):

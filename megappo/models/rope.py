@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.models.gpt import GPTModel
 
 from megappo.config.errors import ConfigError
-from megappo.config.families import FAMILIES
+from megappo.config.families import family_of
 
 SCALINGS = {
     "default": (),
@@ -23,7 +23,7 @@ def rotary_base(hf: dict[str, Any]) -> float:
     Raises:
         ConfigError: config.json asks for a scaling that is not among those of the family, or lacks a number of it.
     """
-    rope, family = _rope(hf), FAMILIES[hf["architectures"][0]]
+    rope, family = _rope(hf), family_of(hf)
     scalings = LATENT_SCALINGS if family.latent_attention else SCALINGS
     lacking = [name for name in scalings.get(_kind(rope), ()) if rope.get(name) is None]
     if _kind(rope) not in scalings or lacking or rope.get("partial_rotary_factor", 1) != 1:
@@ -70,7 +70,7 @@ def scale_rope(gpt: GPTModel, hf: dict[str, Any]) -> None:
 
     Source: transformers 5, modeling_rope_utils.py.
     """
-    if FAMILIES[hf["architectures"][0]].latent_attention:
+    if family_of(hf).latent_attention:
         return
     rope, embedding = _rope(hf), gpt.rotary_pos_emb
     numbers = {name: rope[name] for name in SCALINGS[_kind(rope)]}

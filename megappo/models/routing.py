@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megappo.config.families import FAMILIES, Experts, num_dense_layers, num_experts
+from megappo.config.families import Experts, family_of, num_dense_layers, num_experts
 from megappo.config.schema import Parallel
 
 
@@ -16,7 +16,7 @@ def expert_arguments(hf: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
     The router softmaxes over all experts and keeps the largest probabilities, or (the same as dividing these by their
     sum) softmaxes over the largest logits. Nothing is added to the loss and no token is dropped.
     """
-    experts = FAMILIES[hf["architectures"][0]].experts
+    experts = family_of(hf).experts
     if experts is None:
         return {}
     num_dense = num_dense_layers(hf)
@@ -34,7 +34,7 @@ def expert_arguments(hf: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         **(_bias_arguments() if experts.router_bias else {}),
-        **(_group_arguments(hf) if FAMILIES[hf["architectures"][0]].latent_attention else {}),
+        **(_group_arguments(hf) if family_of(hf).latent_attention else {}),
     }
 
 
@@ -60,7 +60,7 @@ def _group_arguments(hf: dict[str, Any]) -> dict[str, Any]:
 
 def _is_grouped(hf: dict[str, Any]) -> bool:
     """Whether some groups of experts are out of reach of a token."""
-    if not FAMILIES[hf["architectures"][0]].experts.router_bias and hf.get("topk_method") != "group_limited_greedy":
+    if not family_of(hf).experts.router_bias and hf.get("topk_method") != "group_limited_greedy":
         return False
     return hf["topk_group"] < hf["n_group"]
 
@@ -75,7 +75,7 @@ def unsupported_routing(hf: dict[str, Any], experts: Experts) -> dict[str, bool]
         "num_experts_per_tok": experts.renormalized(hf) and hf["num_experts_per_tok"] == 1,
         "moe_layer_freq": hf.get("moe_layer_freq", 1) != 1,
     }
-    if not FAMILIES[hf["architectures"][0]].latent_attention:
+    if not family_of(hf).latent_attention:
         return found
     methods = ("noaux_tc",) if experts.router_bias else ("greedy", "group_limited_greedy")
     rated_by = 2 if experts.router_bias else 1

@@ -123,13 +123,8 @@ class Rollouts:
         """
         samples, n = responses.sampled, self.config.rollout.n
         scores = self.score(samples, prompts)
-        rows = _rows(samples, prompts, n)
-        table, holders = self.exchange.table(rows)
-        rows = _with_fields(rows, samples, scores, table.max_response_length)
-        at_home = homes(len(table), self.exchange.world_size, n)
-        home = self.exchange.move(
-            rows, table, holders, at_home, ["response_mask", "rollout_log_probs"], per_row=["scores", "truncated"]
-        )
+        rows, batch = self._at_home(samples, scores, prompts, n)
+        home, table = batch.rows, batch.table
         if self.config.algorithm.adv_estimator == "remax":
             home = replace(home, fields=home.fields | {"baselines": self._baselines(responses.greedy, prompts, home)})
         lengths = {"rollout/response_length": rows.response_lengths.float()}
@@ -138,12 +133,24 @@ class Rollouts:
         metrics["rollout/truncated_frac"] = num_truncated / len(table)
         num_greedy_tokens = sum(self.exchange.share(sum(len(one.tokens) for one in responses.greedy)))
         metrics["rollout/num_tokens"] = int(table.response_lengths.sum()) + num_greedy_tokens
-        return Batch(home, table, at_home), metrics
+        return replace(batch, rows=home), metrics
+
+    def _at_home(
+        self, samples: Sequence[Sample], scores: torch.Tensor, prompts: Sequence[Prompt], n: int
+    ) -> tuple[Rows, Batch]:
+        """Samples, n to each prompt, as rows with the fields of `_with_fields`: this rank's, and all at their homes."""
+        rows = _rows(samples, prompts, n)
+        table, holders = self.exchange.table(rows)
+        rows = _with_fields(rows, samples, scores, table.max_response_length)
+        at_home = homes(len(table), self.exchange.world_size, n)
+        per_token, per_row = ["response_mask", "rollout_log_probs"], ["scores", "truncated"]
+        home = self.exchange.move(rows, table, holders, at_home, per_token, per_row)
+        return rows, Batch(home, table, at_home)
 
     def probe(self, prompts: Sequence[Prompt]) -> Batch:
         """A short response of every engine to each prompt, at their homes; all ranks call it together.
 
-        Fields per token: `response_mask` and `rollout_log_probs`.
+        Fields per token: `response_mask` and `rollout_log_probs`; the scores are 0.
         """
         samples = []
         if self.client is not None:
@@ -154,12 +161,7 @@ class Rollouts:
                 Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
                 for i, one in enumerate(generations)
             ]
-        rows = _rows(samples, prompts, self.num_engines)
-        table, holders = self.exchange.table(rows)
-        rows = _with_fields(rows, samples, torch.zeros(len(samples)), table.max_response_length)
-        at_home = homes(len(table), self.exchange.world_size, self.num_engines)
-        home = self.exchange.move(rows, table, holders, at_home, ["response_mask", "rollout_log_probs"])
-        return Batch(home, table, at_home)
+        return self._at_home(samples, torch.zeros(len(samples)), prompts, self.num_engines)[1]
 
     def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], home: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""

@@ -13,8 +13,8 @@ from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
-from megappo.weights.families import SECOND_HEAD, Piece, compositions, pieces_of
-from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters
+from megappo.weights.families import SECOND_HEAD, Piece, pieces_of
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
 PORTION_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -64,13 +64,7 @@ class Export:
         self, chunks: ModelChunks, hf_config: dict[str, Any], groups: ComponentGroups, *, head: HeadKind = "policy"
     ):
         self.groups = groups
-        self._table = compositions(
-            hf_config,
-            tensor=groups.layout.tensor,
-            expert_tensor=groups.layout.expert_tensor,
-            padded_vocab_size=chunks[0].vocab_size,
-            head=head,
-        )
+        self._table = table_of(chunks, hf_config, groups, head)
         parameters = global_parameters(chunks)
         if head == "policy":
             parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}

@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megappo.config.families import FAMILIES, Experts, Family, SharedExpert, num_dense_layers, num_experts
+from megappo.config.families import (
+    FAMILIES,
+    Experts,
+    Family,
+    SharedExpert,
+    family_of,
+    num_dense_layers,
+    num_experts,
+    num_key_value_heads,
+)
 from megappo.models.hf_config import HeadKind, is_tied
 from megappo.models.value_head import has_bias
 
@@ -256,7 +265,7 @@ def _output_rules(hf_config: dict[str, Any], head: HeadKind) -> tuple[Rule, ...]
 
 
 def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:
-    family = FAMILIES[hf_config["architectures"][0]]
+    family = family_of(hf_config)
     return {
         "one": 1,
         "hidden": hf_config["hidden_size"],
@@ -270,7 +279,7 @@ def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:
 def _head_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
     heads = hf_config["num_attention_heads"]
     head = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
-    kv_heads = hf_config.get("num_key_value_heads") or heads
+    kv_heads = num_key_value_heads(hf_config)
     return {"head": head, "q": heads * head, "kv": kv_heads * head, "kv_heads": kv_heads}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megappo.config.families import FAMILIES, Experts, num_experts
+from megappo.config.families import Experts, family_of, num_experts
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 
 
@@ -35,7 +35,7 @@ class PerExpertFolder(HFFolder):
     def __init__(self, folder: str | Path, hf_config: dict[str, Any]):
         super().__init__(folder)
         self._views: dict[str, _View] = {}
-        experts = FAMILIES[hf_config["architectures"][0]].experts
+        experts = family_of(hf_config).experts
         for layer in range(hf_config["num_hidden_layers"] if experts else 0):
             self._views |= self._views_of(f"model.layers.{layer}.", hf_config, experts)
         self._stored = {view.stored for view in self._views.values()}

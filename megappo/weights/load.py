@@ -17,12 +17,11 @@ from megappo.weights.families import (
     VALUE_BIAS,
     VALUE_HEAD,
     Piece,
-    compositions,
     pieces_of,
 )
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
-from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
@@ -70,13 +69,7 @@ def load_hf(
         WeightsError: a parameter without source, a tensor missing, unused, or of another shape; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
-    table = compositions(
-        hf_config,
-        tensor=groups.layout.tensor,
-        expert_tensor=groups.layout.expert_tensor,
-        padded_vocab_size=chunks[0].vocab_size,
-        head=head,
-    )
+    table = table_of(chunks, hf_config, groups, head)
     parameters = global_parameters(chunks)
     check_parameters(parameters, table)
     with PerExpertFolder(folder, hf_config) as source:

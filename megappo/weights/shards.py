@@ -1,14 +1,16 @@
 """A rank's shards: the weights a model has here, and the pieces of Hugging Face tensors each is made of."""
 
 import re
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megappo.models.build import ModelChunks
+from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
-from megappo.weights.families import ROUTER_BIAS, Composition, Piece
+from megappo.weights.families import ROUTER_BIAS, Composition, Piece, compositions
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
 
@@ -27,6 +29,19 @@ def _global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
 
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)]
     return {_LAYER.sub(with_global_numbers, name): tensor for name, tensor in (*model.named_parameters(), *biases)}
+
+
+def table_of(
+    chunks: ModelChunks, hf_config: dict[str, Any], groups: ComponentGroups, head: HeadKind
+) -> dict[str, Composition]:
+    """The composition of every parameter of a model in this layout; see `compositions`."""
+    return compositions(
+        hf_config,
+        tensor=groups.layout.tensor,
+        expert_tensor=groups.layout.expert_tensor,
+        padded_vocab_size=chunks[0].vocab_size,
+        head=head,
+    )
 
 
 def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
