@@ -21,6 +21,9 @@ class Given:
     def takes_part(self, needs: bool) -> bool:
         return needs
 
+    def in_place(self, tensor: TensorSpec) -> None:
+        return None
+
     def gather(self, bucket: Bucket, flat: torch.Tensor | None = None) -> torch.Tensor:
         flat = torch.empty(num_bytes(bucket), dtype=torch.uint8) if flat is None else flat
         parts = [self.weights[tensor.name].detach().flatten().view(torch.uint8) for tensor in bucket]

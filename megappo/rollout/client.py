@@ -132,8 +132,12 @@ class EngineClient:
         """Open a weight update."""
         self._post("/begin_weight_update", {})
 
-    def update_weights(self, payloads: Sequence[str], load_format: str) -> None:
-        """Load serialized tensors, one base64 payload per tensor-parallel rank of the engine."""
+    def update_weights(self, payloads: Sequence[str], load_format: str | None) -> None:
+        """Load serialized tensors, one base64 payload per tensor-parallel rank of the engine.
+
+        Args:
+            load_format: what is in a payload, by SGLang's name; None = a list of (name, tensor).
+        """
         body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
         self._post("/update_weights_from_tensor", body)
 

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import sys
 import types
-from collections import deque
 from typing import Any, NoReturn
 
 import torch
@@ -38,16 +37,16 @@ def install() -> None:
 
 
 def _keep_shared_memory_mapped() -> None:
-    """Keep the two latest pieces of shared memory mapped that this process has been handed.
+    """Keep the shared memory mapped that this process has been handed.
 
-    Weights come in the same two again and again, and to map them anew takes longer than to read them.
+    A trainer's weights come in the same memory in every sync: to map it anew takes longer than to read it.
     """
-    rebuild, latest = reductions.rebuild_storage_filename, deque(maxlen=2)
+    rebuild, kept = reductions.rebuild_storage_filename, {}
 
     @functools.wraps(rebuild)
-    def rebuild_and_keep(*arguments: Any) -> torch.UntypedStorage:
-        latest.append(rebuild(*arguments))
-        return latest[-1]
+    def rebuild_and_keep(cls: Any, manager: Any, handle: Any, *arguments: Any) -> torch.UntypedStorage:
+        kept[handle] = rebuild(cls, manager, handle, *arguments)
+        return kept[handle]
 
     reductions.rebuild_storage_filename = rebuild_and_keep
 

@@ -36,7 +36,7 @@ def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec
     """Consecutive tensors of one dtype, as many as fit; what is larger by itself is a bucket of its own."""
     buckets: list[list[_Spec]] = []
     room = 0
-    for together in _inseparable(tensors):
+    for together in inseparable(tensors):
         if not buckets or num_bytes(together) > room or together[0].dtype != buckets[-1][0].dtype:
             buckets.append([])
             room = bucket_bytes
@@ -45,7 +45,7 @@ def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec
     return buckets
 
 
-def _inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:
+def inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:
     """Each tensor, with those after it that it must not be parted from."""
     together: list[_Spec] = []
     for tensor in tensors:

@@ -96,6 +96,18 @@ class Export:
         for bucket in into_buckets(self.tensors, bucket_bytes):
             yield views(bucket, self.gather(bucket))
 
+    def in_place(self, tensor: ExportedTensor) -> torch.Tensor | None:
+        """A tensor where the model has it, if that is whole and in one piece; None otherwise.
+
+        None of a model that several ranks share: they all gather the same buckets.
+        """
+        layout = self.groups.layout
+        if layout.tensor * layout.pipeline * layout.expert * layout.expert_tensor > 1:
+            return None
+        name = self._held[tensor.name]
+        shard = decompose(self._parameters[name], self._table[name])[tensor.name]
+        return shard.view(tensor.shape) if shard.is_contiguous() and shard.numel() == prod(tensor.shape) else None
+
     @torch.no_grad()
     def gather(self, bucket: Sequence[ExportedTensor], flat: torch.Tensor | None = None) -> torch.Tensor:
         """A bucket of `tensors`; all ranks that take part call it together, for the same buckets.

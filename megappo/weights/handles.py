@@ -7,7 +7,7 @@ SGLang: importing it takes a trainer rank seconds and patches torch. SGLang's Sa
 import base64
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -25,12 +25,19 @@ DEVICE_ARGUMENT = 6  # position of the device among reductions.rebuild_cuda_tens
 
 
 class HandleSender(Update):
-    """Hands buckets to an engine of `tensor_parallel` ranks. The rank is the actor's, and owns the engine."""
+    """Hands buckets to an engine of `tensor_parallel` ranks. The rank is the actor's, and owns the engine.
+
+    On a CPU the engine also reads tensors where the model has them: the first time they are moved into shared memory.
+    On a GPU a copy costs less than a handle for every tensor.
+    """
 
     def __init__(self, receiver: Receiver, tensor_parallel: int):
         super().__init__(receiver)
         self.tensor_parallel = tensor_parallel
+        self.reads_in_place = not platform.has_cuda()
         self._buffers: list[torch.Tensor] = []
+        if not platform.has_cuda():  # torch's default passes descriptors, which an unrelated process cannot take
+            torch.multiprocessing.set_sharing_strategy("file_system")
 
     def buffer(self, size: int) -> torch.Tensor | None:
         """On a CPU shared memory, kept from sync to sync: fresh pages cost more time than the copy into them."""
@@ -47,11 +54,16 @@ class HandleSender(Update):
     def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         if flat is None:
             raise ValueError("an engine that takes handles must be owned by one of the actor's ranks")
-        payload = {"flattened_tensor": flat, "metadata": _places(bucket)}
-        with _shared_by_name():
+        self._send({"flattened_tensor": flat, "metadata": _places(bucket)}, LOAD_FORMAT)
+
+    def send_in_place(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._send(tensors, None)
+
+    def _send(self, payload: Any, load_format: str | None) -> None:
+        with _room():
             # Each of the engine's ranks gets a handle of its own: handles are counted.
             payloads = [_serialize(payload) for _ in range(self.tensor_parallel)]
-        self.receiver.update_weights(payloads, LOAD_FORMAT)
+        self.receiver.update_weights(payloads, load_format)
 
     def close(self) -> None:
         super().close()
@@ -70,7 +82,7 @@ def _places(bucket: Bucket) -> list[SimpleNamespace]:
     return places
 
 
-def _serialize(payload: dict[str, Any]) -> str:
+def _serialize(payload: Any) -> str:
     """Base64 of a pickle in which tensors are handles to memory this process keeps."""
     buffer = io.BytesIO()
     pickler = ForkingPickler(buffer)
@@ -90,15 +102,19 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
 
 def _shared_memory(size: int) -> torch.Tensor:
     """uint8 [size], in shared memory from the start: sharing it later would copy it."""
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
+    with _room():
+        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
 
 
 @contextlib.contextmanager
-def _shared_by_name() -> Iterator[None]:
-    """Share CPU tensors as named files: torch's default passes descriptors, which an unrelated process cannot take."""
-    strategy = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
+def _room() -> Iterator[None]:
+    """Say what to do when there is no room in shared memory."""
     try:
         yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(strategy)
+    except RuntimeError as error:
+        if "unable to allocate shared memory" not in str(error):
+            raise
+        raise MemoryError(
+            "the weights do not fit into shared memory, through which an engine on the CPU takes them: enlarge "
+            f"/dev/shm (docker run --shm-size=8g), or set rollout.sync.transport to broadcast ({error})"
+        ) from error

@@ -14,7 +14,7 @@ class Receiver(Protocol):
 
     def begin_weight_update(self) -> None: ...
 
-    def update_weights(self, payloads: Sequence[str], load_format: str) -> None: ...
+    def update_weights(self, payloads: Sequence[str], load_format: str | None) -> None: ...
 
     def update_weights_from_group(self, group: str, bucket: Bucket) -> None: ...
 
@@ -32,9 +32,11 @@ class HandOver:
 
     Attributes:
         needs_weights: `send` needs the bucket's memory; others only learn what is in it.
+        reads_in_place: tensors that the model has whole need not be gathered: `send_in_place` takes them.
     """
 
     needs_weights = True
+    reads_in_place = False
 
     def open(self) -> None:
         """Before the first bucket."""
@@ -45,6 +47,10 @@ class HandOver:
 
     def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         """Hand a bucket over, and return when its memory may be used again; `flat` may be None if it is not needed."""
+        raise NotImplementedError
+
+    def send_in_place(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """As `send`, of tensors in the model's own memory."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,14 +1,14 @@
 """Resharding the actor's weights into the engines: gathered bucket by bucket, each handed over while the next comes."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from megappo.weights.buckets import Bucket, TensorSpec, into_buckets, num_bytes, views
+from megappo.weights.buckets import Bucket, TensorSpec, inseparable, into_buckets, num_bytes, views
 from megappo.weights.handover import HandOver
 
 
@@ -24,6 +24,8 @@ class Source(Protocol):
     """Whole tensors of a model on its ranks; see `Export`."""
 
     def takes_part(self, needs: bool) -> bool: ...
+
+    def in_place(self, tensor: Any) -> torch.Tensor | None: ...
 
     def gather(self, bucket: Sequence, flat: torch.Tensor | None = None) -> torch.Tensor: ...
 
@@ -74,16 +76,16 @@ class WeightSync:
                 stay open: they must not be used further.
         """
         started = time.perf_counter()
-        buckets = into_buckets(self._stale(changed), self._bucket_bytes)
-        if buckets:
-            self._send(buckets)
+        tensors = self._stale(changed)
+        if tensors:
+            self._send(tensors)
             for hand_over in self._hand_overs:
                 hand_over.close()
             self._barrier()
             for hand_over in self._hand_overs:
                 hand_over.settle()
             self._sent = True
-        return SyncStats(sum(map(num_bytes, buckets)), time.perf_counter() - started)
+        return SyncStats(num_bytes(tensors), time.perf_counter() - started)
 
     def _stale(self, changed: bool) -> Sequence[TensorSpec]:
         """What the engines may not have."""
@@ -91,12 +93,18 @@ class WeightSync:
             return self._tensors
         return [tensor for tensor in self._tensors if not tensor.is_frozen] if changed else []
 
-    def _send(self, buckets: Sequence[Bucket]) -> None:
+    def _send(self, tensors: Sequence[TensorSpec]) -> None:
         """Two buckets are in flight: one is gathered while the one before is handed over."""
+        in_place, gathered = self._apart(tensors)
+        buckets = into_buckets(gathered, self._bucket_bytes)
+        largest = max(map(num_bytes, buckets), default=0)
         threads = ThreadPoolExecutor(max_workers=max(1, len(self._hand_overs)))
-        largest = max(map(num_bytes, buckets))
         try:
             pending = [threads.submit(hand_over.open) for hand_over in self._hand_overs]
+            if in_place:
+                wait_for(pending)
+                pending = [threads.submit(hand_over.send_in_place, in_place) for hand_over in self._hand_overs]
+                check_each_finite(in_place)
             for bucket in buckets:
                 flat = self._gathered(bucket, largest)
                 wait_for(pending)
@@ -109,6 +117,18 @@ class WeightSync:
             raise
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # one that waits for an engine must not hold an error up
+
+    def _apart(self, tensors: Sequence[TensorSpec]) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
+        """What the engines of this rank can read where it is, and what must be gathered."""
+        in_place, gathered = [], []
+        reads = self._source is not None and all(hand_over.reads_in_place for hand_over in self._hand_overs)
+        for together in inseparable(tensors):
+            found = [(tensor.name, self._source.in_place(tensor)) for tensor in together] if reads else []
+            if found and all(place is not None for _, place in found):
+                in_place += found
+            else:
+                gathered += together
+        return in_place, gathered
 
     def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
         if self._source is None:
@@ -157,8 +177,13 @@ def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
     # On a GPU it waits until the bucket is there, which the hand-over, on a thread of its own, relies on.
     if torch.isfinite(flat.view(bucket[0].dtype).sum(dtype=torch.float32)):
         return
-    for name, tensor in views(bucket, flat):
-        if not torch.isfinite(tensor).all():
+    check_each_finite(views(bucket, flat))
+
+
+def check_each_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As `check_finite`, of tensors that lie apart."""
+    for name, tensor in tensors:
+        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
             raise ValueError(
                 f"weight sync: {name} holds values that are not finite: the actor's weights are spoiled, or were "
                 "damaged on the way; go on from a checkpoint before this step"

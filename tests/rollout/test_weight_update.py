@@ -5,11 +5,13 @@ import os
 import pytest
 import torch
 from hf_oracle import named_weights
-from weight_sources import push
+from weight_sources import Given, push, specs
 
 from megappo.config.schema import Rollout
 from megappo.rollout.client import SamplingParams
 from megappo.rollout.engine import Engine
+from megappo.weights.handles import HandleSender
+from megappo.weights.sync import WeightSync
 
 SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
 
@@ -56,9 +58,10 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_
 
 
 def test_two_buckets_stay_in_shared_memory_and_no_more(client, hf_model, engine_shapes):
-    push(client, named_weights(hf_model), engine_shapes)
-    before = os.listdir("/dev/shm")
-    for _ in range(5):
-        push(client, named_weights(hf_model), engine_shapes, bucket_bytes=20_000)
-    assert len(os.listdir("/dev/shm")) <= len(before) + 1
-    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+    weights = named_weights(hf_model)
+    options = {"bucket_bytes": 20_000, "barrier": lambda: None, "engines_keep": False}
+    before = len(os.listdir("/dev/shm"))
+    sync = WeightSync(specs(weights), Given(weights), [HandleSender(client, 1)], engine_shapes, **options)
+    for _ in range(3):
+        sync()
+        assert len(os.listdir("/dev/shm")) == before + 2

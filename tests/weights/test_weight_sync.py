@@ -3,12 +3,21 @@ tests/rollout/test_weight_update.py and test_sync.py."""
 
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from spawn import run_ranks
+from tiny_folders import hf_folder, load, read_config
 from weight_sources import Given, specs
 
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
 from megappo.weights.buckets import Bucket, views
+from megappo.weights.export import Export
+from megappo.weights.families import hf_shapes
 from megappo.weights.handover import HandOver
 from megappo.weights.sync import WeightSync
 
@@ -152,3 +161,50 @@ def test_a_hand_over_that_would_wait_for_ever_does_not_hide_another_ones_error()
         assert time.monotonic() - started < 10
     finally:
         released.set()
+
+
+class Reader(Recorder):
+    """Besides, reads what is in place."""
+
+    reads_in_place = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_place: dict[str, torch.Tensor] = {}
+
+    def send_in_place(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.calls.append("send_in_place")
+        self.in_place = dict(tensors)
+
+
+def check_in_place(rank: int, world_size: int, folder: Path) -> None:
+    """A rank's own model is read where it is, but for what lies scattered in it; of a shared one all is gathered."""
+    expected = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    layouts = {"one": Layout((0,)), "replicas": Layout((0, 1)), "shared": Layout((0, 1), tensor=2)}
+    for name, groups in build_groups(layouts, seed=0).items():
+        if not groups.member:
+            continue
+        model, recorder = load(folder, groups), Reader()
+        export = Export(model, read_config(folder), groups)
+        options = {"bucket_bytes": 10**4, "barrier": lambda: None, "engines_keep": False}
+        sync = WeightSync(export.tensors, export, [recorder], hf_shapes(read_config(folder)), **options)
+        assert sync().bytes == sum(tensor.nbytes for tensor in expected.values())
+        gathered = {key: tensor for bucket in recorder.buckets for key, tensor in bucket.items()}
+        assert not gathered.keys() & recorder.in_place.keys()
+        received = gathered | recorder.in_place
+        assert received.keys() == expected.keys()
+        assert all(torch.equal(received[key], expected[key]) for key in expected), name
+        if name == "shared":
+            assert not recorder.in_place
+            continue
+        scattered = {key for key in expected if any(part in key for part in ("q_proj", "k_proj", "v_proj"))}
+        assert gathered.keys() == scattered
+        storages = {parameter.untyped_storage().data_ptr() for chunk in model for parameter in chunk.parameters()}
+        assert all(tensor.untyped_storage().data_ptr() in storages for tensor in recorder.in_place.values())
+        recorder.in_place["model.norm.weight"].fill_(torch.nan)
+        with pytest.raises(ValueError, match="model.norm.weight holds values that are not finite"):
+            sync()
+
+
+def test_an_engine_may_read_what_is_whole_in_place(tmp_path: Path) -> None:
+    run_ranks(2, check_in_place, hf_folder(tmp_path / "hf", "llama", tie_word_embeddings=False))
