@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -61,6 +62,7 @@ WITH_VALUE_MODEL = {
 }
 # It logs what it raises as well, from every process that writes.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
+PATIENCE_SECONDS = 30.0
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
@@ -99,7 +101,16 @@ def _failed(message: str, args: argparse.Namespace, world: World | None) -> int:
     if world.speaks if world else os.environ.get("RANK", "0") == "0":
         kept = f"; {args.output} is as it was before" if writing else ""
         print(f"error: {message}{kept}", file=sys.stderr, flush=True)
+    else:
+        _wait_for_the_one_that_speaks()
     return 1 if writing else 2
+
+
+def _wait_for_the_one_that_speaks() -> None:
+    """Let torchrun end this rank: when it ends by itself, torchrun ends the others, maybe before one has said why."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(PATIENCE_SECONDS)
 
 
 def _ended(why: str, args: argparse.Namespace, world: World | None) -> int:
