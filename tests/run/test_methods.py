@@ -1,20 +1,25 @@
-"""A short run of the whole program for some methods: it learns, and it is that method which ran."""
+"""A short run of the whole program for each method: it learns, and it is that method which ran."""
 
 from pathlib import Path
 
 import pytest
 from program import Program, logged
+from slow import slow_ones
 
 METHODS = {
     "grpo": ("algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", "algorithm.use_kl_in_reward=false"),
-    "remax": (
-        *("algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=false"),
-        "algorithm.rollout_correction.level=token",
+    "rloo": ("algorithm.adv_estimator=rloo",),
+    "reinforce_plus_plus": ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.rollout_correction.level=token"),
+    "remax": ("algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=false"),
+    "gspo": (
+        *("algorithm.adv_estimator=grpo", "actor.policy_loss=gspo", "actor.loss_agg_mode=seq-mean-token-mean"),
+        *("actor.clip_ratio_low=3e-2", "actor.clip_ratio_high=4e-2", "algorithm.use_kl_in_reward=false"),
     ),
     "clip_cov": (
         *("algorithm.adv_estimator=grpo", "actor.policy_loss=clip_cov", "actor.clip_cov_ratio=0.01"),
         *("algorithm.use_kl_in_reward=false", "actor.ppo_epochs=4", "actor.target_kl=0.02"),
     ),
+    "dual clip": ("actor.clip_ratio_c=1.2", "actor.ppo_epochs=3", "critic.warmup_steps=1"),
     "adaptive KL": (
         *("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=1000", "algorithm.kl_penalty=full"),
         "algorithm.bootstrap_truncated=true",
@@ -25,6 +30,7 @@ METHODS = {
     ),
     "shared backbone": ("algorithm.shared_backbone=true", "reward.normalize=running", "algorithm.preset=openrlhf"),
 }
+SLOW = ("rloo", "reinforce_plus_plus", "gspo", "dual clip")
 OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")
 
 pytestmark = pytest.mark.timeout(300)
@@ -35,13 +41,23 @@ def check_grpo(steps: list[dict]) -> None:
     assert all("reward/kl_penalty/mean" not in metrics for metrics in steps)
 
 
-def check_remax(steps: list[dict]) -> None:
+def check_reinforce_plus_plus(steps: list[dict]) -> None:
+    assert all(abs(metrics["advantages/mean"]) < 1e-5 for metrics in steps), "whitened"
     assert all(metrics["rollout_is/mean"] == pytest.approx(1, abs=1e-3) for metrics in steps)
+
+
+def check_gspo(steps: list[dict]) -> None:
+    assert any(metrics["actor/pg_clipfrac"] > 0 for metrics in steps)
 
 
 def check_clip_cov(steps: list[dict]) -> None:
     counts = [metrics["actor/num_optimizer_steps"] for metrics in steps]
     assert min(counts) < 8 == 4 * 32 // 16, "target_kl has skipped some of the 8"
+
+
+def check_dual_clip(steps: list[dict]) -> None:
+    assert "actor/pg_loss" not in steps[0], "the critic warms up"
+    assert any(metrics["actor/pg_clipfrac_lower"] > 0 for metrics in steps[1:])
 
 
 def check_adaptive_kl(steps: list[dict]) -> None:
@@ -59,15 +75,17 @@ def check_shared_backbone(steps: list[dict]) -> None:
 
 CHECKS = {
     "grpo": check_grpo,
-    "remax": check_remax,
+    "reinforce_plus_plus": check_reinforce_plus_plus,
+    "gspo": check_gspo,
     "clip_cov": check_clip_cov,
+    "dual clip": check_dual_clip,
     "adaptive KL": check_adaptive_kl,
     "shared backbone": check_shared_backbone,
 }
-CRITIC_FREE = ("grpo", "remax", "clip_cov")
+CRITIC_FREE = ("grpo", "rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", slow_ones(METHODS, SLOW))
 def test_a_method_learns(method: str, config: Path, folder: Path) -> None:
     run = folder / "run"
     short = ("trainer.total_steps=10", "trainer.save_interval=0", "trainer.eval_interval=0", "trainer.export_hf=false")

@@ -4,22 +4,25 @@ from pathlib import Path
 
 import pytest
 from program import Program, logged
+from slow import slow_ones
 
 ONE_RANK_EACH = (
     *("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1"),
     *("trainer.total_steps=6", "trainer.save_interval=0", "trainer.export_hf=false"),
 )
 WAYS = {
+    "broadcast to an engine elsewhere": ("placement.rollout=1",),
     "one engine here, one elsewhere": ("placement.rollout=all", "rollout.sync.probe_interval=2"),
     "through a folder": ("placement.rollout=1", "rollout.sync.transport=disk"),
     "broadcast to the sender's own engine": ("placement.rollout=all", "rollout.sync.transport=broadcast"),
 }
+SLOW = ("broadcast to an engine elsewhere",)
 PROBED = {"one engine here, one elsewhere": [2, 4, 6]}
 
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_ones(WAYS, SLOW))
 def test_the_engines_follow_the_actor(way: str, config: Path, folder: Path) -> None:
     run = folder / "run"
     arguments = (*ONE_RANK_EACH, "rollout.sync.bucket_bytes=20000", "critic.warmup_steps=1", *WAYS[way])

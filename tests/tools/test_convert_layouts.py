@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import CONVERT, assert_equal, convert, run, tensors_of
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_models import hf_folder, sequences
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +15,8 @@ MIXTURES = {
     "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": EXPERTS,
+    "deepseek_v2": DEEPSEEK_V2 | {"num_hidden_layers": 2},
+    "deepseek_v3": DEEPSEEK_V3 | {"num_hidden_layers": 2},
 }
 
 
@@ -33,6 +36,8 @@ def mixture(root: Path, family: str) -> tuple[Path, Path]:
         ("qwen2_moe", ("--tensor", 2, "--expert", 2), 2),
         ("qwen3_moe", (), 1),
         ("qwen3_moe", ("--expert", 2), 2),
+        ("deepseek_v2", ("--tensor", 2), 2),
+        ("deepseek_v3", ("--pipeline", 2, "--pipeline-split", "1,1"), 2),
     ],
 )
 def test_a_mixture_of_experts_there_and_back(tmp_path: Path, family: str, arguments: tuple, ranks: int) -> None:

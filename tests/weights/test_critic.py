@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V3, move_router_biases
 from tiny_folders import SHAPE
 from tiny_models import outputs, sequences
 from transformers import (
@@ -37,15 +38,23 @@ AUTO = {
     "SequenceClassification": AutoModelForSequenceClassification,
     "TokenClassification": AutoModelForTokenClassification,
 }
-FAMILIES = {"qwen2": "TokenClassification", "llama": "SequenceClassification", "qwen3": "TokenClassification"}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+FAMILIES = {
+    "qwen2": ("TokenClassification", {}),
+    "llama": ("SequenceClassification", {}),
+    "qwen3": ("TokenClassification", {}),
+    "qwen3_moe": ("TokenClassification", EXPERTS),
+    "deepseek_v3": ("SequenceClassification", DEEPSEEK_V3 | {"head_dim": DEEPSEEK_V3["qk_rope_head_dim"]}),
+}
 
 
-def reward_model(folder: Path, family: str, task: str, num_labels: int = 1) -> Path:
+def reward_model(folder: Path, family: str, task: str, num_labels: int = 1, **changes: object) -> Path:
     """A random model, every weight (its head's bias too, if it has one) away from its initial value."""
     torch.manual_seed(4)
-    model = AUTO[task].from_config(AutoConfig.for_model(family, **SHAPE, num_labels=num_labels))
+    model = AUTO[task].from_config(AutoConfig.for_model(family, **SHAPE | changes, num_labels=num_labels))
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+    move_router_biases(model)
     model.save_pretrained(folder)
     return folder
 
@@ -75,7 +84,12 @@ def values(folder: Path) -> torch.Tensor:
 def critic(folder: Path, groups: ComponentGroups) -> ModelChunks:
     hf_config = critic_config(folder)
     layout = groups.layout
-    parallel = Parallel(tensor=layout.tensor, pipeline=layout.pipeline, virtual_pipeline=layout.virtual_pipeline)
+    parallel = Parallel(
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        virtual_pipeline=layout.virtual_pipeline,
+        sequence=layout.tensor > 1,  # experts need it
+    )
     chunks = build_model(
         hf_config,
         Model(path=str(folder), dtype="fp32"),
@@ -108,7 +122,7 @@ def check_values(rank: int, world_size: int, folders: dict[Path, torch.Tensor], 
 
 
 def test_values_are_transformers_in_every_layout_and_after_export(tmp_path: Path) -> None:
-    folders = [reward_model(tmp_path / family, family, task) for family, task in FAMILIES.items()]
+    folders = [reward_model(tmp_path / family, family, task, **changes) for family, (task, changes) in FAMILIES.items()]
     classifier = {f"score.{part}": f"classifier.{part}" for part in ("weight", "bias")}
     folders.append(renamed(folders[0], tmp_path / "classifier", classifier))
     language_model = reward_model(tmp_path / "lm", "qwen2", "CausalLM")
