@@ -57,7 +57,7 @@ FAMILIES = {
 }
 """All but Qwen2-MoE, which SGLang does not serve on a CPU, for want of a kernel."""
 SLOW = ("mistral", "qwen2", "qwen3", "mixtral")
-"""Mistral's layers are Llama's, Qwen2's the shared engine's; Qwen3's attention and Mixtral's experts are Qwen3-MoE's."""
+"""Mistral's layers are Llama's, Qwen2's the shared engine's, Qwen3's attention and Mixtral's experts Qwen3-MoE's."""
 DEEPSEEK = {"deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None}, "deepseek_v3": DEEPSEEK_V3}
 """Nor these: its attention for CPUs reads a prompt's keys and values where only their latent vector is."""
 SHAPE = (
