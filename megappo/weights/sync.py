@@ -109,6 +109,8 @@ class WeightSync:
                 flat = self._gathered(bucket, largest)
                 wait_for(pending)
                 pending = [threads.submit(hand_over.send, bucket, flat) for hand_over in self._hand_overs]
+                if self._checks and flat is not None:
+                    check_finite(bucket, flat)
                 del flat
             wait_for(pending)
         except BaseException:
@@ -136,8 +138,8 @@ class WeightSync:
         buffers = (hand_over.buffer(largest) for hand_over in self._hand_overs)
         buffer = next((found[: num_bytes(bucket)] for found in buffers if found is not None), None)
         flat = self._source.gather(bucket, buffer)
-        if self._checks:
-            check_finite(bucket, flat)
+        if flat.is_cuda:
+            torch.cuda.current_stream().synchronize()  # a hand-over, on a thread of its own, takes it for gathered
         return flat
 
 
@@ -174,7 +176,6 @@ def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
         ValueError: names a tensor with values that are not.
     """
     # A sum takes one pass and no memory; one that is too large though all values are finite passes the second look.
-    # On a GPU it waits until the bucket is there, which the hand-over, on a thread of its own, relies on.
     if torch.isfinite(flat.view(bucket[0].dtype).sum(dtype=torch.float32)):
         return
     check_each_finite(views(bucket, flat))
