@@ -34,7 +34,7 @@ from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E40
 
 from megappo.checkpoint.errors import CheckpointError  # noqa: E402
 from megappo.config.errors import ConfigError  # noqa: E402
-from megappo.placement.exchange import OtherRankError  # noqa: E402
+from megappo.placement.exchange import LOST_RANK, OtherRankError  # noqa: E402
 
 COMMANDS = {
     "hf-to-megatron": (hf_to_megatron, "a Hugging Face folder to a Megatron folder, which loads in any layout"),
@@ -63,7 +63,6 @@ WITH_VALUE_MODEL = {
 # It logs what it raises as well, from every process that writes.
 logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.CRITICAL)
 PATIENCE_SECONDS = 30.0
-LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
 class Interrupted(BaseException):
@@ -98,16 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _failed(message: str, args: argparse.Namespace, world: World | None) -> int:
     """Say what went wrong, once; the exit code."""
     writing = world is not None and world.writing
-    if world.speaks if world else os.environ.get("RANK", "0") == "0":
-        kept = f"; {args.output} is as it was before" if writing else ""
-        print(f"error: {message}{kept}", file=sys.stderr, flush=True)
-    else:
+    if not (world.speaks if world else os.environ.get("RANK", "0") == "0"):
         _wait_for_the_one_that_speaks()
+    kept = f"; {args.output} is as it was before" if writing else ""
+    print(f"error: {message}{kept}", file=sys.stderr, flush=True)
     return 1 if writing else 2
 
 
 def _wait_for_the_one_that_speaks() -> None:
-    """Let torchrun end this rank: when it ends by itself, torchrun ends the others, maybe before one has said why."""
+    """Let torchrun end this rank: when it ends by itself, torchrun ends the others, maybe before one has said why.
+
+    Returns when none has ended, and so none has said anything.
+    """
     for number in ENDING:
         signal.signal(number, signal.SIG_DFL)
     time.sleep(PATIENCE_SECONDS)

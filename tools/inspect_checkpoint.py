@@ -8,6 +8,7 @@ folder that convert.py wrote, or a Hugging Face folder.
 
 import argparse
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,13 +21,15 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import TensorInfo, components_of, is_component, read_component
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError
 
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8}
+DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
+BITS = re.compile(r"\d+")  # float8_e4m3fn, F8_E4M3, int64, U8: the first number of a dtype's name
 Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 
 
 def describe(folder: Path) -> Iterator[str]:
     """Lines about whatever kind of folder it is."""
+    if not folder.is_dir():
+        raise CheckpointError(f"no folder {folder}")
     if is_component(folder):
         yield from _component(folder)
     elif (folder / INDEX).is_file() or (folder / SINGLE).is_file():
@@ -97,9 +100,14 @@ def _hugging_face(folder: Path) -> Iterator[str]:
 
 def _summary(what: str, entries: list[Entry]) -> Iterator[str]:
     elements = sum(prod(shape) for _, shape, _ in entries)
-    size = sum(prod(shape) * ITEM_BYTES.get(dtype, 1) for _, shape, dtype in entries) / 2**20
+    size = sum(prod(shape) * _bits(dtype) for _, shape, dtype in entries) / 2**23
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in Counter(dtype for _, _, dtype in entries).most_common())
     yield f"  {what}: {len(entries)} tensors ({kinds}), {elements:,} elements, {size:,.2f} MiB"
+
+
+def _bits(dtype: str) -> int:
+    found = BITS.search(dtype)
+    return int(found[0]) if found else 8  # bool
 
 
 def _table(entries: list[Entry]) -> Iterator[str]:

@@ -13,6 +13,10 @@ Holdings = tuple[tuple[int, ...], ...]
 """Row numbers held by (or wanted at) each world rank, in the order in which the rank keeps them."""
 
 
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""How a collective says that another rank has ended."""
+
+
 class OtherRankError(RuntimeError):
     """Another rank failed, so this one cannot go on."""
 

@@ -21,19 +21,19 @@ def transports(config: Config, layouts: Mapping[str, Layout]) -> tuple[Transport
     return (chosen,) * rollout.data
 
 
-def sending_rank(layouts: Mapping[str, Layout]) -> int:
+def sending_rank(config: Config, layouts: Mapping[str, Layout]) -> int:
     """The rank that broadcasts, or writes to the disk, the weights: the actor's first that is not on a GPU of an engine
     which takes them by broadcast. NCCL cannot have a GPU twice."""
     rollout, actor = layouts["rollout"], layouts["actor"].ranks
-    elsewhere = [engine for engine in range(rollout.data) if rollout.output_rank(engine) not in actor]
-    taken = {rank for engine in elsewhere for rank in rollout.block(0, engine)}
+    fed = [engine for engine, way in enumerate(transports(config, layouts)) if way == "broadcast"]
+    taken = {rank for engine in fed for rank in rollout.block(0, engine)}
     return next((rank for rank in actor if rank not in taken), actor[0])
 
 
 def describe_transports(config: Config, layouts: Mapping[str, Layout]) -> str:
     """The engines of each transport, in a line."""
     chosen = transports(config, layouts)
-    sender = f"from rank {sending_rank(layouts)} "
+    sender = f"from rank {sending_rank(config, layouts)} "
     parts = []
     for transport in dict.fromkeys(chosen):
         engines = format_ranks(engine for engine, its in enumerate(chosen) if its == transport)

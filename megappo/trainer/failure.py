@@ -14,18 +14,16 @@ import torch.distributed as dist
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
 from megappo.data.prompts import DataError
-from megappo.placement.exchange import OtherRankError
+from megappo.placement.exchange import LOST_RANK, OtherRankError
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError
 from megappo.weights.safetensors_io import WeightsError
 
 EXPLAINED = (
     *(ConfigError, DataError, WeightsError, CheckpointError, EngineError, RewardError),
-    *(FloatingPointError, FileExistsError, FileNotFoundError, PermissionError),
+    *(FloatingPointError, FileExistsError, FileNotFoundError, PermissionError, MemoryError),
 )
 """Errors whose message says all; others come with a traceback."""
-LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-"""How a collective says that another rank has ended."""
 REPORT_SECONDS = 5.0
 """How long a rank waits for the rank that failed first to say why."""
 

@@ -47,12 +47,11 @@ def build_weight_sync(
         actor: this rank's part. client: of the engine that this rank owns.
     """
     export = Export(actor.chunks, hf_config, actor.groups) if actor is not None else None
-    shared = exchange.share(
-        [tensor.spec for tensor in export.tensors] if export and exchange.rank == sending_rank(layouts) else None
-    )
+    sender = sending_rank(config, layouts)
+    shared = exchange.share([tensor.spec for tensor in export.tensors] if export and exchange.rank == sender else None)
     bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if platform.has_cuda() else CPU_BUCKET_BYTES)
     return WeightSync(
-        export.tensors if export else shared[sending_rank(layouts)],
+        export.tensors if export else shared[sender],
         export,
         _hand_overs(config, layouts, hf_config, client, exchange, bucket_bytes),
         folder_shapes(config.model.path, hf_config),
@@ -105,7 +104,7 @@ def _hand_overs(
     bucket_bytes: int,
 ) -> list[HandOver]:
     """This rank's part in handing the weights over."""
-    rollout, is_sender = layouts["rollout"], exchange.rank == sending_rank(layouts)
+    rollout, is_sender = layouts["rollout"], exchange.rank == sending_rank(config, layouts)
     ways = transports(config, layouts)
     way = ways[rollout.shard_of(exchange.rank)] if client is not None else None
     folder = Path(config.trainer.output_dir).resolve() / DISK_FOLDER
@@ -133,7 +132,7 @@ def _join_group(
     Raises:
         ConfigError: an engine uses the sending rank's GPU, which NCCL cannot have twice.
     """
-    rollout, sender = layouts["rollout"], sending_rank(layouts)
+    rollout, sender = layouts["rollout"], sending_rank(config, layouts)
     for engine in engines:
         if platform.has_cuda() and sender in rollout.block(0, engine):
             raise ConfigError(

@@ -53,6 +53,8 @@ def inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:
         if not tensor.with_next:
             yield together
             together = []
+    if together:
+        raise ValueError(f"{together[-1].name} is of use only with the tensor after it, and is the last")
 
 
 def num_bytes(bucket: Bucket) -> int:

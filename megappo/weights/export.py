@@ -104,8 +104,7 @@ class Export:
         layout = self.groups.layout
         if layout.tensor * layout.pipeline * layout.expert * layout.expert_tensor > 1:
             return None
-        name = self._held[tensor.name]
-        shard = decompose(self._parameters[name], self._table[name])[tensor.name]
+        shard = self._shard_of(tensor)
         return shard.view(tensor.shape) if shard.is_contiguous() and shard.numel() == prod(tensor.shape) else None
 
     @torch.no_grad()
@@ -160,6 +159,11 @@ class Export:
         """Whether several ranks have parts of it."""
         return tensor.piece.shard_dim is not None and cut_over(tensor.piece, self.groups).size() > 1
 
+    def _shard_of(self, tensor: ExportedTensor) -> torch.Tensor:
+        """This rank's shard of a tensor that it has, as `decompose` gives it."""
+        name = self._held[tensor.name]
+        return decompose(self._parameters[name], self._table[name])[tensor.name]
+
     def _own_shards(self, tensors: Sequence[ExportedTensor], flat: torch.Tensor) -> None:
         """Fill `flat` with the shards that this rank gives to `_gather`, from their owners: a message for each run of
         one's."""
@@ -167,8 +171,7 @@ class Export:
         sizes = [prod(tensor.piece.shard_shape) for tensor in tensors]
         for tensor, place in zip(tensors, flat.split(sizes), strict=True):
             if tensor.name in self._held and tensor.owner == pipeline.rank():
-                name = self._held[tensor.name]
-                shard = decompose(self._parameters[name], self._table[name])[tensor.name]
+                shard = self._shard_of(tensor)
                 place.view(shard.shape).copy_(shard)
         for (owner, expert_owner), part in _runs(tensors, sizes, flat, lambda one: (one.owner, one.expert_owner)):
             if expert_owner is not None and owner == pipeline.rank():

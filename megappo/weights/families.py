@@ -177,11 +177,10 @@ def compositions(
         head: what reads the last hidden states. A value head is replicated, [1, hidden], and its bias, if any, [1].
         expert_tensor: ranks that cut each expert.
     Raises:
-        ValueError: an unknown family, or sizes that do not divide by the ranks they are cut over.
+        ValueError: an unknown family.
     """
     layer_rules = _layer_rules(hf_config)
     sizes = _sizes(hf_config)
-    _check_divisible(sizes, tensor, expert_tensor)
     padded = {**sizes, "vocab": padded_vocab_size}
     rules = {"": _MODEL + _output_rules(hf_config, head)}
     rules.update({f"layers.{number}.": table for number, table in enumerate(layer_rules)})
@@ -286,7 +285,6 @@ def _head_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
 def _latent_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
     heads, rope, v = hf_config["num_attention_heads"], hf_config["qk_rope_head_dim"], hf_config["v_head_dim"]
     return {
-        "heads": heads,
         "q": heads * (hf_config["qk_nope_head_dim"] + rope),
         "q_latent": hf_config["q_lora_rank"] or 0,
         "kv_latent": hf_config["kv_lora_rank"],
@@ -299,21 +297,6 @@ def _latent_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
 def _expert_sizes(hf_config: dict[str, Any], experts: Experts) -> dict[str, int]:
     shared = {"shared_ffn": experts.shared.ffn_size(hf_config)} if experts.shared else {}
     return {"experts": num_experts(hf_config), "expert_ffn": hf_config[experts.ffn], **shared}
-
-
-def _check_divisible(sizes: Mapping[str, int], tensor: int, expert_tensor: int) -> None:
-    cut = {
-        "heads": ("num_attention_heads", "tensor", tensor),
-        "kv_heads": ("num_key_value_heads", "tensor", tensor),
-        "ffn": ("intermediate_size", "tensor", tensor),
-        "shared_ffn": ("the shared expert's inner size", "tensor", tensor),
-        "expert_ffn": ("an expert's inner size", "expert tensor", expert_tensor),
-    }
-    for key, (meaning, kind, ways) in cut.items():
-        if sizes.get(key, 0) % ways:
-            raise ValueError(
-                f"{meaning} {sizes[key]} does not divide by {kind} parallelism {ways}; choose a size that divides it"
-            )
 
 
 def _compose(rule: Rule, prefix: str, sizes: Mapping[str, int], padded: Mapping[str, int], ways: int) -> Composition:

@@ -56,13 +56,17 @@ class HandleSender(Update):
             raise ValueError("an engine that takes handles must be owned by one of the actor's ranks")
         self._send({"flattened_tensor": flat, "metadata": _places(bucket)}, LOAD_FORMAT)
 
+    def share(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        with _room(sum(tensor.nbytes for _, tensor in tensors)):
+            for _, tensor in tensors:
+                tensor.share_memory_()  # moves it, and all that lies in the same storage, the first time
+
     def send_in_place(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._send(tensors, None)
 
     def _send(self, payload: Any, load_format: str | None) -> None:
-        with _room():
-            # Each of the engine's ranks gets a handle of its own: handles are counted.
-            payloads = [_serialize(payload) for _ in range(self.tensor_parallel)]
+        # Each of the engine's ranks gets a handle of its own: handles are counted.
+        payloads = [_serialize(payload) for _ in range(self.tensor_parallel)]
         self.receiver.update_weights(payloads, load_format)
 
     def close(self) -> None:
@@ -102,19 +106,20 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
 
 def _shared_memory(size: int) -> torch.Tensor:
     """uint8 [size], in shared memory from the start: sharing it later would copy it."""
-    with _room():
+    with _room(size):
         return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
 
 
 @contextlib.contextmanager
-def _room() -> Iterator[None]:
-    """Say what to do when there is no room in shared memory."""
+def _room(num_bytes: int) -> Iterator[None]:
+    """Say what to do when there is no room for so much in shared memory."""
     try:
         yield
     except RuntimeError as error:
         if "unable to allocate shared memory" not in str(error):
             raise
         raise MemoryError(
-            "the weights do not fit into shared memory, through which an engine on the CPU takes them: enlarge "
-            f"/dev/shm (docker run --shm-size=8g), or set rollout.sync.transport to broadcast ({error})"
+            f"no room for {num_bytes / 2**30:.2f} GiB of weights in shared memory, from which an engine on the CPU "
+            "takes them: enlarge /dev/shm to the actor's size and two rollout.sync.bucket_bytes (docker run "
+            f"--shm-size=...), or set rollout.sync.transport to broadcast ({error})"
         ) from error

@@ -28,11 +28,12 @@ class Receiver(Protocol):
 class HandOver:
     """One rank's part in handing weights over: `open`, `send` for each bucket, `close`; then, with all ranks, `settle`.
 
-    `open` and every `send` run on a thread of their own, one after the other, while the next bucket is gathered.
+    `open` and every `send` run on a thread of their own, one after the other, while the next bucket is gathered. Where
+    tensors are read in place, `share` comes before all of them, and `send_in_place` before the first bucket.
 
     Attributes:
         needs_weights: `send` needs the bucket's memory; others only learn what is in it.
-        reads_in_place: tensors that the model has whole need not be gathered: `send_in_place` takes them.
+        reads_in_place: tensors that the model has whole need not be gathered: `share` and `send_in_place` take them.
     """
 
     needs_weights = True
@@ -48,6 +49,9 @@ class HandOver:
     def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
         """Hand a bucket over, and return when its memory may be used again; `flat` may be None if it is not needed."""
         raise NotImplementedError
+
+    def share(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Make tensors in the model's own memory readable by the engine, while nothing else uses them."""
 
     def send_in_place(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         """As `send`, of tensors in the model's own memory."""

@@ -28,8 +28,9 @@ UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints sa
 
 def is_unused(name: str, hf_config: dict[str, Any]) -> bool:
     """Whether a tensor is not loaded: a constant, or of the layers after the last one, which predict further tokens
-    (DeepSeek-V3's multi-token prediction). Those are neither trained nor exported; transformers leaves them out too."""
-    first, further = hf_config["num_hidden_layers"], hf_config.get("num_nextn_predict_layers") or 0
+    (DeepSeek-V3's multi-token prediction). Those are neither trained nor exported; transformers leaves them out too.
+    `hf_config` may be {}, of a folder without one."""
+    first, further = hf_config.get("num_hidden_layers", 0), hf_config.get("num_nextn_predict_layers") or 0
     prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + further))
     return name.endswith(UNUSED_SUFFIXES) or name.startswith(prefixes)
 
@@ -41,6 +42,7 @@ def folder_shapes(folder: str | Path, hf_config: dict[str, Any]) -> dict[str, tu
     """
     left_out = {VALUE_HEAD, VALUE_BIAS} | ({LM_HEAD} if is_tied(hf_config) else set())
     with PerExpertFolder(folder, hf_config) as source:
+        name_value_head(source)
         names = [name for name in source.names() - left_out if not is_unused(name, hf_config)]
         return {name: source.shape(name) for name in names}
 
@@ -103,7 +105,7 @@ def _check_bias(source: HFFolder, hf_config: dict[str, Any]) -> None:
     if found and not expected:
         raise WeightsError(
             f"the value head in {source.folder} has a bias that is not zero, but the model was built without one; "
-            "build a critic with `critic_config` of the folder"
+            "a shared backbone's has none: train a separate critic, or remove the bias"
         )
     if expected and VALUE_BIAS not in source.names():
         raise WeightsError(f"the model's value head has a bias, but {source.folder} has none; build it of this folder")

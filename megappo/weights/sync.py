@@ -79,8 +79,6 @@ class WeightSync:
         tensors = self._stale(changed)
         if tensors:
             self._send(tensors)
-            for hand_over in self._hand_overs:
-                hand_over.close()
             self._barrier()
             for hand_over in self._hand_overs:
                 hand_over.settle()
@@ -102,6 +100,8 @@ class WeightSync:
         try:
             pending = [threads.submit(hand_over.open) for hand_over in self._hand_overs]
             if in_place:
+                for hand_over in self._hand_overs:
+                    hand_over.share(in_place)
                 wait_for(pending)
                 pending = [threads.submit(hand_over.send_in_place, in_place) for hand_over in self._hand_overs]
                 check_each_finite(in_place)
@@ -109,10 +109,10 @@ class WeightSync:
                 flat = self._gathered(bucket, largest)
                 wait_for(pending)
                 pending = [threads.submit(hand_over.send, bucket, flat) for hand_over in self._hand_overs]
-                if self._checks and flat is not None:
-                    check_finite(bucket, flat)
                 del flat
             wait_for(pending)
+            for hand_over in self._hand_overs:
+                hand_over.close()
         except BaseException:
             for hand_over in self._hand_overs:
                 hand_over.abort()
@@ -122,14 +122,15 @@ class WeightSync:
 
     def _apart(self, tensors: Sequence[TensorSpec]) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
         """What the engines of this rank can read where it is, and what must be gathered."""
+        if self._source is None or not all(hand_over.reads_in_place for hand_over in self._hand_overs):
+            return [], list(tensors)
         in_place, gathered = [], []
-        reads = self._source is not None and all(hand_over.reads_in_place for hand_over in self._hand_overs)
         for together in inseparable(tensors):
-            found = [(tensor.name, self._source.in_place(tensor)) for tensor in together] if reads else []
-            if found and all(place is not None for _, place in found):
-                in_place += found
-            else:
+            found = {tensor.name: self._source.in_place(tensor) for tensor in together}
+            if None in found.values():
                 gathered += together
+            else:
+                in_place += found.items()
         return in_place, gathered
 
     def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
@@ -138,8 +139,8 @@ class WeightSync:
         buffers = (hand_over.buffer(largest) for hand_over in self._hand_overs)
         buffer = next((found[: num_bytes(bucket)] for found in buffers if found is not None), None)
         flat = self._source.gather(bucket, buffer)
-        if flat.is_cuda:
-            torch.cuda.current_stream().synchronize()  # a hand-over, on a thread of its own, takes it for gathered
+        if self._checks:
+            check_finite(bucket, flat)
         return flat
 
 
@@ -176,6 +177,7 @@ def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
         ValueError: names a tensor with values that are not.
     """
     # A sum takes one pass and no memory; one that is too large though all values are finite passes the second look.
+    # On a GPU it waits until the bucket is there, which the hand-over, on a thread of its own, relies on.
     if torch.isfinite(flat.view(bucket[0].dtype).sum(dtype=torch.float32)):
         return
     check_each_finite(views(bucket, flat))

@@ -33,9 +33,11 @@ def test_each_engine_takes_the_way_that_is_open_to_it(config: Config, expected: 
 def test_the_plan_says_which_way_from_which_rank() -> None:
     config = config_of("2-3", "0-7")
     layouts = placement_layouts(config, 8)
-    assert sending_rank(layouts) == 2
+    assert sending_rank(config, layouts) == 2
     shared = config_of("1-3", "0-3", 2)
-    assert sending_rank(placement_layouts(shared, 4)) == 2, "engine 0, which takes them by broadcast, is on rank 1"
+    assert sending_rank(shared, placement_layouts(shared, 4)) == 2, "engine 0, fed by broadcast, is on rank 1"
+    chosen = config_of("0-3", "0-1", transport="broadcast")
+    assert sending_rank(chosen, placement_layouts(chosen, 4)) == 2, "both engines are fed by broadcast"
     assert describe_transports(config, layouts) == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import CONVERT, assert_equal, convert, run, tensors_of
+from safetensors.torch import save_file
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_models import hf_folder, sequences
 from transformers import AutoModelForCausalLM
@@ -64,6 +65,16 @@ def test_the_experts_of_a_checkpoint_are_compared_and_cut_anew(tmp_path: Path) -
     convert("verify", tmp_path / "cut", tmp_path / "megatron")
     convert("megatron-to-hf", tmp_path / "cut", tmp_path / "back")
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(per_expert))
+
+
+def test_layers_that_predict_further_tokens_are_no_difference(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    source = hf_folder(tmp_path / "source", "deepseek_v3", **DEEPSEEK_V3 | shape)
+    further = {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}
+    save_file(tensors_of(source) | further, source / "model.safetensors", {"format": "pt"})
+    convert("hf-to-megatron", source, tmp_path / "megatron")
+    for folder in (tmp_path / "megatron", source):
+        assert convert("verify", folder, source).startswith("equal to the bit")
 
 
 def test_stages_of_different_sizes(tmp_path: Path) -> None:

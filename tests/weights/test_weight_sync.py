@@ -4,6 +4,7 @@ tests/rollout/test_weight_update.py and test_sync.py."""
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,18 @@ def test_what_has_not_changed_is_not_sent_again_to_engines_that_keep_it():
     assert sync(changed=False).bytes > 0, "the first time it is new to the engine"
     assert sync(changed=False).bytes == 0
     assert sync(changed=True).bytes == sum(tensor.nbytes for tensor in WEIGHTS.values())
+
+
+def test_a_frozen_tensor_is_sent_once_to_engines_that_keep_it():
+    items, recorder = list(WEIGHTS.items()), Recorder()
+    tensors = [replace(tensor, is_frozen="norm" in tensor.name) for tensor in specs(items)]
+    options = {"bucket_bytes": 10**6, "barrier": lambda: None, "engines_keep": True}
+    sync = WeightSync(tensors, Given(items), [recorder], SHAPES, **options)
+    sync()
+    assert {name for bucket in recorder.buckets for name in bucket} == WEIGHTS.keys()
+    recorder.buckets.clear()
+    assert sync().bytes == 2 * 4 * 32
+    assert {name for bucket in recorder.buckets for name in bucket} == WEIGHTS.keys() - {"model.norm.weight"}
 
 
 def test_engines_that_lose_their_weights_get_all_of_them():

@@ -7,6 +7,7 @@ Prints medians, and how much of the copy's rate a sync reaches; the engine share
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine runs on the CPU, as the ranks do
 
 import torch
 
@@ -118,7 +120,6 @@ def main() -> None:
         finally:
             if engine is not None:
                 engine.stop()
-            world.exchange.share(None)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from megappo.weights.critic import critic_buckets, has_value_head, name_value_he
 from megappo.weights.export import Export
 from megappo.weights.families import EMBEDDING, LM_HEAD, VALUE_BIAS
 from megappo.weights.fused_experts import PerExpertFolder
-from megappo.weights.load import UNUSED_SUFFIXES
+from megappo.weights.load import is_unused
 from megappo.weights.safetensors_io import HFFolder
 
 BUCKET_BYTES = 256 * 2**20
@@ -45,9 +46,11 @@ def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "C
         refuse_step(folder)
     first = megatron[0] if megatron else args.input
     second = folders[1 - folders.index(first)]
-    with _opened(second, args.hf_config) as source:
+    hf_config = _config_of(second, args.hf_config)
+    with _opened(second, hf_config) as source:
         named = _of_megatron(first, args, source, world) if megatron else _of_hf(first, args.hf_config)
-        comparison = Comparison(first, source, {args.input: DTYPES[args.dtype]} if args.dtype else {})
+        cast = {args.input: DTYPES[args.dtype]} if args.dtype else {}
+        comparison = Comparison(first, source, _used_names(source, hf_config), cast)
         total = sum(prod(source.shape(name)) for name in comparison.left)
         with world.bar("comparing", total, " parameters") as bar:
             for name, tensor in named:
@@ -67,12 +70,13 @@ class Comparison:
         num_tensors: that came, with `num_elements`.
     Args:
         first: folder of the tensors that come.
+        names: of the tensors of `second` that must come.
         cast: dtype that a folder's tensors are cast to first.
     """
 
-    def __init__(self, first: Path, second: HFFolder, cast: dict[Path, torch.dtype]):
+    def __init__(self, first: Path, second: HFFolder, names: list[str], cast: dict[Path, torch.dtype]):
         self.first, self.second, self.cast = first, second, cast
-        self.left = {name for name in second.names() if not name.endswith(UNUSED_SUFFIXES)}
+        self.left = set(names)
         self.lines: list[str] = []
         self.num_tensors = self.num_elements = 0
 
@@ -97,21 +101,29 @@ class Comparison:
         return tensor.cpu().to(self.cast.get(folder, tensor.dtype))
 
 
-def _opened(folder: Path, config_folder: Path | None) -> HFFolder:
-    """A Hugging Face folder; one of fused experts has a tensor for each matrix of each, as the export does."""
+def _config_of(folder: Path, config_folder: Path | None) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder if it is of a known family, as the language model's; {} if not."""
     configs = [path for path in (folder, config_folder) if path and (path / "config.json").is_file()]
     hf_config = read_hf_config(configs[0]) if configs else {}
     architectures = [language_model(name) for name in hf_config.get("architectures") or []]
-    if not FAMILIES.keys() & set(architectures[:1]):
-        return HFFolder(folder)
-    return PerExpertFolder(folder, {**hf_config, "architectures": architectures})
+    return {**hf_config, "architectures": architectures} if FAMILIES.keys() & set(architectures[:1]) else {}
+
+
+def _opened(folder: Path, hf_config: dict[str, Any]) -> HFFolder:
+    """A Hugging Face folder; one of fused experts has a tensor for each matrix of each, as the export does."""
+    return PerExpertFolder(folder, hf_config) if hf_config else HFFolder(folder)
+
+
+def _used_names(source: HFFolder, hf_config: dict[str, Any]) -> list[str]:
+    """The tensors that are loaded."""
+    return sorted(name for name in source.names() if not is_unused(name, hf_config))
 
 
 def _of_hf(folder: Path, config_folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
-    with _opened(folder, config_folder) as source:
-        for name in sorted(source.names()):
-            if not name.endswith(UNUSED_SUFFIXES):
-                yield name, source.read(name)
+    hf_config = _config_of(folder, config_folder)
+    with _opened(folder, hf_config) as source:
+        for name in _used_names(source, hf_config):
+            yield name, source.read(name)
 
 
 def _of_megatron(

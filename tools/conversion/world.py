@@ -73,7 +73,7 @@ def _check_size(parallel: Parallel, size: int) -> None:
         experts = f" with --expert {parallel.expert}" if parallel.expert > 1 else ""
         raise UsageError(
             f"--tensor {parallel.tensor} x --pipeline {parallel.pipeline}{experts} needs {needed} processes, this run "
-            f"has {size}: start it with python -m megappo.torchrun --nproc-per-node {needed} tools/convert.py ..."
+            f"has {size}: start it with python -m megappo.torchrun --nproc-per-node {needed} {sys.argv[0]} ..."
         )
 
 
