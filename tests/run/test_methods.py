@@ -30,7 +30,7 @@ METHODS = {
     ),
     "shared backbone": ("algorithm.shared_backbone=true", "reward.normalize=running", "algorithm.preset=openrlhf"),
 }
-SLOW = ("rloo", "reinforce_plus_plus", "gspo", "dual clip")
+SLOW = ("rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov", "dual clip", "adaptive KL")
 OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")
 
 pytestmark = pytest.mark.timeout(300)

@@ -29,7 +29,7 @@ def test_a_mixture_of_experts_learns_and_is_exported(config: Path, folder: Path)
         "critic.parallel={tensor: 2, pipeline: 1, expert: 2, sequence: true}",
     )
     # So few tokens that the shards need different numbers of micro-batches.
-    settings = ("trainer.total_steps=10", "trainer.eval_interval=0", "actor.max_tokens_per_micro_batch=16")
+    settings = ("trainer.total_steps=10", "trainer.eval_interval=0", "actor.max_tokens_per_micro_batch=48")
     with Program(folder, config, f"trainer.output_dir={run}", f"model.path={model}", *layouts, *settings) as program:
         assert program.wait() == 0, program.output
     steps = logged(run)

@@ -33,11 +33,11 @@ def mixture(root: Path, family: str) -> tuple[Path, Path]:
     ("family", "arguments", "ranks"),
     [
         ("mixtral", (), 1),
-        ("mixtral", ("--expert", 2), 2),
-        ("qwen2_moe", ("--tensor", 2, "--expert", 2), 2),
+        pytest.param("mixtral", ("--expert", 2), 2, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", ("--tensor", 2, "--expert", 2), 2, marks=pytest.mark.slow),
         ("qwen3_moe", (), 1),
         ("qwen3_moe", ("--expert", 2), 2),
-        ("deepseek_v2", ("--tensor", 2), 2),
+        pytest.param("deepseek_v2", ("--tensor", 2), 2, marks=pytest.mark.slow),
         ("deepseek_v3", ("--pipeline", 2, "--pipeline-split", "1,1"), 2),
     ],
 )
