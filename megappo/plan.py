@@ -9,13 +9,13 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megappo.config.checks import longest_row, optimizer_steps
 from megappo.config.describe import show
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_help
-from megappo.config.loading import load_config
+from megappo.config.loading import leaves, load_config
 from megappo.config.schema import Config
 from megappo.placement.arithmetic import batch_cuts
 from megappo.placement.layout import Layout
@@ -53,7 +53,7 @@ def config_summary(config: Config) -> str:
     """Every key's value, a paragraph per section."""
     lines = [
         textwrap.fill(
-            "  ".join(f"{key}={show(value)}" for key, value in _leaves(section)),
+            "  ".join(f"{key}={show(value)}" for key, value in leaves(section)),
             WIDTH,
             initial_indent=f"  {name:<11}",
             subsequent_indent=" " * 13,
@@ -101,14 +101,6 @@ def _range(bounds: tuple[int, int]) -> str:
 
 def _absent(config: Config) -> str:
     return "" if config.has_critic else f"\n  {config.no_critic}"
-
-
-def _leaves(section: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _world_size(config: Config) -> int:

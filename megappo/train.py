@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megappo import platform
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_help
-from megappo.config.loading import dump_config, load_config
+from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 from megappo.lifetime import die_with
 from megappo.trainer.failure import report
@@ -72,7 +72,11 @@ def _run(config: Config, store: dist.Store, rank: int, world_size: int, cleanup:
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     run = build_run(config, cleanup)
     if rank == 0:  # not before: a folder that is refused stays as it was
-        Path(config.trainer.output_dir, "config.yaml").write_text(dump_config(config))
+        resolved = Path(config.trainer.output_dir, "config.yaml")
+        if run.start_step and resolved.exists():
+            for change in changes_since(resolved, config):
+                run.observer.message(f"changed since then: {change}")
+        resolved.write_text(dump_config(config))
     Trainer(config, run).train()
 
 

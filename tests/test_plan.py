@@ -145,6 +145,17 @@ def test_the_rank_table_is_aligned(run_folder):
         assert all(line[column - 1] == " " and line[column] != " " for column in columns)
 
 
+def test_the_middle_of_many_ranks_is_left_out(run_folder):
+    batch = (
+        f"{key}=256" for key in ("data.train_batch_size", "actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size")
+    )
+    wide = (*(f"placement.{name}=0-63" for name in ("actor", "critic", "rollout")), *batch, "--world-size", "64")
+    lines = [line.split() for line in plan(run_folder, "run.yaml", *wide).stdout.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line[:2] == ["rank", "actor"])
+    shown = [line[0] for line in lines[start + 1 : start + 34]]
+    assert shown == [*map(str, range(16)), "...", *map(str, range(48, 64))]
+
+
 def test_every_error_is_printed_and_the_exit_code_is_2(run_folder):
     (run_folder / "train.jsonl").unlink()
     done = plan(run_folder, "run.yaml", "critic.ppo_mini_batch_size=5", "placement.critic=0-2", "rollout.top_k=0")

@@ -32,7 +32,7 @@ from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  
 from conversion.verify import verify  # noqa: E402
 from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E402
 
-from megappo.checkpoint.errors import CheckpointError  # noqa: E402
+from megappo.checkpoint.errors import CheckpointError, no_folder  # noqa: E402
 from megappo.config.errors import ConfigError  # noqa: E402
 from megappo.placement.exchange import LOST_RANK, OtherRankError  # noqa: E402
 
@@ -125,7 +125,7 @@ def _ended(why: str, args: argparse.Namespace, world: World | None) -> int:
 
 def _check_output(source: Path, output: Path, force: bool) -> None:
     if not source.is_dir():
-        raise UsageError(f"--input: no folder {source}")
+        raise UsageError(f"--input: {no_folder(source)}")
     inner, outer = source.resolve(), output.resolve()
     if outer == inner or outer in inner.parents or inner in outer.parents:
         raise UsageError(f"--output {output} and --input {source} lie in each other: name another folder to write to")
@@ -159,8 +159,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, description) in COMMANDS.items():
         command = commands.add_parser(name, help=description, description=description)
-        command.add_argument("--input", type=Path, required=True, metavar="DIR")
-        command.add_argument("--output", type=Path, required=True, metavar="DIR")
+        command.add_argument("--input", type=Path, required=True, metavar="DIR", help="the folder to read")
+        output = "the folder to compare with" if name == "verify" else "the folder to write"
+        command.add_argument("--output", type=Path, required=True, metavar="DIR", help=output)
         command.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks (default 1)")
         command.add_argument("--pipeline", type=int, default=1, help="pipeline stages (default 1)")
         command.add_argument("--expert", type=int, default=1, help="ranks that share out the experts (default 1)")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.errors import CheckpointError, no_folder
 from megappo.checkpoint.metadata import TensorInfo, components_of, is_component, read_component
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError
 
@@ -29,7 +29,7 @@ Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 def describe(folder: Path) -> Iterator[str]:
     """Lines about whatever kind of folder it is."""
     if not folder.is_dir():
-        raise CheckpointError(f"no folder {folder}")
+        raise CheckpointError(no_folder(folder))
     if is_component(folder):
         yield from _component(folder)
     elif (folder / INDEX).is_file() or (folder / SINGLE).is_file():

@@ -4,7 +4,7 @@ Relative paths in a `base:` are relative to the file that names them. All other 
 trainer.output_dir, reward files) are relative to the directory the program is started in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that `load_config` reads back equal."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+
+
+def changes_since(file: Path, config: Config) -> list[str]:
+    """`key: old -> new` of each key whose value differs from what `dump_config` wrote to a file."""
+    old, new = (dict(leaves(values)) for values in (yaml.safe_load(file.read_text()), config.model_dump(mode="json")))
+    return [
+        f"{key}: {show(old.get(key))} -> {show(new.get(key))}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The dotted keys of nested sections, and their values."""
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _schema_errors(error: ValidationError, layer: Layer, file: str) -> list[str]:

@@ -6,6 +6,7 @@ from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks
 
 MOST_BLOCKS = 8
+RANKS_SHOWN = 32
 
 
 def placement_picture(layouts: dict[str, Layout], splits: Mapping[str, Sequence[int]]) -> str:
@@ -18,9 +19,14 @@ def placement_picture(layouts: dict[str, Layout], splits: Mapping[str, Sequence[
 
 
 def rank_table(layouts: dict[str, Layout], world_size: int) -> str:
-    """A line per rank: its coordinates in each component, and its engine."""
+    """A line per rank, but for the middle of many: its coordinates in each component, and its engine."""
     rows = [["rank", *(name if name != "rollout" else "engine" for name in layouts)]]
-    rows += [[str(rank), *(_cell(name, layouts[name], rank) for name in layouts)] for rank in range(world_size)]
+    left_out = range(RANKS_SHOWN // 2, world_size - RANKS_SHOWN // 2) if world_size > RANKS_SHOWN else ()
+    for rank in range(world_size):
+        if rank not in left_out:
+            rows.append([str(rank), *(_cell(name, layouts[name], rank) for name in layouts)])
+        elif rank == left_out[0]:
+            rows.append(["..."] * len(rows[0]))
     return aligned(rows)
 
 

@@ -22,7 +22,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
         if last >= world_size:
             raise ValueError(
                 f"{text!r} names rank {last}, but this run has {world_size}, numbered from 0: "
-                f"start {last + 1} processes or more, or name lower ranks"
+                f"start {last + 1} processes or more (NPROC={last + 1} with launch/local.sh), or name lower ranks"
             )
         for rank in range(first, last + 1):
             if rank in ranks:
@@ -198,7 +198,7 @@ def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:
     if idle:
         yield (
             f"placement: ranks {format_ranks(idle)} of this run's {world_size} belong to no component: "
-            f"start {max(used) + 1} processes, or place a component there"
+            f"start {max(used) + 1} processes (NPROC={max(used) + 1} with launch/local.sh), or place a component there"
         )
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megappo.config.describe import keys
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_help
-from megappo.config.loading import dump_config, load_config
+from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 
 MINIMAL = "model: {path: m}\ndata: {train_files: [t.jsonl]}\ntrainer: {output_dir: out}\n"
@@ -161,6 +161,18 @@ def test_the_dump_reads_back_equal(tmp_path):
     config = load_config(path)
     assert config.rollout.server_args == {"a": "1e-6", "b": 1e-6, "c": True, "d": 7}
     assert load_config(write(tmp_path, "dump.yaml", dump_config(config))) == config
+
+
+def test_what_has_changed_since_a_dump_is_named(tmp_path):
+    path = write(tmp_path, "run.yaml", MINIMAL)
+    dump = write(tmp_path, "dump.yaml", dump_config(load_config(path)))
+    assert changes_since(dump, load_config(path)) == []
+    changed = load_config(path, ["trainer.seed=7", "actor.optim.lr=1e-4", "rollout.stop=['a']"])
+    assert changes_since(dump, changed) == [
+        "actor.optim.lr: 1e-06 -> 0.0001",
+        'rollout.stop: [] -> ["a"]',
+        "trainer.seed: 0 -> 7",
+    ]
 
 
 @settings(deadline=None, max_examples=50)

@@ -103,7 +103,7 @@ def test_verify_names_every_difference(qwen2: Path, megatron: Path, tmp_path: Pa
 
 def test_two_megatron_folders(qwen2: Path, megatron: Path, tmp_path: Path) -> None:
     convert("hf-to-megatron", qwen2, tmp_path / "cut", "--tensor", 2, ranks=2)  # its vocabulary has a row of padding
-    assert convert("verify", megatron, tmp_path / "cut") == "equal to the bit: 10 tensors, 37,088 parameters\n"
+    assert convert("verify", megatron, tmp_path / "cut") == "equal to the bit: 10 tensors, 37,088 elements\n"
     tensors = tensors_of(qwen2)
     tensors["model.layers.2.mlp.up_proj.weight"][5, 7] -= 0.25
     tensors["model.layers.3.mlp.up_proj.weight"][:2] = 0.0
@@ -151,6 +151,8 @@ def test_a_reward_model_with_a_bias(qwen2: Path, tmp_path: Path) -> None:
     model.score.weight.data.normal_()
     model.score.bias.data.fill_(0.75)
     model.save_pretrained(tmp_path / "reward")
+    command = ("hf-to-megatron", "--input", tmp_path / "reward", "--output", tmp_path / "critic")
+    refused(run(CONVERT, *command), 2, "is a critic or a reward model: --value-model converts it")
     convert("hf-to-megatron", tmp_path / "reward", tmp_path / "critic", "--value-model")
     convert("verify", tmp_path / "critic", tmp_path / "reward")
     convert("megatron-to-hf", tmp_path / "critic", tmp_path / "back")
@@ -265,6 +267,10 @@ def test_usage_errors(qwen2: Path, megatron: Path, tmp_path: Path) -> None:
     refused(run(CONVERT, *command, tmp_path / "new", ranks=2), 2, "needs 1 processes, this run has 2")
     command = ("megatron-to-hf", "--input", megatron, "--output", tmp_path / "new")
     refused(run(CONVERT, *command, "--value-model"), 2, "has no value head")
+    twice = ("hf-to-megatron", "--input", megatron, "--output", tmp_path / "new")
+    refused(run(CONVERT, *twice), 2, "is a Megatron folder already: megatron-to-hf, or reshard, takes it")
+    mistyped = ("hf-to-megatron", "--input", qwen2.parent / "qwen3", "--output", tmp_path / "new")
+    refused(run(CONVERT, *mistyped), 2, f"no folder {qwen2.parent / 'qwen3'}; {qwen2.parent} has {qwen2.name}")
     assert contents(tmp_path) == {"taken/precious": b"kept"}
 
 

@@ -82,6 +82,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(step: Path, tmp_path: Path) 
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
         return done.stderr
 
+    assert f"no folder {tmp_path / 'actr'}; {tmp_path} has none" in message(tmp_path / "actr")
     assert "holds neither checkpoints of a run, nor" in message(tmp_path)
     folder = tmp_path / "actor"
     shutil.copytree(step / "actor", folder)

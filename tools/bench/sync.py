@@ -27,6 +27,7 @@ platform.define_torchvision_operators()
 
 from conversion.world import World  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from megappo.config.schema import Parallel, Rollout  # noqa: E402
 from megappo.rollout.engine import Engine  # noqa: E402
@@ -56,6 +57,7 @@ def write_model(folder: Path, megabytes: int) -> None:
         tie_word_embeddings=False,
     )
     torch.manual_seed(0)
+    disable_progress_bar()
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
 
 
@@ -98,7 +100,10 @@ def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--megabytes", type=int, default=500, help="size of the model, about; at least one layer (default 500)"
+        "--megabytes",
+        type=int,
+        default=500,
+        help="size of the model in MiB, in steps of 64, from 192 on (default 500)",
     )
     parser.add_argument("--bucket-megabytes", type=int, default=128, help="rollout.sync.bucket_bytes (default 128)")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of the actor (default 1)")

@@ -10,7 +10,7 @@ from typing import Any
 from conversion.world import DTYPE_NAMES, SAFETENSORS_DTYPES, UsageError, World, described
 from megappo.checkpoint.component import has_value_bias, head_of, load_model, reshard, save_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
-from megappo.config.families import language_model
+from megappo.config.families import REWARD_MODELS, language_model
 from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind
 from megappo.models.value_head import BIAS_KEY
@@ -24,7 +24,11 @@ from megappo.weights.safetensors_io import HFFolder
 def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
     """A Hugging Face folder as a dist_checkpointing folder."""
     head: HeadKind = "value" if args.value_model else "policy"
+    if is_component(args.input):
+        raise UsageError(f"{args.input} is a Megatron folder already: megatron-to-hf, or reshard, takes it")
     hf_config = critic_config(args.input) if args.value_model else read_hf_config(args.input)
+    if any(name.endswith(REWARD_MODELS) for name in hf_config.get("architectures") or []):
+        raise UsageError(f"{args.input} is a critic or a reward model: --value-model converts it")
     dtype = args.dtype or stored_dtype(args.input)
     chunks = load_from_hf(args.input, hf_config, dtype, head, world)
     with world.staged(args.output) as folder:

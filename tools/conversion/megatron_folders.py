@@ -27,6 +27,7 @@ class MegatronComparison:
     lines: list[str] = field(default_factory=list)
     num_tensors: int = 0
     num_elements: int = 0
+    unit: str = "elements"  # an optimizer's state has more than the model's parameters
 
 
 def compare_megatron(args: argparse.Namespace, world: World) -> MegatronComparison:

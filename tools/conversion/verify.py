@@ -12,7 +12,7 @@ from conversion.commands import load_from_megatron, open_megatron, refuse_step
 from conversion.differences import difference_of
 from conversion.megatron_folders import compare_megatron
 from conversion.world import World
-from megappo.checkpoint.metadata import is_component
+from megappo.checkpoint.metadata import components_of, is_component
 from megappo.config.families import FAMILIES, language_model
 from megappo.models.hf_config import DTYPES, HeadKind, is_tied
 from megappo.weights.critic import critic_buckets, has_value_head, name_value_head, read_hf_config
@@ -26,7 +26,25 @@ BUCKET_BYTES = 256 * 2**20
 
 
 def verify(args: argparse.Namespace, world: World) -> int:
-    """Print every difference between two folders; 1 if there are any."""
+    """Print every difference between two folders, of two training checkpoints one component after the other; 1 if there
+    are any."""
+    first, second = ({} if is_component(folder) else _by_name(folder) for folder in (args.input, args.output))
+    if not (first and second):
+        return _verify(args, world)
+    for name in sorted(first.keys() ^ second.keys()):
+        world.say(f"{name}: only in {args.input if name in first else args.output}")
+    found = [first.keys() != second.keys()]
+    for name in sorted(first.keys() & second.keys()):
+        world.say(f"{name}:")
+        found.append(_verify(argparse.Namespace(**vars(args) | {"input": first[name], "output": second[name]}), world))
+    return int(any(found))
+
+
+def _by_name(step: Path) -> dict[str, Path]:
+    return {component.name: component for component in components_of(step)}
+
+
+def _verify(args: argparse.Namespace, world: World) -> int:
     megatron = [folder for folder in (args.input, args.output) if is_component(folder)]
     comparison = compare_megatron(args, world) if len(megatron) == 2 else _compare(megatron, args, world)
     for line in comparison.lines:
@@ -35,7 +53,7 @@ def verify(args: argparse.Namespace, world: World) -> int:
     if num_differences:
         world.say(f"{num_differences} difference{'s' if num_differences > 1 else ''}")
         return 1
-    world.say(f"equal to the bit: {comparison.num_tensors} tensors, {comparison.num_elements:,} parameters")
+    world.say(f"equal to the bit: {comparison.num_tensors} tensors, {comparison.num_elements:,} {comparison.unit}")
     return 0
 
 
@@ -67,7 +85,7 @@ class Comparison:
 
     Attributes:
         lines: the differences, one line each.
-        num_tensors: that came, with `num_elements`.
+        num_tensors: that came, with `num_elements` in `unit`.
     Args:
         first: folder of the tensors that come.
         names: of the tensors of `second` that must come.
@@ -78,6 +96,7 @@ class Comparison:
         self.first, self.second, self.cast = first, second, cast
         self.left = set(names)
         self.lines: list[str] = []
+        self.unit = "parameters"
         self.num_tensors = self.num_elements = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
