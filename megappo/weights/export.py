@@ -43,6 +43,17 @@ class ExportedTensor(TensorSpec):
         return self.piece.shard_dim is None, self.piece.expert is not None
 
 
+@dataclass(frozen=True)
+class _Takers:
+    """Which ranks of this rank's groups need what is passed on in them, by their numbers in the group: whole tensors
+    over the ranks that these are cut over, shards over the pipeline and over expert parallelism."""
+
+    tensor: list[bool]
+    expert_tensor: list[bool]
+    pipeline: list[bool]
+    expert: list[bool]
+
+
 class Export:
     """A model's weights as whole Hugging Face tensors, on this rank of the component.
 
@@ -75,12 +86,15 @@ class Export:
         tensors = _plan(list(pieces_of(self._table).values()), self._held, parameters, groups)
         # Like ones together: fewer messages, and fewer buckets, each of one dtype.
         self.tensors = sorted(tensors, key=lambda tensor: (tensor.cut, str(tensor.dtype)))
+        self._takers = self._takers_of(needs=True)
 
     def takes_part(self, needs: bool) -> bool:
         """Whether this rank must join in `gather` for those ranks to get their tensors that have `needs`.
 
         All ranks of the component call it together. The others, data-parallel replicas of these, may go their ways.
+        From then on what `gather` returns is of use on ranks with `needs` alone.
         """
+        self._takers = self._takers_of(needs)
         collection = self.groups.collection
         joins, found, before = torch.tensor(int(needs), device=self._device), 0, -1
         while found != before:  # whoever sends to one that joins, joins
@@ -90,6 +104,19 @@ class Export:
             dist.all_reduce(count, group=collection.intra_dist_opt)
             found, before = int(count), found
         return bool(joins)
+
+    def _takers_of(self, needs: bool) -> _Takers:
+        collection = self.groups.collection
+        tensor, expert_tensor = self._flags(needs, collection.tp), self._flags(needs, collection.expt_tp)
+        pipeline = self._flags(any(tensor + expert_tensor), collection.pp)
+        return _Takers(tensor, expert_tensor, pipeline, self._flags(any(pipeline), collection.ep))
+
+    def _flags(self, flag: bool, group: dist.ProcessGroup) -> list[bool]:
+        """The flag of every rank of a group."""
+        flags = torch.zeros(group.size(), dtype=torch.int64, device=self._device)
+        flags[group.rank()] = flag
+        dist.all_reduce(flags, group=group)
+        return flags.bool().tolist()
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Everything, [(Hugging Face name, full tensor)] after another; all ranks that take part run it to its end."""
@@ -114,7 +141,8 @@ class Export:
         Args:
             flat: where to put them, uint8 [their bytes] on the model's device; None = newly allocated.
         Returns:
-            `flat`, of copies in the parameters' dtype, padding of the vocabulary left out; see `views`.
+            `flat`, of copies in the parameters' dtype, padding of the vocabulary left out; see `views`. Where
+            `takes_part` was told that this rank does not need them, its values mean nothing.
         """
         if flat is None:
             flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
@@ -133,27 +161,22 @@ class Export:
             self._own_shards(tensors, target)
             return
         tensor = cut_over(tensors[0].piece, self.groups)
+        takers = self._takers.tensor if tensors[0].piece.expert is None else self._takers.expert_tensor
         sizes = [prod(one.piece.shard_shape) for one in tensors]
         if len(tensors) == 1 and tensors[0].piece.shard_dim == 0 and len(target) == tensor.size() * sizes[0]:
-            self._gather_in_place(tensors, target.view(tensor.size(), -1), tensor)
+            rows = target.view(tensor.size(), -1)
+            self._own_shards(tensors, rows[tensor.rank()])
+            _fill_rows(rows, tensor, takers)
             return
-        shards = target.new_empty(sum(sizes))
-        self._own_shards(tensors, shards)
-        gathered = target.new_empty(tensor.size() * len(shards))
-        dist.all_gather_into_tensor(gathered, shards, group=tensor)
-        columns = gathered.view(tensor.size(), -1).split(sizes, dim=1)
+        rows = target.new_empty(tensor.size(), sum(sizes))
+        self._own_shards(tensors, rows[tensor.rank()])
+        _fill_rows(rows, tensor, takers)
+        if not takers[tensor.rank()]:
+            return
+        columns = rows.split(sizes, dim=1)
         places = target.split([prod(one.shape) for one in tensors])
         for one, column, place in zip(tensors, columns, places, strict=True):
             _join(one.piece, column, place.view(one.shape))
-
-    def _gather_in_place(self, tensors: Sequence[ExportedTensor], rows: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Fill `rows`, each a rank's shard of one tensor, without any memory beside it."""
-        self._own_shards(tensors, rows[group.rank()])
-        if rows.is_cuda:
-            dist.all_gather_into_tensor(rows, rows[group.rank()], group=group)
-            return
-        for rank, row in enumerate(rows):  # gloo's all_gather keeps a copy of them all
-            dist.broadcast(row, dist.get_global_rank(group, rank), group=group)
 
     def _is_gathered(self, tensor: ExportedTensor) -> bool:
         """Whether several ranks have parts of it."""
@@ -175,9 +198,9 @@ class Export:
                 place.view(shard.shape).copy_(shard)
         for (owner, expert_owner), part in _runs(tensors, sizes, flat, lambda one: (one.owner, one.expert_owner)):
             if expert_owner is not None and owner == pipeline.rank():
-                dist.broadcast(part, dist.get_global_rank(expert, expert_owner), group=expert)
+                _pass_on(part, expert_owner, expert, self._takers.expert)
         for owner, part in _runs(tensors, sizes, flat, lambda one: one.owner):
-            dist.broadcast(part, dist.get_global_rank(pipeline, owner), group=pipeline)
+            _pass_on(part, owner, pipeline, self._takers.pipeline)
 
 
 def _plan(
@@ -247,6 +270,26 @@ def _runs(
         length = sum(size for _, size in run)
         yield value, flat[start : start + length]
         start += length
+
+
+def _pass_on(part: torch.Tensor, source: int, group: dist.ProcessGroup, takers: Sequence[bool]) -> None:
+    """Give memory of one rank of a group to those that take it; ranks by their numbers in the group."""
+    others = [rank for rank, takes in enumerate(takers) if takes and rank != source]
+    if len(others) > 1:
+        dist.broadcast(part, dist.get_global_rank(group, source), group=group)
+    elif others and group.rank() == source:
+        dist.send(part, dist.get_global_rank(group, others[0]), group=group)
+    elif others and group.rank() == others[0]:
+        dist.recv(part, dist.get_global_rank(group, source), group=group)
+
+
+def _fill_rows(rows: torch.Tensor, group: dist.ProcessGroup, takers: Sequence[bool]) -> None:
+    """Fill `rows` [ranks of the group, elements], of which each rank has its own, on those that take them."""
+    if all(takers) and rows.is_cuda:
+        dist.all_gather_into_tensor(rows, rows[group.rank()], group=group)
+        return
+    for rank, row in enumerate(rows):  # gloo's all_gather takes longer, and keeps a copy of them all
+        _pass_on(row, rank, group, takers)
 
 
 def _join(piece: Piece, shards: torch.Tensor, whole: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.weights.buckets import into_buckets, num_bytes, views
 from megappo.weights.export import Export
 from megappo.weights.hf_folder import write_hf_folder
 
@@ -89,6 +90,32 @@ def write_from_few(rank: int, world_size: int, source: Path, target: Path) -> No
         assert export.takes_part(rank == 0) == (rank in needed), name
         write_hf_folder(model, read_config(source), groups[name], source, target / name, max_shard_bytes=30_000)
         assert (target / name / "config.json").is_file()
+
+
+def give_to_some(rank: int, world_size: int, source: Path) -> None:
+    """Whichever ranks need the tensors get them, bit for bit, and nobody waits for who does not take part."""
+    layouts = {name: layout for name, (layout, _) in NEEDED.items()}
+    layouts["TP2xPP2"] = Layout((0, 1, 2, 3), tensor=2, pipeline=2)
+    layouts["TP2xETP2"] = Layout((0, 1, 2, 3), tensor=2, expert_tensor=2, expert=2)
+    expected = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for name, groups in build_groups(layouts, seed=0).items():
+        export = Export(load(source, groups), read_config(source), groups)
+        for needing in ({0}, {3}, {1, 2}, {0, 2}, {0, 1, 3}, {0, 1, 2, 3}, set()):
+            if not export.takes_part(rank in needing):
+                assert rank not in needing
+                continue
+            found = {}
+            for bucket in into_buckets(export.tensors, 20_000):
+                flat = torch.full((num_bytes(bucket),), 255, dtype=torch.uint8)  # NaN
+                found |= dict(views(bucket, export.gather(bucket, flat)))
+            assert found.keys() == expected.keys()
+            if rank in needing:
+                assert all(torch.equal(found[key], expected[key]) for key in expected), (name, needing)
+
+
+def test_tensors_go_to_the_ranks_that_need_them(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    run_ranks(4, give_to_some, hf_folder(tmp_path / "source", "qwen3_moe", **experts))
 
 
 def test_only_ranks_that_are_needed_gather(tmp_path: Path) -> None:
