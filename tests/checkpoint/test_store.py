@@ -178,7 +178,8 @@ DENSE_STAGE_MOVES = {"actor, pp2 to ep2": (PP2, EP2), "actor, pp2 to pp2": (PP2,
 def check_moved(
     rank: int, world_size: int, folders: dict[str, Path], store_folder: Path, moves: dict[str, tuple[Case, Case]]
 ) -> None:
-    """A checkpoint of each layout loaded in another one, and two steps more than it had."""
+    """A checkpoint of each layout loaded in another one: saved again, every tensor of it, the optimizer's too, is the
+    same to the bit; and two steps more give what they had given."""
     exchange = Exchange(dist.group.WORLD)
     for name, (before, after) in moves.items():
         kind = name.split(",")[0]
@@ -190,6 +191,9 @@ def check_moved(
         metrics, expected = next(part for part in uninterrupted if part[0])
         moved = build(folders, {kind: after})
         store.load(store.latest(), moved)
+        again = CheckpointStore(store_folder / f"{name}, again", 0, exchange)
+        again.save(3, moved, {})
+        assert_same_tensors(again.latest() / kind, store.latest() / kind, name)
         found = train(moved, 2)
         assert not found or found == pytest.approx(metrics, rel=1e-4), name
         for key, tensor in weights(moved, folders).items():
@@ -201,32 +205,18 @@ def test_any_layout_goes_on_from_any_other(folders: dict[str, Path], tmp_path: P
     run_ranks(2, check_moved, folders, tmp_path / "checkpoints", MOVES)
 
 
-def check_rewritten(rank: int, world_size: int, folders: dict[str, Path], store_folder: Path) -> None:
-    """Saved, loaded in another layout and saved again: every tensor in the folder, the optimizer's too, is the same."""
-    exchange = Exchange(dist.group.WORLD)
-    for name, (before, after) in {"shared out": (PP2, CP2), "put together": (CP2, ONE)}.items():
-        written = []
-        source = build(folders, {"actor": before})
-        train(source, 3)
-        for number, engines in enumerate((source, build(folders, {"actor": after}))):
-            store = CheckpointStore(store_folder / f"{name} {number}", 0, exchange)
-            if written:
-                store.load(written[0], engines)
-            store.save(3, engines, {})
-            written.append(store.latest())
-        first, second = (tensors_in(path / "actor") for path in written)
-        assert len([key for key in first if "exp_avg" in key]) > 10 and first.keys() == second.keys()
-        assert [key for key in first if not torch.equal(first[key], second[key])] == [], name
+def assert_same_tensors(found_in: Path, expected_in: Path, name: str) -> None:
+    found, expected = tensors_in(found_in), tensors_in(expected_in)
+    assert len([key for key in expected if "exp_avg" in key]) > 10 and found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        rows = min(len(found[key]), len(tensor)) if "embedding" in key or "output_layer" in key else None  # of padding
+        assert torch.equal(found[key][:rows], tensor[:rows]), f"{name}: {key}"
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     """What is sharded in a component's folder; the rest, such as the schedule, lies in dictionaries beside it."""
     loaded = dist_checkpointing.load_plain_tensors(str(folder))
     return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}
-
-
-def test_context_parallelism_changes_no_bit_of_a_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(2, check_rewritten, folders, tmp_path / "checkpoints")
 
 
 def test_a_mixture_of_experts_goes_on_in_any_layout(tmp_path: Path) -> None:

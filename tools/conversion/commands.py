@@ -65,12 +65,13 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
     if not components and not is_component(args.input):
         raise UsageError(f"{args.input} is neither a converted model nor a training checkpoint (step_XXXXXXXX)")
     sources = [open_megatron(folder, args.hf_config) for folder in components or [args.input]]
-    with world.staged(args.output) as folder:
+    with world.staged(args.output) as folder, world.bar("resharding", len(sources), " components") as bar:
         for source in sources:
             target = folder / source.folder.name if components else folder
             world.together(lambda target=target: target.mkdir(exist_ok=True))
             chunks = world.build(source.hf_config, source.dtype, source.head)
             reshard(chunks, world.groups, source.folder, source.info, target, source.hf_config["vocab_size"])
+            bar.update()  # dist_checkpointing tells nothing while it works
         if world.rank == 0:
             for name in ("state.json", "config.json", *COMPANIONS):
                 if (args.input / name).is_file():
