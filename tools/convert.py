@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the machine's memory is larger, and its GPUs may be training
@@ -143,8 +144,15 @@ def _end_on_signals() -> None:
         _ignore_signals()
         raise Interrupted
 
-    for number in ENDING:
+    def ignored(unraisable: Any) -> None:  # raised in a destructor, where it goes no further
+        if isinstance(unraisable.exc_value, Interrupted):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    for number in (*ENDING, signal.SIGALRM):
         signal.signal(number, end)
+    sys.unraisablehook = ignored
 
 
 def _ignore_signals() -> None:

@@ -247,7 +247,7 @@ CONTRADICTIONS = {
 PLACEMENTS = {
     "placement.rollout=4": (
         "placement.rollout: '4' names rank 4, but this run has 4, numbered from 0: "
-        "start 5 processes or more, or name lower ranks"
+        "start 5 processes or more (NPROC=5 with launch/local.sh), or name lower ranks"
     ),
     "placement.critic=3-1": "placement.critic: '3-1': the range 3-1 runs backwards: write 1-3",
     "placement.rollout=0-2,2": "placement.rollout: '0-2,2' names rank 2 twice: name it once",
@@ -278,7 +278,8 @@ PLACEMENTS = {
         "place the engines there"
     ),
     "placement.actor,critic,rollout=0-1": (
-        "placement: ranks 2-3 of this run's 4 belong to no component: start 2 processes, or place a component there"
+        "placement: ranks 2-3 of this run's 4 belong to no component: "
+        "start 2 processes (NPROC=2 with launch/local.sh), or place a component there"
     ),
     "actor.ppo_mini_batch_size=2": (
         "actor.ppo_mini_batch_size 2 x rollout.n 1 = 2 trajectories are fewer than the actor's 4 data-parallel shards "

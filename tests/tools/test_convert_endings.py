@@ -106,6 +106,31 @@ def test_an_interrupted_conversion(
     assert contents(target.parent) == {"target/precious": b"kept"}
 
 
+INTERRUPTED_IN_A_DESTRUCTOR = """
+import os, signal, sys, time
+sys.path.insert(0, "tools")
+import convert
+
+class Ending:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+
+convert._end_on_signals()
+try:
+    Ending()
+    time.sleep(10)
+except convert.Interrupted:
+    print("interrupted")
+"""
+
+
+def test_a_signal_is_not_lost_in_a_destructor() -> None:
+    program = [sys.executable, "-c", INTERRUPTED_IN_A_DESTRUCTOR]
+    done = subprocess.run(program, cwd=CONVERT.parents[1], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
+
+
 def test_what_a_killed_conversion_left_is_removed_by_the_next(sources: dict[str, Path], target: Path) -> None:
     command, temporary = "megatron-to-hf", target.with_name("target.tmp")
     assert ended(command, sources[command], target, lambda process: process.kill())[0] == -signal.SIGKILL
