@@ -32,8 +32,6 @@ fi
 nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
 
 # What is wrong with the config is told at once, not after every rank has imported the program.
-if [[ " $* " != *" --help "* && " $* " != *" -h "* ]]; then
-    "$python" -m megappo.plan --world-size "$nproc" "$@" > /dev/null
-fi
+"$python" -m megappo.plan --world-size "$nproc" "$@" > /dev/null
 # exec: a signal to this script reaches torchrun, which ends its own ranks.
 exec "$python" -m megappo.torchrun --standalone --nproc-per-node "$nproc" -m megappo.train "$@"

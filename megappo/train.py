@@ -32,6 +32,7 @@ platform.install()  # must come before the first import of megatron.core
 
 from megappo.trainer.build import build_run  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
+from megappo.trainer.run import Run  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,12 +73,19 @@ def _run(config: Config, store: dist.Store, rank: int, world_size: int, cleanup:
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     run = build_run(config, cleanup)
     if rank == 0:  # not before: a folder that is refused stays as it was
-        resolved = Path(config.trainer.output_dir, "config.yaml")
-        if run.start_step and resolved.exists():
-            for change in changes_since(resolved, config):
-                run.observer.message(f"changed since then: {change}")
-        resolved.write_text(dump_config(config))
+        _keep_config(config, run)
     Trainer(config, run).train()
+
+
+def _keep_config(config: Config, run: Run) -> None:
+    """Write the resolved config beside the results, and say what a resumed run's has that the one there had not."""
+    path = Path(config.trainer.output_dir, "config.yaml")
+    if run.start_step and path.exists():
+        for change in changes_since(path, config):
+            run.observer.message(f"changed since then: {change}")
+    partial = path.with_name("config.yaml.tmp")
+    partial.write_text(dump_config(config))
+    os.replace(partial, path)  # a kill leaves none that cannot be read
 
 
 def _print_capabilities() -> None:

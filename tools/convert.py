@@ -10,6 +10,7 @@ python -m megappo.torchrun --nproc-per-node N tools/convert.py ... with N = P x 
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -73,7 +74,19 @@ class Interrupted(BaseException):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command: 0, 1 when it failed or found differences, 2 when the command line or the input is at fault."""
     args = _parser().parse_args(arguments)
-    _end_on_signals()
+    code = 1
+    with contextlib.suppress(Interrupted):  # one that comes while another end is told
+        _end_on_signals()
+        try:
+            code = _run(args)
+        finally:
+            _ignore_signals()  # torchrun's, too: an exception while Python shuts down would be a message of its own
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
     world = None
     try:
         if args.command != "verify":
@@ -89,10 +102,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(sign in str(error) for sign in LOST_RANK):
             return _ended("another rank has ended", args, world)
         raise
-    finally:
-        _ignore_signals()  # torchrun's, too: an exception while Python shuts down would be a message of its own
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _failed(message: str, args: argparse.Namespace, world: World | None) -> int:
@@ -146,17 +155,18 @@ def _end_on_signals() -> None:
 
     def ignored(unraisable: Any) -> None:  # raised in a destructor, where it goes no further
         if isinstance(unraisable.exc_value, Interrupted):
+            signal.signal(signal.SIGALRM, end)
             signal.setitimer(signal.ITIMER_REAL, 0.01)
         else:
             sys.__unraisablehook__(unraisable)
 
-    for number in (*ENDING, signal.SIGALRM):
+    for number in ENDING:
         signal.signal(number, end)
     sys.unraisablehook = ignored
 
 
 def _ignore_signals() -> None:
-    for number in ENDING:
+    for number in (*ENDING, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -74,8 +74,10 @@ def is_component(folder: Path) -> bool:
 
 
 def components_of(folder: Path) -> list[Path]:
-    """Folders of the components in a training checkpoint, step_XXXXXXXX."""
-    return sorted(path for path in folder.iterdir() if is_component(path)) if folder.is_dir() else []
+    """Folders of the components in a training checkpoint, step_XXXXXXXX; none in a component's own folder."""
+    if is_component(folder) or not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if is_component(path))
 
 
 def read_component(folder: Path) -> ComponentInfo:

@@ -20,14 +20,11 @@ def placement_picture(layouts: dict[str, Layout], splits: Mapping[str, Sequence[
 
 def rank_table(layouts: dict[str, Layout], world_size: int) -> str:
     """A line per rank, but for the middle of many: its coordinates in each component, and its engine."""
-    rows = [["rank", *(name if name != "rollout" else "engine" for name in layouts)]]
-    left_out = range(RANKS_SHOWN // 2, world_size - RANKS_SHOWN // 2) if world_size > RANKS_SHOWN else ()
-    for rank in range(world_size):
-        if rank not in left_out:
-            rows.append([str(rank), *(_cell(name, layouts[name], rank) for name in layouts)])
-        elif rank == left_out[0]:
-            rows.append(["..."] * len(rows[0]))
-    return aligned(rows)
+    title = ["rank", *(name if name != "rollout" else "engine" for name in layouts)]
+    rows = [[str(rank), *(_cell(name, layouts[name], rank) for name in layouts)] for rank in range(world_size)]
+    if world_size > RANKS_SHOWN:
+        rows[RANKS_SHOWN // 2 : -RANKS_SHOWN // 2] = [["..."] * len(title)]
+    return aligned([title, *rows])
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:

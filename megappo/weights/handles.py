@@ -36,7 +36,7 @@ class HandleSender(Update):
         self.tensor_parallel = tensor_parallel
         self.reads_in_place = not platform.has_cuda()
         self._buffers: list[torch.Tensor] = []
-        if not platform.has_cuda():  # torch's default passes descriptors, which an unrelated process cannot take
+        if self.reads_in_place:  # torch's default passes descriptors, which an unrelated process cannot take
             torch.multiprocessing.set_sharing_strategy("file_system")
 
     def buffer(self, size: int) -> torch.Tensor | None:

@@ -163,3 +163,8 @@ def test_unsupported_features_are_named(changes: dict) -> None:
 def test_layouts_that_do_not_divide_are_named(parallel: Parallel, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _config(parallel)
+
+
+def test_an_inner_size_that_does_not_divide_is_named() -> None:
+    with pytest.raises(ValueError, match="intermediate_size = 47 does not divide by parallel.tensor = 2"):
+        _config(Parallel(tensor=2), intermediate_size=47)

@@ -60,8 +60,8 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_
 def test_two_buckets_stay_in_shared_memory_and_no_more(client, hf_model, engine_shapes):
     weights = named_weights(hf_model)
     options = {"bucket_bytes": 20_000, "barrier": lambda: None, "engines_keep": False}
-    before = len(os.listdir("/dev/shm"))
+    before = set(os.listdir("/dev/shm"))
     sync = WeightSync(specs(weights), Given(weights), [HandleSender(client, 1)], engine_shapes, **options)
     for _ in range(3):
         sync()
-        assert len(os.listdir("/dev/shm")) == before + 2
+        assert len(set(os.listdir("/dev/shm")) - before) == 2  # of the others, some may be going

@@ -61,7 +61,7 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
 
 def reshard_folder(args: argparse.Namespace, world: World) -> None:
     """A component's folder, or all of a training checkpoint, with the files cut for another layout."""
-    components = [] if is_component(args.input) else components_of(args.input)
+    components = components_of(args.input)
     if not components and not is_component(args.input):
         raise UsageError(f"{args.input} is neither a converted model nor a training checkpoint (step_XXXXXXXX)")
     sources = [open_megatron(folder, args.hf_config) for folder in components or [args.input]]
@@ -112,8 +112,8 @@ def refuse_step(folder: Path) -> None:
     Raises:
         UsageError: the folder holds the components of a training run.
     """
-    if not is_component(folder) and components_of(folder):
-        names = ", ".join(str(path) for path in components_of(folder))
+    names = ", ".join(str(path) for path in components_of(folder))
+    if names:
         raise UsageError(f"{folder} is a whole training checkpoint: name one of its components, {names}")
 
 

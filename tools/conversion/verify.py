@@ -28,7 +28,7 @@ BUCKET_BYTES = 256 * 2**20
 def verify(args: argparse.Namespace, world: World) -> int:
     """Print every difference between two folders, of two training checkpoints one component after the other; 1 if there
     are any."""
-    first, second = ({} if is_component(folder) else _by_name(folder) for folder in (args.input, args.output))
+    first, second = ({path.name: path for path in components_of(folder)} for folder in (args.input, args.output))
     if not (first and second):
         return _verify(args, world)
     for name in sorted(first.keys() ^ second.keys()):
@@ -38,10 +38,6 @@ def verify(args: argparse.Namespace, world: World) -> int:
         world.say(f"{name}:")
         found.append(_verify(argparse.Namespace(**vars(args) | {"input": first[name], "output": second[name]}), world))
     return int(any(found))
-
-
-def _by_name(step: Path) -> dict[str, Path]:
-    return {component.name: component for component in components_of(step)}
 
 
 def _verify(args: argparse.Namespace, world: World) -> int:
