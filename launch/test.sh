@@ -11,4 +11,5 @@ ours="megappo tests tools configs setup.py"  # and not what users keep here
 .venv/bin/python -m ruff check $ours
 .venv/bin/python -m ruff format --check --quiet $ours
 .venv/bin/python -m mypy
-exec .venv/bin/python -m pytest "$@"
+# Tests wait (for processes to start) more than they compute: two at a time, those that share a costly fixture together.
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadgroup "$@"

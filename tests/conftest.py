@@ -28,7 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
+SHARED = ("engine", "run")
+"""Fixtures of the whole session that take many seconds to make: all tests that use one run in the same process."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        item.add_marker(pytest.mark.xdist_group(shared[0] if shared else item.path.name))
     if torch.cuda.is_available():
         return
     for item in items:
