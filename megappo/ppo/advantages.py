@@ -92,7 +92,8 @@ def compute_token_level_rewards(
         token_level_rewards, [B, R] float32, 0 where the mask is 0.
 
     Raises:
-        ValueError: a response has no token with mask 1, so its score would be lost; or a score is not finite.
+        ValueError: a response has no token with mask 1, so its score would be lost.
+        FloatingPointError: a score is not finite.
     Source: Ouyang et al. 2022 (InstructGPT), eq. 2.
     """
     valid = response_mask.bool()
@@ -101,7 +102,7 @@ def compute_token_level_rewards(
         raise ValueError(f"responses {empty[:10]} have no token with response_mask 1, so their score has no place")
     broken = (~scores.isfinite()).nonzero().flatten().tolist()
     if broken:
-        raise ValueError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
+        raise FloatingPointError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
     penalty = torch.zeros_like(response_mask, dtype=torch.float32) if kl is None else kl_coef * kl.float()
     rewards = torch.where(valid, -penalty, 0.0)
     return add_to_last_token(rewards, valid, scores)
@@ -128,7 +129,8 @@ def whiten(
         (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.
 
     Raises:
-        ValueError: fewer than two tokens with mask 1, or one that is not finite, on every rank of the group alike.
+        ValueError: fewer than two tokens with mask 1, on every rank of the group alike.
+        FloatingPointError: one that is not finite, likewise.
     Source: verl's masked_whiten; mean first, then squared distances to it, summed in float64.
     """
     mean, variance = _moments(x, mask, group, conventions.whiten_ddof)
@@ -163,7 +165,7 @@ def _moments(
     if count < 2:
         raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
     if not total.isfinite():
-        raise ValueError(f"the {int(count)} tokens with mask 1 are not all finite")
+        raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
     mean = total / count
     squares = torch.where(valid, (x - mean).square(), 0.0).sum()
     return mean, sum_over_ranks(squares, group) / (count - ddof)

@@ -44,7 +44,8 @@ def select_by_covariance(
         [B, R] bool; nothing where the mini-batch has no token.
 
     Raises:
-        ValueError: another policy_loss; or, on all ranks alike, values on mask tokens that are not finite.
+        ValueError: another policy_loss.
+        FloatingPointError: on all ranks alike, values on mask tokens that are not finite.
     Source: Cui et al. 2025 (The Entropy Mechanism of RL for Reasoning LMs), section 4.2.
     """
     if config.policy_loss == "clip_cov":
@@ -133,7 +134,7 @@ def _select(
     if not count or not share:
         return torch.zeros_like(valid)
     if not math.isfinite(total_advantage) or not math.isfinite(total_log_prob):
-        raise ValueError("no covariance: log_probs or advantages of tokens with mask 1 are not finite; find the NaN")
+        raise FloatingPointError("no covariance: log_probs or advantages of tokens with mask 1 are not finite")
     covariance = (advantages - total_advantage / count) * (log_probs - total_log_prob / count)
     low, high = band
     wanted = max(1, int(share * count))

@@ -120,10 +120,10 @@ class AdaptiveKLController:
             n_steps: responses of this step, over all ranks.
 
         Raises:
-            ValueError: current_kl is not finite.
+            FloatingPointError: current_kl is not finite.
         """
         if not math.isfinite(current_kl):
-            raise ValueError(f"cannot adapt kl_coef: the KL to the reference is {current_kl}; check the log-probs")
+            raise FloatingPointError(f"cannot adapt kl_coef: the KL to the reference is {current_kl}")
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
 

@@ -70,7 +70,7 @@ def test_whiten_of_equal_numbers_is_0():
 
 def test_whiten_refuses_what_is_not_finite():
     for broken in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="3 tokens with mask 1 are not all finite"):
+        with pytest.raises(FloatingPointError, match="3 tokens with mask 1 are not all finite"):
             whiten(torch.tensor([[1.0, broken, 2.0]]), torch.ones(1, 3))
 
 
@@ -131,7 +131,7 @@ def test_token_level_rewards_without_kl_put_the_score_on_the_last_policy_token()
 def test_token_level_rewards_lose_no_score():
     with pytest.raises(ValueError, match=r"responses \[1\] have no token"):
         compute_token_level_rewards(torch.ones(2), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
-    with pytest.raises(ValueError, match=r"scores of responses \[0\] are not finite"):
+    with pytest.raises(FloatingPointError, match=r"scores of responses \[0\] are not finite"):
         compute_token_level_rewards(torch.tensor([math.nan, 1.0]), torch.ones(2, 2))
 
 
