@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.conventions import DEFAULT, Conventions
+from megappo.ppo.conventions import DEFAULT, Whitening
 from megappo.ppo.estimators import (
     gpg,
     grpo,
@@ -114,7 +114,7 @@ def whiten(
     shift_mean: bool = True,
     *,
     group: dist.ProcessGroup | None = None,
-    conventions: Conventions = DEFAULT,
+    whitening: Whitening = DEFAULT.whitening,
 ) -> torch.Tensor:
     """Scale x to variance 1 and, with shift_mean, shift it to mean 0, over all tokens with mask 1.
 
@@ -123,7 +123,7 @@ def whiten(
         shift_mean: False keeps the mean.
         group: ranks whose tokens are taken together; each must call, with its own rows (none is allowed).
             None = the tokens given here alone, even where torch.distributed is initialised.
-        conventions: its whiten_ddof, whiten_eps and whiten_clamps_variance; by default ddof 1 and 1e-8 added.
+        whitening: by default ddof 1 and eps 1e-8, added to the variance.
 
     Returns:
         (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.
@@ -133,9 +133,9 @@ def whiten(
         FloatingPointError: one that is not finite, likewise.
     Source: verl's masked_whiten; mean first, then squared distances to it, summed in float64.
     """
-    mean, variance = _moments(x, mask, group, conventions.whiten_ddof)
-    eps = conventions.whiten_eps
-    scale = torch.rsqrt(variance.clamp(min=eps) if conventions.whiten_clamps_variance else variance + eps)
+    mean, variance = _moments(x, mask, group, whitening.ddof)
+    eps = whitening.eps
+    scale = torch.rsqrt(variance.clamp(min=eps) if whitening.clamps_variance else variance + eps)
     whitened = (x.double() - mean) * scale
     if not shift_mean:
         whitened = whitened + mean

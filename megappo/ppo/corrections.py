@@ -62,8 +62,8 @@ def rollout_is_weights(
                 outside [threshold_lower or 1 / threshold, threshold] (IcePop; slime's icepop_function, NeMo-RL's
                 "icepop", verl's rollout_is_threshold "lower_upper").
             reject_geometric: all of a response gets weight 0 where its geometric mean lies outside of these bounds
-                (verl's rollout_rs "geometric", now "seq_mean_k1"; with level token and a threshold out of reach,
-                NeMo-RL's "seq-mask-tis").
+                (verl's rollout_rs "geometric"; its "seq_mean_k1" bounds 1 / that mean, so that [a, b] here is
+                "1/b_1/a" there; with level token and a threshold out of reach, NeMo-RL's "seq-mask-tis").
             veto_threshold: likewise where any token's ratio, not clamped, is below it (rollout_token_veto_threshold of
                 verl's versions of 2025).
         group: ranks whose metrics are taken together; each must call, with its own rows (none is allowed).

@@ -72,7 +72,8 @@ def clip_cov(
     Args and Returns: as `policy_loss`; clip_ratio_c is not read (no dual clip).
         selected: [B, R] bool, of `select_by_covariance`; None = selected among this call's own tokens.
     The loss of a selected token is 0, unless its ratio is clipped already: that keeps its constant, as in verl (which
-    leaves those out of the draw, too). pg_clipfrac is the fraction of tokens set to 0, as in verl.
+    leaves those out of the draw, too). pg_clipfrac is the fraction of tokens set to 0, as in verl. log_ratio_clamp
+    bounds the log-ratio (verl: nothing does, for this loss).
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_clip_cov.
     """
     tokens = Tokens(log_probs, old_log_probs, advantages, response_mask, rollout_is_weights, normaliser, conventions)
@@ -100,7 +101,8 @@ def kl_cov(
     """KL-Cov: the unclipped surrogate -A x ratio, plus ppo_kl_coef x |log-ratio| at the selected tokens.
 
     Args and Returns: as `policy_loss`; the clip bounds are not read and nothing counts as clipped. ppo_kl is signed, as
-    everywhere here (verl reports the mean of |log-ratio| for this loss).
+    everywhere here (verl reports the mean of |log-ratio| for this loss). log_ratio_clamp bounds the log-ratio before
+    exp, but not in the penalty (verl: nowhere).
         selected: [B, R] bool, of `select_by_covariance`; None = selected among this call's own tokens.
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_kl_cov.
     """

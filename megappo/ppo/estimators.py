@@ -63,12 +63,13 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups:
 def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> Estimates:
     """Discounted sum of the rewards from each token on. The method whitens it over the batch.
 
-    A token with mask 0 is carried through, without discount; verl ends the sum at one instead, so that rewards after
-    an environment's turn do not count before it. Without such turns both are the same.
+    A token with mask 0 is carried through, without discount, as in verl since August 2026; before, it ended the sum
+    there, so that rewards after an environment's turn did not count before it.
 
     Returns:
         (advantages, returns), the same numbers.
-    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards.
+    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards (NeMo-RL gives a token its own KL alone, not
+        that of the tokens after it).
     """
     _check_rows(token_level_rewards, response_mask)
     returns, _ = gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, gamma, 1.0)
