@@ -4,7 +4,8 @@ Algorithms are written above this seam (AReaL's `engine.train_batch(batch, loss_
 into values per response token, and a `LossFn` turns those into a loss.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from megappo.data.packing import Packed, pack
 from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
 from megappo.models.routing import router_bias_kept
+from megappo.placement.exchange import OtherRankError
 from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
@@ -37,6 +39,8 @@ Head = Callable[[torch.Tensor, Packed], Outputs]
 LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Outputs and their rows -> loss and metrics, both partial sums of the mini-batch's: they add up over micro-batches
 and data-parallel shards to what one pass over the whole mini-batch would give."""
+LOSS = "loss"
+"""Stands among a loss function's metrics for the loss itself, which has the parts that they name."""
 
 
 class MegatronEngine:
@@ -241,8 +245,9 @@ class TrainedEngine(MegatronEngine):
         Returns:
             `grad_norm`, `lr`, and on the last stage the loss function's metrics, summed over micro-batches.
         Raises:
-            FloatingPointError: the loss or the gradient norm is not finite. The model is spoiled: end the run without
-                saving it.
+            FloatingPointError: the loss or one of its metrics is not finite, and no weight has been changed; or the
+                gradient norm is not, and the model is spoiled. End the run without saving it.
+            OtherRankError: the loss is not finite on another rank.
         """
         for runner in self.runners:
             runner.train()
@@ -251,13 +256,34 @@ class TrainedEngine(MegatronEngine):
         bins = self._bins(rows)
         on_idle = partial(self._loss, _no_loss)
         parts = self._run(rows, bins, partial(self._loss, loss_fn), on_idle, forward_only=False)
+        metrics = _summed(parts)
+        self._check_finite(metrics)
         with self.groups.active():
             updated, grad_norm, _ = self.optimizer.step()
         if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
             raise FloatingPointError(f"the gradient norm is {grad_norm}: lower optim.lr, or look at the rewards")
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         self.scheduler.step(increment=1)
-        return {"grad_norm": float(grad_norm), "lr": lr, **_summed(parts)}
+        metrics.pop(LOSS, None)
+        return {"grad_norm": float(grad_norm), "lr": lr, **metrics}
+
+    def _check_finite(self, found: Mapping[str, float]) -> None:
+        """Raises on all ranks of the component where any of them has a loss that is not finite.
+
+        An infinite or undefined loss may well have a finite gradient, so the gradient's norm does not tell; and as only
+        the last stage has a loss, and a data-parallel shard only its own, the others would go on into the update.
+        """
+        broken = [f"{name} {value}" for name, value in found.items() if not math.isfinite(value)]
+        anywhere = torch.tensor(float(bool(broken)), device=platform.device())
+        dist.all_reduce(anywhere, group=self.groups.collection.intra_dist_opt)
+        if broken:
+            raise FloatingPointError(
+                f"the loss of an optimizer step is not finite: {', '.join(broken)}; no weight was changed by it. Look "
+                "at the rewards, advantages and log-probs of the last steps in metrics.jsonl; if they run away, lower "
+                "optim.lr"
+            )
+        if anywhere:
+            raise OtherRankError("the loss of an optimizer step is not finite on another rank")
 
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
         """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""
@@ -287,7 +313,7 @@ class TrainedEngine(MegatronEngine):
     def _loss(self, loss_fn: LossFn, packed: Packed, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         loss, metrics = loss_fn(self._read(self.loss_head, output, packed), packed.rows)
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
-        return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics
+        return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics | {LOSS: loss}
 
 
 def _runner(chunk: GPTModel) -> torch.nn.Module:
@@ -370,6 +396,8 @@ def _no_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, torc
 
 
 def _summed(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    """Each metric's sum over the micro-batches, brought to the host at once."""
     if not parts:
         return {}
-    return {name: float(sum(part[name].detach().double() for part in parts)) for name in parts[0]}
+    sums = [torch.stack([part[name].detach().double() for part in parts]).sum() for name in parts[0]]
+    return dict(zip(parts[0], torch.stack(sums).tolist(), strict=True))

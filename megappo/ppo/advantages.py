@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.conventions import DEFAULT, Conventions
+from megappo.ppo.conventions import DEFAULT, Whitening
 from megappo.ppo.estimators import (
     gpg,
     grpo,
@@ -92,7 +92,8 @@ def compute_token_level_rewards(
         token_level_rewards, [B, R] float32, 0 where the mask is 0.
 
     Raises:
-        ValueError: a response has no token with mask 1, so its score would be lost; or a score is not finite.
+        ValueError: a response has no token with mask 1, so its score would be lost.
+        FloatingPointError: a score is not finite.
     Source: Ouyang et al. 2022 (InstructGPT), eq. 2.
     """
     valid = response_mask.bool()
@@ -101,7 +102,7 @@ def compute_token_level_rewards(
         raise ValueError(f"responses {empty[:10]} have no token with response_mask 1, so their score has no place")
     broken = (~scores.isfinite()).nonzero().flatten().tolist()
     if broken:
-        raise ValueError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
+        raise FloatingPointError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
     penalty = torch.zeros_like(response_mask, dtype=torch.float32) if kl is None else kl_coef * kl.float()
     rewards = torch.where(valid, -penalty, 0.0)
     return add_to_last_token(rewards, valid, scores)
@@ -113,7 +114,7 @@ def whiten(
     shift_mean: bool = True,
     *,
     group: dist.ProcessGroup | None = None,
-    conventions: Conventions = DEFAULT,
+    whitening: Whitening = DEFAULT.whitening,
 ) -> torch.Tensor:
     """Scale x to variance 1 and, with shift_mean, shift it to mean 0, over all tokens with mask 1.
 
@@ -122,18 +123,19 @@ def whiten(
         shift_mean: False keeps the mean.
         group: ranks whose tokens are taken together; each must call, with its own rows (none is allowed).
             None = the tokens given here alone, even where torch.distributed is initialised.
-        conventions: its whiten_ddof, whiten_eps and whiten_clamps_variance; by default ddof 1 and 1e-8 added.
+        whitening: by default ddof 1 and eps 1e-8, added to the variance.
 
     Returns:
         (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.
 
     Raises:
-        ValueError: fewer than two tokens with mask 1, or one that is not finite, on every rank of the group alike.
+        ValueError: fewer than two tokens with mask 1, on every rank of the group alike.
+        FloatingPointError: one that is not finite, likewise.
     Source: verl's masked_whiten; mean first, then squared distances to it, summed in float64.
     """
-    mean, variance = _moments(x, mask, group, conventions.whiten_ddof)
-    eps = conventions.whiten_eps
-    scale = torch.rsqrt(variance.clamp(min=eps) if conventions.whiten_clamps_variance else variance + eps)
+    mean, variance = _moments(x, mask, group, whitening.ddof)
+    eps = whitening.eps
+    scale = torch.rsqrt(variance.clamp(min=eps) if whitening.clamps_variance else variance + eps)
     whitened = (x.double() - mean) * scale
     if not shift_mean:
         whitened = whitened + mean
@@ -163,7 +165,7 @@ def _moments(
     if count < 2:
         raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
     if not total.isfinite():
-        raise ValueError(f"the {int(count)} tokens with mask 1 are not all finite")
+        raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
     mean = total / count
     squares = torch.where(valid, (x - mean).square(), 0.0).sum()
     return mean, sum_over_ranks(squares, group) / (count - ddof)

@@ -1,26 +1,49 @@
 """What public systems do differently in the last digits of one formula, and presets that follow one of them.
 
-| attribute                | megappo, verl | slime               | OpenRLHF            | NeMo-RL         |
-| ------------------------ | ------------- | ------------------- | ------------------- | --------------- |
-| whiten_ddof              | 1             | 1                   | 0                   | 1               |
-| whiten_eps               | 1e-8          | 1e-8                | 1e-8                | 1e-8            |
-| whitening divides by     | sqrt(var+eps) | sqrt(var+eps)       | sqrt(max(var, eps)) | sqrt(var+eps)   |
-| log_ratio_clamp          | 20            | none                | 20                  | none            |
-| kl_input_clamp           | 20            | none                | none                | 20              |
-| kl_output_clamp          | 10            | 10                  | 10                  | 10              |
-| kl_clamped               | k3, k3+       | k3, k3+             | all                 | all             |
-| value_loss_factor        | 0.5           | 1                   | 0.5                 | 0.5             |
-| loss_agg_mode            | token-mean    | seq-mean-token-mean | token-mean          | token-mean      |
+| attribute           | megappo, verl | slime               | miles               | OpenRLHF           | NeMo-RL       |
+| ------------------- | ------------- | ------------------- | ------------------- | ------------------ | ------------- |
+| whitening.ddof      | 1             | 1                   | 1                   | 0                  | 1             |
+| whitening.eps       | 1e-8          | 1e-8                | 1e-8                | 1e-8               | 1e-8          |
+| it divides by       | sqrt(var+eps) | sqrt(var+eps)       | sqrt(var+eps)       | sqrt(max(var,eps)) | sqrt(var+eps) |
+| reinforce_whitening | the same      | the same            | the same            | the same           | as OpenRLHF's |
+| log_ratio_clamp     | 20            | none                | 20                  | 20                 | none          |
+| kl_input_clamp      | 20            | none                | 20                  | none               | 20            |
+| kl_output_clamp     | 10            | 10                  | 10                  | 10                 | 10            |
+| kl_clamped          | k3, k3+       | k3, k3+             | k3, k3+             | all                | all           |
+| kl_true_gradient    | no            | no                  | no                  | no                 | yes           |
+| value_loss_factor   | 0.5           | 1                   | 1                   | 0.5                | 0.5           |
+| loss_agg_mode       | token-mean    | seq-mean-token-mean | seq-mean-token-mean | token-mean         | token-mean    |
 
 Read from: verl's trainer/ppo/core_algos.py (kl_penalty_forward, compute_policy_loss_vanilla, compute_value_loss) and
 utils/torch_functional.py (masked_whiten); slime's utils/ppo_utils.py and utils/distributed_utils.py, our k3 being what
-it calls low_var_kl; OpenRLHF's models/utils.py (compute_approx_kl), models/loss.py and its experience maker; NeMo-RL's
-algorithms/loss/loss_functions.py (ClippedPGLossConfig) and algorithms/utils.py.
-No preset follows a normaliser per micro-batch or per rank: the loss never depends on how the mini-batch was cut. slime
-computes the whitening's variance as E[x^2] - E[x]^2, which is the same number with less precision.
+it calls low_var_kl; miles' backends/training_utils/loss_hub; OpenRLHF's models/utils.py (compute_approx_kl),
+models/loss.py and its experience maker; NeMo-RL's algorithms/loss/loss_functions.py (ClippedPGLossFn),
+algorithms/utils.py (calculate_kl) and algorithms/advantage_estimator.py.
+What no preset follows: a normaliser per micro-batch or per rank (the loss never depends on how the mini-batch was cut);
+losses for which verl clamps the log-ratio otherwise than for PPO's clip (gspo, gmpo, clip_cov, kl_cov: see there);
+miles' reading of a log-ratio that is NaN as 0. slime and miles compute the whitening's variance as E[x^2] - E[x]^2,
+which is the same number with less precision. `none` of log_ratio_clamp is EXP_LIMIT.
 """
 
 from dataclasses import dataclass
+
+EXP_LIMIT = 88.0
+"""exp of more overflows float32. Behind a clip an infinity would still make the gradient 0 x inf."""
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """(x - mean) * rsqrt(variance + eps).
+
+    Attributes:
+        ddof: 1 = the variance divides by count - 1, 0 = by count.
+        eps: keeps it finite where the variance is 0.
+        clamps_variance: True = rsqrt(max(variance, eps)) instead.
+    """
+
+    ddof: int = 1
+    eps: float = 1e-8
+    clamps_variance: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,29 +51,35 @@ class Conventions:
     """Choices that papers leave open and systems make differently; the defaults are verl's.
 
     Attributes:
-        whiten_ddof: 1 = the variance divides by count - 1, 0 = by count.
-        whiten_eps: keeps the whitening finite where the variance is 0.
-        whiten_clamps_variance: False = rsqrt(variance + whiten_eps); True = rsqrt(max(variance, whiten_eps)).
-        log_ratio_clamp: log-ratios of two policies are clamped to +- this before exp; None = not.
+        whitening: of advantages.
+        reinforce_whitening: of those of reinforce_plus_plus and reinforce_plus_plus_baseline.
+        log_ratio_clamp: log-ratios of two policies are clamped to +- this before exp; None = to +- EXP_LIMIT.
         kl_input_clamp: q = ref_log_probs - log_probs is clamped to +- this; None = not.
         kl_output_clamp: a KL estimate is clamped to +- this; None = not.
         kl_clamped: the estimators that both KL clamps apply to.
+        kl_true_gradient: True = a KL estimate also has the gradient of the probability that its token was sampled with,
+            estimate x grad log_prob; see `kl_estimate`.
         value_loss_factor: of the squared error in the value loss.
         loss_agg_mode: where neither the config nor the policy loss's method says one.
     """
 
-    whiten_ddof: int = 1
-    whiten_eps: float = 1e-8
-    whiten_clamps_variance: bool = False
+    whitening: Whitening = Whitening()
+    reinforce_whitening: Whitening = Whitening()
     log_ratio_clamp: float | None = 20.0
     kl_input_clamp: float | None = 20.0
     kl_output_clamp: float | None = 10.0
     kl_clamped: frozenset[str] = frozenset({"k3", "k3+"})
+    kl_true_gradient: bool = False
     value_loss_factor: float = 0.5
     loss_agg_mode: str = "token-mean"
 
+    def whitening_of(self, adv_estimator: str) -> Whitening:
+        """How the advantages of an algorithm.adv_estimator are whitened."""
+        return self.reinforce_whitening if adv_estimator.startswith("reinforce_plus_plus") else self.whitening
+
 
 _EVERY_ESTIMATOR = frozenset({"k1", "abs", "k2", "k3", "k1+", "k3+"})
+_BIASED = Whitening(ddof=0, clamps_variance=True)
 
 DEFAULT = Conventions()
 
@@ -59,9 +88,12 @@ PRESETS: dict[str, Conventions] = {
     "slime": Conventions(
         log_ratio_clamp=None, kl_input_clamp=None, value_loss_factor=1.0, loss_agg_mode="seq-mean-token-mean"
     ),
+    "miles": Conventions(value_loss_factor=1.0, loss_agg_mode="seq-mean-token-mean"),
     "openrlhf": Conventions(
-        whiten_ddof=0, whiten_clamps_variance=True, kl_input_clamp=None, kl_clamped=_EVERY_ESTIMATOR
+        whitening=_BIASED, reinforce_whitening=_BIASED, kl_input_clamp=None, kl_clamped=_EVERY_ESTIMATOR
     ),
-    "nemo_rl": Conventions(log_ratio_clamp=None, kl_clamped=_EVERY_ESTIMATOR),
+    "nemo_rl": Conventions(
+        reinforce_whitening=_BIASED, log_ratio_clamp=None, kl_clamped=_EVERY_ESTIMATOR, kl_true_gradient=True
+    ),
 }
 """algorithm.preset -> its conventions; the table above."""

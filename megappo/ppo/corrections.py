@@ -62,8 +62,8 @@ def rollout_is_weights(
                 outside [threshold_lower or 1 / threshold, threshold] (IcePop; slime's icepop_function, NeMo-RL's
                 "icepop", verl's rollout_is_threshold "lower_upper").
             reject_geometric: all of a response gets weight 0 where its geometric mean lies outside of these bounds
-                (verl's rollout_rs "geometric", now "seq_mean_k1"; with level token and a threshold out of reach,
-                NeMo-RL's "seq-mask-tis").
+                (verl's rollout_rs "geometric"; its "seq_mean_k1" bounds 1 / that mean, so that [a, b] here is
+                "1/b_1/a" there; with level token and a threshold out of reach, NeMo-RL's "seq-mask-tis").
             veto_threshold: likewise where any token's ratio, not clamped, is below it (rollout_token_veto_threshold of
                 verl's versions of 2025).
         group: ranks whose metrics are taken together; each must call, with its own rows (none is allowed).
@@ -82,8 +82,8 @@ def rollout_is_weights(
         tokens come from the engine; may be negative on few tokens.
 
     Raises:
-        ValueError: log-probs not finite on mask tokens; an unknown level or mode; bounds out of order; no mask token
-            on any rank.
+        ValueError: an unknown level or mode; bounds out of order; no mask token on any rank.
+        FloatingPointError: log-probs not finite on mask tokens.
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS); Ling team
         2025, "Every step evolves" (IcePop); Liu, Li et al. 2025, "When speed kills stability" (sequence weights,
         geometric rejection, veto); the numbers of verl's rollout_corr_helper.
@@ -103,7 +103,7 @@ def _check_finite(valid: torch.Tensor, **log_probs: torch.Tensor) -> None:
     for name, values in log_probs.items():
         broken = (valid & ~values.isfinite()).any(dim=1).nonzero().flatten().tolist()
         if broken:
-            raise ValueError(f"{name} of responses {broken[:10]} are not finite on tokens with response_mask 1")
+            raise FloatingPointError(f"{name} of responses {broken[:10]} are not finite on tokens with response_mask 1")
 
 
 def _at_level(log_ratio: torch.Tensor, valid: torch.Tensor, level: str) -> torch.Tensor:

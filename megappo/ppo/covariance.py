@@ -44,7 +44,8 @@ def select_by_covariance(
         [B, R] bool; nothing where the mini-batch has no token.
 
     Raises:
-        ValueError: another policy_loss; or, on all ranks alike, values on mask tokens that are not finite.
+        ValueError: another policy_loss.
+        FloatingPointError: on all ranks alike, values on mask tokens that are not finite.
     Source: Cui et al. 2025 (The Entropy Mechanism of RL for Reasoning LMs), section 4.2.
     """
     if config.policy_loss == "clip_cov":
@@ -71,7 +72,8 @@ def clip_cov(
     Args and Returns: as `policy_loss`; clip_ratio_c is not read (no dual clip).
         selected: [B, R] bool, of `select_by_covariance`; None = selected among this call's own tokens.
     The loss of a selected token is 0, unless its ratio is clipped already: that keeps its constant, as in verl (which
-    leaves those out of the draw, too). pg_clipfrac is the fraction of tokens set to 0, as in verl.
+    leaves those out of the draw, too). pg_clipfrac is the fraction of tokens set to 0, as in verl. log_ratio_clamp
+    bounds the log-ratio (verl: nothing does, for this loss).
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_clip_cov.
     """
     tokens = Tokens(log_probs, old_log_probs, advantages, response_mask, rollout_is_weights, normaliser, conventions)
@@ -99,7 +101,8 @@ def kl_cov(
     """KL-Cov: the unclipped surrogate -A x ratio, plus ppo_kl_coef x |log-ratio| at the selected tokens.
 
     Args and Returns: as `policy_loss`; the clip bounds are not read and nothing counts as clipped. ppo_kl is signed, as
-    everywhere here (verl reports the mean of |log-ratio| for this loss).
+    everywhere here (verl reports the mean of |log-ratio| for this loss). log_ratio_clamp bounds the log-ratio before
+    exp, but not in the penalty (verl: nowhere).
         selected: [B, R] bool, of `select_by_covariance`; None = selected among this call's own tokens.
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_kl_cov.
     """
@@ -133,7 +136,7 @@ def _select(
     if not count or not share:
         return torch.zeros_like(valid)
     if not math.isfinite(total_advantage) or not math.isfinite(total_log_prob):
-        raise ValueError("no covariance: log_probs or advantages of tokens with mask 1 are not finite; find the NaN")
+        raise FloatingPointError("no covariance: log_probs or advantages of tokens with mask 1 are not finite")
     covariance = (advantages - total_advantage / count) * (log_probs - total_log_prob / count)
     low, high = band
     wanted = max(1, int(share * count))

@@ -5,9 +5,9 @@ returns (advantages, returns), [B, R] float32, 0 where response_mask is 0; never
 method has it, can be done over all ranks. Sums are taken in float64. `groups` [B] int64 says which responses answer
 the same prompt: those with the same number, in any order; all of a prompt's responses must be in one call.
 
-Every estimator raises ValueError for a response without any token with mask 1 and for a reward on such a token that is
-not finite; those that compare the responses to a prompt also where a prompt has one response only. verl takes the
-score of a single response as its advantage there.
+Every estimator raises ValueError for a response without any token with mask 1, those that compare the responses to a
+prompt also where a prompt has one response only (verl takes the score of a single response as its advantage there); and
+FloatingPointError for a reward on a token with mask 1 that is not finite.
 """
 
 import torch
@@ -63,12 +63,13 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups:
 def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> Estimates:
     """Discounted sum of the rewards from each token on. The method whitens it over the batch.
 
-    A token with mask 0 is carried through, without discount; verl ends the sum at one instead, so that rewards after
-    an environment's turn do not count before it. Without such turns both are the same.
+    A token with mask 0 is carried through, without discount, as in verl since August 2026; before, it ended the sum
+    there, so that rewards after an environment's turn did not count before it.
 
     Returns:
         (advantages, returns), the same numbers.
-    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards.
+    Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards (NeMo-RL gives a token its own KL alone, not
+        that of the tokens after it).
     """
     _check_rows(token_level_rewards, response_mask)
     returns, _ = gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, gamma, 1.0)
@@ -100,12 +101,13 @@ def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baseli
         (advantages, returns): returns without the baseline.
 
     Raises:
-        ValueError: as the module says; or a baseline is not finite.
+        ValueError, FloatingPointError: as the module says; the second also for a baseline.
     Source: Li et al. 2023 (ReMax), algorithm 1; verl's compute_remax_outcome_advantage, 0 where the mask is 0.
     """
     broken = (~baselines.isfinite()).nonzero().flatten().tolist()
     if broken:
-        raise ValueError(f"baselines of responses {broken[:10]} are not finite: {baselines[broken[:10]].tolist()}")
+        found = baselines[broken[:10]].tolist()
+        raise FloatingPointError(f"baselines of responses {broken[:10]} are not finite: {found}")
     returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
     return torch.where(response_mask.bool(), returns - baselines.float()[:, None], 0.0), returns
 
@@ -169,7 +171,7 @@ def _check_rows(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) 
         raise ValueError(f"responses {empty[:10]} have no token with response_mask 1")
     broken = (valid & ~token_level_rewards.isfinite()).any(dim=1).nonzero().flatten().tolist()
     if broken:
-        raise ValueError(f"rewards of responses {broken[:10]} are not finite on tokens with response_mask 1")
+        raise FloatingPointError(f"rewards of responses {broken[:10]} are not finite on tokens with response_mask 1")
 
 
 def _rows_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

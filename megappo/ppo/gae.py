@@ -35,7 +35,7 @@ def gae(
         (advantages, returns), each [B, R] float32, 0 where the mask is 0: in the whole of a row without any token.
 
     Raises:
-        ValueError: a reward or value on a token with mask 1, or a value to bootstrap from, is not finite.
+        FloatingPointError: a reward or value on a token with mask 1, or a value to bootstrap from, is not finite.
     Source: Schulman et al. 2016, eq. 16; masked tokens as in verl's compute_gae_advantage_return.
     """
     lam = torch.as_tensor(lam, dtype=torch.float64, device=values.device)
@@ -108,7 +108,7 @@ def _check_finite(advantages: torch.Tensor, first_row: int) -> None:
     """A NaN or infinity among a row's inputs reaches its advantages, and their sum."""
     broken = (~advantages.isfinite()).any(dim=1).nonzero().flatten() + first_row
     if len(broken):
-        raise ValueError(
+        raise FloatingPointError(
             f"rewards, values or bootstrap_values of responses {broken[:10].tolist()} are not finite on tokens with "
             "response_mask 1"
         )

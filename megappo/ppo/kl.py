@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from megappo.ppo.conventions import DEFAULT, Conventions
+from megappo.ppo.conventions import DEFAULT, EXP_LIMIT, Conventions
 
 KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 """Estimators from the two log-probs of a sampled token, by their name in algorithm.kl_penalty, actor.kl_loss_type."""
@@ -20,20 +20,24 @@ def kl_estimate(
     """Estimate KL(policy, reference) at each sampled token from its two log-probs.
 
     With q = ref_log_probs - log_probs: k1 = -q; abs = |q|; k2 = q^2 / 2; k3 = e^q - 1 - q. k1+ and k3+ have the value
-    of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL (that of k1 and k3 is not).
+    of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL. That of k1 and k3 is not: it lacks
+    what the policy changes about which tokens are sampled, estimate x grad log_prob, which conventions.kl_true_gradient
+    adds; k3 then has k2's gradient as well, and k1 that of k2 plus grad log_prob, which has the expectation 0.
 
     Args:
         log_probs, ref_log_probs: [B, R] float32, in nats.
         kind: one of KINDS or of VERL_NAMES.
         conventions: kl_input_clamp of q and kl_output_clamp of the estimate, for the kinds in kl_clamped; by default
-            +-20 and +-10 for k3 and k3+. The gradient of k1+ and k3+ is never clamped.
+            +-20 and +-10 for k3 and k3+. The gradient of k1+ and k3+ is never clamped, and takes no part in
+            kl_true_gradient, whose gradient is 0 where a clamp holds.
 
     Returns:
         [B, R] float32, differentiable in log_probs. Padding is not masked.
 
     Raises:
         ValueError: unknown kind, or full.
-    Source: Schulman, "Approximating KL divergence" (2020); clamps and straight-through gradient as verl's kl_penalty.
+    Source: Schulman, "Approximating KL divergence" (2020); clamps and straight-through gradient as verl's kl_penalty;
+        the true gradient as NeMo-RL's calculate_kl with its importance weight exp(x - sg(x)).
     """
     kind = VERL_NAMES.get(kind, kind)
     if kind == "full":
@@ -45,16 +49,18 @@ def kl_estimate(
         raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KINDS)}, full")
     q = ref_log_probs - log_probs
     clamped = kind in conventions.kl_clamped
-    value = _clamp(q, conventions.kl_input_clamp) if clamped else q
-    value = _FORMULAE[kind.removesuffix("+")](value)
+    bounded = _clamp(q, conventions.kl_input_clamp) if clamped else q
+    value = _FORMULAE[kind.removesuffix("+")](bounded)
+    if conventions.kl_true_gradient:
+        own = torch.where(bounded == q, log_probs - log_probs.detach(), 0.0)
+        value = value + value.detach() * own
     value = _clamp(value, conventions.kl_output_clamp) if clamped else value
     return _straight_through(value, 0.5 * q.square()) if kind.endswith("+") else value
 
 
 def _k3(q: torch.Tensor) -> torch.Tensor:
-    # expm1: e^q - 1 would lose all digits of a small q. 88 is where float32 overflows: behind the output clamp an
-    # infinity would still make the gradient 0 x inf.
-    return torch.expm1(q.clamp(max=88.0)) - q
+    # expm1: e^q - 1 would lose all digits of a small q.
+    return torch.expm1(q.clamp(max=EXP_LIMIT)) - q
 
 
 _FORMULAE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -116,14 +122,15 @@ class AdaptiveKLController:
         """value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
 
         Args:
-            current_kl: mean KL per response token of this step, over all ranks.
+            current_kl: mean KL per response token of this step, over all ranks (verl: the mean over responses of
+                each one's mean).
             n_steps: responses of this step, over all ranks.
 
         Raises:
-            ValueError: current_kl is not finite.
+            FloatingPointError: current_kl is not finite.
         """
         if not math.isfinite(current_kl):
-            raise ValueError(f"cannot adapt kl_coef: the KL to the reference is {current_kl}; check the log-probs")
+            raise FloatingPointError(f"cannot adapt kl_coef: the KL to the reference is {current_kl}")
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * n_steps / self.horizon
 

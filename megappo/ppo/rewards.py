@@ -195,11 +195,12 @@ def shape_scores(
         fraction of scores that were clipped; both over all ranks, 0 where there is no score.
 
     Raises:
-        ValueError: scores that are not finite; an unknown length penalty; those of normalize_scores.
+        ValueError: an unknown length penalty; those of normalize_scores.
+        FloatingPointError: scores that are not finite.
     """
     broken = (~scores.isfinite()).nonzero().flatten().tolist()
     if broken:
-        raise ValueError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
+        raise FloatingPointError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
     if config.length_penalty not in LENGTH_PENALTIES:
         names = ", ".join(LENGTH_PENALTIES)
         raise ValueError(f"unknown reward.length_penalty {config.length_penalty!r}: choose one of {names}")

@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 
 from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
-from megappo.ppo.conventions import Conventions
+from megappo.ppo.conventions import EXP_LIMIT, Conventions
 
 Result = tuple[torch.Tensor, Metrics]
 """(loss, metrics), this call's share of the mini-batch's."""
@@ -76,7 +76,8 @@ class Tokens:
     def clamp(self, log_ratios: torch.Tensor) -> torch.Tensor:
         """Log-ratios as they may go into exp."""
         limit = self.conventions.log_ratio_clamp
-        return log_ratios if limit is None else log_ratios.clamp(-limit, limit)
+        limit = EXP_LIMIT if limit is None else limit
+        return log_ratios.clamp(-limit, limit)
 
     def ratios(self) -> torch.Tensor:
         """exp of each token's clamped log-ratio."""

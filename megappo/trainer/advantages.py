@@ -113,7 +113,8 @@ def _whitened(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> torch.T
     algorithm = run.config.algorithm
     chosen = algorithm.whiten_advantages
     if algorithm.adv_estimator in WHITENED if chosen is None else chosen:
-        return whiten(advantages, mask, group=run.exchange.group, conventions=conventions(run.config))
+        whitening = conventions(run.config).whitening_of(algorithm.adv_estimator)
+        return whiten(advantages, mask, group=run.exchange.group, whitening=whitening)
     return advantages
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from megappo.data.balance import balanced_partitions
 from megappo.data.batch import Rows
-from megappo.models.engine import MegatronEngine
+from megappo.models.engine import MegatronEngine, Outputs
 from megappo.placement.exchange import Exchange, Holdings, RowTable, empty_rows, output_holdings, shard_holdings
 from megappo.placement.layout import Layout
 
@@ -81,9 +81,14 @@ class Borrowed:
 
     def forward(self, home: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
         """`home` with the head's outputs added: `names` maps an output per token to the field it becomes; those of
-        `per_row`, one number per row, keep their names."""
+        `per_row`, one number per row, keep their names.
+
+        Raises:
+            FloatingPointError: one of the head's outputs is not finite.
+        """
         component = self.component
         outputs = component.engine.forward(self.rows) if component.engine else {}
+        _check_finite(component.name, outputs)
         holders = output_holdings(component.layout, self.cut.shards, component.exchange.world_size)
         reports = component.engine is not None and component.engine.is_output
         results = self.rows if reports else empty_rows((), self.batch.table)
@@ -110,3 +115,15 @@ class Borrowed:
             parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), int((lengths > 0).sum())))
             start += size
         return parts
+
+
+def _check_finite(component: str, outputs: Outputs) -> None:
+    """Outputs are 0 on padding, so every number counts. What other ranks wait for then never comes."""
+    for name, output in outputs.items():
+        broken = output[~output.isfinite()]
+        if len(broken):
+            raise FloatingPointError(
+                f"the {component}'s {name} are not finite: {len(broken)} of {output.numel()} numbers, the first "
+                f"{broken[0]}: its weights hold NaN or infinity, or have run away. Look at the model that it was "
+                "loaded from; if it was trained since, lower optim.lr"
+            )

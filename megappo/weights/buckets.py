@@ -66,3 +66,9 @@ def views(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """The bucket's tensors by name, as views of `flat`, uint8 [its bytes], in which they lie."""
     parts = flat.view(bucket[0].dtype).split([prod(tensor.shape) for tensor in bucket])
     return [(tensor.name, part.view(tensor.shape)) for tensor, part in zip(bucket, parts, strict=True)]
+
+
+def all_finite(values: torch.Tensor) -> bool:
+    """Whether there is neither NaN nor infinity among them."""
+    # A sum takes one pass and no memory; one that is too large though all values are finite passes the second look.
+    return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())

@@ -10,6 +10,7 @@ from megappo.models.build import ModelChunks
 from megappo.models.hf_config import HeadKind, is_tied
 from megappo.models.value_head import has_bias
 from megappo.placement.groups import ComponentGroups
+from megappo.weights.buckets import all_finite
 from megappo.weights.critic import has_value_bias, name_value_head
 from megappo.weights.families import (
     EMBEDDING,
@@ -68,7 +69,8 @@ def load_hf(
             drawn from `seed` otherwise, the same on every rank. A critic leaves the language model's own head unused.
         progress: called with the name of every parameter that is loaded.
     Raises:
-        WeightsError: a parameter without source, a tensor missing, unused, or of another shape; each named.
+        WeightsError: a parameter without source, a tensor missing, unused, of another shape, or with values that are
+            not finite; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
     table = table_of(chunks, hf_config, groups, head)
@@ -139,6 +141,11 @@ def _fill(part: torch.Tensor, source: HFFolder, piece: Piece, groups: ComponentG
     The files are mapped into memory, so that nothing but the parameter itself takes any.
     """
     read = _read_shard(source, piece, groups)
+    if not all_finite(read):
+        raise WeightsError(
+            f"{piece.name} in {source.folder} holds values that are not finite: the model is spoiled, or its file "
+            "damaged; take an earlier one, or copy it again"
+        )
     if read.shape == piece.shard_shape:
         part.copy_(read.unflatten(0, part.shape[:2]))
         return

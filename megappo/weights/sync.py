@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megappo.weights.buckets import Bucket, TensorSpec, inseparable, into_buckets, num_bytes, views
+from megappo.weights.buckets import Bucket, TensorSpec, all_finite, inseparable, into_buckets, num_bytes, views
 from megappo.weights.handover import HandOver
 
 
@@ -72,8 +72,8 @@ class WeightSync:
             changed: the model may have been trained since the last call. Engines that keep their weights get everything
                 the first time, later what is trained, and nothing where nothing has changed; others get everything.
         Raises:
-            ValueError: a tensor is not finite. The engines' weights are then part old, part new, and their updates
-                stay open: they must not be used further.
+            FloatingPointError: a tensor is not finite. The engines' weights are then part old, part new, and their
+                updates stay open: they must not be used further.
         """
         started = time.perf_counter()
         tensors = self._stale(changed)
@@ -174,20 +174,18 @@ def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
     """See that a bucket's values are numbers.
 
     Raises:
-        ValueError: names a tensor with values that are not.
+        FloatingPointError: names a tensor with values that are not.
     """
-    # A sum takes one pass and no memory; one that is too large though all values are finite passes the second look.
     # On a GPU it waits until the bucket is there, which the hand-over, on a thread of its own, relies on.
-    if torch.isfinite(flat.view(bucket[0].dtype).sum(dtype=torch.float32)):
-        return
-    check_each_finite(views(bucket, flat))
+    if not all_finite(flat.view(bucket[0].dtype)):
+        check_each_finite(views(bucket, flat))
 
 
 def check_each_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """As `check_finite`, of tensors that lie apart."""
     for name, tensor in tensors:
-        if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
-            raise ValueError(
+        if not all_finite(tensor):
+            raise FloatingPointError(
                 f"weight sync: {name} holds values that are not finite: the actor's weights are spoiled, or were "
                 "damaged on the way; go on from a checkpoint before this step"
             )

@@ -105,7 +105,7 @@ KEYS_AND_VALUES = {
         "actor.loss_agg_mode: expected token-mean | seq-mean-token-sum | seq-mean-token-mean | "
         'seq-mean-token-sum-norm | null, found "mean"'
     ),
-    "algorithm.preset=trl": 'algorithm.preset: expected verl | slime | openrlhf | nemo_rl | null, found "trl"',
+    "algorithm.preset=trl": 'algorithm.preset: expected verl | slime | miles | openrlhf | nemo_rl | null, found "trl"',
     "actor.entropy_coeff=-1": "actor.entropy_coeff: expected float >= 0, found -1",
     "actor.kl_loss_coef=-0.1": "actor.kl_loss_coef: expected float >= 0, found -0.1",
     "algorithm.kl_ctrl.kl_coef=-1": "algorithm.kl_ctrl.kl_coef: expected float >= 0, found -1",

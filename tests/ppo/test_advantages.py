@@ -21,7 +21,7 @@ from megappo.ppo.advantages import (
     grpo,
     whiten,
 )
-from megappo.ppo.conventions import Conventions
+from megappo.ppo.conventions import Whitening
 
 
 def test_every_estimator_of_the_config_is_there():
@@ -47,7 +47,7 @@ def test_estimate_names_what_is_unknown_or_missing():
 @CASES
 @given(cases(), st.integers(0, 1), st.sampled_from([1e-8, 1e-2]), st.booleans())
 def test_whiten_equals_the_statistics_module(case: Case, ddof: int, eps: float, clamps: bool):
-    conventions = Conventions(whiten_ddof=ddof, whiten_eps=eps, whiten_clamps_variance=clamps)
+    whitening = Whitening(ddof=ddof, eps=eps, clamps_variance=clamps)
     x = case.numbers(case.uniform(0.05, 10.0)) + 100.0
     picked = [float(x[i, t]) for i, t in case.tokens()]
     variance = statistics.variance(picked) if ddof else statistics.pvariance(picked)
@@ -56,21 +56,21 @@ def test_whiten_equals_the_statistics_module(case: Case, ddof: int, eps: float, 
         expected = torch.zeros_like(x)
         for i, t in case.tokens():
             expected[i, t] = (float(x[i, t]) - mean) * scale + (0.0 if shift_mean else mean)
-        found = whiten(x, case.mask, shift_mean, conventions=conventions)
+        found = whiten(x, case.mask, shift_mean, whitening=whitening)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
-        if conventions == Conventions():
+        if whitening == Whitening():
             assert torch.equal(found, whiten(x, case.mask, shift_mean))
 
 
 def test_whiten_of_equal_numbers_is_0():
     for clamps in (False, True):
-        conventions = Conventions(whiten_clamps_variance=clamps)
-        assert whiten(torch.full((2, 3), 0.1), torch.ones(2, 3), conventions=conventions).abs().max() < 1e-6
+        whitening = Whitening(clamps_variance=clamps)
+        assert whiten(torch.full((2, 3), 0.1), torch.ones(2, 3), whitening=whitening).abs().max() < 1e-6
 
 
 def test_whiten_refuses_what_is_not_finite():
     for broken in (math.nan, math.inf):
-        with pytest.raises(ValueError, match="3 tokens with mask 1 are not all finite"):
+        with pytest.raises(FloatingPointError, match="3 tokens with mask 1 are not all finite"):
             whiten(torch.tensor([[1.0, broken, 2.0]]), torch.ones(1, 3))
 
 
@@ -131,7 +131,7 @@ def test_token_level_rewards_without_kl_put_the_score_on_the_last_policy_token()
 def test_token_level_rewards_lose_no_score():
     with pytest.raises(ValueError, match=r"responses \[1\] have no token"):
         compute_token_level_rewards(torch.ones(2), torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
-    with pytest.raises(ValueError, match=r"scores of responses \[0\] are not finite"):
+    with pytest.raises(FloatingPointError, match=r"scores of responses \[0\] are not finite"):
         compute_token_level_rewards(torch.tensor([math.nan, 1.0]), torch.ones(2, 2))
 
 

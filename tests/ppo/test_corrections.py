@@ -187,9 +187,9 @@ def test_everything_rejected_leaves_finite_metrics():
 def test_bad_input_is_named():
     zeros, ones = torch.zeros(3, 2), torch.ones(3, 2)
     bad = torch.tensor([[0.0, 0.0], [0.0, math.nan], [-math.inf, 0.0]])
-    with pytest.raises(ValueError, match=r"rollout_log_probs of responses \[1, 2\] are not finite"):
+    with pytest.raises(FloatingPointError, match=r"rollout_log_probs of responses \[1, 2\] are not finite"):
         rollout_is_weights(zeros, bad, ones, RolloutCorrection())
-    with pytest.raises(ValueError, match=r"old_log_probs of responses \[1, 2\] are not finite"):
+    with pytest.raises(FloatingPointError, match=r"old_log_probs of responses \[1, 2\] are not finite"):
         rollout_is_weights(bad, zeros, ones, RolloutCorrection())
     with pytest.raises(ValueError, match="no token with response_mask 1"):
         rollout_is_weights(zeros, zeros, zeros, RolloutCorrection())

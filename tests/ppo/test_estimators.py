@@ -179,12 +179,12 @@ def test_rows_without_tokens_and_broken_rewards_are_refused(name: str):
     for broken in (math.nan, math.inf):
         rewards = SCORES_1_2_6.clone()
         rewards[1, 0] = broken
-        with pytest.raises(ValueError, match=r"rewards of responses \[1\] are not finite"):
+        with pytest.raises(FloatingPointError, match=r"rewards of responses \[1\] are not finite"):
             estimate(name, token_level_rewards=rewards, response_mask=ONES, **inputs)
 
 
 def test_remax_refuses_a_broken_baseline():
-    with pytest.raises(ValueError, match=r"baselines of responses \[2\] are not finite"):
+    with pytest.raises(FloatingPointError, match=r"baselines of responses \[2\] are not finite"):
         remax(SCORES_1_2_6, ONES, torch.tensor([0.0, 1.0, math.nan]))
 
 

@@ -1,6 +1,8 @@
 """KL estimators against their formulae in Python floats, and the controllers' arithmetic."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -30,7 +32,8 @@ def loop_estimate(q: float, kind: str, conventions: Conventions) -> tuple[float,
     high = conventions.kl_output_clamp if on and conventions.kl_output_clamp is not None else math.inf
     bounded = min(max(q, -low), low)
     value = value_of(bounded)
-    slope = 0.0 if abs(q) > low or abs(value) > high else -slope_of(bounded)
+    slope = -slope_of(bounded) + (value if conventions.kl_true_gradient else 0.0)
+    slope = 0.0 if abs(q) > low or abs(value) > high else slope
     return min(max(value, -high), high), -q if kind.endswith("+") else slope
 
 
@@ -106,6 +109,56 @@ def test_the_expected_gradient_of_the_straight_through_estimators_is_that_of_the
     torch.testing.assert_close(torch.autograd.grad(estimate, logits)[0], true_gradient)
 
 
+def nemo_rl_kl(
+    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str, low: float | None, high: float | None
+) -> torch.Tensor:
+    """NeMo-RL's calculate_kl as its ClippedPGLossFn calls it, written down from there."""
+    weights = torch.exp(log_probs - log_probs.detach())
+    log_ratio = ref_log_probs - log_probs
+    if low is not None:
+        clamped = log_ratio.clamp(min=-low, max=low)
+        weights = torch.where(log_ratio == clamped, weights, weights.detach())
+        log_ratio = clamped
+    found = {"k1": -log_ratio, "k2": log_ratio.square() / 2, "k3": torch.exp(log_ratio) - 1 - log_ratio}[kind]
+    found = weights * found
+    return found if high is None else found.clamp(min=-high, max=high)
+
+
+def value_and_gradient(estimate: Callable[..., torch.Tensor], q: torch.Tensor, *rest) -> tuple[torch.Tensor, ...]:
+    log_probs = torch.full_like(q, -3.0, requires_grad=True)
+    found = estimate(log_probs, q - 3.0, *rest)
+    found.sum().backward()
+    return found.detach(), log_probs.grad
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_preset_nemo_rl_has_nemo_rls_kl_and_its_gradient(kind: str):
+    q = torch.linspace(-30.0, 30.0, 1201, dtype=torch.float64)
+    ours = value_and_gradient(partial(kl_estimate, conventions=PRESETS["nemo_rl"]), q, kind)
+    for found, expected in zip(ours, value_and_gradient(nemo_rl_kl, q, kind, 20.0, 10.0), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_k3_with_the_true_gradient_is_k3_plus_where_no_clamp_holds():
+    q = torch.linspace(-9.0, 2.3, 1001, dtype=torch.float64)
+    for found, expected in zip(
+        value_and_gradient(kl_estimate, q, "k3+"), value_and_gradient(nemo_rl_kl, q, "k3", 20.0, 10.0), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_expected_true_gradient_is_that_of_the_kl(kind: str):
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64).log()
+    policy = logits.log_softmax(0)
+    (true_gradient,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    for conventions, is_true in ((PRESETS["nemo_rl"], True), (DEFAULT, False)):
+        estimate = (policy.detach().exp() * kl_estimate(policy, reference, kind, conventions=conventions)).sum()
+        (gradient,) = torch.autograd.grad(estimate, logits, retain_graph=True)
+        assert torch.allclose(gradient, true_gradient) == is_true
+
+
 @pytest.mark.parametrize("kind", ["k4", "k2+", ""])
 def test_unknown_kind_lists_the_valid_ones(kind: str):
     with pytest.raises(ValueError, match=r"unknown KL estimator '.*': choose one of k1, abs, k2, k3, k1\+, k3\+, full"):
@@ -131,7 +184,7 @@ def test_adaptive_controller_follows_the_formula(current_kl: float, factor: floa
 
 
 def test_adaptive_controller_refuses_nan():
-    with pytest.raises(ValueError, match="KL to the reference is nan"):
+    with pytest.raises(FloatingPointError, match="KL to the reference is nan"):
         AdaptiveKLController(0.5, 0.1, 1000).update(math.nan, 1)
 
 

@@ -119,11 +119,13 @@ def test_log_ratio_is_clamped_before_exp():
 
 @EVERY
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("log_ratio", [-1e4, 1e4])
-def test_extreme_log_ratios_stay_finite(name: str, advantage: float, log_ratio: float):
+@pytest.mark.parametrize("log_ratio", [-1e4, 89.0, 1e4])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_extreme_log_ratios_stay_finite(name: str, advantage: float, log_ratio: float, preset: str):
     log_probs = torch.tensor([[log_ratio, 0.0]], requires_grad=True)
     zeros = torch.zeros(1, 2)
-    loss, metrics = POLICY_LOSSES[name](log_probs, zeros, zeros + advantage, zeros + 1.0, Actor())
+    inputs = (log_probs, zeros, zeros + advantage, zeros + 1.0, Actor())
+    loss, metrics = POLICY_LOSSES[name](*inputs, conventions=PRESETS[preset])
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all()
     assert all(value.isfinite() for value in metrics.values())

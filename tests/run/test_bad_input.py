@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from program import REPOSITORY, Program
+from safetensors.torch import load_file, save_file
 
 END_SECONDS = 60
 WITHOUT_SGLANG = """
@@ -66,6 +68,18 @@ def test_a_missing_model_and_a_layout_that_does_not_divide(config, folder):
     assert "model.path: no folder /nowhere/model: download the model" in text
     assert "actor" in text and "3" in text
     assert not (folder / "run").exists()
+
+
+def test_a_model_with_a_weight_that_is_no_number(config, folder):
+    model = shutil.copytree(config.parent / "model", folder / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    [line] = refused(folder, config, f"model.path={model}")
+    assert line.endswith(
+        f": model.norm.weight in {model} holds values that are not finite: the model is spoiled, or its file damaged; "
+        "take an earlier one, or copy it again"
+    )
 
 
 def test_a_malformed_line_of_the_data(config, folder):

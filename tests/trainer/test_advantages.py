@@ -32,6 +32,9 @@ METHODS = {
     "opo": {"adv_estimator": "opo"},
     "gpg": {"adv_estimator": "gpg"},
     "remax": {"adv_estimator": "remax"},
+    "reinforce++ of nemo_rl": {"adv_estimator": "reinforce_plus_plus", "preset": "nemo_rl"},
+    "reinforce++ of slime": {"adv_estimator": "reinforce_plus_plus", "preset": "slime"},
+    "gae of nemo_rl": {"preset": "nemo_rl"},
     "corrected": {"rollout_correction": {"level": "token", "threshold": 1.1}},
 }
 
@@ -129,7 +132,8 @@ def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[floa
     if is_whitened and config.algorithm.whiten_advantages is None:
         every = [x for part in advantages for x in part]
         mean = sum(every) / len(every)
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in every) / (len(every) - 1))
+        is_biased = config.algorithm.preset == "nemo_rl" and config.algorithm.adv_estimator != "gae"
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in every) / (len(every) - (0 if is_biased else 1)))
         advantages = [[(x - mean) / deviation for x in part] for part in advantages]
     limit = config.algorithm.advantages_clip or math.inf
     return [[min(max(x, -limit), limit) for x in part] for part in advantages], returns

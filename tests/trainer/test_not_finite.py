@@ -1,0 +1,128 @@
+"""A loss that is not finite ends the run before any weight is changed, on every rank, whatever its gradient is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ppo_engines import Case, at_home, exported, make_config, make_engine, make_rows, read_config
+from spawn import run_ranks
+from tiny_models import hf_folder
+
+from megappo.data.batch import Rows
+from megappo.models.engine import LossFn, Outputs, TrainedEngine
+from megappo.placement.exchange import Exchange, OtherRankError
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.trainer.component import Component
+from megappo.trainer.losses import actor_loss, critic_loss
+
+BROKEN_ROW = 4
+INF, NAN = float("inf"), float("nan")
+ONE_RANK = Case(Layout((0,)), max_tokens=9)
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+LOSSES = {
+    "gspo": ("actor", {"policy_loss": "gspo"}, {"log_probs": -INF}, "actor/pg_loss nan"),
+    "cispo": ("actor", {"policy_loss": "cispo"}, {"log_probs": -INF}, "actor/pg_loss"),
+    "gpg": ("actor", {"policy_loss": "gpg"}, {"log_probs": -INF}, "actor/pg_loss"),
+    "k1": ("actor", KL | {"kl_loss_type": "k1"}, {"log_probs": -INF}, "actor/kl_loss -inf"),
+    "k2": ("actor", KL | {"kl_loss_type": "k2"}, {"log_probs": -INF}, "actor/kl_loss inf"),
+    "entropy": ("actor", {"entropy_coeff": 0.0}, {"entropy": NAN}, "loss nan|actor/entropy nan"),
+    "advantages": ("actor", {}, {"advantages": NAN}, "actor/pg_loss nan"),
+    "old_log_probs": ("actor", {}, {"old_log_probs": NAN}, "actor/pg_loss nan.* actor/ppo_kl nan"),
+    "values": ("critic", {}, {"values": INF}, "critic/vf_loss"),
+    "returns": ("critic", {}, {"returns": 1e30}, "critic/vf_loss inf"),
+}
+"""Kind of engine, changes of its section, what is added to one token's numbers, what the error names."""
+
+
+def poisoned(loss_fn: LossFn, shifts: dict[str, float]) -> LossFn:
+    """The loss with something added to the first token of one row; an output keeps its gradient."""
+
+    def broken(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        first = (rows.ids == BROKEN_ROW).nonzero().flatten()
+        for name, shift in shifts.items():
+            values = outputs.get(name, rows.fields.get(name))
+            added = torch.zeros_like(values)
+            added[first, 0] = shift
+            if name in outputs:
+                outputs = outputs | {name: values + added}
+            else:
+                rows = Rows(rows.ids, rows.prompt_lengths, rows.response_lengths, rows.input_ids, rows.fields.copy())
+                rows.fields[name] = values + added
+        return loss_fn(outputs, rows)
+
+    return broken
+
+
+def loss_of(name: str, rows: Rows) -> LossFn:
+    kind, changes, shifts, _ = LOSSES[name]
+    config = make_config(kind)
+    config = config.model_copy(update={kind: getattr(config, kind).model_copy(update=changes)})
+    make = critic_loss if kind == "critic" else actor_loss
+    return poisoned(make(config, int(rows.response_lengths.sum()), len(rows)), shifts)
+
+
+def with_reference(rows: Rows) -> Rows:
+    fields = rows.fields | {"ref_log_probs": rows.fields["old_log_probs"]}
+    return Rows(rows.ids, rows.prompt_lengths, rows.response_lengths, rows.input_ids, fields)
+
+
+def check_refused(
+    engine: TrainedEngine, folder: Path, rows: Rows, name: str, error: type[Exception], message: str
+) -> None:
+    """The optimizer step raises, and leaves the weights alone."""
+    hf_config, kind = read_config(folder), LOSSES[name][0]
+    before = {key: tensor.clone() for key, tensor in exported(engine, hf_config, kind).items()}
+    with pytest.raises(error, match=message):
+        engine.train_batch(rows, loss_of(name, make_rows(hf_config["vocab_size"])))
+    after = exported(engine, hf_config, kind)
+    assert all(torch.equal(after[key], before[key]) for key in before), "the weights have been changed"
+
+
+def _one_rank(rank: int, world_size: int, folder: Path, kind: str) -> None:
+    engine = make_engine(folder, ONE_RANK, build_groups({kind: ONE_RANK.layout}, seed=0)[kind], kind)
+    rows = with_reference(make_rows(read_config(folder)["vocab_size"]))
+    for name, (of_kind, *_, named) in LOSSES.items():
+        if of_kind == kind:
+            check_refused(engine, folder, rows, name, FloatingPointError, f"the loss of .* is not finite: .*({named})")
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_each_loss_that_is_not_finite_is_refused_before_the_update(kind: str, tmp_path: Path) -> None:
+    run_ranks(1, _one_rank, hf_folder(tmp_path / "hf", "qwen2"), kind)
+
+
+def _stages_and_shards(rank: int, world_size: int, folder: Path) -> None:
+    case = Case(Layout((0, 1, 2, 3), pipeline=2), max_tokens=10)
+    engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")
+    shard = case.layout.shard_of(rank)
+    rows = with_reference(make_rows(read_config(folder)["vocab_size"])).select([[0, 1, 2], [3, 4, 5]][shard])
+    sees_it = engine.is_output and BROKEN_ROW in rows.ids.tolist()
+    if sees_it:
+        check_refused(engine, folder, rows, "gpg", FloatingPointError, "actor/pg_loss")
+    else:
+        check_refused(engine, folder, rows, "gpg", OtherRankError, "not finite on another rank")
+
+
+def test_every_stage_and_shard_ends_when_one_has_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    run_ranks(4, _stages_and_shards, hf_folder(tmp_path / "hf", "qwen2"))
+
+
+def _spoiled(rank: int, world_size: int, folder: Path) -> None:
+    rows = make_rows(read_config(folder)["vocab_size"])
+    exchange = Exchange(dist.group.WORLD)
+    groups = build_groups(dict.fromkeys(("actor", "critic"), ONE_RANK.layout), seed=0)
+    for kind, output in (("actor", "log_probs"), ("critic", "values")):
+        engine = make_engine(folder, ONE_RANK, groups[kind], kind)
+        component = Component(kind, ONE_RANK.layout, engine, exchange)
+        borrowed = component.borrow(at_home(exchange, rows, 1))
+        borrowed.forward(rows, {output: output})
+        with torch.no_grad():
+            engine.chunks[0].decoder.final_layernorm.weight[0] = NAN
+        with pytest.raises(FloatingPointError, match=f"the {kind}'s {output} are not finite: .*, the first nan"):
+            borrowed.forward(rows, {output: output})
+
+
+def test_what_a_spoiled_model_says_of_the_rows_is_refused(tmp_path: Path) -> None:
+    run_ranks(1, _spoiled, hf_folder(tmp_path / "hf", "qwen2"))
