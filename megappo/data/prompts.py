@@ -14,6 +14,7 @@ from pyarrow import ArrowException
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megappo.config.schema import Data
+from megappo.torchvision_on_cpu import define_torchvision_operators
 
 MAX_ERRORS_SHOWN = 10
 """Bad lines listed in one message; the rest are counted."""
@@ -118,6 +119,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """
     if not (Path(folder) / "tokenizer_config.json").is_file():
         raise DataError(f"no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json in it")
+    define_torchvision_operators()  # which some tokenizers need, Llama's among them
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises whatever its parsers do
