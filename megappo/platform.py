@@ -29,7 +29,7 @@ HARMLESS_WARNINGS = (
     "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
     "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # as it is for experts
 )
-HARMLESS_WARNINGS_ON_CPU = ("When using async grad allreduce it is recommended to set .*CUDA_DEVICE_MAX_CONNECTIONS",)
+HARMLESS_WARNINGS_ON_CPU = ("When using .* it is recommended to set .*CUDA_DEVICE_MAX_CONNECTIONS",)
 FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
 

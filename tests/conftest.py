@@ -20,6 +20,7 @@ from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineClient
 from megappo.rollout.engine import Engine
 
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
