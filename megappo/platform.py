@@ -18,12 +18,6 @@ import torch
 from torch.utils import _device
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
-# Operators whose schemas a torchvision built for CUDA expects to exist when it is imported.
-_TORCHVISION_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-_libraries: list[torch.library.Library] = []  # a library's operators vanish with it
 # What megatron-core warns of on every run, by its own doing.
 HARMLESS_WARNINGS = (
     ".*Apex (is|are) not installed",
@@ -35,7 +29,7 @@ HARMLESS_WARNINGS = (
     "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to load in a single process",
     "`sequence_parallel` is set to `True`, but tensor model parallel size is 1",  # as it is for experts
 )
-HARMLESS_WARNINGS_ON_CPU = ("When using async grad allreduce it is recommended to set .*CUDA_DEVICE_MAX_CONNECTIONS",)
+HARMLESS_WARNINGS_ON_CPU = ("When using .* it is recommended to set .*CUDA_DEVICE_MAX_CONNECTIONS",)
 FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
 
 
@@ -85,16 +79,6 @@ def capabilities() -> dict[str, str]:
     found["layer_spec"] = "transformer_engine" if has_transformer_engine() else "torch"
     found["optimizer"] = _adam_source()
     return found
-
-
-def define_torchvision_operators() -> None:
-    """Let a torchvision built for CUDA be imported on a CPU torch; transformers imports it with every model."""
-    if has_cuda() or _libraries or "torchvision" in sys.modules:
-        return
-    library = torch.library.Library("torchvision", "DEF")
-    for schema in _TORCHVISION_SCHEMAS:
-        library.define(schema)
-    _libraries.append(library)
 
 
 def install() -> None:

@@ -17,11 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from weight_sources import push
 
 from megappo.config.schema import Rollout
-from megappo.platform import define_torchvision_operators
 from megappo.rollout.client import EngineClient
 from megappo.rollout.engine import Engine
-
-define_torchvision_operators()  # Hugging Face models, the oracles, import torchvision
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,6 +2,10 @@
 
 import torch
 
+from megappo.torchvision_on_cpu import define_torchvision_operators
+
+define_torchvision_operators()  # in the tests' own process, where models of transformers are the oracles, and no other
+
 
 @torch.no_grad()
 def log_probs_of(

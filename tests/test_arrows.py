@@ -8,10 +8,10 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "data", "placement", "observe"})
-BOTTOM = frozenset({"config", "platform", "lifetime"})
+BOTTOM = frozenset({"config", "platform", "torchvision_on_cpu", "lifetime"})
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "plan"})
-FROM_TOOLS = frozenset({"weights", "checkpoint", "models", "config", "placement", "platform"})
+FROM_TOOLS = frozenset({"weights", "checkpoint", "models", "config", "placement", "platform", "torchvision_on_cpu"})
 FROM_BENCHES = MIDDLE | BOTTOM | {"ppo"}
 HEAVY = {
     "megatron": (

@@ -44,7 +44,7 @@ def plan(folder: Path, *arguments: str, **environment: str) -> subprocess.Comple
     return subprocess.run(
         [sys.executable, "-m", "megappo.plan", *arguments],
         cwd=folder,
-        env=variables | {"PYTHONPATH": str(REPOSITORY)} | environment,
+        env=variables | environment,
         capture_output=True,
         text=True,
         timeout=60,

@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.platform import define_torchvision_operators
+from megappo.torchvision_on_cpu import define_torchvision_operators
 
 define_torchvision_operators()  # importing a model of transformers needs them
 

@@ -14,6 +14,7 @@ from pyarrow import ArrowException
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megappo.config.schema import Data
+from megappo.torchvision_on_cpu import define_torchvision_operators
 
 MAX_ERRORS_SHOWN = 10
 """Bad lines listed in one message; the rest are counted."""
@@ -110,6 +111,21 @@ class PromptDataset:
             )
 
 
+def check_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> None:
+    """Refuse tokens for which a model has no embedding: some tokenizers know more than the model beside them.
+
+    Raises:
+        DataError: naming the first such prompt, and how many there are.
+    """
+    beyond = [prompt for prompt in prompts if max(prompt.tokens) >= vocab_size]
+    if beyond:
+        raise DataError(
+            f"{beyond[0].source}: the prompt {beyond[0].text[:80]!r} holds token {max(beyond[0].tokens)}, for which a "
+            f"model has no embedding (vocab_size in its config.json is {vocab_size}); prompts like this: {len(beyond)}."
+            " Drop them, or use the tokenizer and the critic.model_path that belong to the model"
+        )
+
+
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """Tokenizer of a local Hugging Face folder; code in the folder is not run.
 
@@ -118,6 +134,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """
     if not (Path(folder) / "tokenizer_config.json").is_file():
         raise DataError(f"no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json in it")
+    define_torchvision_operators()  # which some tokenizers need, Llama's among them
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises whatever its parsers do

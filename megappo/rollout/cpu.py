@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.multiprocessing import reductions
 
-from megappo import platform
+from megappo.torchvision_on_cpu import define_torchvision_operators
 
 # Names that SGLang's CPU mode imports from sgl_kernel at module level. Without AMX instructions it never calls one.
 _KERNEL_NAMES = (
@@ -32,7 +32,7 @@ def install() -> None:
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = _kernel_names()
-    platform.define_torchvision_operators()
+    define_torchvision_operators()
     _keep_shared_memory_mapped()
 
 

@@ -5,6 +5,7 @@ import os
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt, PromptDataset, load_tokenizer
+from megappo.data.prompts import Prompt, PromptDataset, check_vocabulary, load_tokenizer
 from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import METRICS_FILE
 from megappo.observe.observer import open_observer
@@ -34,6 +35,7 @@ from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run, Stateful, models_of
 from megappo.trainer.weights import build_weight_sync, engine_sleeps
+from megappo.weights.critic import read_hf_config
 
 
 def build_run(config: Config, cleanup: ExitStack) -> Run:
@@ -52,6 +54,9 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     rewards = start_rewards(config, cleanup) if engine is not None else None
     train_prompts = PromptDataset(config.data.train_files, tokenizer, config.data, config.trainer.seed)
     val_prompts = load_val_prompts(config, tokenizer)
+    vocab_size = shared_vocabulary(config, hf_config)
+    for prompts in (train_prompts.prompts, *val_prompts.values()):
+        check_vocabulary(prompts, vocab_size)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         exchange.share(engine.wait_ready().url if engine is not None else None)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
@@ -84,6 +89,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         observer,
         engine_number=own_engine,
         num_engines=layouts["rollout"].data,
+        vocab_size=vocab_size,
         stop_token_ids=stop_token_ids(end_token_ids(config.model.path, tokenizer), config.rollout.stop, tokenizer),
     )
     return Run(
@@ -107,6 +113,12 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         timers=Timers(PhaseMemory()),
         start_step=start_step,
     )
+
+
+def shared_vocabulary(config: Config, hf_config: dict[str, Any]) -> int:
+    """Token ids below it are known to every model of the run; a critic from another folder may know fewer."""
+    critic = [read_hf_config(config.critic.model_path)] if config.has_critic and config.critic.model_path else []
+    return min(hf["vocab_size"] for hf in (hf_config, *critic))
 
 
 def load_checkpoint(

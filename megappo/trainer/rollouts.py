@@ -8,6 +8,7 @@ import torch
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedTokenizerBase
 
+from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.batch import Rows
 from megappo.data.prompts import Prompt
@@ -42,6 +43,7 @@ class Rollouts:
     Args:
         client, rewards: None where the rank owns no engine.
         engine_number: of the engine this rank owns. num_engines: of all ranks.
+        vocab_size: tokens below it are known to all models, see `check_known`.
         stop_token_ids: end a response, and belong to it.
     """
 
@@ -56,6 +58,7 @@ class Rollouts:
         *,
         engine_number: int | None,
         num_engines: int,
+        vocab_size: int,
         stop_token_ids: tuple[int, ...],
     ):
         self.config = config
@@ -66,6 +69,7 @@ class Rollouts:
         self.observer = observer
         self.engine_number = engine_number
         self.num_engines = num_engines
+        self.vocab_size = vocab_size
         rollout = config.rollout
         self.training = SamplingParams(
             rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_token_ids
@@ -122,6 +126,7 @@ class Rollouts:
         rollout.max_response_length cut the response off) and, for remax, `baselines`.
         """
         samples, n = responses.sampled, self.config.rollout.n
+        check_known(samples, self.vocab_size)
         scores = self.score(samples, prompts)
         rows, batch = self._at_home(samples, scores, prompts, n)
         home, table = batch.rows, batch.table
@@ -195,6 +200,18 @@ class Rollouts:
         }
         of_all_ranks = {index: entry for part in self.exchange.share(shown) for index, entry in part.items()}
         return scores, [of_all_ranks[index] for index in sorted(of_all_ranks)]
+
+
+def check_known(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Refuse tokens for which the critic has no embedding: the actor samples from the whole of its own vocabulary.
+
+    Raises:
+        ConfigError: naming the token.
+    """
+    highest = max((token for one in samples for token in one.tokens), default=0)
+    if highest >= vocab_size:
+        found = f"the actor wrote token {highest}, for which the critic has no embedding (vocab_size is {vocab_size} in"
+        raise ConfigError([f"critic.model_path: {found} its config.json): choose a model with the actor's vocabulary"])
 
 
 def _rows(samples: Sequence[Sample], prompts: Sequence[Prompt], n: int) -> Rows:

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megappo.config.schema import Data
-from megappo.data.prompts import PromptDataset, load_tokenizer
+from megappo.data.prompts import PromptDataset, check_vocabulary, load_tokenizer
 
 WORDS = {word: i for i, word in enumerate(["[UNK]", "[BOS]", "user", "says", "go", "1", "2", "3", "+", "="])}
 TEMPLATE = (
@@ -80,6 +80,14 @@ def test_several_files_are_numbered_through(tmp_path, tokenizer):
     files = [write(tmp_path / f"{i}.jsonl", {"prompt": str(i), "label": i}) for i in (1, 2)]
     prompts = dataset(files, tokenizer).prompts
     assert [(p.index, p.label, p.source) for p in prompts] == [(0, 1, files[0]), (1, 2, files[1])]
+
+
+def test_tokens_that_a_model_does_not_know_are_refused(tmp_path, tokenizer):
+    file = write(tmp_path / "d.jsonl", GOOD, {"prompt": "1 + 2 =", "label": 3}, {"prompt": "1 + 1", "label": 2})
+    prompts = dataset([file], tokenizer).prompts
+    check_vocabulary(prompts, len(WORDS))
+    with pytest.raises(ValueError, match=rf"{file}: the prompt '1 \+ 2 =' holds token 9, .* is 9\); .*: 1\. Drop"):
+        check_vocabulary(prompts, 9)
 
 
 def test_every_epoch_is_another_permutation_and_batches_run_on(tmp_path, tokenizer):

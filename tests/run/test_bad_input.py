@@ -1,5 +1,6 @@
 """What cannot work ends with one message that names the thing and the remedy, and with nothing left behind."""
 
+import json
 import shutil
 import socket
 import subprocess
@@ -88,6 +89,15 @@ def test_a_malformed_line_of_the_data(config, folder):
     lines = refused(folder, config, f"data.train_files={data}")
     assert lines[0].endswith("correct or remove these prompts:")
     assert lines[1:] == [f"  {data} line 2: not valid JSON: Expecting value (column 29)"]
+
+
+def test_a_critic_that_does_not_know_all_tokens(config, folder):
+    critic = folder / "critic"
+    shutil.copytree(config.parent / "model", critic)
+    described = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps(described | {"vocab_size": 15}))
+    [line] = refused(folder, config, f"critic.model_path={critic}")
+    assert "holds token 15, for which a model has no embedding (vocab_size in its config.json is 15)" in line
 
 
 def test_a_port_that_is_taken(config, folder):

@@ -57,7 +57,7 @@ def _main(tool: Path, arguments: list[str], outputs: list[Path]) -> None:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def convert(command: str, source: Path, target: Path, *arguments: object, ranks: int = 1) -> str:

@@ -23,6 +23,12 @@ def inspect(folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_it_starts_from_nothing(step: Path) -> None:
+    """The other tests fork it from a process that has imported the program."""
+    done = run(INSPECT, step, before=os.setsid)
+    assert (done.returncode, done.stderr) == (0, "") and f"{step}: step 2" in done.stdout
+
+
 def test_a_run(step: Path) -> None:
     checkpoints = step.parent
     (checkpoints / "step_00000004.partial" / "actor").mkdir(parents=True)

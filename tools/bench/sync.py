@@ -21,9 +21,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine runs on the CPU, as the ra
 import torch
 
 from megappo import platform
+from megappo.torchvision_on_cpu import define_torchvision_operators
 
 platform.install()
-platform.define_torchvision_operators()
+define_torchvision_operators()
 
 from conversion.world import World  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402

@@ -1,0 +1,49 @@
+"""What lets transformers and SGLang import torchvision on a CPU. Imports torch only when called.
+
+They import it with some models and tokenizers, Llama's among them. PyPI's is built for CUDA: beside a torch built for
+the CPU its library of operators does not load, and its Python code cannot do without them.
+"""
+
+import functools
+import importlib.util
+import sys
+from importlib.machinery import PathFinder
+from typing import Any
+
+SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+"""Of the operators that torchvision takes for granted when it is imported."""
+
+
+@functools.cache
+def define_torchvision_operators() -> Any:
+    """Define operators in place of torchvision's own, where these do not load; calling one is an error.
+
+    Returns:
+        What they live as long as; None where there is nothing to do: torchvision is absent, was imported already, or
+        is built for this torch, whose operators nobody else may define.
+    """
+    if "torchvision" in sys.modules or not (found := importlib.util.find_spec("torchvision")):
+        return None
+    import torch
+
+    own = PathFinder.find_spec("_C", found.submodule_search_locations)
+    if own is not None and _loads(own.origin):
+        return None
+    library = torch.library.Library("torchvision", "DEF")
+    for schema in SCHEMAS:
+        library.define(schema)
+    return library
+
+
+def _loads(path: str | None) -> bool:
+    """Whether a library loads into this process; it then has."""
+    import torch
+
+    try:
+        torch.ops.load_library(path)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,108 @@
+"""Two steps of the whole program for each family that SGLang serves on a CPU, of odd shapes in odd layouts, with a
+tokenizer as transformers saves it today."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from program import Program, logged
+from slow import slow_ones
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from megappo.data.prompts import load_tokenizer
+
+pytestmark = pytest.mark.timeout(300)
+# Two tokens end a response; the last two stand in no text.
+TOKENS = ["<pad>", "<eos>", "<end>", "<unk>", *"0123456789+-=", "<reserved 1>", "<reserved 2>"]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+# What published chat models want to be sampled with, and training must not be.
+CHAT_SAMPLING = {"temperature": 0.6, "top_k": 3, "top_p": 0.8, "repetition_penalty": 1.3}
+GREEDY = {"do_sample": False, "repetition_penalty": 1.0}
+SHAPE = {
+    **{"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16},  # as few as will do
+    **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+}
+MODELS = {
+    "llama": {"head_dim": 12, "vocab_size": 37, "tie_word_embeddings": False},
+    "mistral": {"num_key_value_heads": 1, "vocab_size": 33, "tie_word_embeddings": True, "sliding_window": 16},
+    "qwen2": {"num_attention_heads": 8, "vocab_size": 17, "tie_word_embeddings": True},
+    "qwen3": {"num_hidden_layers": 5, "head_dim": 24, "vocab_size": 23, "tie_word_embeddings": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 29, "sliding_window": None},
+    "qwen3_moe": {
+        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True},
+        **{"num_key_value_heads": 1, "head_dim": 12, "vocab_size": 31},
+    },
+}
+MODELS["llama"]["rope_parameters"] = {
+    **{"rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 8},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+# Of the actor and of the critic.
+LAYOUTS = {
+    "llama": ("{tensor: 2, sequence: true}", "{pipeline: 2, pipeline_split: [1, 2]}"),
+    "mistral": ("{tensor: 1, pipeline: 2, pipeline_split: [2, 1]}", "{pipeline: 1, context: 2}"),
+    "qwen2": ("{tensor: 2}", "{pipeline: 1}"),
+    "qwen3": (
+        "{tensor: 1, pipeline: 2, virtual_pipeline: 2, pipeline_split: [1, 1, 2, 1]}",
+        "{pipeline: 1, tensor: 2}",
+    ),
+    "mixtral": ("{tensor: 2, sequence: true, expert: 2}", "{pipeline: 2, pipeline_split: [1, 2]}"),
+    "qwen3_moe": ("{tensor: 1, expert: 2}", "{pipeline: 1, context: 2, expert_tensor: 2}"),
+}
+
+
+def write_model(folder: Path, family: str) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | MODELS[family]))
+    model.generation_config.update(eos_token_id=[1, 2], do_sample=True, **CHAT_SAMPLING)
+    model.save_pretrained(folder)
+    core = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}, unk_token="<unk>"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>", "extra_special_tokens": ["<end>"]}
+    PreTrainedTokenizerFast(tokenizer_object=core, chat_template=TEMPLATE, **special).save_pretrained(folder)
+    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
+    return folder
+
+
+def write_prompts(file: Path) -> Path:
+    """Of different lengths; every other one as chat messages."""
+    texts = [f"{a}+{b}" for a in range(0, 80, 11) for b in range(4)]
+    prompts = [f"{t}=" if i % 2 else [{"role": "user", "content": t}] for i, t in enumerate(texts)]
+    file.write_text("".join(json.dumps({"prompt": prompt, "label": ""}) + "\n" for prompt in prompts))
+    return file
+
+
+def check_export(run: Path) -> None:
+    """transformers loads it, and answers greedily what the engine answered in the last evaluation."""
+    exported, info = AutoModelForCausalLM.from_pretrained(run / "hf_actor", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    tokenizer = load_tokenizer(str(run / "hf_actor"))
+    samples = [json.loads(line) for line in (run / "rollouts" / "step_00000002.jsonl").read_text().splitlines()]
+    assert len(samples) == 8
+    for sample in samples:
+        prompt = tokenizer(sample["prompt"], return_tensors="pt")["input_ids"]
+        tokens = exported.generate(prompt, **GREEDY, max_new_tokens=6)[0, prompt.shape[1] :]
+        assert tokenizer.decode(tokens, skip_special_tokens=True) == sample["response"]
+
+
+@pytest.mark.parametrize("family", slow_ones(MODELS, ("mistral", "qwen2", "qwen3", "mixtral")))
+def test_a_family_trains(family: str, config: Path, folder: Path) -> None:
+    run, model = folder / "run", write_model(folder / "model", family)
+    prompts = write_prompts(folder / "prompts.jsonl")
+    settings = [f"model.path={model}", f"data.train_files={prompts}", f"data.val_files={prompts}"]
+    settings += ["trainer.total_steps=2", "trainer.eval_interval=2", "rollout.sync.probe_tolerance=1e-4"]
+    settings += ["actor.max_tokens_per_micro_batch=48"]  # so few that shards need different numbers of micro-batches
+    settings += [f"{name}.parallel={layout}" for name, layout in zip(("actor", "critic"), LAYOUTS[family], strict=True)]
+    with Program(folder, config, f"trainer.output_dir={run}", *settings) as program:
+        assert program.wait() == 0, program.output
+    assert "Warning" not in program.output
+    steps = logged(run)[1:]
+    assert [metrics["step"] for metrics in steps] == [1, 2]
+    assert all(value is not None for metrics in steps for value in metrics.values()), "no NaN"
+    for name in ("rollout", "sync"):
+        assert all(metrics[f"{name}/log_prob_diff/max"] < 1e-4 for metrics in steps)
+    assert all(metrics[f"{name}/grad_norm"] > 0 for metrics in steps for name in ("actor", "critic"))
+    check_export(run)
