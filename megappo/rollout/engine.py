@@ -48,7 +48,7 @@ class Engine:
         seed: int,
     ):
         if importlib.util.find_spec("sglang") is None:
-            raise EngineError("SGLang, which writes rollouts, is not installed: install megappo[cpu] or megappo[gpu]")
+            raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
         self._arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed)
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
