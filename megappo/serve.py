@@ -6,6 +6,7 @@ It listens on 127.0.0.1:30000 unless --host and --port say otherwise. On a CPU i
 otherwise. Ctrl-C ends it, with its processes and their shared memory.
 """
 
+import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,12 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
-    """Why a folder cannot be served, told by the names of its files; None if it can."""
+    """Why a folder cannot be served, as far as its files' names and config.json tell; None if it can."""
     if not folder.is_dir():
         return f"no folder {folder}: expected a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
     needed = ["config.json", "*.safetensors", *(["tokenizer_config.json"] if with_tokenizer else [])]
     missing = [pattern for pattern in needed if not any(folder.glob(pattern))]
-    return f"{folder} is not a complete Hugging Face folder: it has no {', no '.join(missing)}" if missing else None
+    if missing:
+        return f"{folder} is not a complete Hugging Face folder: it has no {', no '.join(missing)}"
+    try:
+        named = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{folder / 'config.json'} is not a model's: {error}"
+    return None if named else f"{folder / 'config.json'} names no architecture: expected one in 'architectures'"
 
 
 def _serve(command_line: list[str]) -> int:
