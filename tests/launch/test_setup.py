@@ -2,9 +2,11 @@
 
 import functools
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -225,3 +227,13 @@ def test_without_the_build_it_says_what_it_looked_for_and_where(indexes, set_up,
     for part in (f"torch {wanted}", f"{pytorch.url}/{folder}", "pip config list", "PYTORCH_INDEX", "PIP_FIND_LINKS"):
         assert part in line
     assert not {"six", "sglang"} & configured.asked, "it went on without torch"
+
+
+@pytest.mark.slow
+def test_a_network_that_does_not_answer_is_given_up_soon(set_up):
+    with socket.create_server(("127.0.0.1", 0)) as configured, socket.create_server(("127.0.0.1", 0)) as pytorch:
+        ours, theirs = (f"http://127.0.0.1:{server.getsockname()[1]}" for server in (configured, pytorch))
+        before = time.monotonic()
+        result = set_up("cpu", PIP_INDEX_URL=ours, PYTORCH_INDEX=theirs)
+    assert result.returncode == 1 and f"nor at {theirs}/cpu" in result.stderr
+    assert time.monotonic() - before < 60
