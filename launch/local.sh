@@ -1,16 +1,13 @@
 #!/usr/bin/env bash
-# Trains on this node with one process per GPU; without a GPU with NPROC processes (default 2).
-# usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]
+# Trains on this node: with one process per GPU that is visible, in the environment .venv-gpu; without a GPU with NPROC
+# processes (default 2), in .venv.
+# usage: [NPROC=n] [CUDA_VISIBLE_DEVICES=...] bash launch/local.sh CONFIG [key=value ...]
 set -euo pipefail
-python="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)/.venv/bin/python"
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 if [[ $# -lt 1 ]]; then
     echo "usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]" >&2
     exit 2
-fi
-if [[ ! -x $python ]]; then
-    echo "local.sh: $python does not exist; run: bash launch/setup.sh" >&2
-    exit 1
 fi
 
 num_gpus() {
@@ -25,9 +22,18 @@ gpus=$(num_gpus)
 if [[ $gpus -eq 0 ]]; then
     # One thread a rank: ranks and the engine share the cores.
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    python=$repository/.venv/bin/python
+    remedy="run: bash launch/setup.sh"
 else
     # Tensor parallelism overlaps communication and computation only in this order of kernels.
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    python=$repository/.venv-gpu/bin/python
+    remedy="to use the $gpus GPUs that are visible, run: bash launch/setup.sh gpu; to use the CPU, hide them:"
+    remedy+=" CUDA_VISIBLE_DEVICES= bash launch/local.sh ..."
+fi
+if [[ ! -x $python ]]; then
+    echo "local.sh: $python does not exist; $remedy" >&2
+    exit 1
 fi
 nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
 

@@ -1,24 +1,39 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained model: set-up, a small dataset and checkpoint, then PPO on this machine.
-# usage: bash launch/quickstart.sh [key=value ...]
+# From a fresh clone to a trained model: set-up, a small dataset and checkpoint, then PPO on this machine: on its CPU,
+# or, where the first word is gpu, on two of its GPUs.
+# usage: bash launch/quickstart.sh [gpu] [key=value ...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bash launch/setup.sh
+# The config places everything on two ranks.
+export NPROC=${NPROC:-2}
+if [[ ${1:-} == gpu ]]; then
+    shift
+    venv=.venv-gpu
+    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
+    if [[ $gpus -lt $NPROC ]]; then
+        echo "quickstart.sh: expected $NPROC GPUs, nvidia-smi finds $gpus; on the CPU: bash launch/quickstart.sh" >&2
+        exit 1
+    fi
+    bash launch/setup.sh gpu
+else
+    venv=.venv
+    export CUDA_VISIBLE_DEVICES=
+    bash launch/setup.sh
+fi
 if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; then
-    .venv/bin/python tools/make_quickstart.py --output outputs/quickstart --force
+    $venv/bin/python tools/make_quickstart.py --output outputs/quickstart --force
 fi
 # An interrupted run goes on; a finished one makes room for the next.
 run=outputs/quickstart/run
 # Before anything is moved: what is wrong with the arguments, or --help.
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec .venv/bin/python -m megappo.plan --help
+    exec $venv/bin/python -m megappo.plan --help
 fi
-.venv/bin/python -m megappo.plan --world-size "${NPROC:-2}" configs/quickstart.yaml "$@" > /dev/null
+$venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "$@" > /dev/null
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
     mv "$run" "$kept"
     echo "the last run is kept in $kept"
 fi
-# The config places everything on two ranks.
-NPROC=${NPROC:-2} exec bash launch/local.sh configs/quickstart.yaml "$@"
+exec bash launch/local.sh configs/quickstart.yaml "$@"

@@ -1,28 +1,30 @@
 #!/usr/bin/env bash
-# Creates .venv at the repository root and installs the pinned packages into it. A second run returns at once.
-# usage: bash launch/setup.sh [cpu|gpu]     default: what .venv already holds, else gpu where nvidia-smi finds one
-# environment: PYTHON names the interpreter (3.11 or newer)
+# Creates an environment at the repository root and installs the pinned packages into it: .venv, which runs everything
+# on the CPU, or .venv-gpu, for CUDA. The two stand side by side. A second run returns at once.
+# usage: bash launch/setup.sh [cpu|gpu]     default: cpu
+# environment:
+#   PYTHON         the interpreter (3.11 or newer)
+#   PYTORCH_INDEX  a mirror of PyTorch's package index, with its folders cpu and cu130. It is asked for torch and what is
+#                  built with it alone, and only where pip, as it is configured, finds no build of the kind
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-stamp=.venv/setup-stamp
-log=.venv/setup.log
+pytorch_index=${PYTORCH_INDEX:-https://download.pytorch.org/whl}
+kind=${1:-cpu}
+venv=.venv
+[[ $kind == gpu ]] && venv=.venv-gpu
+stamp=$venv/setup-stamp
+log=$venv/setup.log
+# Containers pin the torch they ship by it; this environment has its own pins.
+unset PIP_CONSTRAINT
+# Else pip looks itself up as well.
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 say() { echo "setup: $*"; }
 
 fail() {
     echo "setup: $*" >&2
     exit 1
-}
-
-kind_of_machine() {
-    if [[ -f $stamp ]]; then
-        cut -d ' ' -f 1 "$stamp"
-    elif nvidia-smi -L >/dev/null 2>&1; then
-        echo gpu
-    else
-        echo cpu
-    fi
 }
 
 find_python() {
@@ -38,7 +40,7 @@ find_python() {
 }
 
 pip_install() {
-    .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-compile "$@" >>"$log" 2>&1 || {
+    "$venv/bin/python" -m pip install --progress-bar off --no-compile "$@" >>"$log" 2>&1 || {
         tail -n 15 "$log" >&2
         fail "pip failed, see above and $log. Check the network, pip's configuration and the free disk (3 GB), then run again:" \
             "what is installed already stays"
@@ -48,28 +50,88 @@ pip_install() {
 compile_all() {
     say "compiling them to bytecode"
     # On all cores, where pip would use one. Packages hold a few files for other Pythons, whose errors do not matter.
-    .venv/bin/python -m compileall -q -j 0 .venv/lib >>"$log" 2>&1 || true
+    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >>"$log" 2>&1 || true
 }
 
-# The CUDA version torch was built for, or None; read without importing torch, which fails where CUDA's libraries lack.
-torch_cuda() {
-    .venv/bin/python -c '
-import importlib.util, pathlib, runpy
-print(runpy.run_path(pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py"))["cuda"])'
+# The version that this kind's requirements pin.
+pin() { sed -n "s/^$1==//p" "requirements-$kind.txt"; }
+
+# usage: finds NAME VERSION [pip options]: whether pip finds that very build, for this machine; soon where no index answers.
+finds() {
+    local answer
+    answer=$(PIP_QUIET=0 "$venv/bin/python" -m pip index versions "$1" --retries 1 --timeout 5 "${@:3}" 2>>"$log") || return
+    sed -n 's/^Available versions: //p' <<<"$answer" | tr -d ' ' | tr ',' '\n' | grep -xF "$2" >/dev/null
+}
+
+# Whether an earlier set-up installed it: then no index is asked again.
+has_torch() {
+    local name version
+    for name in torch torchvision; do
+        version=$(pin $name)
+        compgen -G "$venv/lib/python*/site-packages/$name-${version%+cpu}*.dist-info" >/dev/null || return
+    done
+}
+
+# usage: install_from_pytorch FOLDER NAME==VERSION...: the first of them is torch
+install_from_pytorch() {
+    local index=$pytorch_index/$1 version=${2#torch==}
+    shift
+    finds torch "$version" --index-url "$index" ||
+        fail "found no torch $version for $("$venv/bin/python" --version), neither where pip is configured to look ('pip config list'," \
+            "PIP_INDEX_URL) nor at $index; what they said is in $log. Check the network. Behind a firewall set PYTORCH_INDEX" \
+            "to a mirror of $pytorch_index, or PIP_FIND_LINKS to a folder that holds the wheel"
+    say "taking torch $version from $index"
+    pip_install --no-deps --index-url "$index" "$@"
+}
+
+install_cpu_torch() {
+    local torch vision
+    torch=$(pin torch) vision=$(pin torchvision)
+    if ! finds torch "$torch"; then
+        install_from_pytorch cpu "torch==$torch" "torchvision==$vision"
+    elif finds torchvision "$vision"; then
+        pip_install --no-deps "torch==$torch" "torchvision==$vision"
+    else
+        vision=${vision%+cpu}
+        say "pip finds no CPU build of torchvision $vision beside torch $torch: taking the one for CUDA, which megappo" \
+            "can import all the same"
+        pip_install --no-deps "torch==$torch" "torchvision===$vision"
+    fi
 }
 
 install_cpu() {
     say "installing about 140 packages for a CPU (1 to 3 minutes; log: $log)"
-    pip_install --no-deps -r requirements.txt -r requirements-cpu.txt -r requirements-dev.txt
-    [[ $(torch_cuda) == None ]] || fail "pip chose a torch built for CUDA, expected the CPU build. Point pip at PyTorch's" \
-        "CPU wheels (PIP_EXTRA_INDEX_URL; pytorch.org, 'Get Started', names the index), delete .venv and run again"
+    has_torch || install_cpu_torch
+    pip_install --no-deps -r requirements.txt -r <(grep -Ev '^(torch|torchvision)==' requirements-cpu.txt) -r requirements-dev.txt
+}
+
+# Read without importing torch, which fails where CUDA's libraries lack.
+is_torch_for_cuda() {
+    "$venv/bin/python" -c '
+import importlib.util, pathlib, runpy, sys
+version = runpy.run_path(pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py"))
+sys.exit(version["cuda"] is None)'
+}
+
+install_cuda_torch() {
+    local name plain=() cuda=()
+    for name in torch torchvision torchaudio; do
+        # PyPI's builds for CUDA have plain versions. === takes these alone, where pip may be configured for CPU wheels.
+        plain+=("$name===$(pin $name)") cuda+=("$name==$(pin $name)+cu130")
+    done
+    if finds torch "$(pin torch)"; then
+        pip_install --no-deps "${plain[@]}"
+        is_torch_for_cuda && return
+        say "the torch that pip finds is built for a CPU"
+    fi
+    install_from_pytorch cu130 "${cuda[@]}"
 }
 
 install_gpu() {
     say "installing the CUDA packages (10 to 20 minutes; log: $log)"
-    pip_install -c requirements-gpu.txt -r requirements.txt -r requirements-dev.txt sglang torch pybind11 ninja wheel
-    [[ $(torch_cuda) != None ]] || fail "pip chose a CPU build of torch, expected one for CUDA. Take PyTorch's CPU wheels out of" \
-        "pip's configuration (PIP_EXTRA_INDEX_URL), delete .venv and run again"
+    { has_torch && is_torch_for_cuda; } || install_cuda_torch
+    # With torch there, whichever build of it, pip keeps it.
+    pip_install -c requirements-gpu.txt -r requirements.txt -r requirements-dev.txt sglang pybind11 ninja wheel
     say "building TransformerEngine"
     # It compiles against the torch just installed, hence no build isolation.
     (pip_install --no-build-isolation -c requirements-gpu.txt transformer-engine{,-cu13,-torch}) ||
@@ -80,18 +142,17 @@ install_gpu() {
 main() {
     exec 9<.
     flock 9 || fail "cannot lock this folder"
-    local kind wanted
-    kind=${1:-$(kind_of_machine)}
     [[ $kind == cpu || $kind == gpu ]] || fail "expected cpu or gpu, found '$kind'"
+    local wanted
     wanted="$kind $(cat setup.py requirements.txt requirements-dev.txt "requirements-$kind.txt" | sha256sum | cut -d ' ' -f 1)"
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
 
     local python clear=()
     python=$(find_python)
-    # The two kinds share no torch: start over when the kind changes.
+    # The two kinds share no torch: start over where .venv is for CUDA, as it once could be.
     [[ -f $stamp && $(cut -d ' ' -f 1 "$stamp") != "$kind" ]] && clear=(--clear)
-    say "creating .venv with $("$python" --version)"
-    "$python" -m venv "${clear[@]}" .venv
+    say "creating $venv with $("$python" --version)"
+    "$python" -m venv "${clear[@]}" "$venv"
     rm -f "$stamp"
     "install_$kind"
     compile_all
@@ -100,4 +161,4 @@ main() {
     say "done"
 }
 
-main "$@"
+main

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up, then checks style, types and behaviour. Arguments go to pytest.
+# Sets up .venv, then checks style, types and behaviour, on the CPU. Arguments go to pytest.
+# What needs a GPU: bash launch/setup.sh gpu, then .venv-gpu/bin/python -m pytest tests/gpu
 # usage: bash launch/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

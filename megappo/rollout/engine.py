@@ -2,11 +2,9 @@
 
 import atexit
 import importlib.util
-import json
 import os
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +46,7 @@ class Engine:
         seed: int,
     ):
         if importlib.util.find_spec("sglang") is None:
-            raise EngineError("SGLang, which writes rollouts, is not installed: install megappo[cpu] or megappo[gpu]")
+            raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
         self._arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed)
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
@@ -122,17 +120,8 @@ class Engine:
         # For the owner's eyes only: asked for log_level=info, SGLang logs its arguments with the key among them.
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "megappo.rollout.keeper", str(os.getpid()), str(self._temporary)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=launch.environment(self._gpu_ids, self._rollout.tensor_parallel, self._temporary),
-                start_new_session=True,
-            )
-        with process.stdin:
-            process.stdin.write(json.dumps(settings).encode())
-        return process
+            environment = launch.environment(self._gpu_ids, self._rollout.tensor_parallel, self._temporary)
+            return launch.start_keeper(settings, self._temporary, environment, log)
 
     def _log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()

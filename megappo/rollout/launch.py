@@ -1,10 +1,13 @@
 """What an engine's process is started with: SGLang's arguments, environment variables, a port, a temporary folder."""
 
+import json
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Rollout
@@ -12,7 +15,15 @@ from megappo.rollout.client import EngineError
 from megappo.rollout.keeper import remove_traces
 
 HOST = "127.0.0.1"
-CPU_KV_CACHE_TOKENS = 65536
+CPU_ARGUMENTS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,  # else an idle engine takes a core from the trainer
+    "max_total_tokens": 65536,
+}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 # Set here and in Engine; a user's value would break the client, the safety or the placement.
 RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
@@ -46,15 +57,7 @@ def server_arguments(
 
 
 def _cpu_arguments(rollout: Rollout) -> dict[str, Any]:
-    return {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
-        "sleep_on_idle": True,  # else an idle engine takes a core from the trainer
-        "max_total_tokens": rollout.max_total_tokens or CPU_KV_CACHE_TOKENS,
-    }
+    return CPU_ARGUMENTS | ({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {})
 
 
 def _gpu_arguments(rollout: Rollout) -> dict[str, Any]:
@@ -65,16 +68,46 @@ def _gpu_arguments(rollout: Rollout) -> dict[str, Any]:
     }
 
 
+def start_keeper(
+    settings: dict[str, Any], temporary: Path, environment: dict[str, str], output: IO[str] | None = None
+) -> subprocess.Popen:
+    """Start a keeper in a session of its own, and by it the server with these settings.
+
+    Args:
+        settings: see megappo.rollout.server.
+        temporary: of temporary_folder().
+        environment: its variables.
+        output: where it writes to; None = where this process does.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megappo.rollout.keeper", str(os.getpid()), str(temporary)],
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=subprocess.STDOUT if output else None,
+        env=environment,
+        start_new_session=True,
+    )
+    with process.stdin:
+        process.stdin.write(json.dumps(settings).encode())
+    return process
+
+
 def environment(gpu_ids: list[str], tensor_parallel: int, temporary: Path) -> dict[str, str]:
+    """The variables of an engine on these GPUs, or on the cores that a trainer uses too."""
+    variables = environment_of_owner(temporary)
+    if gpu_ids:
+        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
+    return variables | _cpu_threads(tensor_parallel)
+
+
+def environment_of_owner(temporary: Path) -> dict[str, str]:
     """The owner's environment without torchrun's variables, which would draw SGLang into the trainer's group."""
     dropped = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     variables["TMPDIR"] = str(temporary)
     variables["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"  # a generated token makes each check last a second
-    if gpu_ids:
-        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
-    return variables | _cpu_threads(tensor_parallel)
+    return variables
 
 
 def _cpu_threads(tensor_parallel: int) -> dict[str, str]:

@@ -2,10 +2,12 @@
 
 SGLang kills the children, and after a crash the parent, of the process it runs in: this one has no other relatives than
 SGLang's. Settings (not on the command line, where every user of the machine could read the API key):
-{"server_args": {ServerArgs by name}}. It ends with its parent.
+{"server_args": {ServerArgs by name}}, or {"command_line": [SGLang's own arguments], "cpu_arguments": {their defaults
+where there is no GPU, by name}}. It ends with its parent.
 """
 
 import difflib
+import functools
 import gc
 import inspect
 import json
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from megappo.lifetime import die_with
-from megappo.rollout import cpu
+from megappo.rollout import command_line, cpu
 
 cpu.install()
 
@@ -27,12 +29,20 @@ def main() -> None:
     """Serve until killed, or until the parent is gone."""
     die_with(int(sys.argv[1]))
     settings = json.load(sys.stdin)
-    _import_sglang()
     try:
-        serve(server_args(settings["server_args"]))
+        arguments = _arguments(settings)
+        _import_sglang()
+        serve(arguments)
     finally:
         for child in multiprocessing.active_children():
             child.kill()  # else the interpreter would wait for it before it ends
+
+
+def _arguments(settings: dict[str, Any]) -> Any:
+    if "command_line" in settings:
+        defaults = {} if torch.cuda.is_available() else settings["cpu_arguments"]
+        return command_line.parse(settings["command_line"], defaults)
+    return server_args(settings["server_args"])
 
 
 def server_args(arguments: dict[str, Any]) -> Any:
@@ -63,19 +73,16 @@ def _import_sglang() -> None:
 
 
 def serve(arguments: Any) -> None:
-    """SGLang's launch_server, with an Engine class of our own, as its sglang.srt.ray.http_server does it."""
-    from sglang.srt.entrypoints import engine, http_server
+    """SGLang's `sglang serve`, with an Engine class of our own."""
+    from sglang import launch_server
+    from sglang.srt.entrypoints import http_server
 
-    tokenizer_manager, templates, ports, schedulers, watchdog, _ = _engine_class()._launch_subprocesses(
-        server_args=arguments,
-        init_tokenizer_manager_func=engine.init_tokenizer_manager,
-        run_scheduler_process_func=engine.run_scheduler_process,
-        run_detokenizer_process_func=engine.run_detokenizer_process,
-    )
-    _link_shared_memory()
-    http_server._setup_and_run_http_server(
-        arguments, tokenizer_manager, templates, ports, schedulers.scheduler_infos, watchdog
-    )
+    http_server.Engine = _engine_class()
+    if arguments.skip_server_warmup:
+        # It is a request to the server, which may not listen yet where no warm-up has waited for it.
+        http_server._freeze_gc_after_server_warmup = lambda server_args: None
+    _refuse_empty_prompts()
+    launch_server.run_server(arguments)
 
 
 def _engine_class() -> Any:
@@ -85,13 +92,35 @@ def _engine_class() -> Any:
     """
     from sglang.srt.entrypoints.engine import Engine
 
-    class ForkingEngine(Engine):
+    class OwnEngine(Engine):
+        @classmethod
+        def _launch_subprocesses(cls, *args: Any, **kwargs: Any) -> Any:
+            launched = super()._launch_subprocesses(*args, **kwargs)
+            _link_shared_memory()
+            return launched
+
         @classmethod
         def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
-            multiprocessing.set_start_method("fork", force=True)
+            if not torch.cuda.is_available():
+                multiprocessing.set_start_method("fork", force=True)
             return super()._launch_scheduler_processes(*args, **kwargs)
 
-    return Engine if torch.cuda.is_available() else ForkingEngine
+    return OwnEngine
+
+
+def _refuse_empty_prompts() -> None:
+    """Answer a prompt without a token with an error: it would end SGLang's scheduler, and with it the server."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    validate = TokenizerManager._validate_one_request
+
+    @functools.wraps(validate)
+    def validate_not_empty(self: Any, request: Any, input_ids: list[int] | None) -> None:
+        if input_ids is not None and len(input_ids) == 0:
+            raise ValueError("the prompt has no token: it is empty, or the tokenizer knows none of it")
+        validate(self, request, input_ids)
+
+    TokenizerManager._validate_one_request = validate_not_empty
 
 
 def _link_shared_memory() -> None:

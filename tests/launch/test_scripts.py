@@ -45,33 +45,84 @@ def copy_script(name: str, repository: Path) -> Path:
     return copy
 
 
-def test_local_without_setup_says_what_to_run(tmp_path):
-    result = run(["bash", copy_script("local.sh", tmp_path), "c.yaml"], tmp_path)
-    assert result.returncode == 1 and "bash launch/setup.sh" in result.stderr
+@pytest.mark.parametrize(
+    "devices, remedies",
+    [
+        ("", ["bash launch/setup.sh"]),
+        ("0,1", ["bash launch/setup.sh gpu", "CUDA_VISIBLE_DEVICES= bash launch/local.sh"]),
+    ],
+)
+def test_local_without_its_environment_says_what_to_run(tmp_path, devices, remedies):
+    other = ".venv" if devices else ".venv-gpu"
+    executable(tmp_path / other / "bin" / "python", "echo the wrong one")
+    result = run(["bash", copy_script("local.sh", tmp_path), "c.yaml"], tmp_path, CUDA_VISIBLE_DEVICES=devices)
+    assert result.returncode == 1 and "wrong" not in result.stdout
+    assert all(remedy in result.stderr for remedy in remedies)
+
+
+def both_environments(repository: Path) -> None:
+    """Stand-ins for the environments' Pythons, which print their name and their arguments."""
+    for folder in (".venv", ".venv-gpu"):
+        executable(repository / folder / "bin" / "python", f'printf "%s\\n" {folder} "$@"')
 
 
 @pytest.mark.parametrize(
-    "environment, nproc",
+    "environment, folder, nproc",
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,3,5"}, "3"),
-        ({"NPROC": "4", "CUDA_VISIBLE_DEVICES": "0"}, "4"),
-        ({"NPROC": "1"}, "1"),
+        ({"CUDA_VISIBLE_DEVICES": "0,3,5"}, ".venv-gpu", "3"),
+        ({"NPROC": "4", "CUDA_VISIBLE_DEVICES": "0"}, ".venv-gpu", "4"),
+        ({"NPROC": "1", "CUDA_VISIBLE_DEVICES": ""}, ".venv", "1"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ".venv", "2"),
     ],
 )
-def test_local_hands_torchrun_the_process_count_and_the_overrides(tmp_path, environment, nproc):
+def test_local_hands_torchrun_the_process_count_and_the_overrides(tmp_path, environment, folder, nproc):
     script = copy_script("local.sh", tmp_path)
-    executable(tmp_path / ".venv" / "bin" / "python", 'printf "%s\\n" "$@"')
+    both_environments(tmp_path)
     result = run(["bash", script, "my config.yaml", "actor.optim.lr=1e-5"], tmp_path, **environment)
     words = result.stdout.splitlines()
-    assert words[words.index("--nproc-per-node") + 1] == nproc
+    assert words[0] == folder and words[words.index("--nproc-per-node") + 1] == nproc
     assert words[-4:] == ["-m", "megappo.train", "my config.yaml", "actor.optim.lr=1e-5"]
+
+
+def quickstart(tmp_path: Path, num_gpus: int, *arguments: str) -> subprocess.CompletedProcess:
+    """The quickstart on a machine with GPUs: stand-ins for nvidia-smi, the set-up and the environments."""
+    copy_script("local.sh", tmp_path)
+    executable(tmp_path / "launch" / "setup.sh", 'echo "setup $*"')
+    executable(tmp_path / "bin" / "nvidia-smi", "".join(f"echo GPU {index}\n" for index in range(num_gpus)))
+    both_environments(tmp_path)
+    devices = '; echo "devices ${CUDA_VISIBLE_DEVICES-all}"\n'
+    for python in tmp_path.glob(".venv*/bin/python"):
+        python.write_text(python.read_text() + devices)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    return run(["bash", copy_script("quickstart.sh", tmp_path), *arguments], tmp_path, PATH=path)
+
+
+@pytest.mark.parametrize(
+    "first, setup, folder, devices",
+    [([], "setup ", ".venv", "devices "), (["gpu"], "setup gpu", ".venv-gpu", "devices all")],
+)
+def test_the_quickstart_takes_the_gpus_only_where_asked(tmp_path, monkeypatch, first, setup, folder, devices):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    result = quickstart(tmp_path, 8, *first, "trainer.seed=1")
+    words = result.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    assert words[0] == setup and words[-1] == devices
+    assert {word for word in words if word.startswith(".venv")} == {folder}
+    assert words[words.index("--nproc-per-node") + 1] == "2"
+    assert words[-4:-1] == ["megappo.train", "configs/quickstart.yaml", "trainer.seed=1"]
+
+
+def test_the_quickstart_on_gpus_says_before_the_set_up_that_there_are_too_few(tmp_path):
+    result = quickstart(tmp_path, 1, "gpu")
+    assert result.returncode == 1 and not result.stdout
+    assert "expected 2 GPUs, nvidia-smi finds 1" in result.stderr
 
 
 def slurm(tmp_path: Path, nodes: list[str], **environment: str) -> subprocess.CompletedProcess:
     """Run the batch script as Slurm would, on node 1 of the job, with stand-ins for Slurm's two commands."""
     executable(tmp_path / "bin" / "scontrol", "".join(f"echo {node}\n" for node in nodes))
     executable(tmp_path / "bin" / "srun", 'shift; SLURM_NODEID=1 "$@"')
-    executable(tmp_path / ".venv" / "bin" / "python", 'printf "%s\\n" "$@"')
+    executable(tmp_path / ".venv-gpu" / "bin" / "python", 'printf "%s\\n" "$@"')
     variables = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),
@@ -134,6 +185,7 @@ def test_every_requirement_is_an_exact_pin_and_stands_once():
                     name, _, version = line.partition("==")
                     assert version and "://" not in line, f"{file}: {line}"
                     names[kind].append(name.lower().replace("_", "-"))
+                    assert version.endswith("+cpu") == (kind == "cpu" and name in ("torch", "torchvision")), line
     for kind, found in names.items():
         assert len(found) == len(set(found)), kind
 
@@ -144,9 +196,11 @@ def test_the_environment_is_the_locks():
         "import importlib.metadata as m, sys; print('\\n'.join(f'{d.name}=={d.version}' for d in m.distributions()))"
     )
     result = run([sys.executable, "-c", script], ROOT)
-    installed = {line.lower().replace("_", "-").replace("+cpu", "") for line in result.stdout.splitlines()}
-    if "torch==2.13.0" not in installed:
+    installed = {line.lower().replace("_", "-") for line in result.stdout.splitlines()}
+    if "torch==2.13.0+cpu" not in installed:
         pytest.skip("not the CPU environment")
+    plain = "torchvision==0.28.0"  # taken where pip knows no CPU build of it
+    installed |= {f"{plain}+cpu"} if plain in installed else set()
     for file in ("requirements.txt", "requirements-dev.txt", "requirements-cpu.txt"):
         for line in (ROOT / file).read_text().splitlines():
             if line and not line.startswith("#"):

@@ -63,7 +63,7 @@ def test_reserved_server_args_are_refused(checkpoint, tmp_path):
 def test_without_sglang_it_says_so(checkpoint, tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
-    with pytest.raises(EngineError, match="SGLang.* is not installed: install"):
+    with pytest.raises(EngineError, match="SGLang.* is not installed: run launch/setup.sh"):
         build(checkpoint, tmp_path)
 
 

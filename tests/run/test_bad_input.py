@@ -111,7 +111,7 @@ def test_a_port_that_is_taken(config, folder):
 def test_sglang_is_not_installed(config, folder):
     (folder / "sitecustomize.py").write_text(WITHOUT_SGLANG)
     [line] = refused(folder, config, environment={"PYTHONPATH": str(folder)})
-    assert line.startswith("error (rank 0): SGLang, which writes rollouts, is not installed: install megappo[")
+    assert line.startswith("error (rank 0): SGLang, which writes rollouts, is not installed: run launch/setup.sh")
 
 
 def test_resume_never_refuses_a_folder_with_a_checkpoint_and_leaves_it_alone(config, run, folder):

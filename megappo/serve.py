@@ -1,0 +1,80 @@
+"""Serve a Hugging Face folder, such as a run's hf_actor, by stock SGLang over HTTP: on GPUs, or without any on a CPU.
+
+    python -m megappo.serve HF_FOLDER [SGLang's own arguments]
+
+It listens on 127.0.0.1:30000 unless --host and --port say otherwise. On a CPU it computes in fp32 unless --dtype says
+otherwise. Ctrl-C ends it, with its processes and their shared memory.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from megappo.rollout import launch
+from megappo.rollout.keeper import remove_traces
+
+USAGE = "usage: python -m megappo.serve HF_FOLDER [SGLang's arguments; --help lists them]"
+# SGLang's warm-up, a sentence, has no token at all in a small vocabulary such as the quickstart's, and must succeed.
+CPU_ARGUMENTS = launch.CPU_ARGUMENTS | {"dtype": "float32", "skip_server_warmup": True}
+OWN_TOKENIZER = ("--tokenizer-path", "--skip-tokenizer-init")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal, or until the server has ended; 2 where the command is at fault."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(arguments):
+        return _serve(["--help"])
+    if not arguments or arguments[0].startswith("-"):
+        return _refuse(f"expected a folder first, found {arguments[0] if arguments else 'nothing'}; {USAGE}")
+    folder, *rest = arguments
+    fault = folder_fault(Path(folder), with_tokenizer=not any(word.startswith(OWN_TOKENIZER) for word in rest))
+    return _refuse(fault) if fault else _serve(["--model-path", folder, *rest])
+
+
+def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
+    """Why a folder cannot be served, as far as its files' names and config.json tell; None if it can."""
+    if not folder.is_dir():
+        return f"no folder {folder}: expected a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
+    needed = ["config.json", "*.safetensors", *(["tokenizer_config.json"] if with_tokenizer else [])]
+    missing = [pattern for pattern in needed if not any(folder.glob(pattern))]
+    if missing:
+        return f"{folder} is not a complete Hugging Face folder: it has no {', no '.join(missing)}"
+    try:
+        named = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{folder / 'config.json'} is not a model's: {error}"
+    return None if named else f"{folder / 'config.json'} names no architecture: expected one in 'architectures'"
+
+
+def _serve(command_line: list[str]) -> int:
+    """The exit code of SGLang's process, which parses its arguments; 128 + n when signal n ended this one."""
+    launch.remove_stale_traces()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _leave)
+    temporary = launch.temporary_folder()
+    settings = {"command_line": command_line, "cpu_arguments": CPU_ARGUMENTS}
+    keeper = launch.start_keeper(settings, temporary, launch.environment_of_owner(temporary))
+    try:
+        return keeper.wait()
+    finally:
+        keeper.terminate()  # it ends SGLang's processes and removes their traces
+        keeper.wait()
+        remove_traces(temporary)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # once: what follows cleans up
+    sys.exit(128 + signum)
+
+
+def _refuse(fault: str) -> int:
+    print(f"error: {fault}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

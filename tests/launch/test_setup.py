@@ -1,0 +1,239 @@
+"""Which builds of torch the set-up installs, with a real pip, from local indexes of stand-in wheels."""
+
+import functools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH_FAMILY = ("torch", "torchvision", "torchaudio")
+OTHERS = {"requirements.txt": ["six"], "requirements-dev.txt": ["pytest"]}
+OTHERS |= {"requirements-cpu.txt": ["sglang"], "requirements-gpu.txt": ["sglang", "pybind11", "ninja", "wheel"]}
+BACKEND = """
+import pathlib
+def build_editable(folder, *args):
+    wheel = next(pathlib.Path(__file__).parent.glob("megappo-*.whl"))
+    return pathlib.Path(folder, wheel.name).write_bytes(wheel.read_bytes()) and wheel.name
+"""
+
+
+def make_wheel(folder: Path, name: str, version: str, files: dict[str, str], requires: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    files = files | {
+        f"{info}/METADATA": metadata + (f"Requires-Dist: {requires}\n" if requires else ""),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+
+
+def pinned(kind: str) -> dict[str, str]:
+    """The project's own pins of torch and what is built with it, without the builds' names."""
+    lines = (ROOT / f"requirements-{kind}.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line.split("==")[0] in TORCH_FAMILY)
+    return {name: version.removesuffix("+cpu") for name, version in pins.items()}
+
+
+class Index:
+    """A package index at 127.0.0.1, which notes the packages that it is asked for, as FOLDER/NAME."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.asked = folder, set()
+        folder.mkdir()
+
+        class Handler(SimpleHTTPRequestHandler):
+            def log_message(handler, *args: object) -> None:
+                self.asked.add(handler.path.rpartition("/")[0].strip("/"))
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def add_torch(self, kind: str, build: str = "", cuda: str | None = None, under: str = "") -> None:
+        """Torch and what is built with it, of the pinned versions, in a build: '' (PyPI's), '+cpu', '+cu130'."""
+        for name, version in pinned(kind).items():
+            files = {f"{name}/__init__.py": "", f"{name}/version.py": f"cuda = {cuda!r}\n"}
+            requires = "sympy" if name == "torch" else ""
+            make_wheel(self.folder / under / name, name, version + build, files, requires)
+
+    def add_others(self, torch: str) -> None:
+        for name in {"sympy", *(name for names in OTHERS.values() for name in names)}:
+            requires = f"torch=={torch}" if name == "sglang" else ""
+            make_wheel(self.folder / name, name, "1.0", {f"{name}.py": ""}, requires)
+
+
+@pytest.fixture
+def indexes(tmp_path: Path) -> Iterator[tuple[Index, Index]]:
+    """What pip is configured for, and PyTorch's."""
+    both = Index(tmp_path / "configured"), Index(tmp_path / "pytorch")
+    yield both
+    for index in both:
+        index.server.shutdown()
+        index.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python that copies one environment wherever it is to create one: that takes seconds."""
+    folder = tmp_path_factory.mktemp("python")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=120)
+    executable = folder / "python"
+    create = f'[[ $2 == venv ]] && exec cp -a {folder}/venv "${{@: -1}}"'
+    executable.write_text(f'#!/usr/bin/env bash\n{create}\nexec {sys.executable} "$@"\n')
+    executable.chmod(0o755)
+    return executable
+
+
+@pytest.fixture
+def set_up(tmp_path: Path, python: Path, indexes: tuple[Index, Index]) -> Callable[..., subprocess.CompletedProcess]:
+    """(kind) -> launch/setup.sh run in a tiny repository that pins the same torch."""
+    configured, pytorch = indexes
+    repository = tmp_path / "repository"
+    (repository / "launch").mkdir(parents=True)
+    (repository / "launch" / "setup.sh").write_text((ROOT / "launch" / "setup.sh").read_text())
+    (repository / "setup.py").touch()
+    (repository / "backend.py").write_text(BACKEND)
+    make_wheel(repository, "megappo", "1.0", {})
+    system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    (repository / "pyproject.toml").write_text(system)
+    for file, names in OTHERS.items():
+        torch = [line for line in (ROOT / file).read_text().splitlines() if line.split("==")[0] in TORCH_FAMILY]
+        (repository / file).write_text("\n".join(torch + [f"{name}==1.0" for name in names]) + "\n")
+    # Values that are empty undo those of the machine's own files.
+    pip = tmp_path / "pip.conf"
+    pip.write_text(f"[global]\nindex-url = {configured.url}\nextra-index-url =\nfind-links =\n")
+    (tmp_path / "constraint.txt").write_text("torch==1.0\n")  # as in NVIDIA's containers
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    variables |= {"PIP_CONFIG_FILE": str(pip), "PIP_CONSTRAINT": str(tmp_path / "constraint.txt")}
+    variables |= {"PYTORCH_INDEX": pytorch.url, "PYTHON": str(python)}
+
+    def run(kind: str, **environment: str) -> subprocess.CompletedProcess:
+        command = ["bash", repository / "launch" / "setup.sh", kind]
+        return subprocess.run(command, env=variables | environment, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def installed(tmp_path: Path, folder: str) -> dict[str, str]:
+    """Versions by name in an environment of the tiny repository."""
+    found = (tmp_path / "repository" / folder).glob("lib/python*/site-packages/*.dist-info")
+    return dict(path.name.removesuffix(".dist-info").split("-") for path in found)
+
+
+def versions(kind: str, build: str) -> dict[str, str]:
+    return {name: version + build for name, version in pinned(kind).items()}
+
+
+def test_the_cpu_build_comes_from_pytorch_where_pip_finds_cuda_builds_alone(tmp_path, indexes, set_up):
+    configured, pytorch = indexes
+    configured.add_torch("cpu", cuda="13.0")
+    configured.add_others("9.9")
+    pytorch.add_torch("cpu", "+cpu", under="cpu")
+    result = set_up("cpu", PYTHON=sys.executable)
+    assert result.returncode == 0, result.stderr
+    assert versions("cpu", "+cpu").items() <= installed(tmp_path, ".venv").items()
+    assert {"six", "pytest", "sglang", "megappo"} <= installed(tmp_path, ".venv").keys()
+    assert pytorch.asked == {"cpu/torch", "cpu/torchvision"}, "other packages were looked up at PyTorch's index"
+    assert f"from {pytorch.url}/cpu" in result.stdout
+    assert set_up("cpu").stdout == "", "a second set-up does nothing"
+
+
+def test_a_changed_pin_asks_no_index_for_torch_again(tmp_path, indexes, set_up):
+    configured, _ = indexes
+    configured.add_torch("cpu", "+cpu")
+    configured.add_others("9.9")
+    assert set_up("cpu").returncode == 0
+    make_wheel(configured.folder / "six", "six", "2.0", {"six.py": ""})
+    (tmp_path / "repository" / "requirements.txt").write_text("six==2.0\n")
+    configured.asked.clear()
+    assert set_up("cpu").returncode == 0
+    assert installed(tmp_path, ".venv")["six"] == "2.0" and configured.asked == {"six"}
+
+
+def test_the_cpu_build_that_pip_finds_wins(tmp_path, indexes, set_up):
+    configured, pytorch = indexes
+    configured.add_torch("cpu", cuda="13.0")
+    configured.add_torch("cpu", "+cpu")
+    configured.add_others("9.9")
+    pytorch.add_torch("cpu", "+cpu", under="cpu")
+    result = set_up("cpu")
+    assert result.returncode == 0, result.stderr
+    assert versions("cpu", "+cpu").items() <= installed(tmp_path, ".venv").items()
+    assert not pytorch.asked
+
+
+def test_beside_the_cpu_build_of_torch_a_plain_torchvision_does(tmp_path, indexes, set_up):
+    configured, pytorch = indexes
+    configured.add_torch("cpu", cuda="13.0")
+    configured.add_torch("cpu", "+cpu")
+    next((configured.folder / "torchvision").glob("*+cpu*")).unlink()
+    configured.add_others("9.9")
+    result = set_up("cpu")
+    assert result.returncode == 0, result.stderr
+    expected = {"torch": versions("cpu", "+cpu")["torch"], "torchvision": versions("cpu", "")["torchvision"]}
+    assert expected.items() <= installed(tmp_path, ".venv").items()
+    assert "torchvision" in result.stdout and not pytorch.asked
+
+
+def test_the_cuda_build_comes_from_pytorch_where_pip_finds_cpu_builds_alone(tmp_path, indexes, set_up):
+    configured, pytorch = indexes
+    configured.add_torch("gpu", "+cpu")
+    configured.add_torch("gpu", "")  # a build for a CPU with a plain version, as on some platforms
+    configured.add_others(versions("gpu", "")["torch"])
+    pytorch.add_torch("gpu", "+cu130", cuda="13.0", under="cu130")
+    result = set_up("gpu")
+    assert result.returncode == 0, result.stderr
+    assert versions("gpu", "+cu130").items() <= installed(tmp_path, ".venv-gpu").items()
+    others = {"six", "pytest", "sglang", "megappo", "sympy"}
+    assert others <= installed(tmp_path, ".venv-gpu").keys(), "torch's own requirements are missing"
+    assert pytorch.asked == {"cu130/torch", "cu130/torchvision", "cu130/torchaudio"}
+    assert not (tmp_path / "repository" / ".venv").exists()
+
+
+def test_the_cuda_build_that_pip_finds_wins_over_pytorchs_and_over_a_cpu_build(tmp_path, indexes, set_up):
+    configured, pytorch = indexes
+    configured.add_torch("gpu", "+cpu")
+    configured.add_torch("gpu", cuda="13.0")
+    configured.add_others(versions("gpu", "")["torch"])
+    pytorch.add_torch("gpu", "+cu130", cuda="13.0", under="cu130")
+    result = set_up("gpu")
+    assert result.returncode == 0, result.stderr
+    assert versions("gpu", "").items() <= installed(tmp_path, ".venv-gpu").items()
+    assert not pytorch.asked
+
+
+@pytest.mark.parametrize("kind, found, folder", [("cpu", "", "cpu"), ("gpu", "+cpu", "cu130")])
+def test_without_the_build_it_says_what_it_looked_for_and_where(indexes, set_up, kind, found, folder):
+    configured, pytorch = indexes
+    configured.add_torch(kind, found, cuda=None if found else "13.0")
+    configured.add_others("9.9")
+    result = set_up(kind)
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    wanted = versions(kind, {"cpu": "+cpu", "cu130": "+cu130"}[folder])["torch"]
+    for part in (f"torch {wanted}", f"{pytorch.url}/{folder}", "pip config list", "PYTORCH_INDEX", "PIP_FIND_LINKS"):
+        assert part in line
+    assert not {"six", "sglang"} & configured.asked, "it went on without torch"
+
+
+@pytest.mark.slow
+def test_a_network_that_does_not_answer_is_given_up_soon(set_up):
+    with socket.create_server(("127.0.0.1", 0)) as configured, socket.create_server(("127.0.0.1", 0)) as pytorch:
+        ours, theirs = (f"http://127.0.0.1:{server.getsockname()[1]}" for server in (configured, pytorch))
+        before = time.monotonic()
+        result = set_up("cpu", PIP_INDEX_URL=ours, PYTORCH_INDEX=theirs)
+    assert result.returncode == 1 and f"nor at {theirs}/cpu" in result.stderr
+    assert time.monotonic() - before < 60

@@ -1,0 +1,143 @@
+"""`python -m megappo.serve`: what it answers, what it refuses, and that nothing is left of it."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import torch
+from program import REPOSITORY
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+COMMAND = [sys.executable, "-m", "megappo.serve"]
+CHARACTERS = "0123456789+-*/=() abcdefghijklmnopqrstuvwxyzABCD"  # as many as the checkpoint's vocabulary has
+PROMPTS = ["37+45=", "(12+a)*b"]
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shared checkpoint with a tokenizer of characters, as transformers saves one."""
+    folder = tmp_path_factory.mktemp("export") / "hf_actor"
+    shutil.copytree(checkpoint, folder)
+    vocabulary = {character: number for number, character in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
+    """The command, serving, as the leader of a session, and a client."""
+    port = free_port()
+    command = [*COMMAND, folder, "--port", str(port), "--max-total-tokens", "2048", "--log-level", "warning"]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "output.txt").open("w") as output:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            wait_until_it_serves(process, client, tmp_path / "output.txt")
+            yield process, client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until_it_serves(process: subprocess.Popen, client: httpx.Client, output: Path) -> None:
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"it does not serve:\n{output.read_text()}")
+
+
+def greedy(model: torch.nn.Module, tokens: list[int], count: int) -> list[int]:
+    """Hugging Face's choice, without a cache."""
+    for _ in range(count):
+        with torch.no_grad():
+            tokens = [*tokens, int(model(torch.tensor([tokens])).logits[0, -1].argmax())]
+    return tokens[-count:]
+
+
+def test_it_answers_text_as_hugging_face_does_and_leaves_nothing_behind(folder, server, hf_model, tmp_path):
+    process, client = server
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sampling = {"temperature": 0, "max_new_tokens": 12}
+    empty = client.post("/generate", json={"text": "", "sampling_params": sampling})
+    assert empty.status_code == 400 and "the prompt has no token" in empty.text
+    for prompt in PROMPTS:
+        expected = greedy(hf_model, tokenizer(prompt)["input_ids"], 12)
+        answer = client.post("/generate", json={"text": prompt, "sampling_params": sampling}).json()
+        assert answer["output_ids"] == expected and len(set(expected)) > 2
+        request = {"model": "any", "prompt": prompt, "temperature": 0, "max_tokens": 12}
+        completion = client.post("/v1/completions", json=request).json()
+        assert completion["choices"][0]["text"] == answer["text"] == tokenizer.decode(expected)
+    arguments = client.get("/server_info").json()
+    given = {"max_total_tokens": 2048, "host": "127.0.0.1", "dtype": "float32", "attention_backend": "torch_native"}
+    assert given.items() <= arguments.items(), "flags and the defaults for a CPU"
+
+    processes = psutil.Process(process.pid).children(recursive=True)
+    memory = [link.readlink() for link in tmp_path.glob("megappo-engine-*/sgl*")]
+    assert len(processes) >= 4 and memory and all(path.exists() for path in memory)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+    assert process.wait(20) == 128 + signal.SIGINT
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+    assert not any(path.exists() for path in memory) and not list(tmp_path.glob("megappo-engine-*"))
+    assert "Traceback" not in (tmp_path / "output.txt").read_text()
+
+
+def refused(*arguments: object) -> str:
+    """The one line that the command ends with."""
+    result = subprocess.run(
+        [*COMMAND, *map(str, arguments)], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2, result.stderr
+    [line] = [line for line in result.stderr.splitlines() if "error" in line]
+    assert "Traceback" not in result.stderr and line.startswith("error: ")
+    return line
+
+
+def test_what_is_no_folder_of_a_model_is_refused(folder, tmp_path):
+    assert "expected a folder first, found nothing" in refused()
+    assert "found --port; usage: python -m megappo.serve HF_FOLDER" in refused("--port", 1)
+    assert f"no folder {tmp_path}/none" in refused(tmp_path / "none")
+    assert "it has no config.json, no *.safetensors, no tokenizer_config.json" in refused(tmp_path)
+    shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert "it has no tokenizer_config.json" in refused(tmp_path / "copy")
+    for text, fault in (("{", "is not a model's"), ("[]", "is not a model's"), ("{}", "names no architecture")):
+        (tmp_path / "copy" / "config.json").write_text(text)
+        assert fault in refused(tmp_path / "copy", "--skip-tokenizer-init")
+
+
+def test_a_taken_port_and_an_unknown_argument_are_refused_before_anything_is_loaded(folder):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in refused(folder, "--port", port)
+    assert "unrecognized arguments: --no-such-flag" in refused(folder, "--no-such-flag")
+
+
+def test_help_lists_sglangs_arguments():
+    result = subprocess.run([*COMMAND, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and "usage: python -m megappo.serve HF_FOLDER" in result.stdout
+    assert "--host" in result.stdout and "--max-total-tokens" in result.stdout
