@@ -101,7 +101,7 @@ install_cpu_torch() {
 
 install_cpu() {
     say "installing about 140 packages for a CPU (1 to 3 minutes; log: $log)"
-    has_torch || install_cpu_torch
+    { has_torch && ! is_torch_for_cuda; } || install_cpu_torch
     pip_install --no-deps -r requirements.txt -r <(grep -Ev '^(torch|torchvision)==' requirements-cpu.txt) -r requirements-dev.txt
 }
 

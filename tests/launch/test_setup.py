@@ -151,6 +151,20 @@ def test_the_cpu_build_comes_from_pytorch_where_pip_finds_cuda_builds_alone(tmp_
     assert set_up("cpu").stdout == "", "a second set-up does nothing"
 
 
+def test_a_cuda_build_that_a_set_up_before_left_gives_way(tmp_path, indexes, set_up, python):
+    configured, pytorch = indexes
+    configured.add_torch("cpu", cuda="13.0")
+    configured.add_others("9.9")
+    pytorch.add_torch("cpu", "+cpu", under="cpu")
+    environment = tmp_path / "repository" / ".venv"
+    subprocess.run([python, "-m", "venv", environment], check=True, timeout=120)
+    wheels = [*configured.folder.glob("torch*/*.whl")]
+    install = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", *wheels]
+    subprocess.run(install, env=os.environ | {"PIP_CONFIG_FILE": os.devnull}, check=True, timeout=120)
+    assert set_up("cpu").returncode == 0
+    assert versions("cpu", "+cpu").items() <= installed(tmp_path, ".venv").items()
+
+
 def test_a_changed_pin_asks_no_index_for_torch_again(tmp_path, indexes, set_up):
     configured, _ = indexes
     configured.add_torch("cpu", "+cpu")
