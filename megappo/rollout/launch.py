@@ -29,6 +29,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
 RESERVED |= {"tp_size", "random_seed"}
 TRACES_PREFIX = "megappo-engine-"
+LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
+"""Bytes of the name of a folder that holds those; a socket's may have 107."""
 PACKAGE_ROOT = Path(__file__).parents[2]
 
 
@@ -148,12 +150,18 @@ def reserve_port(port: int) -> socket.socket:
 
 def temporary_folder() -> Path:
     """A folder for SGLang's sockets, named after this process."""
-    return Path(tempfile.mkdtemp(prefix=f"{TRACES_PREFIX}{os.getpid()}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{TRACES_PREFIX}{os.getpid()}-", dir=_home_of_traces()))
+
+
+def _home_of_traces() -> Path:
+    """TMPDIR, as clusters set it for a job, unless a socket's name would get too long in it."""
+    folder = tempfile.gettempdir()
+    return Path(folder if len(os.fsencode(folder)) <= LONGEST_HOME else "/tmp")
 
 
 def remove_stale_traces() -> None:
     """Remove what engines left whose owner was killed and so could not clean up."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{TRACES_PREFIX}*"):
+    for folder in _home_of_traces().glob(f"{TRACES_PREFIX}*"):
         owner = folder.name.removeprefix(TRACES_PREFIX).split("-")[0]
         if not Path("/proc", owner).exists():
             remove_traces(folder)

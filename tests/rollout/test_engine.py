@@ -2,16 +2,19 @@
 
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
 from megappo.config.schema import Rollout
+from megappo.rollout import launch
 from megappo.rollout.client import EngineError, SamplingParams
 from megappo.rollout.engine import Engine
 
@@ -58,6 +61,24 @@ def test_a_taken_port_is_refused_at_once(checkpoint, tmp_path):
 def test_reserved_server_args_are_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="server_args may not hold api_key, host"):
         build(checkpoint, tmp_path, server_args={"host": "0.0.0.0", "api_key": "x"})
+
+
+def test_sockets_have_names_that_are_short_enough(tmp_path, monkeypatch):
+    long = tmp_path / ("job-" * 15)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale = Path("/tmp", f"{launch.TRACES_PREFIX}{ended.pid}-left_over")
+    stale.mkdir()
+    folder = launch.temporary_folder()
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(tempfile.mktemp(dir=folder))
+    finally:
+        shutil.rmtree(folder)
+    launch.remove_stale_traces()
+    assert not stale.exists()
 
 
 def test_without_sglang_it_says_so(checkpoint, tmp_path, monkeypatch):

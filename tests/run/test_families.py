@@ -23,7 +23,7 @@ GREEDY = {"do_sample": False, "repetition_penalty": 1.0}
 SHAPE = {
     **{"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 48, "initializer_range": 0.2},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16},  # as few as will do
-    **{"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+    **{"bos_token_id": None, "eos_token_id": 1},
 }
 MODELS = {
     "llama": {"head_dim": 12, "vocab_size": 37, "tie_word_embeddings": False},
