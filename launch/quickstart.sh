@@ -30,10 +30,14 @@ run=outputs/quickstart/run
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec $venv/bin/python -m megappo.plan --help
 fi
-$venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "$@" > /dev/null
+kept=
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
-    mv "$run" "$kept"
+fi
+$venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "$@" \
+    ${kept:+"trainer.output_dir=$kept"} > /dev/null
+if [[ -n $kept ]]; then
+    flock --nonblock "$run/.lock" mv "$run" "$kept" || { echo "quickstart.sh: a run is at work in $run" >&2; exit 1; }
     echo "the last run is kept in $kept"
 fi
 exec bash launch/local.sh configs/quickstart.yaml "$@"

@@ -10,6 +10,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from megappo.config.checks import longest_row, optimizer_steps
 from megappo.config.describe import show
@@ -22,7 +23,9 @@ from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import pipeline_splits, placement_layouts, smallest_world
 from megappo.placement.transports import describe_transports
+from megappo.trainer.lock import in_use
 from megappo.trainer.preflight import arrangement_errors, check_run
+from megappo.trainer.resuming import already_finished
 
 WIDTH = 120
 
@@ -42,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ways = describe_transports(config, layouts)
         print(f"\nplacement\n{picture}\n  {ways}{_absent(config)}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
-    errors = check_run(config, world_size)
+    busy = in_use(Path(config.trainer.output_dir))
+    errors = check_run(config, world_size) or ([busy] if busy else [])
     if errors:
         return _fail(errors)
-    print(f"\nnothing is wrong: ready for {world_size} processes of megappo.train")
+    ready = f"nothing is wrong: ready for {world_size} processes of megappo.train"
+    print(f"\n{already_finished(config) or ready}")
     return 0
 
 

@@ -25,8 +25,10 @@ from megappo.config.help import config_help
 from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 from megappo.lifetime import die_with
+from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
+from megappo.trainer.resuming import already_finished
 
 platform.install()  # must come before the first import of megatron.core
 
@@ -67,9 +69,16 @@ def _checked_config(path: str, overrides: Sequence[str], world_size: int) -> Con
 
 
 def _run(config: Config, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
-    timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
+    finished = already_finished(config)
     if rank == 0:  # before the ranks meet, so that no other's error can come first
-        _print_capabilities()
+        if finished:
+            print(finished, flush=True)
+        else:
+            cleanup.enter_context(lock.take(Path(config.trainer.output_dir)))
+            _print_capabilities()
+    if finished:
+        return
+    timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     run = build_run(config, cleanup)
     if rank == 0:  # not before: a folder that is refused stays as it was
@@ -81,8 +90,11 @@ def _keep_config(config: Config, run: Run) -> None:
     """Write the resolved config beside the results, and say what a resumed run's has that the one there had not."""
     path = Path(config.trainer.output_dir, "config.yaml")
     if run.start_step and path.exists():
-        for change in changes_since(path, config):
-            run.observer.message(f"changed since then: {change}")
+        try:
+            for change in changes_since(path, config):
+                run.observer.message(f"changed since then: {change}")
+        except ConfigError as error:
+            run.observer.message(f"WARNING: cannot tell what has changed since then: {'; '.join(error.errors)}")
     partial = path.with_name("config.yaml.tmp")
     partial.write_text(dump_config(config))
     os.replace(partial, path)  # a kill leaves none that cannot be read

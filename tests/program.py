@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,8 +114,13 @@ class Program:
 
     def _left(self) -> list[str]:
         processes = [_described(process) for process in {*self.seen, *self._marked()} if _is_alive(process)]
-        memory = [str(path) for path in self.shared_memory if path.exists()]
+        memory = [str(path) for path in {*self.shared_memory, *self._named_shared_memory()} if path.exists()]
         return processes + memory + [str(path) for path in self.temporary.glob("megappo-engine-*")]
+
+    def _named_shared_memory(self) -> set[Path]:
+        """What the names say is of one of the processes."""
+        pids = {str(process.pid) for process in self.seen}
+        return {path for path in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", path.name))}
 
     def _note(self) -> None:
         """Remember the processes of the tree, and the shared memory that they have mapped."""

@@ -31,7 +31,12 @@ WITHOUT_TORCH = (
     "megappo/placement/picture.py",
     "megappo/placement/ranks.py",
     "megappo/placement/transports.py",
+    "megappo/checkpoint/errors.py",
+    "megappo/checkpoint/folders.py",
+    "megappo/observe/files.py",
+    "megappo/trainer/lock.py",
     "megappo/trainer/preflight.py",
+    "megappo/trainer/resuming.py",
 )
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 

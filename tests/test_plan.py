@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megappo.trainer.lock import take
+
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = """\
 model: {path: model, dtype: fp32}
@@ -212,3 +214,39 @@ def test_the_plan_imports_no_heavyweight():
     code = "import megappo.plan, sys; print(*{'torch', 'megatron', 'sglang', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def checkpoint(folder: Path, step: int) -> None:
+    (folder / "out" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+    (folder / "out" / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
+
+
+def test_what_is_in_the_output_folder(run_folder):
+    checkpoint(run_folder, 7)
+    done = plan(run_folder, "run.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: trainer.total_steps 5 is below the 7 steps that out/checkpoints/step_00000007"
+    )
+    done = plan(run_folder, "run.yaml", "trainer.total_steps=7", "trainer.resume=never")
+    assert "out/checkpoints/step_00000007 exists, and trainer.resume is never: set it to auto" in done.stderr
+    finished = ("run.yaml", "trainer.total_steps=7")
+    assert plan(run_folder, *finished).stdout.splitlines()[-1].startswith("nothing is wrong")  # export and report
+    (run_folder / "out" / "hf_actor").mkdir()
+    (run_folder / "out" / "report.html").touch()
+    done = plan(run_folder, *finished)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("already finished: out has all 7 steps; raise trainer.total_steps")
+    (run_folder / "out" / "checkpoints" / "latest").write_text("step_00000003\n")
+    (run_folder / "out" / "checkpoints" / "step_00000007").rmdir()
+    done = plan(run_folder, *finished)
+    assert "latest is there, but no checkpoint beside it: put them back, or remove" in done.stderr
+
+
+def test_a_folder_that_a_run_has(run_folder):
+    with take(run_folder / "out"):
+        done = plan(run_folder, "run.yaml")
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: trainer.output_dir: out is in use by a run (")
+        assert f", pid {os.getpid()}, since 2" in done.stderr
+    assert plan(run_folder, "run.yaml").returncode == 0

@@ -34,6 +34,7 @@ from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  
 from conversion.verify import verify  # noqa: E402
 from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E402
 
+from megappo.checkpoint.checksums import refuse_damaged  # noqa: E402
 from megappo.checkpoint.errors import CheckpointError, no_folder  # noqa: E402
 from megappo.config.errors import ConfigError  # noqa: E402
 from megappo.placement.exchange import LOST_RANK, OtherRankError  # noqa: E402
@@ -92,6 +93,8 @@ def _run(args: argparse.Namespace) -> int:
         if args.command != "verify":
             _check_output(args.input, args.output, args.force)
         world = World(parallel_of(args))
+        for folder in (args.input, args.output) if args.command == "verify" else (args.input,):
+            refuse_damaged(folder, world.exchange)
         return COMMANDS[args.command][0](args, world) or 0
     except Interrupted:
         _ended("interrupted", args, world)

@@ -17,8 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.errors import CheckpointError, no_folder
-from megappo.checkpoint.metadata import TensorInfo, components_of, is_component, read_component
+from megappo.checkpoint.folders import STATE, candidates, read_state
+from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
@@ -45,31 +47,32 @@ def describe(folder: Path) -> Iterator[str]:
 
 
 def _run(folder: Path) -> Iterator[str]:
-    """All checkpoints by name, and everything about the newest."""
-    steps = sorted(path for path in folder.glob("step_*") if path.is_dir())
-    pointer = folder / "latest"
-    latest = pointer.read_text().strip() if pointer.is_file() else "none"
-    for path in steps:
-        complete = "" if (path / "state.json").is_file() else ", incomplete"
-        yield f"{path.name}{' (latest)' if path.name == latest else ''}{complete}"
-    if (folder / latest).is_dir():
+    """All checkpoints by name, and everything about the one a run goes on from."""
+    found, problem = candidates(folder)
+    named = found[0] if found and not problem else None
+    for path in sorted(path for path in folder.glob("step_*") if path.is_dir()):
+        complete = "" if (path / STATE).is_file() else ", incomplete"
+        yield f"{path.name}{' (latest)' if path == named else ''}{complete}"
+    if problem:
+        yield problem
+    if found:
         yield ""
-        yield from _step(folder / latest)
+        yield from _step(found[0])
 
 
 def _step(folder: Path) -> Iterator[str]:
-    state = folder / "state.json"
-    try:
-        values = json.loads(state.read_text()) if state.is_file() else {}
-    except ValueError as error:
-        raise CheckpointError(f"{state} is not JSON ({error}); use another checkpoint") from error
-    yield f"{folder}: " + (f"step {values.get('step', 'unknown')}" if values else "incomplete, it has no state.json")
+    if (folder / STATE).is_file():
+        refuse_altered(folder, STATE)
+        yield f"{folder}: step {read_state(folder)['step']}"
+    else:
+        yield f"{folder}: incomplete, it has no {STATE}"
     for component in components_of(folder):
         yield ""
         yield from _component(component)
 
 
 def _component(folder: Path) -> Iterator[str]:
+    refuse_altered(folder.resolve().parent, f"{folder.resolve().name}/{METADATA}")
     info = read_component(folder)
     tensor, pipeline = info.layout
     yield f"{folder}: Megatron, written as tensor {tensor} x pipeline {pipeline}; loads in any layout"

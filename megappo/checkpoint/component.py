@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -13,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # of any rank;
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
-from megappo.checkpoint.sharded import reason, save_sharded
+from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
 from megappo.models.build import ModelChunks
 from megappo.models.engine import load_chunks, sharded_chunks
 from megappo.models.hf_config import HeadKind, padded_vocab_size
@@ -123,8 +122,7 @@ def _check_vocabulary(folder: Path, info: ComponentInfo, vocab_size: int) -> Non
 def _load(state: dict[str, Any], groups: ComponentGroups, folder: Path, ignored: str) -> dict[str, Any]:
     """`state` from the folder, which may hold objects, and tensors whose name starts with `ignored`, besides."""
     try:
-        with groups.as_world():
-            loaded, extra, absent = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+        loaded, extra, absent = load_sharded(state, folder, groups.as_world(), StrictHandling.RETURN_ALL)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"cannot load {folder}: {reason(error)}. It is damaged, or not of the model that config.json describes"

@@ -1,12 +1,13 @@
 """What is in a component's checkpoint folder, from its metadata alone: no tensor is read, and no code of it is run."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megappo.checkpoint.errors import CheckpointError
 
@@ -15,13 +16,11 @@ OPTIMIZER_PREFIX = "optimizer."
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 EXTRA_STATE = "._extra_state"  # objects of modules that have nothing to keep
-# The metadata is a pickle: it may name these, which only describe tensors and where they lie, and nothing else.
-_MODULES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.planner",
-    "megatron.core.dist_checkpointing.strategies.torch",
-)
+# The metadata is a pickle: it may name these, which only describe tensors and where they lie, and nothing else. Of the
+# modules, what holds data: dataclasses and enumerations.
+_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _NAMES = {
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
     "collections": ("OrderedDict",),
@@ -87,25 +86,43 @@ def read_component(folder: Path) -> ComponentInfo:
         CheckpointError: it is no such folder, its metadata is damaged or names anything but tensors, or a file that
             the metadata names is missing or too short.
     """
-    path = folder / METADATA
+    metadata = read_metadata(folder)
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
         files = _files(metadata.storage_data)
         entries = metadata.state_dict_metadata.items()
         objects = tuple(name for name, entry in entries if isinstance(entry, BytesStorageMetadata))
         tensors = {name: _tensor(entry, files.get(name, {})) for name, entry in entries if name not in objects}
+    except Exception as error:  # it was another object than it should be
+        raise _damaged(folder / METADATA, error) from error
+    return ComponentInfo(tensors, objects)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """A component's metadata as torch has it.
+
+    Raises:
+        CheckpointError: as `read_component`.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+        _check_files(folder, metadata.storage_data)
     except CheckpointError:
         raise
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{folder} is no Megatron checkpoint of one component: it has no {METADATA}; "
             "name a folder such as step_00000010/actor, or one that convert.py wrote"
         ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error}); copy it again") from error
-    _check_files(folder, metadata.storage_data)
-    return ComponentInfo(tensors, objects)
+        raise _damaged(path, error) from error
+    return metadata
+
+
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    why = " ".join(f"{type(error).__name__}: {error}".split())
+    return CheckpointError(f"{path} is damaged ({why}); copy it again")
 
 
 class _Unpickler(pickle.Unpickler):
@@ -114,12 +131,18 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             known = True
         found = super().find_class(module, name) if known and "." not in name else None
+        if module in _MODULES and not _holds_data(found):
+            found = None
         if found is None or getattr(found, "__module__", module) != module:  # not what the module itself imports
             raise CheckpointError(
                 f"the checkpoint's {METADATA} names {module}.{name}, which describes no tensor: it may be an attack, "
                 "do not load it"
             )
         return found
+
+
+def _holds_data(found: Any) -> bool:
+    return isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
 
 
 def _files(places: dict[Any, Any]) -> dict[str, dict[int, frozenset[str]]]:
@@ -144,6 +167,10 @@ def _check_files(folder: Path, places: dict[Any, Any]) -> None:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     for name, end in ends.items():
         path = folder / name
+        if Path(name).name != name:
+            raise CheckpointError(
+                f"{folder / METADATA} names {name}, which is no file of its own folder: do not load it"
+            )
         size = path.stat().st_size if path.is_file() else None
         if size is None:
             raise CheckpointError(f"{path} is missing; copy the checkpoint again")

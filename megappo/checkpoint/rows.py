@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # not an Excep
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import ComponentInfo
+from megappo.checkpoint.reading import SafeReader
 from megappo.checkpoint.sharded import reason
 
 
@@ -29,7 +30,7 @@ def read_rows(folder: Path, info: ComponentInfo, name: str, start: int, stop: in
     try:
         checkpoint.load(
             {name: CheckpointableShardedTensor.from_sh_ten(part)},
-            storage_reader=checkpoint.FileSystemReader(folder),
+            storage_reader=SafeReader(folder),
             no_dist=True,
         )
     except (Exception, CheckpointException) as error:

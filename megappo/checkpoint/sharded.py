@@ -1,19 +1,35 @@
 """One component's dist_checkpointing folder, written and read."""
 
+import errno
+import io
+import os
+import pickle
 import queue
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.reading import SafeCommon
 
 # Saves here are synchronous, so their results stay in this process. Megatron's own queue lives in a further process of
 # each rank, which would import the whole program again: seconds, and several hundred MiB.
 filesystem_async._results_queue = queue.Queue()
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _CUT_SHORT = "unexpected pos"  # what torch's file writer says when bytes it has written are not there
 
 
@@ -23,13 +39,30 @@ def save_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextM
     Args:
         as_world: makes the component's group the default one: dist_checkpointing is hard-wired to that.
     Raises:
-        CheckpointError: on every rank, when it cannot be written on any.
+        CheckpointError: on every rank, when its part cannot be written on any.
     """
-    try:
-        with as_world:
-            dist_checkpointing.save(state, str(folder))
-    except (OSError, CheckpointException) as error:
-        raise CheckpointError(f"cannot save {folder.name} to {folder.parent}: {reason(error)}") from error
+    with as_world:
+        try:
+            dist_checkpointing.save(state, str(folder), sharded_strategy=_InThisProcess("torch_dist", 1))
+        except CheckpointException as error:
+            raise _unwritten(folder, _of_all_ranks(error)) from error
+        except (OSError, RuntimeError) as error:  # of what the first rank writes alone
+            if isinstance(error, OSError) or _CUT_SHORT in str(error):
+                raise _unwritten(folder, reason(error)) from error
+            raise
+
+
+def load_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextManager, strict: StrictHandling) -> Any:
+    """What `dist_checkpointing.load` returns for a component's folder, without running code of it; all its ranks
+    together."""
+    with as_world:
+        return dist_checkpointing.load(
+            state,
+            str(folder),
+            sharded_strategy=TorchDistLoadShardedStrategy(),
+            common_strategy=SafeCommon(),
+            strict=strict,
+        )
 
 
 def reason(error: BaseException) -> str:
@@ -38,7 +71,76 @@ def reason(error: BaseException) -> str:
     return "; ".join(dict.fromkeys(_said(cause) for cause in causes))
 
 
+class _InThisProcess(TorchDistSaveShardedStrategy):
+    """Megatron's way to save, but threads write the files. The processes it forks for that would outlive a killed rank,
+    with a copy of its shared memory, and a rank would wait for ever for one that is killed."""
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        if request.async_fn is None:  # nothing to write on this rank
+            return request
+        return request._replace(async_fn=partial(_write_files, partial(_write_file, writer.transforms)))
+
+
+def _write_files(
+    write: Callable[[WriteBucket], list[WriteResult]], rank: int, buckets: list[WriteBucket], results: queue.Queue
+) -> None:
+    """What Megatron calls; it takes results by bucket, or an exception, from the queue."""
+    try:
+        with ThreadPoolExecutor(len(buckets)) as threads:
+            results.put(dict(enumerate(threads.map(write, buckets))))
+    except Exception as error:
+        results.put(CheckpointError(_said(error)))
+
+
+def _write_file(transforms: Any, bucket: WriteBucket) -> list[WriteResult]:
+    """Write objects and tensors into a file, and see that it is on the disk."""
+    path, name, (objects, tensors) = bucket
+    with _Stream(io.FileIO(path, "wb")) as stream:
+        try:
+            written = [
+                _write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
+                for item, data in (*objects, *tensors)
+            ]
+            stream.flush()
+            os.fsync(stream.fileno())
+        except RuntimeError as error:
+            raise stream.error or error from error
+    return written
+
+
+class _Stream(io.BufferedWriter):
+    """Remembers why the disk took no more: torch's file writer only says that bytes are not there."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def _of_all_ranks(error: CheckpointException) -> str:
+    """Why a save failed on every rank; Megatron tells only the first."""
+    reasons: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason(error))
+    return "; ".join(dict.fromkeys(filter(None, reasons)))
+
+
+def _unwritten(folder: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"cannot save {folder.name} to {folder.parent}: {why}")
+
+
 def _said(cause: BaseException) -> str:
-    if _CUT_SHORT in str(cause):
+    if isinstance(cause, OSError):
+        place = f"{cause.filename}: " if cause.filename else ""
+        return f"{place}{cause.strerror}" + ("; make room there" if cause.errno in _FULL else "")
+    if isinstance(cause, pickle.UnpicklingError):
+        return "it holds a pickle of something else than tensors, which is not read: it is damaged, or an attack"
+    text = str(cause).removeprefix("Worker failure: ")  # Megatron's, of what `_write_files` has said
+    if _CUT_SHORT in text:
         return "a file could not be written to its end: the disk is full, or files may not grow this large"
-    return f"{type(cause).__name__}: {cause}"
+    told = isinstance(cause, CheckpointError) or text != str(cause)
+    return " ".join((text if told else f"{type(cause).__name__}: {text}").split())

@@ -3,27 +3,38 @@
     checkpoints/
       latest                     name of the newest complete checkpoint
       step_00000010/
+        SHA256SUMS               of every other file, as sha256sum -c takes it
         state.json               the trainer's state (step, KL coefficient)
         actor/, critic/          dist_checkpointing folders: model, optimizer, learning-rate schedule
 
-A checkpoint is written as `step_X.partial` and renamed when every rank has finished, so a killed run leaves the one
-before it untouched. The folder must be on storage that all nodes share.
+A checkpoint is written as `step_X.partial` and renamed when every rank has finished and the disk has all of it, so a
+killed run leaves the one before it untouched. The folder must be on storage that all nodes share.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
+from megappo.checkpoint.checksums import damage, write_sums
+from megappo.checkpoint.durable import sync, write_durably
 from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.sharded import reason, save_sharded
+from megappo.checkpoint.folders import (
+    LATEST,
+    PARTIAL,
+    STATE,
+    candidates,
+    checkpoints_in,
+    read_state,
+    step_folder,
+    step_of,
+)
+from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
 from megappo.placement.exchange import Exchange
 
 
@@ -43,39 +54,55 @@ class CheckpointStore:
     Args:
         folder: `<output_dir>/checkpoints`.
         keep: newest checkpoints to keep; 0 keeps all.
+        warn: told, on rank 0, why a run goes on from another checkpoint than it should.
     """
 
-    def __init__(self, folder: Path, keep: int, exchange: Exchange):
+    def __init__(self, folder: Path, keep: int, exchange: Exchange, warn: Callable[[str], None] = print):
         self.folder = folder
         self.keep = keep
         self.exchange = exchange
+        self.warn = warn if exchange.rank == 0 else lambda line: None
+        self._damaged: set[Path] = set()
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None in a folder without any.
+        """The checkpoint to go on from, each of its files as it was written; None in a folder without any.
+
+        That is the one `latest` names or, if it is damaged, the newest before it that is not.
 
         Raises:
-            CheckpointError: `latest` names a checkpoint that is missing or incomplete.
+            CheckpointError: there are checkpoints, but all that may be used are damaged.
         """
-        pointer = self.folder / "latest"
-        if not pointer.exists():
-            return None
-        path = self.folder / pointer.read_text().strip()
-        if not (path / "state.json").is_file():
-            others = ", ".join(p.name for p in self._complete()) or "none"
-            raise CheckpointError(
-                f"{pointer} names {path.name!r}, which is missing or incomplete. Complete checkpoints: {others}. "
-                f"Write one of these names into {pointer}, or start anew in another trainer.output_dir"
-            )
-        return path
+        found, problem = self._on_rank_0(lambda: candidates(self.folder))
+        faults = [problem] if problem else []
+        for path in found:
+            fault = damage(path, self.exchange)
+            if not fault:
+                if faults:
+                    self.warn(f"WARNING: {'; '.join(faults)}; going on from {path}")
+                return path
+            self._damaged.add(path)
+            faults.append(f"{path} is damaged: {fault}")
+        if found:
+            raise CheckpointError(self._none_left(faults, found))
+        return None
 
     def save(self, step: int, components: Mapping[str, Checkpointed | None], state: dict[str, Any]) -> Path:
-        """Write a checkpoint of `components` (None where this rank is not a member) and the trainer's `state`."""
-        path = self.folder / f"step_{step:08d}"
-        partial = path.with_name(path.name + ".partial")
-        self._on_rank_0(lambda: self._prepare(partial, components))
-        self._write(partial, components)
-        self.exchange.share(None)  # rank 0 may not be a member of what the others still write
-        self._on_rank_0(lambda: self._publish(partial, path, state))
+        """Write a checkpoint of `components` (None where this rank is not a member) and the trainer's `state`.
+
+        Raises:
+            CheckpointError: it cannot be written; those before it are untouched.
+        """
+        path = step_folder(self.folder, step)
+        partial = path.with_name(path.name + PARTIAL)
+        try:
+            self._on_rank_0(lambda: self._prepare(partial, components))
+            self._write(partial, components)
+            text = json.dumps({"step": step} | state, indent=1)
+            self._on_rank_0(lambda: (partial / STATE).write_text(text))  # when it returns, no rank writes any more
+            write_sums(partial, self.exchange)
+            self._on_rank_0(lambda: self._publish(partial, path))
+        except OSError as error:
+            raise CheckpointError(f"cannot save {path.name} to {self.folder}: {reason(error)}") from error
         return path
 
     def load(self, path: Path, components: Mapping[str, Checkpointed | None]) -> dict[str, Any]:
@@ -84,23 +111,14 @@ class CheckpointStore:
         Raises:
             CheckpointError: state.json or a component is missing, damaged or of another model.
         """
-        state = self.state(path)
-        self._read(path, components)
+        state = read_state(path)
+        for name, component in components.items():
+            if component is not None:
+                component.load_state_dict(_loaded(component, path, name))
         return state
 
-    def state(self, path: Path) -> dict[str, Any]:
-        """The trainer's state in a checkpoint; any rank may ask for it.
-
-        Raises:
-            CheckpointError: state.json is missing or damaged.
-        """
-        try:
-            return json.loads((path / "state.json").read_text())
-        except (ValueError, OSError) as error:
-            raise _unusable(path, "state.json", error) from error
-
     def _prepare(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
-        for leftover in self.folder.glob("*.partial"):
+        for leftover in self.folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(leftover)
         for name in components:
             (partial / name).mkdir(parents=True)
@@ -111,48 +129,61 @@ class CheckpointStore:
                 state = component.sharded_state_dict(is_loading=False)
                 save_sharded(state, partial / name, component.as_world())
 
-    def _read(self, path: Path, components: Mapping[str, Checkpointed | None]) -> None:
-        for name, component in components.items():
-            if component is None:
-                continue
-            wanted = component.sharded_state_dict(is_loading=True)
-            try:
-                with component.as_world():
-                    loaded = dist_checkpointing.load(wanted, str(path / name), strict=StrictHandling.RAISE_ALL)
-            except (Exception, CheckpointException) as error:
-                raise _unusable(path, name, error) from error
-            component.load_state_dict(loaded)
-
-    def _publish(self, partial: Path, path: Path, state: dict[str, Any]) -> None:
-        (partial / "state.json").write_text(json.dumps(state, indent=1))
+    def _publish(self, partial: Path, path: Path) -> None:
+        """Give the checkpoint its name, then name it in `latest`, then remove what is old; a kill in between loses
+        nothing."""
+        for folder in (*(child for child in partial.iterdir() if child.is_dir()), partial):
+            sync(folder)
         if path.exists():  # the same step, saved before a resume from an older checkpoint
-            shutil.rmtree(path)
+            _remove(path)
         partial.rename(path)
-        pointer = self.folder / "latest.partial_pointer"
-        pointer.write_text(path.name + "\n")
-        os.replace(pointer, self.folder / "latest")
+        sync(self.folder)
+        self._damaged.discard(path)
+        pointer = self.folder / LATEST
+        if pointer.is_dir():
+            pointer.rename(pointer.with_name(f"{LATEST}.{path.name}"))
+        write_durably(pointer, path.name + "\n")
         if self.keep:
             # Newer ones are there after going back to an older one; they must not push out what was just saved.
-            for old in [p for p in self._complete() if p <= path][: -self.keep]:
-                shutil.rmtree(old)
+            whole = [other for other in checkpoints_in(self.folder) if other not in self._damaged]
+            for old in [other for other in whole if step_of(other) <= step_of(path)][: -self.keep]:
+                _remove(old)
 
-    def _complete(self) -> list[Path]:
-        complete = (p for p in self.folder.glob("step_*") if p.suffix != ".partial" and (p / "state.json").is_file())
-        return sorted(complete)
+    def _none_left(self, faults: list[str], found: list[Path]) -> str:
+        """What to say when no checkpoint can be used."""
+        others = [path.name for path in checkpoints_in(self.folder) if path not in found]
+        remedy = f"write one of {', '.join(others)} into {self.folder / LATEST}, " if others else ""
+        return (
+            f"no checkpoint to go on from in {self.folder}: {'; '.join(faults)}. Copy one there again, {remedy}"
+            "or choose another trainer.output_dir"
+        )
 
-    def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run on rank 0; every rank waits for it, and raises when it failed."""
-        error = None
+    def _on_rank_0(self, action: Callable[[], Any]) -> Any:
+        """Run on rank 0; every rank waits for it, gets what it returns, and raises when it failed."""
+        error, result = None, None
         if self.exchange.rank == 0:
             try:
-                action()
+                result = action()
             except Exception as failure:
                 error = failure
         self.exchange.raise_together(error)
+        return self.exchange.share(result)[0]
 
 
-def _unusable(path: Path, part: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"cannot load {part} from {path}: {reason(error)}. The checkpoint is damaged or of another model; write the "
-        f"name of another one into {path.parent / 'latest'}, or choose another trainer.output_dir"
-    )
+def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:
+    """What `load_state_dict` takes, from a checkpoint."""
+    wanted = component.sharded_state_dict(is_loading=True)
+    try:
+        return load_sharded(wanted, path / name, component.as_world(), StrictHandling.RAISE_ALL)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(
+            f"cannot load {name} from {path}: {reason(error)}. The checkpoint is damaged or of another model; write "
+            f"the name of another one into {path.parent / LATEST}, or choose another trainer.output_dir"
+        ) from error
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint; a kill meanwhile leaves none that looks whole."""
+    partial = checkpoint.with_name(f"{checkpoint.name}.old{PARTIAL}")
+    checkpoint.rename(partial)
+    shutil.rmtree(partial)

@@ -48,8 +48,15 @@ def dump_config(config: Config) -> str:
 
 
 def changes_since(file: Path, config: Config) -> list[str]:
-    """`key: old -> new` of each key whose value differs from what `dump_config` wrote to a file."""
-    old, new = (dict(leaves(values)) for values in (yaml.safe_load(file.read_text()), config.model_dump(mode="json")))
+    """`key: old -> new` of each key whose value differs from what `dump_config` wrote to a file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    before = read_file(file)
+    if before.errors:
+        raise ConfigError(list(before.errors))
+    old, new = (dict(leaves(values)) for values in (before.values, config.model_dump(mode="json")))
     return [
         f"{key}: {show(old.get(key))} -> {show(new.get(key))}"
         for key in sorted(old.keys() | new.keys())

@@ -3,11 +3,14 @@
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
+
+from megappo.config.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -44,19 +47,24 @@ def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     """The steps logged so far, in file order; a last line cut short by a kill is left out.
 
     Raises:
-        ValueError: a line that is not the last is no JSON object with a `step`.
+        ConfigError: a line that is not the last is no JSON object with a `step`, or the file cannot be read.
     """
     path = Path(output_dir) / METRICS_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    except OSError as error:
+        raise ConfigError([f"trainer.output_dir: cannot read {path} ({error.strerror}): move it away"]) from error
     steps = []
     for number, line in enumerate(lines, start=1):
         try:
             steps.append(_parse_step(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number < len(lines):
-                raise ValueError(
-                    f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
-                    f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
+                raise ConfigError(
+                    [
+                        f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
+                        f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
+                    ]
                 ) from error
     return steps
 
@@ -72,9 +80,14 @@ class MetricsWriter:
     """Appends one line a step to metrics.jsonl and the same values to TensorBoard, flushed at once."""
 
     def __init__(self, output_dir: str | Path, resume_step: int = 0) -> None:
-        """Open the files. What earlier runs logged for `resume_step` and later is dropped: no step stands twice."""
+        """Open the files. What earlier runs logged for `resume_step` and later is dropped: no step stands twice.
+
+        From step 0 on, all of it is: it stays as metrics-DATE-TIME.jsonl, of its last change.
+        """
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        if resume_step == 0:
+            _put_aside(folder / METRICS_FILE)
         _keep_steps_before(folder, resume_step)
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_step)
@@ -93,6 +106,12 @@ class MetricsWriter:
         """Close both files; a second call does nothing."""
         self._file.close()
         self._tensorboard.close()
+
+
+def _put_aside(path: Path) -> None:
+    if path.exists():
+        date = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+        path.rename(path.with_stem(f"{path.stem}-{date}"))
 
 
 def _keep_steps_before(folder: Path, resume_step: int) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.observe.console import Console
+from megappo.observe.files import REPORT_FILE
 from megappo.observe.metrics import MetricsWriter
 from megappo.observe.report import summary, write_report
 from megappo.observe.samples import append_samples, drop_samples, format_samples
@@ -17,9 +18,14 @@ class Observer:
         """Open the run's files.
 
         `resume_step` is the first step that will be logged now: 0 for a new run, k + 1 after a checkpoint of step k.
-        What an earlier run left for it and later steps is dropped.
+        What an earlier run left for it and later steps is dropped; a new run keeps an earlier one's metrics, under
+        another name.
+
+        Raises:
+            ConfigError: metrics.jsonl, which an earlier run left, cannot be read.
         """
         self._output_dir = Path(output_dir)
+        (self._output_dir / REPORT_FILE).unlink(missing_ok=True)
         drop_samples(output_dir, resume_step)
         self._writer = MetricsWriter(output_dir, resume_step)
         self._console = Console(total_steps)

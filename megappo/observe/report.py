@@ -8,10 +8,10 @@ from typing import Any
 
 from megappo.observe.charts import Points, line_chart, share_bar
 from megappo.observe.console import format_seconds, held_out_score
+from megappo.observe.files import REPORT_FILE
 from megappo.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
 from megappo.observe.samples import ROLLOUTS_FOLDER
 
-REPORT_FILE = "report.html"
 _REWARD = "reward/score/mean"
 _HELD_OUT_BOUND = re.compile("val/.*/score/(min|max)")
 _OUTPUTS = (

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo import platform
 from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import LATEST, STATE, read_state, step_of
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
@@ -49,7 +50,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     tokenizer = load_tokenizer(config.model.path)
     exchange = Exchange(dist.group.WORLD)
     store = CheckpointStore(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep_checkpoints, exchange)
-    checkpoint = find_checkpoint(config, store)
+    checkpoint = store.latest()
     engine = start_engine(config, layouts["rollout"], cleanup)  # early: it starts while the rest is built
     rewards = start_rewards(config, cleanup) if engine is not None else None
     train_prompts = PromptDataset(config.data.train_files, tokenizer, config.data, config.trainer.seed)
@@ -132,16 +133,38 @@ def load_checkpoint(
     if checkpoint is None:
         return 0
     trained = {name: components[name].engine for name in ("actor", "critic") if name in components}
-    models = store.state(checkpoint)["models"]
-    if models != models_of(config):
+    state = checked_state(checkpoint, parts)
+    if state["models"] != models_of(config):
         raise CheckpointError(
-            f"{checkpoint} holds {models}, but this run trains {models_of(config)}: set algorithm.adv_estimator and "
-            "algorithm.shared_backbone as they were, or choose another trainer.output_dir"
+            f"{checkpoint} holds {state['models']}, but this run trains {models_of(config)}: set "
+            "algorithm.adv_estimator and algorithm.shared_backbone as they were, or choose another trainer.output_dir"
         )
-    state = store.load(checkpoint, trained)
+    store.load(checkpoint, trained)
     for name, part in parts.items():
         part.load_state_dict(state[name])
     return state["step"]
+
+
+def checked_state(checkpoint: Path, parts: dict[str, Stateful]) -> dict[str, Any]:
+    """state.json with everything that `Run.save` writes.
+
+    Raises:
+        CheckpointError: it lacks something, or is of another step than its folder's name says.
+    """
+    state = read_state(checkpoint)
+    wrong = [] if state["step"] == step_of(checkpoint) else [f"step {state['step']}"]
+    wrong += [] if isinstance(state.get("models"), str) else ["models"]
+    wrong += [name for name, part in parts.items() if not _has_numbers(state.get(name), part.state_dict())]
+    if wrong:
+        raise CheckpointError(
+            f"{checkpoint / STATE} is not what a run saved there (see {', '.join(wrong)}): write the name of another "
+            f"checkpoint into {checkpoint.parent / LATEST}, or choose another trainer.output_dir"
+        )
+    return state
+
+
+def _has_numbers(found: object, expected: dict[str, float]) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(name), int | float) for name in expected)
 
 
 def starting_point(checkpoint: Path | None, start_step: int, output_dir: Path) -> str:
@@ -149,7 +172,9 @@ def starting_point(checkpoint: Path | None, start_step: int, output_dir: Path) -
     if checkpoint is not None:
         return f"going on after step {start_step} from {checkpoint}"
     if (output_dir / METRICS_FILE).exists():
-        return f"starting anew: the run before left no checkpoint in {output_dir}, and its metrics are replaced"
+        return (
+            f"starting anew: the run before left no checkpoint in {output_dir}; its metrics are kept, with their date"
+        )
     return ""
 
 
@@ -160,7 +185,12 @@ def end_token_ids(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         ConfigError: there is none, so that every response would be cut off.
     """
     path = Path(folder) / "generation_config.json"
-    ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    try:
+        ids = json.loads(path.read_text("utf-8"))["eos_token_id"] if path.is_file() else None
+    except KeyError:
+        ids = None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError([f"model.path: {path} is not a JSON object ({error}): download it again"]) from error
     found = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
     if not any(token is not None for token in found):
         raise ConfigError(
@@ -215,16 +245,6 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(max(local_ranks) + 1)]
     return [names[i] for i in local_ranks]
-
-
-def find_checkpoint(config: Config, store: CheckpointStore) -> Path | None:
-    """The checkpoint to go on from, by `trainer.resume`."""
-    checkpoint = store.latest()
-    if checkpoint is not None and config.trainer.resume == "never":
-        raise FileExistsError(
-            f"{checkpoint} exists, and trainer.resume is never: set it to auto, or choose another trainer.output_dir"
-        )
-    return checkpoint
 
 
 def load_val_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:

@@ -1,9 +1,11 @@
 """Checkpoints of real engines: going on as if never stopped, in any layout; damage named; a killed save harmless."""
 
 import os
+import re
 import resource
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -269,18 +271,23 @@ def a_shard(component: str) -> Callable[[Path], Path]:
     return lambda step: sorted((step / component).glob("*.distcp"))[-1]
 
 
-# What is done to a checkpoint, and what the error says besides naming the checkpoint.
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "state.json is missing": (lambda step: (step / "state.json").unlink(), "missing or incomplete.*step_00000001"),
-    "state.json is cut off": (lambda step: truncate(step / "state.json"), "state.json"),
-    "all of it is missing": (shutil.rmtree, "missing or incomplete.*Complete checkpoints: step_00000001"),
-    "actor is missing": (lambda step: shutil.rmtree(step / "actor"), "cannot load actor from"),
-    "a shard is missing": (lambda step: a_shard("critic")(step).unlink(), "cannot load critic from.*distcp"),
-    "a shard is cut off": (lambda step: truncate(a_shard("critic")(step)), "cannot load critic from"),
-    "a shard is empty": (lambda step: os.truncate(a_shard("actor")(step), 0), "cannot load actor from"),
-    "metadata is missing": (lambda step: (step / "actor" / ".metadata").unlink(), "cannot load actor from.*metadata"),
-    "metadata is cut off": (lambda step: truncate(step / "critic" / ".metadata"), "cannot load critic from"),
-    "common.pt is cut off": (lambda step: truncate(step / "actor" / "common.pt"), "cannot load actor from"),
+# What is done to a checkpoint, how that is called, and what the error says when it is loaded all the same.
+DAMAGES: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "no state": (lambda step: (step / "state.json").unlink(), "state.json is missing", "cannot read .*state.json"),
+    "cut state": (lambda step: truncate(step / "state.json"), "state.json is altered or cut off", "state.json is not"),
+    "no actor": (lambda step: shutil.rmtree(step / "actor"), "actor/.metadata is missing", "cannot load actor from"),
+    "no shard": (lambda step: a_shard("critic")(step).unlink(), "critic/__.*distcp is missing", "critic from.*distcp"),
+    "cut shard": (lambda step: truncate(a_shard("critic")(step)), "critic/__.*distcp is altered", "load critic from"),
+    "empty shard": (lambda step: os.truncate(a_shard("actor")(step), 0), "actor/__.*distcp is altered", "actor from"),
+    "no metadata": (lambda step: (step / "actor" / ".metadata").unlink(), "actor/.metadata is missing", "actor from"),
+    "cut metadata": (
+        lambda step: truncate(step / "critic" / ".metadata"),
+        "critic/.metadata is altered",
+        "critic from",
+    ),
+    "cut common.pt": (lambda step: truncate(step / "actor" / "common.pt"), "actor/common.pt is altered", "actor from"),
+    "no sums": (lambda step: (step / "SHA256SUMS").unlink(), "SHA256SUMS is missing.*sha256sum", ""),
+    "a file too many": (lambda step: (step / "actor" / "x").touch(), "actor/x is not listed in SHA256SUMS", ""),
 }
 
 
@@ -290,17 +297,28 @@ def check_damages(rank: int, world_size: int, folders: dict[str, Path], whole: P
     engines = build(folders, cases)
     for step in (1, 2):
         CheckpointStore(whole, 0, exchange).save(step, engines, {"step": step})
-    for name, (damage, message) in DAMAGES.items():
+    for name, (damage, called, refusal) in DAMAGES.items():
         folder = whole.with_name(name)
         if rank == 0:
             shutil.copytree(whole, folder)
             damage(folder / "step_00000002")
         exchange.share(None)
-        store = CheckpointStore(folder, 0, exchange)
-        with pytest.raises(CheckpointError, match=f"(?s){message}") as caught:
-            store.load(store.latest(), engines)
-        assert "step_00000002" in str(caught.value)
-        assert "trainer.output_dir" in str(caught.value), "no remedy"
+        warnings: list[str] = []
+        store = CheckpointStore(folder, 0, exchange, warnings.append)
+        assert store.latest() == folder / "step_00000001", name
+        if rank == 0:
+            [warning] = warnings
+            assert re.fullmatch(
+                f"WARNING: .*step_00000002 is damaged: .*{called}.*; going on from .*_00000001", warning
+            )
+            shutil.rmtree(folder / "step_00000001")
+        exchange.share(None)
+        with pytest.raises(CheckpointError, match=f"step_00000002 is damaged: .*{called}.*trainer.output_dir"):
+            store.latest()
+        if refusal:
+            with pytest.raises(CheckpointError, match=f"(?s){refusal}") as caught:
+                store.load(folder / "step_00000002", engines)
+            assert "step_00000002" in str(caught.value)
     store = CheckpointStore(whole, 0, exchange)
     larger = build(folders | {"critic": other}, cases)
     with pytest.raises(CheckpointError, match="(?s)cannot load critic from.*step_00000002.*shape"):
@@ -308,7 +326,9 @@ def check_damages(rank: int, world_size: int, folders: dict[str, Path], whole: P
     assert store.load(store.latest(), engines) == {"step": 2}
 
 
-def test_damaged_checkpoints_are_refused_by_name_on_every_rank(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_of_a_damaged_checkpoint_the_file_is_named_and_the_one_before_it_used(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     other = with_score(hf_folder(tmp_path / "other", "qwen2", intermediate_size=64))
     run_ranks(2, check_damages, folders, tmp_path / "whole", other)
 
@@ -366,7 +386,7 @@ def fail_and_go_on(rank: int, world_size: int, folders: dict[str, Path], folder:
     store.save(1, engines, {"step": 1})
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    with pytest.raises(CheckpointError, match="cannot save actor to .*step_00000002.partial"):
+    with pytest.raises(CheckpointError, match="cannot save actor to .*step_00000002.partial: File too large$"):
         store.save(2, engines, {"step": 2})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     with pytest.raises((TypeError, RuntimeError), match="not JSON serializable"):
@@ -378,3 +398,85 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_checkpoint_be
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     run_ranks(2, fail_and_go_on, folders, tmp_path / "checkpoints")
+
+
+# --- what `latest` says ---
+
+
+def a_folder(pointer: Path) -> None:
+    pointer.unlink()
+    pointer.mkdir()
+
+
+# What becomes of `latest`, and what is said of it.
+POINTERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, "latest is missing"),
+    "a folder": (a_folder, "cannot read .*latest .Is a directory."),
+    "not text": (lambda pointer: pointer.write_bytes(b"\xff\x00step"), "latest is not text"),
+    "empty": (lambda pointer: pointer.write_text(""), "latest names no checkpoint: .*found ''"),
+    "garbage": (lambda pointer: pointer.write_text("../../etc\n"), "latest names no checkpoint: .*found '../../etc'"),
+    "of nothing": (
+        lambda pointer: pointer.write_text("step_00000009\n"),
+        "latest names step_00000009, which is not there",
+    ),
+}
+
+
+def check_pointers(rank: int, world_size: int, folders: dict[str, Path], whole: Path) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    engines = build(folders, {"actor": Case(Layout((0,)))})
+    for step in (1, 2):
+        CheckpointStore(whole, 0, exchange).save(step, engines, {})
+    for name, (change, said) in POINTERS.items():
+        folder, warnings = whole.with_name(name), []
+        shutil.copytree(whole, folder)
+        change(folder / "latest")
+        store = CheckpointStore(folder, 0, exchange, warnings.append)
+        assert store.latest() == folder / "step_00000002"
+        [warning] = warnings
+        assert re.fullmatch(f"WARNING: .*{said}; going on from .*step_00000002", warning)
+        store.save(3, engines, {})
+        assert (folder / "latest").read_text() == "step_00000003\n"
+    shutil.rmtree(whole / "step_00000001")
+    shutil.rmtree(whole / "step_00000002")
+    with pytest.raises(CheckpointError, match="latest is there, but no checkpoint beside it: put them back, or remove"):
+        CheckpointStore(whole, 0, exchange).latest()
+
+
+def test_without_a_latest_that_names_one_the_newest_is_used(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(1, check_pointers, folders, tmp_path / "whole")
+
+
+# --- flipped bits ---
+
+
+def check_flips(rank: int, world_size: int, folders: dict[str, Path], folder: Path, num_places: int) -> None:
+    """One bit of a file at a time, in places over all of each file."""
+    exchange, warnings = Exchange(dist.group.WORLD), []
+    engines = build(folders, {"actor": Case(Layout((0,))), "critic": Case(Layout((0,)))})
+    store = CheckpointStore(folder, 0, exchange, warnings.append)
+    for step in (1, 2):
+        store.save(step, engines, {"step": step})
+    files = [path for path in (folder / "step_00000002").rglob("*") if path.is_file()]
+    assert len(files) == 12
+    for path in files:
+        content = path.read_bytes()
+        for place in {*range(0, len(content), max(1, len(content) // num_places)), len(content) - 1}:
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << place % 8
+            path.write_bytes(flipped)
+            assert store.latest() == folder / "step_00000001", (path, place)
+            named = path.relative_to(folder / "step_00000002").as_posix()
+            assert named in warnings.pop(), (path, place)
+        path.write_bytes(content)
+    assert store.latest() == folder / "step_00000002" and not warnings
+    subprocess.run(
+        ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=folder / "step_00000002", check=True
+    )
+
+
+@pytest.mark.parametrize("num_places", [10, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_flipped_bit_is_named_and_the_checkpoint_before_used(
+    folders: dict[str, Path], tmp_path: Path, num_places: int
+) -> None:
+    run_ranks(1, check_flips, folders, tmp_path / "checkpoints", num_places, timeout=300)

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -58,6 +59,15 @@ def test_resuming_drops_the_steps_that_will_be_written_again_and_a_cut_line(tmp_
     assert [(event.step, event.value) for event in events] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 30.0)]
 
 
+def test_a_new_run_keeps_the_metrics_of_the_one_before(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("whatever\nit was\n")
+    os.utime(tmp_path / "metrics.jsonl", (0, 0))
+    MetricsWriter(tmp_path).close()
+    assert read_metrics(tmp_path) == []
+    [kept] = tmp_path.glob("metrics-19*-*.jsonl")
+    assert kept.read_text() == "whatever\nit was\n"
+
+
 def test_nan_stays_readable_json(tmp_path):
     writer = MetricsWriter(tmp_path)
     writer.write(1, {"bad": math.nan, "good": 1})
@@ -65,8 +75,8 @@ def test_nan_stays_readable_json(tmp_path):
     assert lines(tmp_path) == [{"step": 1, "bad": None, "good": 1.0}]
 
 
-@pytest.mark.parametrize("broken", ["not json", "[1]", '{"x": 1}', '{"step": "1"}'])
+@pytest.mark.parametrize("broken", ["not json", "\udcff\x00", "[" * 100_000, "[1]", '{"x": 1}', '{"step": "1"}'])
 def test_a_broken_line_in_the_middle_is_named(tmp_path, broken):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n', errors="surrogateescape")
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: expected one step's metrics"):
         read_metrics(tmp_path)

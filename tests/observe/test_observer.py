@@ -75,6 +75,15 @@ def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
     assert [json.loads(line)["response"] for line in files["step_00000002.jsonl"]] == ["first 2"]
 
 
+def test_the_report_is_there_only_while_a_run_has_ended(tmp_path, capsys):
+    observer = open_observer(tmp_path, 4, enabled=True)
+    observer.finish()
+    observer.close()
+    assert (tmp_path / "report.html").is_file()
+    open_observer(tmp_path, 4, enabled=True, resume_step=3).close()
+    assert not (tmp_path / "report.html").exists()
+
+
 def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
     observer = open_observer(tmp_path, 2, enabled=True)
     worst_and_best = {"val/a/score/min": 0.0, "val/a/score/max": 1.0}

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from bombs import bombs
 from program import REPOSITORY, Program, logged
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+PICKLES = ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scheduler.pt")
+"""What may stand beside a model's weights, and is not read."""
 REWARD = '''
 """The share of sevens in a response: easy to learn within a few steps."""
 
@@ -58,6 +61,8 @@ def _write_model(folder: Path) -> None:
     )
     Qwen2ForCausalLM(config).save_pretrained(folder)
     maker.write_tokenizer(folder)
+    for name, content in zip(PICKLES, bombs(folder / "went off").values(), strict=True):
+        (folder / name).write_bytes(content)
 
 
 def _settings(folder: Path) -> dict:

@@ -1,6 +1,7 @@
 """What cannot work ends with one message that names the thing and the remedy, and with nothing left behind."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -124,20 +125,49 @@ def test_resume_never_refuses_a_folder_with_a_checkpoint_and_leaves_it_alone(con
         assert (folder / "run" / name).read_text() == (run / name).read_text()
 
 
-def test_latest_names_a_checkpoint_that_is_not_there(config, run, folder):
+def test_checkpoints_that_are_all_damaged(config, run, folder):
     shutil.copytree(run, folder / "run")
-    (folder / "run" / "checkpoints" / "latest").write_text("step_00000099")
-    [line] = refused(folder, config)
-    assert "names 'step_00000099', which is missing or incomplete" in line
-    assert "Complete checkpoints: step_00000009, step_00000010. Write one of these names into" in line
-
-
-def test_a_checkpoint_that_lacks_a_file(config, run, folder):
-    shutil.copytree(run, folder / "run")
-    lost = sorted((folder / "run" / "checkpoints" / "step_00000010" / "actor").glob("*.distcp"))[0]
+    checkpoints = folder / "run" / "checkpoints"
+    lost = sorted((checkpoints / "step_00000010" / "actor").glob("*.distcp"))[0]
     lost.unlink()
-    lines = refused(folder, config, "trainer.total_steps=20")
-    text = "\n".join(lines)
-    assert "actor" in lines[0] and "step_00000010" in lines[0] and lost.name in text
-    assert "latest" in text and "another trainer.output_dir" in text
+    os.truncate(checkpoints / "step_00000009" / "critic" / "common.pt", 100)
+    [line] = refused(folder, config, "trainer.total_steps=20")
+    assert f"): no checkpoint to go on from in {checkpoints}: " in line  # of either rank
+    assert f"step_00000010 is damaged: actor/{lost.name} is missing; " in line
+    assert "step_00000009 is damaged: critic/common.pt is altered or cut off" in line
+    assert line.endswith("Copy one there again, or choose another trainer.output_dir")
     assert (folder / "run" / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
+
+
+def test_fewer_steps_than_the_checkpoint_has(config, run, folder):
+    shutil.copytree(run, folder / "run")
+    [line] = refused(folder, config, "trainer.total_steps=9")
+    newest = folder / "run" / "checkpoints" / "step_00000010"
+    assert line.startswith(f"error: trainer.total_steps 9 is below the 10 steps that {newest} has: raise it, write")
+
+
+def test_a_state_that_no_run_has_saved(config, run, folder):
+    shutil.copytree(run, folder / "run")
+    step = folder / "run" / "checkpoints" / "step_00000010"
+    (step / "state.json").write_text('{"step": 10, "models": 1, "kl": {"value": null}}')
+    renew_sums(step)
+    [line] = refused(folder, config, "trainer.total_steps=20")
+    assert f"{step / 'state.json'} is not what a run saved there (see models, kl, reward_moments): write the" in line
+
+
+def renew_sums(step: Path) -> None:
+    """As the message about missing sums says."""
+    subprocess.run("rm SHA256SUMS; find * -type f -exec sha256sum {} + > SHA256SUMS", cwd=step, shell=True, check=True)
+
+
+def test_metrics_that_cannot_be_read(config, run, folder):
+    shutil.copytree(run, folder / "run")
+    metrics = folder / "run" / "metrics.jsonl"
+    metrics.write_bytes(b"\x00\xff garbage\n" + metrics.read_bytes())
+    [line] = refused(folder, config, "trainer.total_steps=20")
+    assert line.startswith(f"error: {metrics}, line 1: expected one step's metrics as a JSON object with 'step', found")
+
+
+def test_a_folder_that_cannot_be_written(config, folder):
+    line = refused(folder, config, "trainer.output_dir=/proc/run")[0]
+    assert line.startswith("error: trainer.output_dir: cannot write to /proc/run (")

@@ -1,6 +1,7 @@
 """A short run from beginning to end, killed twice on its way (see `run`)."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,11 @@ def test_the_exported_actor_is_not_the_one_it_started_from(run, config):
     before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (start, run / "hf_actor"))
     assert before.keys() == after.keys()
     assert all((before[name] - after[name]).abs().max() > 1e-4 for name in before)
+
+
+def test_no_pickle_beside_the_model_was_read(run, config):
+    model = Path(load_config(config, ["trainer.output_dir=unused"]).model.path)
+    assert (model / "pytorch_model.bin").is_file() and not (model / "went off").exists()
 
 
 def test_report_and_tensorboard_are_there(run):

@@ -1,6 +1,8 @@
 """Checkpoints of training runs: to Hugging Face, and cut for another layout with the optimizer's state."""
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,6 +84,7 @@ def test_training_goes_on_from_a_resharded_checkpoint_to_the_bit(step: Path, tmp
     assert printed[0] == f"actor: tensor 2 x pipeline 1 -> tensor 1 x pipeline 2, {kept}"
     assert printed[1].startswith("critic: tensor 1 x pipeline 2 -> tensor 1 x pipeline 2")
     assert json.loads((target / "state.json").read_text()) == {"step": 2}
+    subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=target, check=True)
     compared = convert("verify", step, target, "--hf-config", root / "actor").splitlines()
     assert compared[:3] == ["actor:", "equal to the bit: 40 tensors, 148,352 elements", "critic:"]
     assert compared[3].startswith("equal to the bit")
@@ -100,3 +103,23 @@ def test_reshard_of_a_converted_model_keeps_what_stands_beside_it(step: Path, tm
     done = run(CONVERT, "reshard", "--input", root / "actor", "--output", tmp_path / "new")
     assert done.returncode == 2
     assert "neither a converted model nor a training checkpoint" in done.stderr
+
+
+def test_a_flipped_bit_in_a_checkpoint_is_named_before_anything_of_it_is_read(step: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "step_00000002"
+    shutil.copytree(step, damaged)
+    shard = sorted((damaged / "critic").glob("*.distcp"))[0]
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    said = f"error: {damaged} is damaged: critic/{shard.name} is altered or cut off, by its sum in SHA256SUMS; copy it"
+    hf_config = ("--hf-config", step.parents[2] / "actor")
+    for command, source, target in (
+        ("megatron-to-hf", damaged / "critic", tmp_path / "new"),
+        ("reshard", damaged, tmp_path / "new"),
+        ("verify", damaged, step),
+        ("verify", step / "critic", damaged / "critic"),
+    ):
+        done = run(CONVERT, command, "--input", source, "--output", target, *hf_config)
+        assert (done.returncode, done.stderr[: len(said)]) == (2, said)
+    convert("megatron-to-hf", damaged / "actor", tmp_path / "new", *hf_config)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.world import DTYPE_NAMES, SAFETENSORS_DTYPES, UsageError, World, described
+from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component import has_value_bias, head_of, load_model, reshard, save_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
 from megappo.config.families import REWARD_MODELS, language_model
@@ -76,6 +77,8 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
             for name in ("state.json", "config.json", *COMPANIONS):
                 if (args.input / name).is_file():
                     shutil.copyfile(args.input / name, folder / name)
+        if components:
+            write_sums(folder, world.exchange)
     for source in sources:
         kept = "with the optimizer's state" if source.info.tensors.keys() - source.info.model.keys() else "weights only"
         tensor, pipeline = source.info.layout

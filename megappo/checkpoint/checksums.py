@@ -1,0 +1,143 @@
+"""SHA256SUMS of a checkpoint, as sha256sum writes and checks it: what a disk or a copy has changed is told by name."""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from megappo.checkpoint.durable import sync
+from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import STATE
+from megappo.placement.exchange import Exchange
+
+SUMS = "SHA256SUMS"
+_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+_SHOWN = 3
+
+
+def write_sums(checkpoint: Path, exchange: Exchange) -> None:
+    """See that every file of a checkpoint is on the disk, and write their sums; all ranks share the files out.
+
+    Raises:
+        OSError, OtherRankError: a file cannot be read, or SHA256SUMS not written.
+    """
+    names = exchange.share(files_of(checkpoint) if exchange.rank == 0 else None)[0]
+    mine, error = {}, None
+    try:
+        mine = {name: _sum(checkpoint / name, durable=True) for name in names[exchange.rank :: exchange.world_size]}
+    except OSError as failure:
+        error = failure
+    exchange.raise_together(error)
+    sums = {name: digest for part in exchange.share(mine) for name, digest in part.items()}
+    if exchange.rank == 0:
+        (checkpoint / SUMS).write_text(_text(dict(sorted(sums.items()))), "utf-8")
+        sync(checkpoint / SUMS)
+
+
+def damage(checkpoint: Path, exchange: Exchange, under: str = "") -> str:
+    """What of a checkpoint is not as it was written, by name; "" if all is. All ranks share the files out.
+
+    Args:
+        under: the component to look at; "" for all.
+    """
+    sums, faults = exchange.share(_listed(checkpoint, under) if exchange.rank == 0 else None)[0]
+    names = list(sums)[exchange.rank :: exchange.world_size]
+    faults += [fault for part in exchange.share(altered(checkpoint, sums, names)) for fault in part]
+    more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    return ", ".join(faults[:_SHOWN]) + more
+
+
+def refuse_damaged(folder: Path, exchange: Exchange) -> None:
+    """See that a checkpoint, or one component of it, is as it was written; other folders have no sums to tell.
+
+    Raises:
+        CheckpointError: it is not; the message says what is wrong.
+    """
+    folder = folder.resolve()
+    for checkpoint, under in ((folder, ""), (folder.parent, f"{folder.name}/")):
+        if _has_sums(checkpoint):
+            fault = damage(checkpoint, exchange, under)
+            if fault:
+                raise CheckpointError(f"{checkpoint} is damaged: {fault}; copy it again, or use another checkpoint")
+
+
+def refuse_altered(checkpoint: Path, name: str) -> None:
+    """The same of one file of a checkpoint, in this process alone."""
+    if _has_sums(checkpoint):
+        sums = read_sums(checkpoint)
+        fault = altered(checkpoint, sums, [name]) if name in sums else [f"{name} is not listed in {SUMS}"]
+        if fault:
+            raise CheckpointError(f"{checkpoint} is damaged: {fault[0]}; copy it again, or use another checkpoint")
+
+
+def altered(checkpoint: Path, sums: dict[str, str], names: Iterable[str]) -> list[str]:
+    """What is wrong with each of these files that is not as its sum says. Runs in this process alone."""
+    faults = []
+    for name in names:
+        try:
+            if _sum(checkpoint / name) != sums[name]:
+                faults.append(f"{name} is altered or cut off, by its sum in {SUMS}")
+        except OSError as error:
+            faults.append(f"{name} cannot be read ({error.strerror})")
+    return faults
+
+
+def read_sums(checkpoint: Path) -> dict[str, str]:
+    """File name -> its sum.
+
+    Raises:
+        CheckpointError: SHA256SUMS is missing or damaged.
+    """
+    path = checkpoint / SUMS
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing, without which nothing tells whether the others are as they were written; if you trust "
+            f"them: cd {checkpoint} && find * -type f -exec sha256sum {{}} + > {SUMS}"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is altered") from error
+    lines = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]]
+    sums = {line[2]: line[1] for line in lines if line}
+    if _text(sums) != text:  # something in it is no line of ours
+        raise CheckpointError(f"{path} is altered or cut off")
+    return sums
+
+
+def files_of(checkpoint: Path) -> list[str]:
+    """All files but SHA256SUMS, the largest first: shared out in turn, every rank has about as much to read."""
+    found = [path for path in checkpoint.rglob("*") if not path.is_dir() and path != checkpoint / SUMS]
+    found.sort(key=lambda path: (-path.lstat().st_size, path))
+    return [path.relative_to(checkpoint).as_posix() for path in found]
+
+
+def _listed(checkpoint: Path, under: str) -> tuple[dict[str, str], list[str]]:
+    """Sums of the files that are there, and which are missing or too many."""
+    try:
+        sums = read_sums(checkpoint)
+    except CheckpointError as error:
+        return {}, [str(error)]
+    there = [name for name in files_of(checkpoint) if name.startswith(under)]
+    faults = [f"{name} is missing" for name in sums if name.startswith(under) and name not in there]
+    faults += [f"{name} is not listed in {SUMS}" for name in there if name not in sums]
+    return {name: sums[name] for name in there if name in sums}, faults
+
+
+def _has_sums(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, and SHA256SUMS its own."""
+    return (folder / STATE).is_file() and (folder / SUMS).exists()
+
+
+def _text(sums: dict[str, str]) -> str:
+    return "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+
+
+def _sum(path: Path, durable: bool = False) -> str:
+    with path.open("rb") as file:
+        if durable:
+            os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,26 @@
+"""Files and folders that are still there after a power failure."""
+
+import errno
+import os
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold what was written to a file, or which names a folder has."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems have no such call for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Put a text in a file's place, all of it or nothing."""
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text, "utf-8")
+    sync(partial)
+    os.replace(partial, path)
+    sync(path.parent)

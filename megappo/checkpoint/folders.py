@@ -1,0 +1,86 @@
+"""Which checkpoints a run's folder has, as far as names and state.json tell: without torch, for the dry run as well."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from megappo.checkpoint.errors import CheckpointError
+
+LATEST = "latest"
+STATE = "state.json"
+PARTIAL = ".partial"
+"""Ends the name of a checkpoint that is being written, or removed."""
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"step_{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first, whether whole or not."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+
+
+def candidates(folder: Path) -> tuple[list[Path], str]:
+    """The checkpoints a run may go on from, the best one first, and what is wrong with `latest`: "" if nothing is.
+
+    The best is the one that `latest` names; those before it follow. Where it names none, the newest is.
+
+    Raises:
+        CheckpointError: there is a `latest`, but no checkpoint.
+    """
+    newest_first, problem = checkpoints_in(folder)[::-1], _problem(folder)
+    pointer = folder / LATEST
+    if not newest_first and pointer.exists():
+        raise CheckpointError(
+            f"{pointer} is there, but no checkpoint beside it: put them back, or remove {pointer} to start anew"
+        )
+    if problem or not newest_first:
+        return newest_first, problem if newest_first else ""
+    return newest_first[newest_first.index(folder / pointer.read_text().strip()) :], ""
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The trainer's state in a checkpoint.
+
+    Raises:
+        CheckpointError: state.json is missing, damaged, or says no step.
+    """
+    path = checkpoint / STATE
+    try:
+        state = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; {_REMEDY}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); {_REMEDY}") from error
+    if not isinstance(state, dict) or type(state.get("step")) is not int:
+        raise CheckpointError(f"{path} is not what a run saved: expected an object with a step; {_REMEDY}")
+    return state
+
+
+_REMEDY = "use another checkpoint"
+
+
+def _problem(folder: Path) -> str:
+    """What is wrong with `latest`; "" if it names a checkpoint."""
+    pointer = folder / LATEST
+    try:
+        name = pointer.read_text("utf-8").strip()
+    except FileNotFoundError:
+        return f"{pointer} is missing"
+    except OSError as error:
+        return f"cannot read {pointer} ({error.strerror})"
+    except UnicodeDecodeError:
+        return f"{pointer} is not text"
+    if not _NAME.fullmatch(name):
+        return f"{pointer} names no checkpoint: expected step_XXXXXXXX, found {name[:60]!r}"
+    return "" if (folder / name).is_dir() else f"{pointer} names {name}, which is not there"

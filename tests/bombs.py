@@ -1,0 +1,44 @@
+"""Files that run code when something unpickles them: each makes a folder, whose absence shows that nothing did."""
+
+import io
+import os
+import pickle
+from pathlib import Path
+
+import torch
+
+
+class Bomb:
+    """Makes the folder when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.marker),)
+
+
+def bombs(marker: Path) -> dict[str, bytes]:
+    """Kind -> a file's content, as pickle and torch write it."""
+    found = {"pickle": pickle.dumps(Bomb(marker)), "text pickle": pickle.dumps(Bomb(marker), protocol=0)}
+    for kind, zipped in (("zip", True), ("legacy", False)):
+        buffer = io.BytesIO()
+        torch.save([Bomb(marker)], buffer, _use_new_zipfile_serialization=zipped)
+        found[kind] = buffer.getvalue()
+    return found
+
+
+def is_armed(content: bytes, marker: Path) -> bool:
+    """Whether a content is a bomb indeed; it goes off."""
+    for load in (pickle.loads, lambda data: torch.load(io.BytesIO(data), weights_only=False)):
+        try:
+            load(content)
+        except Exception:
+            continue
+        finally:
+            went_off = marker.is_dir()
+            if went_off:
+                marker.rmdir()
+        if went_off:
+            return True
+    return False

@@ -1,0 +1,54 @@
+"""A run started again in its folder: where it goes on, what it says, and what it leaves alone."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from program import Program, logged
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_a_finished_run_says_so_and_leaves_everything_as_it_is(config, run, folder):
+    before = contents(run)
+    with Program(folder, config, f"trainer.output_dir={run}") as program:
+        assert program.wait() == 0
+    assert program.output == f"already finished: {run} has all 10 steps; raise trainer.total_steps to train on\n"
+    assert contents(run) == before
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(config, run, folder):
+    """With its newest one, `config.yaml` and `latest` spoiled; and it keeps others out meanwhile."""
+    shutil.copytree(run, folder / "run")
+    checkpoints = folder / "run" / "checkpoints"
+    flip(sorted((checkpoints / "step_00000010" / "critic").glob("*.distcp"))[-1])
+    (checkpoints / "latest").unlink()
+    (folder / "run" / "config.yaml").write_bytes(b"\xff\x00: [")
+    arguments = (config, f"trainer.output_dir={folder / 'run'}", "trainer.total_steps=11", "trainer.eval_interval=0")
+    with Program(folder / "1", *arguments) as program:
+        program.wait_until(lambda: "torch " in program.output)
+        holder = program.ranks[0].pid
+        with Program(folder / "2", *arguments) as second:
+            assert second.wait(60) == 2
+        assert program.wait() == 0, program.output
+    assert second.output.startswith(f"error: trainer.output_dir: {folder / 'run'} is in use by a run (")
+    assert f", pid {holder}, since " in second.output and second.output.count("\n") == 1
+    [warning] = [line for line in program.output.splitlines() if "is damaged" in line]
+    damaged = f"{checkpoints}/step_00000010 is damaged: critic/__"
+    assert warning.startswith(f"WARNING: {checkpoints}/latest is missing; {damaged}")
+    assert warning.endswith(f"; going on from {checkpoints}/step_00000009")
+    assert "WARNING: cannot tell what has changed since then: " in program.output
+    assert [metrics["step"] for metrics in logged(folder / "run")] == list(range(12))
+    assert (checkpoints / "latest").read_text() == "step_00000011\n"
+    assert "Traceback" not in program.output
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
