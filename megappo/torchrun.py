@@ -25,18 +25,17 @@ from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from megappo.agent import Agent, OtherNodeError
 from megappo.lifetime import EXIT_LOST_RANK
-from megappo.listening import LOOPBACK, bind_stores, head_address
+from megappo.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """They tell of each process they end, and of files they pass on."""
 GRACE_SECONDS = 5
-"""How long a rank that is asked to end may take."""
+"""How long a rank of megappo.train that is asked to end may take; others, which may have to clean up, torchrun's 30."""
 
 
 def main() -> int:
     """Run torchrun; its exit code: the first failed rank's, or 128 + n when signal n ended torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     bind_stores()
@@ -63,8 +62,11 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
     """torchrun's arguments, with what this program wants where the user wants nothing."""
     if args.standalone or parse_min_max_nnodes(args.nnodes)[1] == 1:
         args.local_addr = args.local_addr or LOOPBACK
+        stay_on_this_node()
     elif args.node_rank == 0:
         args.master_addr = head_address(args.master_addr)
+    if args.training_script == "megappo.train":
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
     if not args.log_dir and (args.redirects, args.tee, args.local_ranks_filter) == ("0", "0", ""):
         args.log_dir = os.devnull  # else a folder for the ranks' error files, which nobody reads or removes
     args.signals_to_handle = ",".join(number.name for number in ending_signals())

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        stay_on_this_node()
+        stay_on_this_node()  # as megappo.torchrun has asked already
     try:
         store, _, _ = next(dist.rendezvous("env://"))
     except dist.DistError as error:
