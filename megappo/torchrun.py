@@ -6,15 +6,18 @@ called by, not on all interfaces.
 usage: python -m megappo.torchrun TORCHRUN_ARGUMENTS
 """
 
-from megappo.signals import end_at_once, ending_signals
-
-if __name__ == "__main__":
-    end_at_once()  # importing torch takes seconds, and other nodes may be waited for
-
 import argparse
 import logging
 import os
 import sys
+
+from megappo.signals import end_at_once, ending_signals
+
+if __name__ == "__main__":
+    end_at_once()  # importing torch takes seconds, and other nodes may be waited for
+    # torch reads it as it is imported; a store that is gone would be pages of warnings.
+    has_log_level = "TORCH_CPP_LOG_LEVEL" in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -86,6 +89,8 @@ def _cause(error: BaseException) -> str:
 
 
 if __name__ == "__main__":
+    if not has_log_level:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' warnings may be about anything
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
