@@ -1,10 +1,14 @@
-"""Processes that end with their parent. The standard library alone, so that any process may import it at once."""
+"""How processes end with each other. The standard library alone, so that any process may import it at once."""
 
 import ctypes
 import os
 import signal
 
 PR_SET_PDEATHSIG = 1
+LAUNCHER = "MEGAPPO_LAUNCHER"
+"""Environment variable: the pid of a launcher that says how ranks ended which could not say it themselves."""
+EXIT_LOST_RANK = 3
+"""Exit code of a rank that could not go on because another was gone, and said nothing."""
 
 
 def die_with(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:

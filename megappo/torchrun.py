@@ -1,19 +1,39 @@
 """torchrun, but quiet: where a rank has said why it failed, torchrun's own report and traceback would only hide that.
 
+It also says how ranks and nodes ended that could not say it themselves, and its stores listen on the address they are
+called by, not on all interfaces.
+
 usage: python -m megappo.torchrun TORCHRUN_ARGUMENTS
 """
 
+import argparse
 import logging
 import os
-import signal
 import sys
 
+from megappo.signals import end_at_once, ending_signals
+
+if __name__ == "__main__":
+    end_at_once()  # importing torch takes seconds, and other nodes may be waited for
+    # torch reads it as it is imported; a store that is gone would be pages of warnings.
+    has_log_level = "TORCH_CPP_LOG_LEVEL" in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.run import main as torchrun
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher import api
+from torch.distributed.run import parse_args, parse_min_max_nnodes, run
+
+from megappo.agent import Agent, OtherNodeError
+from megappo.lifetime import EXIT_LOST_RANK
+from megappo.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """They tell of each process they end, and of files they pass on."""
+GRACE_SECONDS = 5
+"""How long a rank of megappo.train that is asked to end may take; others, which may have to clean up, torchrun's 30."""
 
 
 def main() -> int:
@@ -21,24 +41,57 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    bind_stores()
+    api.LocalElasticAgent = Agent
+    args = prepared(parse_args(sys.argv[1:]))
     try:
-        torchrun(sys.argv[1:])
+        run(args)
     except ChildFailedError as error:
-        for rank, failure in error.failures.items():
-            _report_killed(rank, failure)
-        return max(1, error.get_first_failure()[1].exitcode)
+        code = next(iter(error.failures.values())).exitcode
+        return code if code > 0 and code != EXIT_LOST_RANK else 1
     except SignalException as error:
         print(f"ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
+    except OtherNodeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except (DistError, RendezvousError, OSError) as error:
+        print(f"error: {_place(args)} did not meet the others: {_cause(error)}", file=sys.stderr)
+        return 1
     return 0
 
 
-def _report_killed(rank: int, failure: ProcessFailure) -> None:
-    """A killed rank could not say anything; those that torchrun ended in its wake need not."""
-    if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-        hint = ": the machine may be out of memory (see dmesg)" if failure.exitcode == -signal.SIGKILL else ""
-        print(f"error: rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}{hint}", file=sys.stderr)
+def prepared(args: argparse.Namespace) -> argparse.Namespace:
+    """torchrun's arguments, with what this program wants where the user wants nothing."""
+    if args.standalone or parse_min_max_nnodes(args.nnodes)[1] == 1:
+        args.local_addr = args.local_addr or LOOPBACK
+        stay_on_this_node()
+    elif args.node_rank == 0:
+        args.master_addr = head_address(args.master_addr)
+    if args.training_script == "megappo.train":
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+    if not args.log_dir and (args.redirects, args.tee, args.local_ranks_filter) == ("0", "0", ""):
+        args.log_dir = os.devnull  # else a folder for the ranks' error files, which nobody reads or removes
+    args.signals_to_handle = ",".join(number.name for number in ending_signals())
+    return args
+
+
+def _place(args: argparse.Namespace) -> str:
+    head = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    return f"node {args.node_rank} of {args.nnodes}, head {head},"
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the error that is at the bottom of this one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if not has_log_level:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' warnings may be about anything
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that talk to the store would abort an interpreter that ends its own way

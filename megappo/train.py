@@ -12,10 +12,14 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
+from megappo.lifetime import die_with
+
 if __name__ == "__main__":
     # A rank that imports or waits in a collective runs no Python code: let Ctrl-C end it at once. What it has started
     # ends with it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "WORLD_SIZE" in os.environ:
+        die_with(os.getppid())  # torchrun
 
 import torch.distributed as dist
 
@@ -24,7 +28,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.help import config_help
 from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
-from megappo.lifetime import die_with
+from megappo.listening import stay_on_this_node
 from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
@@ -38,21 +42,28 @@ from megappo.trainer.run import Run  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this rank; the process's exit code: 2 for a config that cannot work, 1 for a run that failed."""
+    """Run this rank; the process's exit code: 2 for a config that cannot work, 1 for a run that failed, 3 for one that
+    another rank's end has ended, about which the launcher says more."""
     args = _parser().parse_intermixed_args(arguments)
     if "WORLD_SIZE" not in os.environ:
         print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
         return 2
-    die_with(os.getppid())
-    store, rank, world_size = next(dist.rendezvous("env://"))
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        stay_on_this_node()  # as megappo.torchrun has asked already
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        print(f"error (rank {rank}): torchrun's store at {where} does not answer: {error}", file=sys.stderr)
+        os._exit(1)
     code = 0
     with ExitStack() as cleanup:
         try:
             config = _checked_config(args.config, args.overrides, world_size)
             _run(config, store, rank, world_size, cleanup)
         except Exception as error:
-            report(error, store, rank)
-            code = 2 if isinstance(error, ConfigError) else 1
+            code = report(error, store, rank, world_size)
     # Without waiting for ranks that will not come any more. After a run that went well, too: threads of the process
     # groups can abort an interpreter that ends its own way.
     sys.stdout.flush()

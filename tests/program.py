@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -29,6 +29,7 @@ class Program:
         arguments: of megappo.train: CONFIG key=value ...
         launcher: module that starts the ranks.
         environment: further variables.
+        prefix: of the command.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class Program:
         *arguments: object,
         launcher: str = "megappo.torchrun",
         environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ):
+        self.launcher = launcher
         self.temporary = folder / "tmp"
         self.temporary.mkdir(parents=True, exist_ok=True)
         self.output_file = folder / "output.txt"
@@ -48,7 +51,7 @@ class Program:
         command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", "-m", "megappo.train"]
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
-                [*command, *map(str, arguments)],
+                [*prefix, *command, *map(str, arguments)],
                 cwd=REPOSITORY,
                 env=os.environ | variables | (environment or {}),
                 stdin=subprocess.DEVNULL,
@@ -80,6 +83,12 @@ class Program:
         children = psutil.Process(self.process.pid).children()
         return sorted((p for p in children if "megappo.train" in p.cmdline()), key=lambda p: p.environ()["RANK"])
 
+    @property
+    def listening(self) -> dict[str, str]:
+        """Addresses on which its processes listen: address -> one who does."""
+        self._note()
+        return {socket.laddr.ip: _described(p) for p in self.seen for socket in _sockets(p)}
+
     def wait_until(self, condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
         """Wait for something to happen while it runs."""
         deadline = time.monotonic() + seconds
@@ -106,7 +115,7 @@ class Program:
         os.killpg(self.process.pid, number)
 
     def check_gone(self) -> None:
-        """No process, no shared memory and no engine's folder is left, or will be in a few seconds."""
+        """No process, no shared memory and no temporary file is left, or will be in a few seconds."""
         deadline = time.monotonic() + GONE_SECONDS
         while left := self._left():
             assert time.monotonic() < deadline, f"still there: {left}\n{self.output}"
@@ -115,7 +124,8 @@ class Program:
     def _left(self) -> list[str]:
         processes = [_described(process) for process in {*self.seen, *self._marked()} if _is_alive(process)]
         memory = [str(path) for path in {*self.shared_memory, *self._named_shared_memory()} if path.exists()]
-        return processes + memory + [str(path) for path in self.temporary.glob("megappo-engine-*")]
+        kept = ("torchinductor_",) if self.launcher == "megappo.torchrun" else ("torchinductor_", "torchelastic_")
+        return processes + memory + [str(p) for p in self.temporary.iterdir() if not p.name.startswith(kept)]
 
     def _named_shared_memory(self) -> set[Path]:
         """What the names say is of one of the processes."""
@@ -158,6 +168,13 @@ def _described(process: psutil.Process) -> str:
         return f"{process.pid} {' '.join(process.cmdline())[:100]}"
     except psutil.NoSuchProcess:
         return str(process.pid)
+
+
+def _sockets(process: psutil.Process) -> list:
+    try:
+        return [socket for socket in process.net_connections() if socket.status == psutil.CONN_LISTEN]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _mapped_shared_memory(pid: int) -> set[Path]:

@@ -20,9 +20,11 @@ from typing import Any
 import torch
 
 from megappo.lifetime import die_with
+from megappo.listening import bind_stores
 from megappo.rollout import command_line, cpu
 
 cpu.install()
+bind_stores()  # the scheduler's; in its process, forked or spawned, too
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from megappo import platform
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
+from megappo.listening import LOOPBACK
 from megappo.models.engine import MegatronEngine
 from megappo.placement.exchange import Exchange
 from megappo.placement.layout import Layout
@@ -145,8 +146,8 @@ def _join_group(
     world_size = 1 + len(engines) * rollout.tensor
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     is_sender = exchange.rank == sender
-    store = broadcast.open_store(world_size, timeout) if is_sender else None
-    host, port = exchange.share((_own_host(), store.port) if store is not None else None)[sender]
+    store = broadcast.open_store(_own_host(), world_size, timeout) if is_sender else None
+    host, port = exchange.share((store.host, store.port) if store is not None else None)[sender]
     backend = "nccl" if platform.has_cuda() else "gloo"
     threads, joining = ThreadPoolExecutor(max_workers=2), []  # the sending rank may own an engine itself
     if store is not None:
@@ -164,6 +165,8 @@ def _join_group(
 
 
 def _own_host() -> str:
-    """This node's address for the other nodes: torchrun's rendezvous is reached by all, and reaches all."""
+    """This node's address for all ranks: torchrun's rendezvous is reached by all, and reaches all."""
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        return LOOPBACK
     master = os.environ["MASTER_ADDR"]
     return master if os.environ.get("GROUP_RANK", "0") == "0" else broadcast.own_address(master)

@@ -6,15 +6,25 @@ from datetime import timedelta
 import torch
 from torch.distributed import ProcessGroup, TCPStore, distributed_c10d
 
+from megappo.listening import listener
 from megappo.weights.buckets import Bucket
 from megappo.weights.handover import HandOver, Update
 
 GROUP_NAME = "megappo_weights"
 
 
-def open_store(world_size: int, timeout: timedelta) -> TCPStore:
-    """Where the members of a group meet: on this rank, at a free port of its own."""
-    return TCPStore("0.0.0.0", 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
+def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
+    """Where the members of a group meet: on this rank, at a free port of `host`, this node's address."""
+    served = listener(host, 0)
+    return TCPStore(
+        host,
+        served.getsockname()[1],
+        world_size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=served.detach(),
+    )
 
 
 def own_address(peer: str) -> str:

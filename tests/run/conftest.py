@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,7 +99,7 @@ def run_killing_a_rank(folder: Path, config: Path, run: Path) -> None:
         killed = program.ranks[1]
         killed.kill()
         assert program.wait(60) != 0
-        assert f"error: rank 1 (pid {killed.pid}) was ended by SIGKILL" in program.output
+        assert f"error: rank 1 (pid {killed.pid}, {socket.gethostname()}) was ended by SIGKILL" in program.output
         assert "Traceback" not in program.output
 
 

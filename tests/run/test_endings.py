@@ -1,7 +1,10 @@
 """A run that is ended or fails half-way ends at once, says why once, and leaves nothing behind."""
 
 import signal
+import subprocess
+from socket import AF_INET
 
+import psutil
 import pytest
 from program import Program
 
@@ -30,9 +33,20 @@ def errors(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("error")]
 
 
-def test_ctrl_c_in_a_step(config, folder):
-    with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *ENDLESS) as program:
+def outside() -> str:
+    """An address of this machine that is not loopback, or loopback where it has no other."""
+    found = [a.address for addresses in psutil.net_if_addrs().values() for a in addresses if a.family == AF_INET]
+    return max(found, key=lambda address: not address.startswith("127."))
+
+
+def test_ctrl_c_in_a_step_during_which_all_listen_on_loopback_alone(config, folder):
+    arguments = (f"trainer.output_dir={folder / 'run'}", "rollout.sync.transport=broadcast", *ENDLESS)
+    # gloo listens where the host's name leads to: here not to loopback, unless the machine has nothing else.
+    named = ("unshare", "--map-root-user", "--uts", "bash", "-c", 'hostname "$0"; exec "$@"', outside())
+    permitted = subprocess.run([*named, "true"], capture_output=True).returncode == 0
+    with Program(folder, config, *arguments, prefix=named if permitted else ()) as program:
         program.wait_until(lambda: " 2/100000" in program.output)
+        assert program.listening.keys() == {"127.0.0.1"}, program.listening
         program.signal_group(signal.SIGINT)
         assert program.wait(20) == 128 + signal.SIGINT
     assert program.output.splitlines()[-1] == "ended by SIGINT"

@@ -1,0 +1,96 @@
+"""Where this program's processes listen for each other: on the address they are called by, and on no other.
+
+torch's stores obey whoever reaches them, and what ranks find there they unpickle. torch has them listen on all
+interfaces; here they listen on loopback when a run has one node, else on the cluster's interface.
+"""
+
+import errno
+import functools
+import ipaddress
+import os
+import socket
+import sys
+from typing import Any
+
+import psutil
+from torch.distributed import TCPStore
+
+LOOPBACK = "127.0.0.1"
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+BACKLOG = 4096
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """A socket that listens on one of the addresses of `host`, which is this machine; port 0 = any free one.
+
+    Raises:
+        OSError: the port is taken, or the host is another machine.
+    """
+    refused: OSError | None = None
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+        except OSError as error:
+            refused = refused or error
+    raise OSError(refused.errno, f"cannot listen on {host}, port {port}, on this machine ({refused.strerror})")
+
+
+def bind_stores() -> None:
+    """From now on, each TCPStore that this process serves listens on the address of its host name alone.
+
+    It reaches the stores that torchrun and SGLang make as well. Once per process.
+    """
+    initialize = TCPStore.__init__
+
+    @functools.wraps(initialize)
+    def bound(
+        store: TCPStore,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        *rest: Any,
+        **options: Any,
+    ) -> None:
+        if is_master and options.get("master_listen_fd") is None:
+            try:
+                served = listener(host_name, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                # torch says so too, or finds that the store at this port is this process's own.
+            else:
+                port, options["master_listen_fd"] = served.getsockname()[1], served.detach()
+        initialize(store, host_name, port, world_size, is_master, *rest, **options)
+
+    TCPStore.__init__ = bound
+
+
+def stay_on_this_node() -> None:
+    """Have gloo and NCCL use loopback in a run of one node, where the user names no interface.
+
+    gloo would take the interface that the host's name leads to.
+    """
+    for name in INTERFACE_VARIABLES:
+        os.environ.setdefault(name, "lo")
+
+
+def head_address(name: str) -> str:
+    """The address of this node, the head of several, whose name for all of them is `name`.
+
+    Debian maps a machine's own name to 127.0.1.1, where no other node reaches it: then the address of the interface
+    that GLOO_SOCKET_IFNAME names.
+    """
+    address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if address == name or not ipaddress.ip_address(address).is_loopback:
+        return address
+    for found in psutil.net_if_addrs().get(interface, ()):
+        if found.family == socket.AF_INET:
+            return found.address
+    print(
+        f"warning: {name} is {address} on this node, where other nodes cannot reach it: give --master-addr as an IP "
+        "address, or set GLOO_SOCKET_IFNAME to the cluster's interface",
+        file=sys.stderr,
+    )
+    return address

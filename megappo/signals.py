@@ -1,0 +1,35 @@
+"""The signals that end a run. The standard library alone: they are handled before anything else is imported."""
+
+import os
+import signal
+import sys
+import threading
+
+ENDING = tuple(signal.Signals[f"SIG{name}"] for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2"))
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Those of them that this process was not started to ignore, as nohup has it ignore SIGHUP."""
+    return [number for number in ENDING if number not in IGNORED]
+
+
+def end_at_once() -> None:
+    """Say which signal it was and end, also while the process waits in foreign code, which runs no Python handlers.
+
+    `signal.set_wakeup_fd(-1)` revokes it.
+    """
+    signalled, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    for number in ending_signals():
+        signal.signal(number, lambda number, frame: None)  # the wakeup needs a handler
+    threading.Thread(target=_wait_for, args=[signalled], daemon=True).start()
+
+
+def _wait_for(signalled: int) -> None:
+    number = os.read(signalled, 1)[0]
+    print(f"ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    os._exit(128 + number)
+
+
+IGNORED = frozenset({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ())

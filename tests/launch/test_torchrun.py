@@ -1,0 +1,227 @@
+"""How ranks, launchers and nodes end that cannot say it themselves: each with one line, in time, with nothing left."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+RANK = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+def stop(): os.kill(os.getpid(), signal.SIGSTOP)
+def fill(): os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+def ignore():
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store, _, _ = next(dist.rendezvous("env://"))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=4))
+dist.barrier()
+os.write(1, f"rank {rank} is there\\n".encode())  # as one piece
+try:
+    for word in sys.argv[1:]:  # RANK=WHAT
+        who, what = word.split("=")
+        if int(who) == rank:
+            globals()[what]()
+    while True:
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.1)
+except Exception as error:
+    from megappo.trainer.failure import report  # not before: it takes seconds
+    os._exit(report(error, store, rank, world_size))
+"""
+HOST = socket.gethostname()
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Launcher:
+    """megappo.torchrun with ranks that do nothing but wait for each other, and what they are told to."""
+
+    def __init__(self, folder: Path, *arguments: str, name: str = "launcher"):
+        self.temporary, self.output_file = folder / "tmp", folder / f"{name}.txt"
+        self.temporary.mkdir(exist_ok=True)
+        script = folder / "rank.py"
+        script.write_text(RANK)
+        options, words = [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
+        with self.output_file.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "megappo.torchrun", *options, str(script), *words],
+                cwd=REPOSITORY,
+                env=os.environ | {"TMPDIR": str(self.temporary), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def lines(self) -> list[str]:
+        """What was printed, but for the ranks' greetings."""
+        return [line for line in self.output_file.read_text().splitlines() if not line.endswith("is there")]
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks' processes, in order."""
+        children = psutil.Process(self.process.pid).children()
+        return sorted(children, key=lambda process: int(process.environ()["RANK"]))
+
+    def wait_for_ranks(self, number: int = 2) -> list[psutil.Process]:
+        wait_until(lambda: self.output_file.read_text().count("is there\n") == number)
+        return self.ranks
+
+    def wait(self, seconds: float = 40.0) -> int:
+        """The exit code; nothing may be left in the temporary folder."""
+        code = self.process.wait(seconds)
+        assert not list(self.temporary.iterdir()), self.output_file.read_text()
+        return code
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
+    """Starts launchers, and sees to it that nothing of them is left."""
+    started: list[Launcher] = []
+
+    def start(*arguments: str, **options: str) -> Launcher:
+        started.append(Launcher(tmp_path, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        if launcher.process.poll() is None:
+            for process in (*psutil.Process(launcher.process.pid).children(), launcher.process):
+                process.kill()
+            launcher.process.wait()
+
+
+ONE_NODE = ("--standalone", "--nproc-per-node", "2", "--shutdown-timeout", "1")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def node(number: int, port: int) -> tuple[str, ...]:
+    """Options of one of two nodes, one rank each, on this machine."""
+    where = ("--nnodes", "2", "--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(port))
+    return (*where, "--nproc-per-node", "1", "--shutdown-timeout", "1")
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(s, marks=slow) for s in (signal.SIGKILL, signal.SIGUSR1, signal.SIGABRT))],
+)
+def test_a_signal_to_a_single_rank(launch, number):
+    launcher = launch(*ONE_NODE)
+    ended = launcher.wait_for_ranks()[1]
+    ended.send_signal(number)
+    assert launcher.wait() == 1
+    [line] = launcher.lines
+    assert line.startswith(f"error: rank 1 (pid {ended.pid}, {HOST}) was ended by {number.name}")
+    assert ("out of memory" in line) == (number == signal.SIGKILL)
+
+
+def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(launch):
+    launcher = launch(*ONE_NODE, "1=stop")
+    assert launcher.wait() == 1
+    waited, killed = launcher.lines
+    assert waited.startswith("error (rank 0): waited for longer than trainer.process_group_timeout_seconds")
+    assert "for an answer of rank 1 (" in waited
+    assert killed.startswith("error: rank 1 (pid ") and "it was stopped, or hung" in killed
+
+
+def test_a_full_disk_on_one_rank_while_another_does_not_listen(launch):
+    launcher = launch(*ONE_NODE, "0=ignore", "1=fill")
+    assert launcher.wait() == 1
+    full, killed = launcher.lines
+    assert full.startswith("error (rank 1): No space left on device: in fill, ")
+    assert "make room on that disk" in full
+    assert killed.startswith("error: rank 0 (pid ")
+    assert "did not end within 1 s of being asked to, and was killed" in killed and "memory" not in killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT])
+def test_a_signal_to_the_launcher(launch, number):
+    launcher = launch(*ONE_NODE)
+    launcher.wait_for_ranks()
+    launcher.process.send_signal(number)
+    assert launcher.wait() == 128 + number
+    assert launcher.lines == [f"ended by {number.name}"]
+
+
+def test_ctrl_c_twice(launch):
+    launcher = launch(*ONE_NODE, "1=ignore")
+    launcher.wait_for_ranks()
+    time.sleep(1)  # for rank 1 to ignore it
+    launcher.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait() == 128 + signal.SIGINT
+    killed, last = launcher.lines
+    assert last == "ended by SIGINT"
+    assert killed.startswith("error: rank 1 (pid ") and "was killed" in killed
+
+
+def test_ctrl_c_while_other_nodes_are_waited_for(launch):
+    port = free_port()
+    launcher = launch(*node(0, port))
+    wait_until(lambda: any(c.laddr.port == port for c in psutil.Process(launcher.process.pid).net_connections()))
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.wait() == 128 + signal.SIGINT
+    assert launcher.lines == ["ended by SIGINT"]
+
+
+def two_nodes(launch: Callable[..., Launcher]) -> tuple[Launcher, Launcher]:
+    port = free_port()
+    first, second = launch(*node(0, port), name="first"), launch(*node(1, port), name="second")
+    first.wait_for_ranks(1)
+    second.wait_for_ranks(1)
+    return first, second
+
+
+def test_a_rank_that_is_killed_on_another_node(launch):
+    first, second = two_nodes(launch)
+    launchers = [psutil.Process(node.process.pid) for node in (first, second)]
+    served = [c.laddr.ip for p in launchers for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert served == ["127.0.0.1"], "the head's store, where it is named"
+    [killed] = second.ranks
+    killed.kill()
+    assert (first.wait(), second.wait()) == (1, 1)
+    [line] = second.lines
+    assert line.startswith(f"error: rank 1 (pid {killed.pid}, {HOST}) was ended by SIGKILL")
+    assert first.lines == [f"error: node 1 ({HOST}, rank 1): rank 1 (pid {killed.pid}, {HOST}) was ended by SIGKILL"]
+
+
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=slow)])
+def test_a_node_that_is_killed(launch, lost):
+    nodes = two_nodes(launch)
+    for process in (nodes[lost].process, *nodes[lost].ranks):
+        process.send_signal(signal.SIGKILL)
+    left = nodes[1 - lost]
+    assert left.wait(60) == 1
+    [line] = left.lines
+    assert line.startswith(f"error: node {lost} ({HOST}, rank {lost}) has ")
