@@ -1,8 +1,8 @@
-"""The SGLang engine's process: `python -m megappo.rollout.server PARENT_PID`, its settings as JSON on standard input.
+"""The SGLang engine's process: `python -m megappo.rollout.server`, its settings as JSON on standard input.
 
 SGLang kills the children, and after a crash the parent, of the process it runs in: this one has no other relatives than
 SGLang's. Settings (not on the command line, where every user of the machine could read the API key):
-{"server_args": {ServerArgs by name}}. It ends with its parent.
+{"server_args": {ServerArgs by name}}. Its parent, a keeper, has it end with itself.
 """
 
 import difflib
@@ -24,8 +24,7 @@ cpu.install()
 
 
 def main() -> None:
-    """Serve until killed, or until the parent is gone."""
-    die_with(int(sys.argv[1]))
+    """Serve until killed."""
     settings = json.load(sys.stdin)
     _import_sglang()
     try:
