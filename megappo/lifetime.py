@@ -5,6 +5,7 @@ import os
 import signal
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 LAUNCHER = "MEGAPPO_LAUNCHER"
 """Environment variable: the pid of a launcher that says how ranks ended which could not say it themselves."""
 EXIT_LOST_RANK = 3
@@ -16,3 +17,8 @@ def die_with(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, by)
     if os.getppid() != parent_pid:  # it ended before the call
         os.kill(os.getpid(), by)
+
+
+def adopt_orphans() -> None:
+    """Have the kernel make this process the parent of every descendant whose own parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

@@ -8,7 +8,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "data", "placement", "observe"})
-BOTTOM = frozenset({"config", "platform", "torchvision_on_cpu", "lifetime", "listening"})
+BOTTOM = frozenset({"config", "platform", "torchvision_on_cpu", "lifetime", "keeper", "listening"})
 LAUNCHER = frozenset({"agent", "nodes", "signals"})
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "plan", "serve"})
@@ -52,7 +52,8 @@ def allowed(package: str) -> frozenset[str]:
         return MIDDLE | BOTTOM | {"ppo", "trainer"}
     if package in MIDDLE:
         return (MIDDLE - (APART if package in APART else frozenset())) | BOTTOM | {package}
-    return {"ppo": frozenset({"ppo"}), "config": frozenset({"config"})}.get(package, frozenset())
+    within = {"ppo": frozenset({"ppo"}), "config": frozenset({"config"}), "keeper": frozenset({"lifetime"})}
+    return within.get(package, frozenset())
 
 
 def permitted_in(path: str) -> frozenset[str]:

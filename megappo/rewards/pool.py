@@ -1,22 +1,17 @@
 """Scoring responses by a reward function in worker processes: user code can neither hang nor crash the trainer."""
 
 import ast
-import json
-import os
-import signal
-import socket
-import subprocess
 import symtable
-import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megappo.rewards.builtin import BUILTIN
+from megappo.rewards.process import Worker, WorkerError
 
 START_TIMEOUT_SECONDS = 60.0
 """How long a worker may take to import the user's file."""
@@ -80,49 +75,7 @@ def load_reward(spec: str, *, num_workers: int, timeout_seconds: float) -> "Rewa
         RewardError: the file cannot be imported or has no such function.
     """
     file, name = parse_spec(spec)
-    return RewardPool(spec, [_Worker(file, name) for _ in range(num_workers)], timeout_seconds)
-
-
-class _Worker:
-    """One process, in a session of its own: Ctrl-C passes it by, and its whole group can be ended with it."""
-
-    def __init__(self, file: str, name: str):
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "megappo.rewards.worker", str(theirs.fileno()), str(os.getpid()), file, name]
-        package_parent = str(Path(__file__).resolve().parents[2])
-        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
-        with theirs:
-            self.process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": search_path},
-                start_new_session=True,
-            )
-        self.connection = Connection(ours.detach())
-
-    def reply(self) -> dict[str, Any]:
-        """The worker's next answer; {"error": ...} when it died."""
-        try:
-            return json.loads(self.connection.recv_bytes())
-        except (EOFError, OSError):
-            return {"error": f"ended its process ({self._ending()})"}
-
-    def _ending(self) -> str:
-        try:
-            code = self.process.wait(CLOSE_TIMEOUT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "closed its connection"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def close(self, timeout_seconds: float) -> None:
-        """Let it end by itself, then end what is left of its group."""
-        self.connection.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_seconds)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+    return RewardPool(spec, [Worker(file, name) for _ in range(num_workers)], timeout_seconds)
 
 
 class RewardPool:
@@ -132,11 +85,11 @@ class RewardPool:
     trainer, however it ends. After any error the workers are ended and the pool is closed.
     """
 
-    def __init__(self, spec: str, workers: list[_Worker], timeout_seconds: float):
+    def __init__(self, spec: str, workers: list[Worker], timeout_seconds: float):
         self.spec = spec
         self.timeout_seconds = timeout_seconds
         self._workers = workers
-        self._collect(workers, START_TIMEOUT_SECONDS, "load")
+        self._all([worker.wait_ready for worker in workers], START_TIMEOUT_SECONDS, "load")
 
     def score(self, prompts: Sequence[str], responses: Sequence[str], labels: Sequence[Any]) -> list[float]:
         """One finite score per response, in order.
@@ -150,33 +103,41 @@ class RewardPool:
             raise RewardError(f"reward function {self.spec} is closed")
         count = min(len(self._workers), len(responses))
         bounds = [len(responses) * i // count for i in range(count + 1)] if count else []
-        busy = self._workers[:count]
-        for worker, start, stop in zip(busy, bounds, bounds[1:], strict=False):
+        calls = []
+        for worker, start, stop in zip(self._workers, bounds, bounds[1:], strict=False):
             part = slice(start, stop)
-            with suppress(BrokenPipeError, ConnectionResetError):  # it died: its reply says so
-                worker.connection.send((list(prompts[part]), list(responses[part]), list(labels[part])))
-        replies = self._collect(busy, self.timeout_seconds, "score its responses")
-        return [score for reply in replies for score in reply["scores"]]
+            rows = (list(prompts[part]), list(responses[part]), list(labels[part]))
+            calls.append(partial(worker.score, rows))
+        parts = self._all(calls, self.timeout_seconds, "score its responses")
+        return [score for part in parts for score in part]
 
-    def _collect(self, workers: list[_Worker], timeout_seconds: float, task: str) -> list[dict[str, Any]]:
-        """One reply of each worker, in their order; the first error ends the pool."""
-        deadline = time.monotonic() + timeout_seconds
-        replies: dict[_Worker, dict[str, Any]] = {}
-        while len(replies) < len(workers):
-            waiting = [worker for worker in workers if worker not in replies]
-            ready = wait([worker.connection for worker in waiting], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                self._fail(f"took longer than {timeout_seconds:g} seconds to {task} and was stopped")
-            for worker in (worker for worker in waiting if worker.connection in ready):
-                replies[worker] = worker.reply()
-                if "error" in replies[worker]:
-                    self._fail(replies[worker]["error"])
-        return [replies[worker] for worker in workers]
+    def _all(self, calls: Sequence[Callable[[float], Any]], timeout_seconds: float, task: str) -> list[Any]:
+        """What the calls return, each of which has a worker of its own; the first error ends the pool."""
+        if not calls:
+            return []
+        try:
+            return self._together(calls, time.monotonic() + timeout_seconds)
+        except TimeoutError as error:
+            detail = f" ({error})" if str(error) else ""
+            reason = f"took longer than {timeout_seconds:g} seconds to {task} and was stopped{detail}"
+            raise self._error(reason) from error
+        except WorkerError as error:
+            raise self._error(str(error)) from error
 
-    def _fail(self, reason: str) -> None:
-        self._close(0.0)
+    def _together(self, calls: Sequence[Callable[[float], Any]], deadline: float) -> list[Any]:
+        with ThreadPoolExecutor(len(calls)) as threads:
+            try:
+                futures = [threads.submit(call, deadline) for call in calls]
+                for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                    future.result()
+                return [future.result() for future in futures]
+            except BaseException:
+                self._close(0.0)  # the other calls end with their workers
+                raise
+
+    def _error(self, reason: str) -> RewardError:
         remedy = "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds"
-        raise RewardError(f"reward function {self.spec} {reason}\n{remedy}")
+        return RewardError(f"reward function {self.spec} {reason}\n{remedy}")
 
     def close(self) -> None:
         """End all workers and what they started. May be called again."""
@@ -185,7 +146,9 @@ class RewardPool:
     def _close(self, timeout_seconds: float) -> None:
         workers, self._workers = self._workers, []
         for worker in workers:
-            worker.close(timeout_seconds)
+            worker.hang_up()
+        for worker in workers:
+            worker.end(timeout_seconds)
 
     def __enter__(self) -> "RewardPool":
         return self

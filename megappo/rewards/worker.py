@@ -1,40 +1,59 @@
-"""The worker process: `python -m megappo.rewards.worker FD PARENT_PID FILE FUNCTION` (FILE empty: a built-in function).
+"""The worker process: `python -m megappo.rewards.worker FILE FUNCTION` (FILE empty: a built-in function).
 
-It reads pickled (prompts, responses, labels) from the socket FD until that closes, and answers each, and its own start,
-with one JSON object: {"scores": [...]}, {"ready": true} or {"error": "..."}. It imports the standard library alone, so
-it starts at once; the user's file imports what it likes.
+Its standard input is a socket. From there it reads pickled (prompts, responses, labels) until that closes, and answers
+each, and its own start, with one JSON object: {"scores": [...]}, {"ready": true} or {"error": "..."}. Pickled, since
+labels of a parquet file may be dates, bytes or decimals, and by the trainer, which the worker has to trust anyway; the
+trainer does not trust it. The worker imports the standard library alone, so it starts at once; the user's file imports
+what it likes.
 """
 
 import importlib.util
 import json
 import math
 import os
+import pickle
+import socket
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from itertools import islice
 from typing import Any
 
-from megappo.lifetime import die_with
 from megappo.rewards.builtin import BUILTIN
+from megappo.rewards.frames import receive, send
+
+MAX_ROWS_BYTES = 2**62
+MAX_MESSAGE_CHARACTERS = 2000
+MAX_FRAMES = 10
+MAX_FRAME_CHARACTERS = 500
+LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 def main() -> None:
-    descriptor, parent, file, name = sys.argv[1:]
-    die_with(int(parent))
-    os.set_inheritable(int(descriptor), False)  # else the user's own processes would keep the socket open
-    connection = Connection(int(descriptor))
+    file, name = sys.argv[1:]
+    connection = _connection()
+    own_pid = os.getpid()
     function, error = _attempt(_load, file, name)
     reply: dict[str, Any] = {"error": error} if error else {"ready": True}
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the owner went: so does the worker
         while True:
-            connection.send_bytes(json.dumps(reply).encode())
+            send(connection, json.dumps(reply).encode())
             if error:
                 return
-            rows = connection.recv()
+            rows = pickle.loads(receive(connection, MAX_ROWS_BYTES))
             scores, error = _attempt(_score, function, *rows)
+            if os.getpid() != own_pid:  # a child that the function has forked must not answer, too
+                os._exit(0)
             reply = {"error": error} if error else {"scores": scores}
+
+
+def _connection() -> socket.socket:
+    """The socket on a descriptor of its own, which the user's processes do not inherit; they find an empty input."""
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
+    return connection
 
 
 def _attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
@@ -44,12 +63,31 @@ def _attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
     except _BadResult as error:
         return None, str(error)
     except BaseException as error:  # SystemExit too: user code must not end the worker without a word
-        trace = "".join(traceback.format_exception(error)).rstrip()
-        return None, f"raised {type(error).__name__}: {error}\n{trace}"
+        return None, _told(error)
 
 
 class _BadResult(Exception):
     """What user code gave is no use; the message goes on as it is."""
+
+
+def _told(error: BaseException) -> str:
+    """An exception, where it was raised and what it came of, at a length that can be read."""
+    frames = [_cut(frame, MAX_FRAME_CHARACTERS) for frame in traceback.format_tb(error.__traceback__, -MAX_FRAMES)]
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    origin = [f"It came of {_named(cause)}"] if cause else []
+    return "\n".join([f"raised {_named(error)}", *(frame.rstrip() for frame in frames), *origin])
+
+
+def _named(error: BaseException) -> str:
+    try:
+        message = str(error)
+    except Exception as another:
+        message = f"(its message cannot be read: {type(another).__name__})"
+    return f"{type(error).__name__}: {_cut(message, MAX_MESSAGE_CHARACTERS)}"
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]} ... ({len(text)} characters)"
 
 
 def _load(file: str, name: str) -> Callable[..., Any]:
@@ -66,18 +104,21 @@ def _load(file: str, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise _BadResult(f"does not exist: the file defines {', '.join(known) or 'no function'}")
+        raise _BadResult(f"does not exist: the file defines {_cut(', '.join(known), 1000) or 'no function'}")
     return function
 
 
 def _score(function: Callable[..., Any], prompts: list[str], responses: list[str], labels: list) -> list[float]:
+    count = len(responses)  # before the call, which may change the lists
     result = function(prompts, responses, labels)
-    if isinstance(result, str | bytes | dict) or not hasattr(result, "__len__"):
-        raise _BadResult(f"returned {type(result).__name__}; expected a list of {len(responses)} numbers")
-    scores = list(result)
-    if len(scores) != len(responses):
-        raise _BadResult(f"returned {len(scores)} values for {len(responses)} responses; expected one each")
-    return [_number(score, i) for i, score in enumerate(scores)]
+    if isinstance(result, str | bytes | dict | set | frozenset) or not hasattr(result, "__len__"):
+        raise _BadResult(f"returned {type(result).__name__}; expected a list of {count} numbers")
+    if len(result) != count:
+        raise _BadResult(f"returned {len(result)} values for {count} responses; expected one each")
+    scores = [_number(score, i) for i, score in enumerate(islice(result, count))]
+    if len(scores) != count:
+        raise _BadResult(f"returned a {type(result).__name__} that says it has {count} values and gives {len(scores)}")
+    return scores
 
 
 def _number(score: Any, i: int) -> float:
@@ -85,10 +126,14 @@ def _number(score: Any, i: int) -> float:
         raise _BadResult(f"returned {score!r:.80} (value {i}), a {type(score).__name__}; expected a number")
     try:
         number = float(score)
-    except (TypeError, ValueError) as error:
-        raise _BadResult(f"returned a {type(score).__name__} (value {i}) that is no single number: {error}") from error
+    except Exception as error:
+        raise _BadResult(
+            f"returned a {type(score).__name__} (value {i}) that is no single number: {_named(error)}"
+        ) from error
     if not math.isfinite(number):
         raise _BadResult(f"returned {number} (value {i}); expected finite numbers")
+    if abs(number) > LARGEST_FLOAT32:
+        raise _BadResult(f"returned {number} (value {i}), which is too large for a float32; expected up to 3.4e38")
     return number
 
 

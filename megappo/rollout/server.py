@@ -1,9 +1,9 @@
-"""The SGLang engine's process: `python -m megappo.rollout.server PARENT_PID`, its settings as JSON on standard input.
+"""The SGLang engine's process: `python -m megappo.rollout.server`, its settings as JSON on standard input.
 
 SGLang kills the children, and after a crash the parent, of the process it runs in: this one has no other relatives than
 SGLang's. Settings (not on the command line, where every user of the machine could read the API key):
 {"server_args": {ServerArgs by name}}, or {"command_line": [SGLang's own arguments], "cpu_arguments": {their defaults
-where there is no GPU, by name}}. It ends with its parent.
+where there is no GPU, by name}}. Its parent, a keeper, has it end with itself.
 """
 
 import difflib
@@ -28,8 +28,7 @@ bind_stores()  # the scheduler's; in its process, forked or spawned, too
 
 
 def main() -> None:
-    """Serve until killed, or until the parent is gone."""
-    die_with(int(sys.argv[1]))
+    """Serve until killed."""
     settings = json.load(sys.stdin)
     try:
         arguments = _arguments(settings)

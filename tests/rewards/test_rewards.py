@@ -4,46 +4,17 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from reward_pools import load, score
 
 from megappo.rewards.builtin import exact_match
-from megappo.rewards.pool import RewardError, RewardPool, load_reward, missing_function, parse_spec
+from megappo.rewards.pool import RewardError, load_reward, missing_function, parse_spec
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(autouse=True)
-def no_process_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test starts, and whatever that starts, is gone when the test ends."""
-    marker = uuid.uuid4().hex  # inherited by all of them, whoever their parent is by then
-    monkeypatch.setenv("REWARDS_UNDER_TEST", marker)
-    yield
-    left = [process for process in psutil.process_iter(["cmdline"]) if is_marked(process, marker)]
-    assert not left, [process.info["cmdline"] for process in left]
-
-
-def is_marked(process: psutil.Process, marker: str) -> bool:
-    try:
-        return process.environ().get("REWARDS_UNDER_TEST") == marker and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-
-
-def load(tmp_path: Path, body: str, num_workers: int = 1, timeout_seconds: float = 20.0) -> RewardPool:
-    """A pool for `f`, defined by a Python file."""
-    (tmp_path / "reward.py").write_text(textwrap.dedent(body))
-    return load_reward(f"{tmp_path}/reward.py:f", num_workers=num_workers, timeout_seconds=timeout_seconds)
-
-
-def score(pool: RewardPool, count: int = 3) -> list[float]:
-    return pool.score([f"p{i}" for i in range(count)], [f"r{i}" for i in range(count)], list(range(count)))
 
 
 def test_exact_match():
@@ -126,6 +97,17 @@ BROKEN = {
         r"returned a ndarray \(value 0\) .* no single number",
     ),
     "NaN": ("    return [0, float('nan'), 0]", r"returned nan \(value 1\); expected finite"),
+    "a set": ("    return {1, 2, 3}", "returned set; expected a list of 3 numbers"),
+    "a generator": ("    return (0 for _ in responses)", "returned generator; expected a list"),
+    "more than it says": (
+        "    class Scores(list):\n        __len__ = lambda self: 3\n    return Scores([1.0])",
+        "returned a Scores that says it has 3 values and gives 1",
+    ),
+    "tensors": (
+        "    import torch\n    return torch.zeros(3, 2)",
+        r"returned a Tensor \(value 0\) that is no single number",
+    ),
+    "too large": ("    return [0, 1e39, 0]", r"returned 1e\+39 \(value 1\), which is too large for a float32"),
     "infinity": ("    return [0, 0, float('inf')]", r"returned inf \(value 2\); expected finite"),
     "dies": ("    import os; os._exit(5)", r"ended its process \(exit code 5\)"),
     "is killed": ("    import os; os.kill(os.getpid(), 9)", r"ended its process \(killed by SIGKILL\)"),
@@ -254,9 +236,9 @@ def test_workers_die_with_their_parent_even_while_they_hold_the_interpreter(tmp_
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env=os.environ) as parent:
         assert parent.stdout.readline() == b"ready\n"
         time.sleep(0.5)
-        workers = psutil.Process(parent.pid).children(recursive=True)
+        processes = psutil.Process(parent.pid).children(recursive=True)
         parent.send_signal(ending)
         parent.wait(10)
-    assert len(workers) == 2
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert len(processes) == 4, "two workers, each with its keeper"
+    _, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive

@@ -1,0 +1,66 @@
+"""Messages over a socket, each with its length before it, and all of one to be moved before a deadline.
+
+The standard library alone. Deadlines are times of time.monotonic().
+"""
+
+import math
+import socket
+import struct
+import time
+
+LENGTH = struct.Struct("!Q")
+CHUNK_BYTES = 2**20
+
+
+class FrameError(ValueError):
+    """What came is no message of the other side's."""
+
+
+def send(connection: socket.socket, message: bytes, deadline: float = math.inf) -> None:
+    """Send a message.
+
+    Raises:
+        TimeoutError: the other side did not take it in time.
+        OSError: it has ended.
+    """
+    for part in (LENGTH.pack(len(message)), message):
+        _limit(connection, deadline, "")
+        connection.sendall(part)  # its timeout is for all of it
+
+
+def receive(connection: socket.socket, max_bytes: int, deadline: float = math.inf) -> bytes:
+    """The next message.
+
+    Raises:
+        TimeoutError: it did not come in time; says how much of it came, if any did.
+        EOFError: the other side has closed the connection.
+        OSError: it has ended.
+        FrameError: a message of more than max_bytes was announced.
+    """
+    (size,) = LENGTH.unpack(_exactly(connection, LENGTH.size, deadline))
+    if size > max_bytes:
+        raise FrameError(f"announced {size} bytes, expected at most {max_bytes}")
+    return _exactly(connection, size, deadline)
+
+
+def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
+    found = bytearray()
+    while len(found) < size:
+        progress = f"{len(found)} of {size} bytes came"
+        _limit(connection, deadline, progress)
+        try:
+            part = connection.recv(min(size - len(found), CHUNK_BYTES))
+        except TimeoutError as error:
+            raise TimeoutError(progress) from error
+        if not part:
+            raise EOFError
+        found += part
+    return bytes(found)
+
+
+def _limit(connection: socket.socket, deadline: float, progress: str) -> None:
+    """Give the next operation the time that is left."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(progress)
+    connection.settimeout(None if math.isinf(left) else left)

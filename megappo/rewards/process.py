@@ -1,0 +1,131 @@
+"""A worker process of a reward function from its owner's side, who believes nothing of what it sends."""
+
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megappo.keeper import KILL_TIMEOUT_SECONDS
+from megappo.rewards.frames import FrameError, receive, send
+
+ENDING_SECONDS = 2.0
+"""How long a worker that has closed its connection may take to end."""
+MAX_ERROR_BYTES = 2**18
+MAX_SCORE_BYTES = 32
+
+
+class WorkerError(Exception):
+    """What went wrong with a worker, to follow the function's name. The worker is of no use any more."""
+
+
+class Worker:
+    """One process and its keeper, in a session of their own: Ctrl-C passes them by. The keeper ends with this process,
+    or when the worker does, and ends whatever user code has started by then.
+
+    Args:
+        file, name: where the function is, as `parse_spec` gives it.
+    """
+
+    def __init__(self, file: str, name: str):
+        self.connection, theirs = socket.socketpair()
+        keeper = [sys.executable, "-m", "megappo.keeper", str(os.getpid())]
+        package_parent = str(Path(__file__).resolve().parents[2])
+        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+        with theirs:
+            self.process = subprocess.Popen(
+                [*keeper, sys.executable, "-m", "megappo.rewards.worker", file, name],
+                stdin=theirs,
+                env=os.environ | {"PYTHONPATH": search_path},
+                start_new_session=True,
+            )
+
+    def wait_ready(self, deadline: float) -> None:
+        """Wait until the function is loaded."""
+        self._reply(0, deadline)
+
+    def score(self, rows: tuple[list, list, list], deadline: float) -> list[float]:
+        """One finite score for each row."""
+        self._check_silent()
+        try:
+            send(self.connection, pickle.dumps(rows), deadline)
+        except TimeoutError as error:
+            raise TimeoutError("it did not read its rows") from error
+        except OSError:  # it died: its reply says so
+            pass
+        count = len(rows[1])
+        scores = self._reply(count, deadline).get("scores")
+        if not isinstance(scores, list) or len(scores) != count or not all(map(_is_score, scores)):
+            raise WorkerError(f"answered with something else than {count} numbers")
+        return scores
+
+    def _reply(self, count: int, deadline: float) -> dict[str, Any]:
+        """The next answer, to `count` rows. It is read as what user code may have written."""
+        try:
+            reply = _parsed(receive(self.connection, MAX_ERROR_BYTES + count * MAX_SCORE_BYTES, deadline))
+        except TimeoutError:
+            raise
+        except (EOFError, OSError) as error:
+            raise WorkerError(f"ended its process ({self._ending()})") from error
+        except FrameError as error:
+            raise _not_scores(str(error)) from error
+        if "error" in reply:
+            raise WorkerError(str(reply["error"]))
+        return reply
+
+    def _check_silent(self) -> None:
+        """See that it has not sent more than it was asked for, which would be taken for the next answer."""
+        self.connection.setblocking(False)
+        with suppress(OSError):  # nothing, or it has ended, which its reply will say
+            if early := self.connection.recv(80, socket.MSG_PEEK):
+                raise _not_scores(f"{early!r} between two calls")
+
+    def _ending(self) -> str:
+        try:
+            code = self.process.wait(ENDING_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        with suppress(ValueError):  # not a signal: the function's own exit code
+            return f"killed by {signal.Signals(code - 128).name}"
+        return f"exit code {code}"
+
+    def hang_up(self) -> None:
+        """Tell it, and who may wait for it here, that nothing more will be said."""
+        with suppress(OSError):  # it has ended
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def end(self, timeout_seconds: float) -> None:
+        """Let it end by itself, then have it ended, with all that it has started."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout_seconds)
+        self.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(2 * KILL_TIMEOUT_SECONDS)
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+def _not_scores(found: str) -> WorkerError:
+    remedy = "does it write to a descriptor that it has not opened?"
+    return WorkerError(f"sent something else than scores to the trainer: {found}; {remedy}")
+
+
+def _parsed(message: bytes) -> dict[str, Any]:
+    try:
+        reply = json.loads(message)
+    except (ValueError, RecursionError) as error:
+        raise FrameError(f"{message[:80]!r} is not JSON") from error
+    if not isinstance(reply, dict):
+        raise FrameError(f"{message[:80]!r} is no JSON object")
+    return reply
+
+
+def _is_score(value: object) -> bool:
+    return isinstance(value, float) and math.isfinite(value)

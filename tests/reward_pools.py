@@ -1,0 +1,16 @@
+"""Pools of reward functions that a test writes down, and rows to score."""
+
+import textwrap
+from pathlib import Path
+
+from megappo.rewards.pool import RewardPool, load_reward
+
+
+def load(folder: Path, body: str, num_workers: int = 1, timeout_seconds: float = 20.0) -> RewardPool:
+    """A pool for `f`, defined by a Python file."""
+    (folder / "reward.py").write_text(textwrap.dedent(body))
+    return load_reward(f"{folder}/reward.py:f", num_workers=num_workers, timeout_seconds=timeout_seconds)
+
+
+def score(pool: RewardPool, count: int = 3) -> list[float]:
+    return pool.score([f"p{i}" for i in range(count)], [f"r{i}" for i in range(count)], list(range(count)))
