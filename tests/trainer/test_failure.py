@@ -1,0 +1,83 @@
+"""A rank's last words about what comes from outside: a line with the path and the remedy, not a traceback."""
+
+import errno
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+import torch.distributed as dist
+
+from megappo.config.errors import ConfigError
+from megappo.trainer.failure import report
+
+
+def too_long():
+    Path("/" + "x" * 5000).read_text()
+
+
+def a_folder():
+    Path("/").read_text()
+
+
+def without_a_path():
+    os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+
+
+def wrapped():
+    try:
+        without_a_path()
+    except OSError as error:
+        raise RuntimeError("writing failed") from error
+
+
+def stale():
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/data/prompts.jsonl")
+
+
+def engine_garbage():
+    httpx.get("http://127.0.0.1:1", trust_env=False)
+
+
+SAID = {
+    too_long: ("File name too long: /xxx", "choose a shorter path"),
+    a_folder: ("Is a directory: /",),
+    without_a_path: ("No space left on device: in without_a_path, ", "make room on that disk"),
+    wrapped: ("No space left on device: in without_a_path, ", "(RuntimeError: writing failed)"),
+    stale: ("Stale file handle: /data/prompts.jsonl", "mount it again"),
+    engine_garbage: ("talking to an SGLang engine failed (ConnectError", "engine_N.log"),
+}
+
+
+@pytest.mark.parametrize("fault", SAID, ids=lambda fault: fault.__name__)
+def test_errors_from_outside_take_one_line(fault, capsys):
+    with pytest.raises(Exception) as caught:
+        fault()
+    assert report(caught.value, dist.HashStore(), 0, 1) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error (rank 0): {SAID[fault][0]}") and all(words in line for words in SAID[fault])
+
+
+def test_other_errors_keep_their_traceback(capsys):
+    with pytest.raises(ZeroDivisionError) as caught:
+        1 // 0  # noqa: B018
+    report(caught.value, dist.HashStore(), 0, 1)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_later_leaves_the_word_and_the_exit_code_to_the_first(capsys):
+    store = dist.HashStore()
+    assert report(ConfigError(["wrong"]), store, 0, 2) == 2
+    assert report(ValueError("too"), store, 1, 2) == 2
+    assert capsys.readouterr().err == "error: wrong\n"
+
+
+def test_a_rank_that_lost_another_is_silent_where_a_launcher_tells(capsys, monkeypatch):
+    monkeypatch.setattr("megappo.trainer.failure.REPORT_SECONDS", 0.1)
+    lost = RuntimeError("Connection closed by peer [127.0.0.1]:4")
+    monkeypatch.setenv("MEGAPPO_LAUNCHER", "1")
+    assert report(lost, dist.HashStore(), 0, 2) == 3
+    assert not capsys.readouterr().err
+    monkeypatch.delenv("MEGAPPO_LAUNCHER")
+    assert report(lost, dist.HashStore(), 0, 2) == 1
+    assert capsys.readouterr().err.startswith("error (rank 0): another rank ended without a word")
