@@ -14,7 +14,8 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt, PromptDataset, load_tokenizer
+from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
+from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import METRICS_FILE
 from megappo.observe.observer import open_observer
@@ -27,7 +28,6 @@ from megappo.ppo.kl import kl_controller
 from megappo.ppo.rewards import RunningMoments
 from megappo.rewards.pool import RewardPool, load_reward
 from megappo.rollout.engine import Engine
-from megappo.rollout.sampler import stop_token_ids
 from megappo.trainer.component import Component
 from megappo.trainer.engines import build_engines
 from megappo.trainer.probe import Probe
@@ -45,13 +45,13 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     layouts = placement_layouts(config, dist.get_world_size())
     hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
     tokenizer = load_tokenizer(config.model.path)
+    ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     exchange = Exchange(dist.group.WORLD)
     store = CheckpointStore(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep_checkpoints, exchange)
     checkpoint = find_checkpoint(config, store)
     engine = start_engine(config, layouts["rollout"], cleanup)  # early: it starts while the rest is built
     rewards = start_rewards(config, cleanup) if engine is not None else None
-    train_prompts = PromptDataset(config.data.train_files, tokenizer, config.data, config.trainer.seed)
-    val_prompts = load_val_prompts(config, tokenizer)
+    train_prompts, val_prompts = load_prompts(config, tokenizer, exchange)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         exchange.share(engine.wait_ready().url if engine is not None else None)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
@@ -84,7 +84,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         observer,
         engine_number=own_engine,
         num_engines=layouts["rollout"].data,
-        stop_token_ids=stop_token_ids(end_token_ids(config.model.path, tokenizer), config.rollout.stop, tokenizer),
+        stop_token_ids=ends,
     )
     return Run(
         config=config,
@@ -96,7 +96,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         client=client,
         sleeps=own_engine is not None and engine_sleeps(layouts, own_engine),
         weight_sync=weight_sync,
-        probe=Probe(config, train_prompts.prompts, rollouts, components["actor"]),
+        probe=Probe(config, train_prompts, rollouts, components["actor"]),
         rollouts=rollouts,
         train_prompts=train_prompts,
         val_prompts=val_prompts,
@@ -139,22 +139,6 @@ def starting_point(checkpoint: Path | None, start_step: int, output_dir: Path) -
     if (output_dir / METRICS_FILE).exists():
         return f"starting anew: the run before left no checkpoint in {output_dir}, and its metrics are replaced"
     return ""
-
-
-def end_token_ids(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a response: the tokenizer's, and those of generation_config.json.
-
-    Raises:
-        ConfigError: there is none, so that every response would be cut off.
-    """
-    path = Path(folder) / "generation_config.json"
-    ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    found = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
-    if not any(token is not None for token in found):
-        raise ConfigError(
-            [f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"]
-        )
-    return list(dict.fromkeys(token for token in found if token is not None))
 
 
 def start_rewards(config: Config, cleanup: ExitStack) -> RewardPool:
@@ -215,9 +199,20 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> Path | None:
     return checkpoint
 
 
-def load_val_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
-    """Held-out prompts by dataset name: the file's, without folder and ending."""
-    return {
-        Path(file).stem: PromptDataset([file], tokenizer, config.data, config.trainer.seed).prompts
-        for file in config.data.val_files
-    }
+def load_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, exchange: Exchange
+) -> tuple[PromptDataset, dict[str, PromptDataset]]:
+    """Training prompts, and held-out ones by dataset name; all ranks together, each of which checks its share.
+
+    Raises:
+        ConfigError: what is wrong with them, on every rank.
+    """
+    train, val = open_datasets(config, tokenizer)
+    errors = []
+    for dataset in (train, *val.values()):
+        mine = dataset.check(lambda size: range(exchange.rank, size, exchange.world_size))
+        errors += dataset.fault_lines(exchange.share(mine))
+    errors += batch_errors(train)
+    if errors:
+        raise ConfigError(errors)
+    return train, val

@@ -13,14 +13,13 @@ import torch.distributed as dist
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
-from megappo.data.prompts import DataError
 from megappo.placement.exchange import LOST_RANK, OtherRankError
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError
 from megappo.weights.safetensors_io import WeightsError
 
 EXPLAINED = (
-    *(ConfigError, DataError, WeightsError, CheckpointError, EngineError, RewardError),
+    *(ConfigError, WeightsError, CheckpointError, EngineError, RewardError),
     *(FloatingPointError, FileExistsError, FileNotFoundError, PermissionError, MemoryError),
 )
 """Errors whose message says all; others come with a traceback."""

@@ -1,11 +1,9 @@
 """The proof that an engine runs the actor's weights: both must give the same tokens the same log-probs."""
 
-from collections.abc import Sequence
-
 import torch
 
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt
+from megappo.data.prompts import PromptDataset
 from megappo.rollout.client import EngineError
 from megappo.trainer.component import Component
 from megappo.trainer.rollouts import Rollouts
@@ -17,16 +15,16 @@ class Probe:
     """A few tokens that every engine writes after a weight sync, and what the actor says of them.
 
     Args:
-        prompts: the same every time.
+        prompts: the first of these, the same every time.
     """
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], rollouts: Rollouts, actor: Component):
+    def __init__(self, config: Config, prompts: PromptDataset, rollouts: Rollouts, actor: Component):
         self.config = config
         self.rollouts = rollouts
         self.actor = actor
         # Every data-parallel shard of the actor needs a row.
         count = max(NUM_PROMPTS, -(-actor.layout.data // rollouts.num_engines))
-        self.prompts = [prompts[i % len(prompts)] for i in range(count)]
+        self.prompts = prompts.at([i % len(prompts) for i in range(count)])
         self._calls = 0
 
     def __call__(self) -> dict[str, float]:
