@@ -5,11 +5,17 @@ from megappo.config.files import file_errors
 from megappo.config.schema import Config
 from megappo.placement.ranks import layout_errors
 from megappo.rewards.pool import missing_function
+from megappo.rollout.server_args import server_args_errors
 
 
 def check_run(config: Config, world_size: int) -> list[str]:
     """Everything wrong with a well-typed config, one line each: what its keys contradict, then what is not on disk."""
-    return [*arrangement_errors(config, world_size), *file_errors(config), *_reward_errors(config)]
+    return [
+        *arrangement_errors(config, world_size),
+        *file_errors(config),
+        *server_args_errors(config.rollout.server_args),
+        *_reward_errors(config),
+    ]
 
 
 def arrangement_errors(config: Config, world_size: int) -> list[str]:

@@ -9,6 +9,8 @@ from megappo.trainer.component import Component
 from megappo.trainer.rollouts import Rollouts
 
 NUM_PROMPTS = 4  # continued by each engine
+ROUNDING = {"bf16": 0.05, "fp32": 1e-3}
+"""model.dtype -> the mean difference of log-probs that rounding may cause."""
 
 
 class Probe:
@@ -64,5 +66,14 @@ def check_log_probs(tokens: str, difference: float, config: Config) -> None:
     if not difference <= tolerance:
         raise EngineError(
             f"trainer and SGLang engine disagree about the log-probs of {tokens} by {difference:.3g} on average, more "
-            f"than rollout.sync.probe_tolerance = {tolerance}: the engine does not run the actor's weights"
+            f"than rollout.sync.probe_tolerance = {tolerance}: {_cause(difference, config.model.dtype)}"
         )
+
+
+def _cause(difference: float, dtype: str) -> str:
+    """What may be behind a difference, and what to do about it."""
+    rounding = ROUNDING[dtype]
+    if difference > rounding:
+        return f"more than rounding in {dtype} explains, so the engine does not run the actor's weights"
+    other = ", or set model.dtype to fp32" if dtype == "bf16" else ""
+    return f"rounding in {dtype} may cause up to about {rounding} with the same weights: raise it to {rounding}{other}"
