@@ -205,8 +205,10 @@ def _output_folder(config: Config) -> Iterator[str]:
         if not there.is_dir():
             yield f"trainer.output_dir: {there} is a file: name a folder"
             return
-        with tempfile.TemporaryFile(dir=there), suppress(FileNotFoundError):  # without a name, and gone at once
-            os.stat(folder)  # its own name may be too long
+        with tempfile.TemporaryFile(dir=there):  # without a name, and gone at once
+            for path in (folder, *(there / name for name in folder.parts)):
+                with suppress(FileNotFoundError):
+                    os.lstat(path)  # names may be too long
     except (OSError, ValueError) as error:  # ValueError: of a NUL in the path
         reason = getattr(error, "strerror", None) or error
         yield f"trainer.output_dir: cannot write in {there} ({reason}): name a folder that you may write to"

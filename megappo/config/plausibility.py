@@ -17,8 +17,10 @@ class Suspicion:
 
 
 SUSPICIONS = (
-    Suspicion("actor.optim.lr", lambda lr, run: lr > 0.01, "Adam takes 1e-7 to 1e-4 for a language model"),
-    Suspicion("critic.optim.lr", lambda lr, run: lr > 0.01 and run.has_critic, "Adam takes 1e-6 to 1e-4 for a critic"),
+    Suspicion("actor.optim.lr", lambda lr, run: 0.01 < lr < 1, "Adam takes 1e-7 to 1e-4 for a language model"),
+    Suspicion(
+        "critic.optim.lr", lambda lr, run: 0.01 < lr < 1 and run.has_critic, "Adam takes 1e-6 to 1e-4 for a critic"
+    ),
     Suspicion(
         "rollout.sync.probe_tolerance",
         lambda tolerance, run: run.model.dtype == "bf16" and tolerance < 0.005,

@@ -9,6 +9,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.rewards import worker
 from megappo.rewards.pool import RewardError, load_reward
 
 SAMPLE = 1000
@@ -85,6 +86,6 @@ def _score(config: Config, prompt: Prompt, findings: Findings) -> None:
 def _in_a_line(error: RewardError) -> str:
     """What happened, where in the user's code, and what to do; without the rest of the traceback."""
     first, *rest = str(error).splitlines()
-    places = [f"{match['file']} {match['line']}" for match in TRACE_LINE.finditer("\n".join(rest))]
-    where = f" ({places[-1]})" if places else ""
+    places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if match["file"] != worker.__file__]
+    where = f" ({' '.join(places[-1])})" if places else ""
     return f"{first}{where}: {rest[-1]}" if rest else first
