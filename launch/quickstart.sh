@@ -14,8 +14,8 @@ run=outputs/quickstart/run
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec .venv/bin/python -m megappo.plan --help
 fi
-.venv/bin/python -m megappo.plan --world-size "${NPROC:-2}" configs/quickstart.yaml "$@" > /dev/null
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
+    .venv/bin/python -m megappo.plan --world-size "${NPROC:-2}" configs/quickstart.yaml "$@" > /dev/null
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
     mv "$run" "$kept"
     echo "the last run is kept in $kept"
