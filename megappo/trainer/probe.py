@@ -73,7 +73,7 @@ def check_log_probs(tokens: str, difference: float, config: Config) -> None:
 def _cause(difference: float, dtype: str) -> str:
     """What may be behind a difference, and what to do about it."""
     rounding = ROUNDING[dtype]
-    if difference > rounding:
+    if not difference <= rounding:
         return f"more than rounding in {dtype} explains, so the engine does not run the actor's weights"
     other = ", or set model.dtype to fp32" if dtype == "bf16" else ""
     return f"rounding in {dtype} may cause up to about {rounding} with the same weights: raise it to {rounding}{other}"

@@ -211,6 +211,7 @@ def test_reading_a_file_tells_whether_it_may_define_the_function(tmp_path: Path,
     (tmp_path / "reward.py").write_text(body)
     error = missing_function(f"{tmp_path}/reward.py:f")
     assert found in error and bool(found) == bool(error)
+    assert "defines" not in found or error.endswith(found)
 
 
 def test_as_many_labels_as_responses_are_needed():
