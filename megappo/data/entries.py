@@ -67,12 +67,18 @@ def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") ->
 
 
 class Checker:
-    """Looks for what is wrong with records."""
+    """Looks for what is wrong with records.
 
-    def __init__(self, config: Data, tokenizer: "PreTrainedTokenizerBase"):
+    Args:
+        vocab_size: tokens from this number on have no embedding in a model.
+    """
+
+    def __init__(self, config: Data, tokenizer: "PreTrainedTokenizerBase", vocab_size: int):
         self._config = config
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._bounds = TokenBounds(tokenizer)
+        self._all_embedded = max(tokenizer.get_vocab().values()) < vocab_size
 
     def check(self, records: Records, numbers: Sequence[int]) -> Faults:
         """The faults of the records of these numbers, from 0."""
@@ -86,25 +92,27 @@ class Checker:
                 except ValueError as error:
                     for fault in error.args:
                         faults.add(fault, [number + 1])
-            for number, fault in self._wrong_lengths(entries):
+            for number, fault in self._wrong_tokens(entries):
                 faults.add(fault, [number + 1])
         return faults
 
-    def _wrong_lengths(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str]]:
-        """Prompts without tokens or with too many; a text whose length alone tells is not tokenised."""
+    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str]]:
+        """Prompts without tokens, with too many or unknown ones; where a text's length tells, it is not tokenised."""
         limit = self._config.max_prompt_length
         unsure: dict[int, Entry] = {}
         for number, entry in entries.items():
             fewest = self._bounds.at_least(entry.text)
             if fewest > limit:
                 yield number, _too_long(f"{len(entry.text):,} characters, so at least {fewest:,}", limit)
-            elif self._bounds.at_most(entry.text) > limit:
+            elif self._bounds.at_most(entry.text) > limit or not self._all_embedded:
                 unsure[number] = entry
         for number, tokens in zip(unsure, tokens_of(list(unsure.values()), self._tokenizer), strict=True):
             if not tokens:
                 yield number, "the prompt is empty: it has no token"
             elif len(tokens) > limit:
                 yield number, _too_long(f"{len(tokens)}", limit)
+            elif max(tokens) >= self._vocab_size:
+                yield number, _unknown(max(tokens), self._vocab_size)
 
 
 _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -142,3 +150,10 @@ def _too_deep(name: str) -> str:
 
 def _too_long(found: str, limit: int) -> str:
     return f"the prompt has {found} tokens, more than data.max_prompt_length {limit}: raise it or drop this"
+
+
+def _unknown(token: int, vocab_size: int) -> str:
+    return (
+        f"the prompt has token {token}, for which a model has no embedding (the smallest vocab_size in config.json is "
+        f"{vocab_size}): drop it, or use the tokenizer that belongs to the model"
+    )

@@ -95,13 +95,14 @@ class PromptDataset:
         """Every prompt, in the files' order."""
         return self.at(range(len(self)))
 
-    def check(self, chosen: Callable[[int], Sequence[int]] = range) -> list[Faults]:
+    def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Faults]:
         """The faults of each file.
 
         Args:
+            vocab_size: tokens below it are known to every model.
             chosen: which records of a file, by their numbers from 0, when it has so many.
         """
-        checker = Checker(self.config, self._tokenizer)
+        checker = Checker(self.config, self._tokenizer, vocab_size)
         return [checker.check(records, chosen(len(records))) for records in self._records]
 
     def fault_lines(self, parts: Iterable[Sequence[Faults]]) -> list[str]:

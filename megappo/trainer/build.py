@@ -30,6 +30,7 @@ from megappo.rewards.pool import RewardPool, load_reward
 from megappo.rollout.engine import Engine
 from megappo.trainer.component import Component
 from megappo.trainer.engines import build_engines
+from megappo.trainer.preflight import shared_vocabulary
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run, Stateful, models_of
@@ -210,7 +211,7 @@ def load_prompts(
     train, val = open_datasets(config, tokenizer)
     errors = []
     for dataset in (train, *val.values()):
-        mine = dataset.check(lambda size: range(exchange.rank, size, exchange.world_size))
+        mine = dataset.check(shared_vocabulary(config), lambda size: range(exchange.rank, size, exchange.world_size))
         errors += dataset.fault_lines(exchange.share(mine))
     errors += batch_errors(train)
     if errors:

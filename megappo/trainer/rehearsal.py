@@ -11,6 +11,7 @@ from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datas
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.rewards import worker
 from megappo.rewards.pool import RewardError, load_reward
+from megappo.trainer.preflight import shared_vocabulary
 
 SAMPLE = 1000
 """Records looked at from a file's beginning on, and as many spread over all of it."""
@@ -47,7 +48,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
         train, val = open_datasets(config, tokenizer)
         for dataset in (train, *val.values()):
-            _look_at(dataset, findings, everything=everything)
+            _look_at(dataset, shared_vocabulary(config), findings, everything=everything)
         findings.errors += batch_errors(train)
         try:
             [prompt] = train.at([0])
@@ -57,8 +58,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
     return findings
 
 
-def _look_at(dataset: PromptDataset, findings: Findings, *, everything: bool) -> None:
-    faults = dataset.check(range if everything else _sample)
+def _look_at(dataset: PromptDataset, vocab_size: int, findings: Findings, *, everything: bool) -> None:
+    faults = dataset.check(vocab_size, range if everything else _sample)
     findings.errors += dataset.fault_lines([faults])
     for file, part in zip(dataset.files, faults, strict=True):
         of_all = f"all {part.looked_at:,}"

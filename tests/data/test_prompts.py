@@ -53,10 +53,10 @@ def dataset(files: list[str], tokenizer: PreTrainedTokenizerBase, seed: int = 0,
     return PromptDataset(files, tokenizer, Data(train_files=tuple(files), **keys), seed)
 
 
-def errors_of(file: str, tokenizer: PreTrainedTokenizerBase, **keys: object) -> list[str]:
+def errors_of(file: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int = 100, **keys: object) -> list[str]:
     """What is wrong with a file, found by one rank; without the file's name."""
     data = dataset([file], tokenizer, **keys)
-    errors = data.fault_lines([data.check()])
+    errors = data.fault_lines([data.check(vocab_size)])
     assert all(file in error for error in errors)
     return [error.replace(file, "FILE") for error in errors]
 
@@ -193,7 +193,7 @@ def test_a_key_that_is_wrong_in_every_line_is_told_once(tmp_path, tokenizer):
     [error] = errors_of(str(tmp_path / "d.parquet"), tokenizer, prompt_key="question")
     assert error.startswith("data.label_key: FILE has no field 'label' in any of its 300 rows: set data.label_key;")
     data = dataset([file], tokenizer, prompt_key="question", label_key="nothing")
-    [error, *_] = data.fault_lines([data.check(lambda size: range(0, size, 4))])
+    [error, *_] = data.fault_lines([data.check(100, lambda size: range(0, size, 4))])
     assert "has no field 'nothing' in any of the 100 lines looked at" in error
 
 
@@ -234,7 +234,17 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
 
 def test_ranks_share_out_the_check_and_all_tell_everything(tmp_path, tokenizer_folder):
     write(tmp_path / "d.jsonl", GOOD, GOOD, "", "[]", *[GOOD] * 4, "[]", GOOD)
+    (tokenizer_folder / "config.json").write_text('{"vocab_size": 100}')
     run_ranks(2, check_shares, tmp_path)
+
+
+def test_tokens_that_a_model_does_not_know_are_refused(tmp_path, tokenizer):
+    file = write(tmp_path / "d.jsonl", GOOD, {"prompt": "1 =", "label": 1}, GOOD)
+    assert errors_of(file, tokenizer, vocab_size=WORDS["="] + 1) == []
+    [error] = errors_of(file, tokenizer, vocab_size=WORDS["="])
+    assert error.startswith(
+        f"data.train_files: FILE line 2: the prompt has token {WORDS['=']}, for which a model has no"
+    )
 
 
 @pytest.mark.parametrize(

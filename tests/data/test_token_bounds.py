@@ -103,6 +103,17 @@ def test_a_prompt_of_megabytes_is_refused_at_once(tmp_path: Path):
     file = str(tmp_path / "d.jsonl")
     data = PromptDataset([file], wrapped(over_bytes()), Data(train_files=(file,)), 0)
     start = time.process_time()
-    [error] = data.fault_lines([data.check()])
+    [error] = data.fault_lines([data.check(1000)])
     assert time.process_time() - start < 5  # tokenising it takes a minute and gigabytes
     assert error.startswith(f"data.train_files: {file} line 2: the prompt has 20,000,000 characters, so at least ")
+
+
+def test_short_prompts_are_tokenised_where_the_tokenizer_knows_more_than_the_model(tmp_path: Path):
+    (tmp_path / "d.jsonl").write_text('{"prompt": "1+1=", "label": 2}\n{"prompt": "<think>", "label": 2}\n')
+    file = str(tmp_path / "d.jsonl")
+    tokenizer = wrapped(over_bytes())
+    known = tokenizer.convert_tokens_to_ids("<think>")
+    data = PromptDataset([file], tokenizer, Data(train_files=(file,)), 0)
+    [error] = data.fault_lines([data.check(known)])
+    assert error.startswith(f"data.train_files: {file} line 2: the prompt has token {known}, for which")
+    assert data.fault_lines([data.check(known + 1)]) == []
