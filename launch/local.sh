@@ -37,7 +37,8 @@ if [[ ! -x $python ]]; then
 fi
 nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
 
-# What is wrong with the config is told at once, not after every rank has imported the program.
+# What is wrong with config, data or reward function is told now, not after every rank has imported the program.
+echo "checking $1"
 "$python" -m megappo.plan --world-size "$nproc" "$@" > /dev/null
 # exec: a signal to this script reaches torchrun, which ends its own ranks.
 exec "$python" -m megappo.torchrun --standalone --nproc-per-node "$nproc" -m megappo.train "$@"

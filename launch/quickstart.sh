@@ -26,17 +26,13 @@ if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; the
 fi
 # An interrupted run goes on; a finished one makes room for the next.
 run=outputs/quickstart/run
-# Before anything is moved: what is wrong with the arguments, or --help.
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec $venv/bin/python -m megappo.plan --help
 fi
-kept=
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
-fi
-$venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "$@" \
-    ${kept:+"trainer.output_dir=$kept"} > /dev/null
-if [[ -n $kept ]]; then
+    # What is wrong with the arguments is told before anything is moved; otherwise local.sh tells it.
+    $venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "$@" "trainer.output_dir=$kept" > /dev/null
     flock --nonblock "$run/.lock" mv "$run" "$kept" || { echo "quickstart.sh: a run is at work in $run" >&2; exit 1; }
     echo "the last run is kept in $kept"
 fi

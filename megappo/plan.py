@@ -1,8 +1,9 @@
 """Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
 
-    python -m megappo.plan CONFIG [key=value ...] [--world-size N]
+    python -m megappo.plan CONFIG [key=value ...] [--world-size N] [--all]
 
-Exits with 0 when the run could start, with 2 after printing every error, one line each.
+Where the config alone is right, it tries tokenizer, prompts and reward function. Exits with 0 when the run could start,
+with 2 after printing every error, one line each.
 """
 
 import argparse
@@ -17,14 +18,17 @@ from megappo.config.describe import show
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_help
 from megappo.config.loading import leaves, load_config
+from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
 from megappo.placement.arithmetic import batch_cuts
 from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import pipeline_splits, placement_layouts, smallest_world
 from megappo.placement.transports import describe_transports
+from megappo.rollout.server_args import known_names
 from megappo.trainer.lock import in_use
 from megappo.trainer.preflight import arrangement_errors, check_run
+from megappo.trainer.rehearsal import rehearse
 from megappo.trainer.resuming import already_finished
 
 WIDTH = 120
@@ -47,11 +51,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
     busy = in_use(Path(config.trainer.output_dir))
     errors = check_run(config, world_size) or ([busy] if busy else [])
+    if not errors:
+        sys.stdout.flush()
+        findings = rehearse(config, everything=args.all)
+        errors = findings.errors
+        print("\nlooked at", *findings.looked_at, f"not looked at: {', '.join(_left_out(config))}", sep="\n  ")
+    for warning in config_warnings(config):
+        print(f"warning: {warning}", file=sys.stderr)
     if errors:
         return _fail(errors)
     ready = f"nothing is wrong: ready for {world_size} processes of megappo.train"
     print(f"\n{already_finished(config) or ready}")
     return 0
+
+
+def _left_out(config: Config) -> list[str]:
+    """What only the run itself can tell."""
+    unknown = ["the names in rollout.server_args (this machine's SGLang could not be read)"]
+    return (unknown if config.rollout.server_args and not known_names() else []) + ["weights, memory, engines"]
 
 
 def config_summary(config: Config) -> str:
@@ -145,8 +162,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )
+    parser.add_argument("--all", action="store_true", help="look at every prompt (default: a sample of each file)")
     return parser
 
 
 if __name__ == "__main__":
+    # transformers would import torch, which takes seconds, wherever it can: a tokenizer needs none.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it found none
     sys.exit(main())

@@ -38,6 +38,14 @@ WITHOUT_TORCH = (
     "megappo/trainer/lock.py",
     "megappo/trainer/preflight.py",
     "megappo/trainer/resuming.py",
+    "megappo/trainer/rehearsal.py",
+    "megappo/rollout/server_args.py",
+    "megappo/data/entries.py",
+    "megappo/data/faults.py",
+    "megappo/data/prompts.py",
+    "megappo/data/records.py",
+    "megappo/data/token_bounds.py",
+    "megappo/data/tokenizer.py",
 )
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 

@@ -102,6 +102,8 @@ def _parallel(key: str, parallel: Parallel) -> Iterator[str]:
 
 
 def _learning_rate(key: str, optim: Optim) -> Iterator[str]:
+    if optim.lr >= 1:
+        yield f"{key}.lr {optim.lr} is what Adam would change every weight by in a step: lower it, to 1e-4 or less"
     if optim.min_lr > optim.lr:
         yield f"{key}.min_lr {optim.min_lr} is above {key}.lr {optim.lr}: lower it"
     if optim.min_lr and optim.lr_decay_style == "constant":

@@ -1,7 +1,10 @@
 """What the config names on disk: is it there, and can this program use it with these layouts? Reads headers only."""
 
 import json
+import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megappo.config.checks import context_errors, longest_row, nearest_divisors
@@ -179,14 +182,33 @@ def _engine_divides(config: Config, file: Path, hf_config: dict) -> Iterator[str
 def _data_file(key: str, path: Path) -> Iterator[str]:
     if path.suffix not in DATA_FORMATS:
         yield f"{key}: {path} is neither .jsonl nor .parquet: convert it"
-    elif not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            if not file.read(1):
+                yield f"{key}: {path} is empty: put prompts in it"
+    except FileNotFoundError:
         yield f"{key}: no file {path}: create it or correct the path"
-    elif path.stat().st_size == 0:
-        yield f"{key}: {path} is empty: put prompts in it"
+    except (OSError, ValueError) as error:  # ValueError: of a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        yield f"{key}: cannot read {path} ({reason}): correct the path, or its rights"
 
 
 def _output_folder(config: Config) -> Iterator[str]:
+    """Whether the folder is there and can be written, or can be made."""
     folder = Path(config.trainer.output_dir)
-    taken = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
-    if taken:
-        yield f"trainer.output_dir: {taken} is a file: name a folder"
+    if not config.trainer.output_dir.strip():
+        yield "trainer.output_dir is empty: name a folder"
+        return
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+        if not there.is_dir():
+            yield f"trainer.output_dir: {there} is a file: name a folder"
+            return
+        with tempfile.TemporaryFile(dir=there):  # without a name, and gone at once
+            for path in (folder, *(there / name for name in folder.parts)):
+                with suppress(FileNotFoundError):
+                    os.lstat(path)  # names may be too long
+    except (OSError, ValueError) as error:  # ValueError: of a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        yield f"trainer.output_dir: cannot write in {there} ({reason}): name a folder that you may write to"

@@ -135,14 +135,14 @@ class Rollout(Section):
     start_timeout_seconds: PositiveFloat = Field(600.0, description="how long an engine may take to start")
     request_timeout_seconds: PositiveFloat = Field(1800.0, description="how long one request to an engine may take")
     port: NonNegative = Field(0, le=65535, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
-    server_args: dict[str, str | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; SGLang refuses unknown ones")
+    server_args: dict[str, str | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; those that SGLang does not know or megappo sets itself are errors")
     sync: Sync = Field(Sync(), description="weight hand-over after each update")
 
 
 class Data(Section):
     train_files: tuple[str, ...] = Field(min_length=1, description="jsonl or parquet files of training prompts")
     val_files: tuple[str, ...] = Field((), description="jsonl or parquet files of held-out prompts; each is reported under its name")
-    train_batch_size: Positive = Field(256, description="prompts per step")
+    train_batch_size: Positive = Field(256, description="prompts per step, at most as many as train_files hold")
     prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template")
     label_key: str = Field("label", description="field passed to the reward function as the right answer")
     max_prompt_length: Positive = Field(1024, description="a longer prompt (in tokens) is an error that names its line")

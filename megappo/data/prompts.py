@@ -1,27 +1,22 @@
-"""Prompts from jsonl or parquet files, tokenised, in an order that needs no saved state to resume."""
+"""Prompts of jsonl or parquet files, in an order that needs no saved state to resume."""
 
+import bisect
 import itertools
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pyarrow.parquet
-from pyarrow import ArrowException
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Config, Data
+from megappo.data.entries import Checker, Entry, entry_of, tokens_of
+from megappo.data.faults import DataFile, Faults, fault_lines
+from megappo.data.records import Records, RecordsError, open_records
 
-from megappo.config.schema import Data
-from megappo.torchvision_on_cpu import define_torchvision_operators
-
-MAX_ERRORS_SHOWN = 10
-"""Bad lines listed in one message; the rest are counted."""
-
-
-class DataError(ValueError):
-    """What is wrong with a data file or a tokenizer, where, and what to do about it."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -44,34 +39,38 @@ class Prompt:
 
 
 class PromptDataset:
-    """All prompts of some files, checked and tokenised when built.
+    """All prompts of some files. They are parsed and tokenised when they are asked for; `check` tells what is wrong.
 
     Args:
-        files: jsonl or parquet files (data.train_files or data.val_files).
-        tokenizer: see `load_tokenizer`.
+        files: jsonl or parquet files.
         config: the data section: prompt_key, label_key, max_prompt_length, train_batch_size, shuffle.
         seed: of the order (trainer.seed).
+        key: that names the files, for messages.
 
     Raises:
-        DataError, OSError: a missing, empty, unreadable or malformed file; the message lists bad lines by file and
-            line (parquet: row), both from 1.
+        ConfigError: a file is missing, empty, or of another kind.
     """
 
-    def __init__(self, files: Sequence[str], tokenizer: PreTrainedTokenizerBase, config: Data, seed: int):
+    def __init__(
+        self,
+        files: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        config: Data,
+        seed: int,
+        key: str = "data.train_files",
+    ):
         self.config = config
         self.seed = seed
-        self.prompts: list[Prompt] = []
-        errors: list[str] = []
-        for file in files:
-            self._add_file(file, tokenizer, errors)
-        if errors:
-            shown = errors[:MAX_ERRORS_SHOWN]
-            if len(errors) > len(shown):
-                shown.append(f"and {len(errors) - len(shown)} more")
-            raise DataError("\n  ".join(["correct or remove these prompts:", *shown]))
+        self._tokenizer = tokenizer
+        self._records = [_open(key, file, (config.prompt_key, config.label_key)) for file in files]
+        self.files = [
+            DataFile(key, file, records.unit, records.fields, len(records))
+            for file, records in zip(files, self._records, strict=True)
+        ]
+        self._starts = [0, *itertools.accumulate(map(len, self._records))]
 
     def __len__(self) -> int:
-        return len(self.prompts)
+        return self._starts[-1]
 
     def batch(self, step: int) -> list[Prompt]:
         """The train_batch_size prompts of a step, counted from 0: a pure function of (seed, step).
@@ -80,65 +79,74 @@ class PromptDataset:
         the next epoch, so nothing is dropped.
         """
         size = self.config.train_batch_size
-        return [self._at(position) for position in range(step * size, (step + 1) * size)]
+        return self.at([self._index(position) for position in range(step * size, (step + 1) * size)])
 
-    def _at(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self.prompts))
-        if self.config.shuffle:
-            offset = _epoch_order(self.seed, epoch, len(self.prompts))[offset]
-        return self.prompts[offset]
+    def at(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts of these positions in the dataset, each of which is right."""
+        entries = [self._entry(index) for index in indices]
+        tokens = tokens_of(entries, self._tokenizer)
+        return [
+            Prompt(index, ids, entry.text, entry.label, self.files[self._file_of(index)].path)
+            for index, ids, entry in zip(indices, tokens, entries, strict=True)
+        ]
 
-    def _add_file(self, file: str, tokenizer: PreTrainedTokenizerBase, errors: list[str]) -> None:
-        empty = True
-        for where, record in _read(file):
-            empty = False
-            try:
-                prompt, label = _prompt_and_label(record, self.config)
-                text, tokens = _tokenise(prompt, tokenizer)
-                self._check_length(tokens)
-            except ValueError as error:
-                errors.append(f"{where}: {error}")
-                continue
-            self.prompts.append(Prompt(len(self.prompts), tokens, text, label, file))
-        if empty:
-            raise DataError(f"{file} is empty: expected at least one prompt")
+    @cached_property
+    def all(self) -> list[Prompt]:
+        """Every prompt, in the files' order."""
+        return self.at(range(len(self)))
 
-    def _check_length(self, tokens: list[int]) -> None:
-        limit = self.config.max_prompt_length
-        if len(tokens) > limit:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens, more than data.max_prompt_length {limit}: raise it or drop this"
-            )
+    def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Faults]:
+        """The faults of each file.
+
+        Args:
+            vocab_size: tokens below it are known to every model.
+            chosen: which records of a file, by their numbers from 0, when it has so many.
+        """
+        checker = Checker(self.config, self._tokenizer, vocab_size)
+        return [checker.check(records, chosen(len(records))) for records in self._records]
+
+    def fault_lines(self, parts: Iterable[Sequence[Faults]]) -> list[str]:
+        """What several ranks' `check` found together, one line each."""
+        options = {"prompt_key": self.config.prompt_key, "label_key": self.config.label_key}
+        of_files = zip(self.files, zip(*parts, strict=True), strict=True)
+        return [line for file, faults in of_files for line in fault_lines(file, faults, options)]
+
+    def _index(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self))
+        return _epoch_order(self.seed, epoch, len(self))[offset] if self.config.shuffle else offset
+
+    def _file_of(self, index: int) -> int:
+        return bisect.bisect_right(self._starts, index) - 1
+
+    def _entry(self, index: int) -> Entry:
+        file = self._file_of(index)
+        [record] = self._records[file].at([index - self._starts[file]])
+        return entry_of(record, self.config, self._tokenizer)
 
 
-def check_vocabulary(prompts: Sequence[Prompt], vocab_size: int) -> None:
-    """Refuse tokens for which a model has no embedding: some tokenizers know more than the model beside them.
+def open_datasets(
+    config: Config, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[PromptDataset, dict[str, PromptDataset]]:
+    """Training prompts, and held-out ones by dataset name: the file's, without folder and ending.
 
     Raises:
-        DataError: naming the first such prompt, and how many there are.
+        ConfigError: a file is missing, empty, or of another kind.
     """
-    beyond = [prompt for prompt in prompts if max(prompt.tokens) >= vocab_size]
-    if beyond:
-        raise DataError(
-            f"{beyond[0].source}: the prompt {beyond[0].text[:80]!r} holds token {max(beyond[0].tokens)}, for which a "
-            f"model has no embedding (vocab_size in its config.json is {vocab_size}); prompts like this: {len(beyond)}."
-            " Drop them, or use the tokenizer and the critic.model_path that belong to the model"
-        )
+    data, seed = config.data, config.trainer.seed
+    train = PromptDataset(data.train_files, tokenizer, data, seed)
+    val = {Path(file).stem: PromptDataset([file], tokenizer, data, seed, "data.val_files") for file in data.val_files}
+    return train, val
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
-    """Tokenizer of a local Hugging Face folder; code in the folder is not run.
-
-    Raises:
-        DataError: the folder has no usable tokenizer.
-    """
-    if not (Path(folder) / "tokenizer_config.json").is_file():
-        raise DataError(f"no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json in it")
-    define_torchvision_operators()  # which some tokenizers need, Llama's among them
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # transformers raises whatever its parsers do
-        raise DataError(f"cannot load the tokenizer in {folder}: {type(error).__name__}: {error}") from error
+def batch_errors(train: PromptDataset) -> list[str]:
+    """Whether a step takes more prompts than there are."""
+    size = train.config.train_batch_size
+    if size <= len(train):
+        return []
+    return [
+        f"data.train_batch_size {size} is more than the {len(train):,} prompts of data.train_files, so that a step "
+        "would hold some twice: lower it, or name more files"
+    ]
 
 
 @lru_cache(maxsize=2)
@@ -148,73 +156,10 @@ def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
     return order
 
 
-def _read(file: str) -> Iterator[tuple[str, Any]]:
-    """(where, record) of each line; `where` names file and line. The record of an unreadable line is a ValueError."""
-    if not Path(file).is_file():
-        raise FileNotFoundError(f"data file {file} does not exist (looked in {Path.cwd()})")
-    if file.endswith(".jsonl"):
-        return _read_jsonl(file)
-    if file.endswith(".parquet"):
-        return _read_parquet(file)
-    raise DataError(f"data file {file}: expected a name ending in .jsonl or .parquet")
-
-
-def _read_jsonl(file: str) -> Iterator[tuple[str, Any]]:
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line) if line.strip() else ValueError("the line is empty: remove it")
-            except json.JSONDecodeError as error:
-                record = ValueError(f"not valid JSON: {error.msg} (column {error.pos + 1})")
-            except ValueError as error:  # not UTF-8
-                record = ValueError(f"not valid JSON: {error}")
-            yield f"{file} line {number}", record
-
-
-def _read_parquet(file: str) -> Iterator[tuple[str, Any]]:
-    numbers = itertools.count(1)
+def _open(key: str, file: str, names: Sequence[str]) -> Records:
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                for record in batch.to_pylist():
-                    yield f"{file} row {next(numbers)}", record
-    except ArrowException as error:
-        raise DataError(f"{file} is not a readable parquet file: {error}") from error
-
-
-def _prompt_and_label(record: Any, config: Data) -> tuple[Any, Any]:
-    if isinstance(record, ValueError):
-        raise record
-    if not isinstance(record, dict):
-        raise ValueError(f"expected a JSON object, found {type(record).__name__}")
-    for option, key in (("prompt_key", config.prompt_key), ("label_key", config.label_key)):
-        if key not in record:
-            raise ValueError(f"no field {key!r} (data.{option}); found {', '.join(map(repr, record)) or 'no fields'}")
-    return record[config.prompt_key], record[config.label_key]
-
-
-def _tokenise(prompt: Any, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """Text and token ids of a string or of chat messages, whose template brings its special tokens itself."""
-    if isinstance(prompt, str):
-        text, tokens = prompt, tokenizer(prompt)["input_ids"]
-    else:
-        text = _render(prompt, tokenizer)
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not text or not tokens:
-        raise ValueError("the prompt is empty")
-    return text, tokens
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
-
-
-def _render(messages: Any, tokenizer: PreTrainedTokenizerBase) -> str:
-    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise ValueError(f"expected a string or a list of {{'role': str, 'content': str}}, found {repr(messages)[:80]}")
-    if not tokenizer.chat_template:
-        raise ValueError("the prompt is chat messages but the tokenizer has no chat template: use strings, or add one")
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates refuse messages with jinja2's own exceptions
-        raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+        return open_records(file, names)
+    except RecordsError as error:
+        raise ConfigError([f"{key}: {file} {error}"]) from error
+    except OSError as error:
+        raise ConfigError([f"{key}: cannot read {file} ({error.strerror}): correct the path, or its rights"]) from error

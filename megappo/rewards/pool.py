@@ -58,7 +58,8 @@ def missing_function(spec: str) -> str:
     brings_any = any(alias.name == "*" for node in imports for alias in node.names)
     if brings_any or name in names:
         return ""
-    return f"reward.function {spec!r}: {file} defines no {name}, only {', '.join(sorted(names)) or 'nothing'}"
+    own = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return f"reward.function {spec!r}: {file} defines no {name}; it defines {', '.join(own) or 'no function'}"
 
 
 def load_reward(spec: str, *, num_workers: int, timeout_seconds: float) -> "RewardPool":

@@ -103,7 +103,8 @@ def _load(file: str, name: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        own = (key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name)
+        known = sorted(key for key in own if callable(vars(module)[key]) and not key.startswith("_"))
         raise _BadResult(f"does not exist: the file defines {_cut(', '.join(known), 1000) or 'no function'}")
     return function
 

@@ -13,6 +13,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineError
 from megappo.rollout.keeper import remove_traces
+from megappo.rollout.server_args import server_args_errors
 
 HOST = "127.0.0.1"
 CPU_ARGUMENTS = {
@@ -25,9 +26,6 @@ CPU_ARGUMENTS = {
     "max_total_tokens": 65536,
 }
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-# Set here and in Engine; a user's value would break the client, the safety or the placement.
-RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
-RESERVED |= {"tp_size", "random_seed"}
 TRACES_PREFIX = "megappo-engine-"
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
@@ -40,11 +38,11 @@ def server_arguments(
     """SGLang's ServerArgs by name, but for host, port and key.
 
     Raises:
-        ConfigError: rollout.server_args holds a name that is set here.
+        ConfigError: rollout.server_args holds a name that is set here, or that SGLang does not know.
     """
-    reserved = sorted(RESERVED & set(rollout.server_args))
-    if reserved:
-        raise ConfigError([f"rollout.server_args may not hold {', '.join(reserved)}: megappo sets them; remove them"])
+    errors = list(server_args_errors(rollout.server_args))
+    if errors:
+        raise ConfigError(errors)
     return {
         "model_path": str(model_path),
         "dtype": DTYPES[dtype],

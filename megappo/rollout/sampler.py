@@ -2,13 +2,12 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megappo.config.errors import ConfigError
 from megappo.rollout.client import EngineClient, Generation, SamplingParams
 
 REQUESTS_IN_FLIGHT = 8
@@ -81,23 +80,6 @@ def sample(
 
     _run(work_all())
     return samples
-
-
-def stop_token_ids(eos_token_ids: Iterable[int], stop: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
-    """Ids that end a response: the tokenizer's end tokens, and each of the stop strings, which must be one token.
-
-    Raises:
-        ConfigError: a stop string is not one token.
-    """
-    ids = list(eos_token_ids)
-    for text in stop:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) != 1:
-            found = f"rollout.stop: {text!r} is {len(tokens)} tokens ({tokens}) to this tokenizer"
-            remedy = "choose a string that is exactly one token, or leave it out"
-            raise ConfigError([f"{found}, and the engine works on token ids: {remedy}"])
-        ids += tokens
-    return tuple(dict.fromkeys(ids))
 
 
 def _chunking(num_prompts: int, n: int, num_engines: int, max_running_requests: int) -> tuple[int, int]:

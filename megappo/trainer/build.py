@@ -16,7 +16,8 @@ from megappo.checkpoint.folders import LATEST, STATE, read_state, step_of
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt, PromptDataset, check_vocabulary, load_tokenizer
+from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
+from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import METRICS_FILE
 from megappo.observe.observer import open_observer
@@ -29,14 +30,13 @@ from megappo.ppo.kl import kl_controller
 from megappo.ppo.rewards import RunningMoments
 from megappo.rewards.pool import RewardPool, load_reward
 from megappo.rollout.engine import Engine
-from megappo.rollout.sampler import stop_token_ids
 from megappo.trainer.component import Component
 from megappo.trainer.engines import build_engines
+from megappo.trainer.preflight import shared_vocabulary
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run, Stateful, models_of
 from megappo.trainer.weights import build_weight_sync, engine_sleeps
-from megappo.weights.critic import read_hf_config
 
 
 def build_run(config: Config, cleanup: ExitStack) -> Run:
@@ -48,16 +48,13 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     layouts = placement_layouts(config, dist.get_world_size())
     hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
     tokenizer = load_tokenizer(config.model.path)
+    ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     exchange = Exchange(dist.group.WORLD)
     store = CheckpointStore(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep_checkpoints, exchange)
     checkpoint = store.latest()
     engine = start_engine(config, layouts["rollout"], cleanup)  # early: it starts while the rest is built
     rewards = start_rewards(config, cleanup) if engine is not None else None
-    train_prompts = PromptDataset(config.data.train_files, tokenizer, config.data, config.trainer.seed)
-    val_prompts = load_val_prompts(config, tokenizer)
-    vocab_size = shared_vocabulary(config, hf_config)
-    for prompts in (train_prompts.prompts, *val_prompts.values()):
-        check_vocabulary(prompts, vocab_size)
+    train_prompts, val_prompts = load_prompts(config, tokenizer, exchange)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         exchange.share(engine.wait_ready().url if engine is not None else None)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
@@ -90,8 +87,8 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         observer,
         engine_number=own_engine,
         num_engines=layouts["rollout"].data,
-        vocab_size=vocab_size,
-        stop_token_ids=stop_token_ids(end_token_ids(config.model.path, tokenizer), config.rollout.stop, tokenizer),
+        vocab_size=shared_vocabulary(config),
+        stop_token_ids=ends,
     )
     return Run(
         config=config,
@@ -103,7 +100,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         client=client,
         sleeps=own_engine is not None and engine_sleeps(layouts, own_engine),
         weight_sync=weight_sync,
-        probe=Probe(config, train_prompts.prompts, rollouts, components["actor"]),
+        probe=Probe(config, train_prompts, rollouts, components["actor"]),
         rollouts=rollouts,
         train_prompts=train_prompts,
         val_prompts=val_prompts,
@@ -114,12 +111,6 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         timers=Timers(PhaseMemory()),
         start_step=start_step,
     )
-
-
-def shared_vocabulary(config: Config, hf_config: dict[str, Any]) -> int:
-    """Token ids below it are known to every model of the run; a critic from another folder may know fewer."""
-    critic = [read_hf_config(config.critic.model_path)] if config.has_critic and config.critic.model_path else []
-    return min(hf["vocab_size"] for hf in (hf_config, *critic))
 
 
 def load_checkpoint(
@@ -178,27 +169,6 @@ def starting_point(checkpoint: Path | None, start_step: int, output_dir: Path) -
     return ""
 
 
-def end_token_ids(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a response: the tokenizer's, and those of generation_config.json.
-
-    Raises:
-        ConfigError: there is none, so that every response would be cut off.
-    """
-    path = Path(folder) / "generation_config.json"
-    try:
-        ids = json.loads(path.read_text("utf-8"))["eos_token_id"] if path.is_file() else None
-    except KeyError:
-        ids = None
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ConfigError([f"model.path: {path} is not a JSON object ({error}): download it again"]) from error
-    found = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
-    if not any(token is not None for token in found):
-        raise ConfigError(
-            [f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"]
-        )
-    return list(dict.fromkeys(token for token in found if token is not None))
-
-
 def start_rewards(config: Config, cleanup: ExitStack) -> RewardPool:
     """Start the reward function's workers."""
     reward = config.reward
@@ -247,9 +217,20 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
     return [names[i] for i in local_ranks]
 
 
-def load_val_prompts(config: Config, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[Prompt]]:
-    """Held-out prompts by dataset name: the file's, without folder and ending."""
-    return {
-        Path(file).stem: PromptDataset([file], tokenizer, config.data, config.trainer.seed).prompts
-        for file in config.data.val_files
-    }
+def load_prompts(
+    config: Config, tokenizer: PreTrainedTokenizerBase, exchange: Exchange
+) -> tuple[PromptDataset, dict[str, PromptDataset]]:
+    """Training prompts, and held-out ones by dataset name; all ranks together, each of which checks its share.
+
+    Raises:
+        ConfigError: what is wrong with them, on every rank.
+    """
+    train, val = open_datasets(config, tokenizer)
+    errors = []
+    for dataset in (train, *val.values()):
+        mine = dataset.check(shared_vocabulary(config), lambda size: range(exchange.rank, size, exchange.world_size))
+        errors += dataset.fault_lines(exchange.share(mine))
+    errors += batch_errors(train)
+    if errors:
+        raise ConfigError(errors)
+    return train, val

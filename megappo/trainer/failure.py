@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
-from megappo.data.prompts import DataError
 from megappo.lifetime import EXIT_LOST_RANK, LAUNCHER
 from megappo.placement.exchange import LOST_RANK, OtherRankError
 from megappo.rewards.pool import RewardError
@@ -23,7 +22,7 @@ from megappo.rollout.client import EngineError
 from megappo.weights.safetensors_io import WeightsError
 
 EXPLAINED = (
-    *(ConfigError, DataError, WeightsError, CheckpointError, EngineError, RewardError),
+    *(ConfigError, WeightsError, CheckpointError, EngineError, RewardError),
     *(FloatingPointError, MemoryError),
 )
 """Errors whose message says all; others come with a traceback."""

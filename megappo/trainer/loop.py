@@ -105,7 +105,7 @@ class Trainer:
         """`val/<dataset>/score/*` on every held-out prompt of each file, and a few samples logged."""
         metrics = {}
         for name, prompts in self.run.val_prompts.items():
-            scores, samples = self.run.rollouts.evaluate(prompts)
+            scores, samples = self.run.rollouts.evaluate(prompts.all)
             metrics |= value_statistics(self.run.exchange, {f"val/{name}/score": scores})
             self.run.observer.samples(step, samples)
         return metrics

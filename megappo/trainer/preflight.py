@@ -1,10 +1,14 @@
 """Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
 
+import json
+from pathlib import Path
+
 from megappo.config.checks import config_errors
 from megappo.config.files import file_errors
 from megappo.config.schema import Config
 from megappo.placement.ranks import layout_errors
 from megappo.rewards.pool import missing_function
+from megappo.rollout.server_args import server_args_errors
 from megappo.trainer.resuming import resume_errors
 
 
@@ -13,6 +17,7 @@ def check_run(config: Config, world_size: int) -> list[str]:
     return [
         *arrangement_errors(config, world_size),
         *file_errors(config),
+        *server_args_errors(config.rollout.server_args),
         *_reward_errors(config),
         *resume_errors(config),
     ]
@@ -29,3 +34,11 @@ def _reward_errors(config: Config) -> list[str]:
     except ValueError as malformed:
         error = str(malformed)
     return [error] if error else []
+
+
+def shared_vocabulary(config: Config) -> int:
+    """Token ids below it are known to every model of the run; a critic from another folder may know fewer."""
+    folders = [config.model.path]
+    if config.has_critic and config.critic.model_path:
+        folders.append(config.critic.model_path)
+    return min(json.loads(Path(folder, "config.json").read_text("utf-8"))["vocab_size"] for folder in folders)

@@ -1,32 +1,32 @@
 """The proof that an engine runs the actor's weights: both must give the same tokens the same log-probs."""
 
-from collections.abc import Sequence
-
 import torch
 
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt
+from megappo.data.prompts import PromptDataset
 from megappo.rollout.client import EngineError
 from megappo.trainer.component import Component
 from megappo.trainer.rollouts import Rollouts
 
 NUM_PROMPTS = 4  # continued by each engine
+ROUNDING = {"bf16": 0.05, "fp32": 1e-3}
+"""model.dtype -> the mean difference of log-probs that rounding may cause."""
 
 
 class Probe:
     """A few tokens that every engine writes after a weight sync, and what the actor says of them.
 
     Args:
-        prompts: the same every time.
+        prompts: the first of these, the same every time.
     """
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], rollouts: Rollouts, actor: Component):
+    def __init__(self, config: Config, prompts: PromptDataset, rollouts: Rollouts, actor: Component):
         self.config = config
         self.rollouts = rollouts
         self.actor = actor
         # Every data-parallel shard of the actor needs a row.
         count = max(NUM_PROMPTS, -(-actor.layout.data // rollouts.num_engines))
-        self.prompts = [prompts[i % len(prompts)] for i in range(count)]
+        self.prompts = prompts.at([i % len(prompts) for i in range(count)])
         self._calls = 0
 
     def __call__(self) -> dict[str, float]:
@@ -66,5 +66,14 @@ def check_log_probs(tokens: str, difference: float, config: Config) -> None:
     if not difference <= tolerance:
         raise EngineError(
             f"trainer and SGLang engine disagree about the log-probs of {tokens} by {difference:.3g} on average, more "
-            f"than rollout.sync.probe_tolerance = {tolerance}: the engine does not run the actor's weights"
+            f"than rollout.sync.probe_tolerance = {tolerance}: {_cause(difference, config.model.dtype)}"
         )
+
+
+def _cause(difference: float, dtype: str) -> str:
+    """What may be behind a difference, and what to do about it."""
+    rounding = ROUNDING[dtype]
+    if not difference <= rounding:
+        return f"more than rounding in {dtype} explains, so the engine does not run the actor's weights"
+    other = ", or set model.dtype to fp32" if dtype == "bf16" else ""
+    return f"rounding in {dtype} may cause up to about {rounding} with the same weights: raise it to {rounding}{other}"

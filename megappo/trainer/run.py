@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from megappo import platform
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt, PromptDataset
+from megappo.data.prompts import PromptDataset
 from megappo.models.engine import TrainedEngine
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
@@ -67,7 +67,7 @@ class Run:
     probe: Probe
     rollouts: Rollouts
     train_prompts: PromptDataset
-    val_prompts: dict[str, list[Prompt]]
+    val_prompts: dict[str, PromptDataset]
     kl: KLController
     reward_moments: RunningMoments
     store: CheckpointStore

@@ -1,19 +1,24 @@
 """Prompt files, tokenisation, order, and the messages of broken files."""
 
+import gzip
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from spawn import run_ranks
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from megappo.config.schema import Data
-from megappo.data.prompts import PromptDataset, check_vocabulary, load_tokenizer
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Config, Data
+from megappo.data.prompts import PromptDataset, batch_errors
+from megappo.data.tokenizer import load_tokenizer
 
 WORDS = {word: i for i, word in enumerate(["[UNK]", "[BOS]", "user", "says", "go", "1", "2", "3", "+", "="])}
 TEMPLATE = (
@@ -48,20 +53,28 @@ def dataset(files: list[str], tokenizer: PreTrainedTokenizerBase, seed: int = 0,
     return PromptDataset(files, tokenizer, Data(train_files=tuple(files), **keys), seed)
 
 
+def errors_of(file: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int = 100, **keys: object) -> list[str]:
+    """What is wrong with a file, found by one rank; without the file's name."""
+    data = dataset([file], tokenizer, **keys)
+    errors = data.fault_lines([data.check(vocab_size)])
+    assert all(file in error for error in errors)
+    return [error.replace(file, "FILE") for error in errors]
+
+
 def numbered(tmp_path: Path, count: int) -> list[str]:
     return [write(tmp_path / "d.jsonl", *({"prompt": "1 + 2 =", "label": i} for i in range(count)))]
 
 
 def test_strings_get_the_tokenizers_special_tokens(tmp_path, tokenizer):
     file = write(tmp_path / "d.jsonl", {"prompt": "1 + 2 =", "label": "3", "more": 1})
-    (prompt,) = dataset([file], tokenizer).prompts
+    (prompt,) = dataset([file], tokenizer).all
     assert prompt.tokens == [1, 5, 8, 6, 9]
     assert (prompt.index, prompt.text, prompt.label, prompt.source) == (0, "1 + 2 =", "3", file)
 
 
 def test_messages_go_through_the_chat_template_with_one_bos(tmp_path, tokenizer):
     file = write(tmp_path / "d.jsonl", {"q": [{"role": "user", "content": "1 + 2"}], "a": [3, None]})
-    (prompt,) = dataset([file], tokenizer, prompt_key="q", label_key="a").prompts
+    (prompt,) = dataset([file], tokenizer, prompt_key="q", label_key="a").all
     assert prompt.text == "[BOS] user says 1 + 2 go"
     assert prompt.tokens == [1, 2, 3, 5, 8, 6, 4]
     assert prompt.label == [3, None]
@@ -70,24 +83,16 @@ def test_messages_go_through_the_chat_template_with_one_bos(tmp_path, tokenizer)
 def test_parquet_and_jsonl_give_the_same_prompts(tmp_path, tokenizer):
     records = [{"prompt": [{"role": "user", "content": str(i)}], "label": i} for i in (1, 2, 3)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "d.parquet", row_group_size=2)
-    parquet = dataset([str(tmp_path / "d.parquet")], tokenizer).prompts
-    jsonl = dataset([write(tmp_path / "d.jsonl", *records)], tokenizer).prompts
+    parquet = dataset([str(tmp_path / "d.parquet")], tokenizer).all
+    jsonl = dataset([write(tmp_path / "d.jsonl", *records)], tokenizer).all
     assert [(p.tokens, p.label) for p in parquet] == [(p.tokens, p.label) for p in jsonl]
     assert len(parquet) == 3
 
 
 def test_several_files_are_numbered_through(tmp_path, tokenizer):
     files = [write(tmp_path / f"{i}.jsonl", {"prompt": str(i), "label": i}) for i in (1, 2)]
-    prompts = dataset(files, tokenizer).prompts
+    prompts = dataset(files, tokenizer).all
     assert [(p.index, p.label, p.source) for p in prompts] == [(0, 1, files[0]), (1, 2, files[1])]
-
-
-def test_tokens_that_a_model_does_not_know_are_refused(tmp_path, tokenizer):
-    file = write(tmp_path / "d.jsonl", GOOD, {"prompt": "1 + 2 =", "label": 3}, {"prompt": "1 + 1", "label": 2})
-    prompts = dataset([file], tokenizer).prompts
-    check_vocabulary(prompts, len(WORDS))
-    with pytest.raises(ValueError, match=rf"{file}: the prompt '1 \+ 2 =' holds token 9, .* is 9\); .*: 1\. Drop"):
-        check_vocabulary(prompts, 9)
 
 
 def test_every_epoch_is_another_permutation_and_batches_run_on(tmp_path, tokenizer):
@@ -115,74 +120,234 @@ def test_without_shuffle_the_file_order_repeats_also_in_batches_longer_than_the_
 
 
 GOOD = {"prompt": "1", "label": "1"}
+NESTED = "[" * 101 + "]" * 101
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "line 2: the line is empty"),
-        ("{broken", "line 2: not valid JSON"),
-        ("[1]", "line 2: expected a JSON object, found list"),
-        ({"label": "1"}, r"line 2: no field 'prompt' \(data.prompt_key\); found 'label'"),
-        ({"prompt": "1"}, r"line 2: no field 'label' \(data.label_key\); found 'prompt'"),
-        ({}, "line 2: no field 'prompt' .* found no fields"),
-        ({"prompt": "", "label": 1}, "line 2: the prompt is empty"),
-        ({"prompt": None, "label": 1}, "line 2: expected a string or a list of .*, found None"),
-        ({"prompt": [{"role": "user"}], "label": 1}, "line 2: expected a string or a list of"),
-        ({"prompt": [], "label": 1}, "line 2: expected a string or a list of"),
-        ({"prompt": "1 1 1 1 1", "label": 1}, "line 2: the prompt has 6 tokens, more than data.max_prompt_length 5"),
+        ("", "the line is empty: remove it"),
+        ("{broken", "not valid JSON: Expecting property name enclosed in double quotes (column 2)"),
+        ("[1]", "expected a JSON object, found list"),
+        ({"label": "1"}, "no field 'prompt' (data.prompt_key)"),
+        ({"prompt": "1"}, "no field 'label' (data.label_key)"),
+        ({"prompt": "", "label": 1}, "the prompt is empty"),
+        ({"prompt": None, "label": 1}, "expected a string or a list of {'role': str, 'content': str}, found None"),
+        ({"prompt": [{"role": "user"}], "label": 1}, "expected a string or a list of"),
+        ({"prompt": [], "label": 1}, "expected a string or a list of"),
+        ({"prompt": "1 1 1 1 1", "label": 1}, "the prompt has 6 tokens, more than data.max_prompt_length 5: raise it"),
+        ('{"prompt": "1 \\ud800", "label": 1}', "the prompt holds '\\ud800', half of a character: write both halves"),
+        ('{"prompt": "1", "label": {"\\udfff": 1}}', "the label holds '\\udfff', half of a character"),
+        ('{"prompt": [{"role": "\\udc00", "content": ""}], "label": 1}', "the prompt holds '\\udc00', half of"),
+        ('{"prompt": "1", "label": ' + NESTED + "}", "the label is nested more than 100 deep: flatten it"),
+        ('{"prompt": "1", "label": ' + "[" * 990 + "]" * 990 + "}", "nested"),
+        ('{"prompt": "1", "label": ' + "[" * 100_000 + "}", "not readable JSON: nested too deeply"),
+        ('{"prompt": "1", "label": ' + "7" * 5000 + "}", "not readable JSON: Exceeds the limit (4300 digits)"),
+        ('{"prompt": "1", "label": 1e999}', "not readable JSON: the number 1e999 is too large"),
+        ('{"prompt": "1", "label": NaN}', "not readable JSON: NaN is not JSON: write a number, null or text"),
+        ('{"prompt": "1", "label": -Infinity}', "not readable JSON: -Infinity is not JSON"),
+        ('{"prompt": "1\0", "label": 1}', "not valid JSON: Invalid control character at (column 14)"),
+        (b'{"prompt": "\xff\xfe", "label": 1}', "not UTF-8: byte 0xff in column 13"),
     ],
 )
 def test_bad_lines_are_named_with_their_file(tmp_path, tokenizer, line, message):
-    file = write(tmp_path / "d.jsonl", GOOD, line, GOOD)
-    with pytest.raises(ValueError, match=message) as caught:
-        dataset([file], tokenizer, max_prompt_length=5)
-    assert file in str(caught.value)
-    assert str(caught.value).count("\n") == 1, "one line for the one bad prompt"
+    lines = [json.dumps(x).encode() if isinstance(x, dict) else x for x in (GOOD, line, GOOD)]
+    content = b"\n".join(x.encode() if isinstance(x, str) else x for x in lines)
+    (tmp_path / "d.jsonl").write_bytes(b" " * 5000 + content)  # binary files are told by their beginning
+    [error] = errors_of(str(tmp_path / "d.jsonl"), tokenizer, max_prompt_length=5)
+    assert error.startswith("data.train_files: FILE line 2: ")
+    assert message in error and "\n" not in error
 
 
-def test_bytes_that_are_not_utf_8_are_a_bad_line(tmp_path, tokenizer):
-    file = tmp_path / "d.jsonl"
-    file.write_bytes(b'{"prompt": "\xff\xfe", "label": 1}\n')
-    with pytest.raises(ValueError, match="line 1: not valid JSON"):
+def test_labels_of_any_json_value_go_to_the_reward_as_they_are(tmp_path, tokenizer):
+    labels = [None, True, 1.5, "\u00e9\U0001f600\0", [1, {"a": []}], 10**4000, json.loads(NESTED[1:-1])]
+    file = write(tmp_path / "d.jsonl", *({"prompt": "1", "label": label} for label in labels))
+    assert errors_of(file, tokenizer) == []
+    assert [prompt.label for prompt in dataset([file], tokenizer).all] == labels
+
+
+def test_a_fault_of_many_lines_is_told_once_and_of_many_faults_ten(tmp_path, tokenizer):
+    file = write(tmp_path / "d.jsonl", GOOD, *["{"] * 12, "[]", {"prompt": 1, "label": 1}, GOOD)
+    first, second, third = errors_of(file, tokenizer)
+    assert first.startswith("data.train_files: FILE lines 2, 3, 4 and 9 more: not valid JSON: ")
+    assert second == "data.train_files: FILE line 14: expected a JSON object, found list"
+    file = write(tmp_path / "d.jsonl", *({"prompt": number, "label": 1} for number in range(30)), GOOD)
+    *errors, last = errors_of(file, tokenizer)
+    assert [error.split(":")[1] for error in errors] == [f" FILE line {number}" for number in range(1, 11)]
+    assert last == "data.train_files: FILE: 20 line(s) more are wrong in other ways"
+
+
+def test_a_key_that_is_wrong_in_every_line_is_told_once(tmp_path, tokenizer):
+    records = [{"question": str(number), "answer": number} for number in range(300)]
+    file = write(tmp_path / "d.jsonl", *records)
+    assert errors_of(file, tokenizer) == [
+        "data.prompt_key: FILE has no field 'prompt' in any of its 300 lines: set data.prompt_key; the file has: "
+        "question, answer",
+        "data.label_key: FILE has no field 'label' in any of its 300 lines: set data.label_key; the file has: "
+        "question, answer",
+    ]
+    file = write(tmp_path / "d.jsonl", *records, *[{"prompt": "1", "label": 1}] * 100)
+    [_, error] = errors_of(file, tokenizer, prompt_key="question")[::-1]
+    assert error.startswith("data.label_key: FILE has no field 'label' in 300 of its 400 lines: set data.label_key;")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "d.parquet")
+    [error] = errors_of(str(tmp_path / "d.parquet"), tokenizer, prompt_key="question")
+    assert error.startswith("data.label_key: FILE has no field 'label' in any of its 300 rows: set data.label_key;")
+    data = dataset([file], tokenizer, prompt_key="question", label_key="nothing")
+    [error, *_] = data.fault_lines([data.check(100, lambda size: range(0, size, 4))])
+    assert "has no field 'nothing' in any of the 100 lines looked at" in error
+
+
+def changed(config: Config, **keys: object) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update=keys)})
+
+
+def check_shares(rank: int, world_size: int, folder: Path) -> None:
+    """Two ranks look at half of the lines each, and both tell all that is wrong."""
+    import torch.distributed as dist
+
+    from megappo.placement.exchange import Exchange
+    from megappo.trainer.build import load_prompts
+
+    tokenizer = load_tokenizer(str(folder / "model"))
+    config = Config.model_validate(
+        {
+            "model": {"path": str(folder / "model")},
+            "data": {"train_files": [str(folder / "d.jsonl")], "train_batch_size": 10},
+            "trainer": {"output_dir": "out"},
+        }
+    )
+    exchange = Exchange(dist.group.WORLD)
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(config, tokenizer, exchange)
+    lines = [error.partition("d.jsonl ")[2] for error in caught.value.errors]
+    assert lines == ["line 3: the line is empty: remove it", "lines 4, 9: expected a JSON object, found list"]
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(
+            config.model_copy(update={"data": config.data.model_copy(update={"label_key": "x"})}), tokenizer, exchange
+        )
+    assert "has no field 'x' in 7 of its 10 lines" in caught.value.errors[0]
+    (folder / f"good{rank}.jsonl").write_text((json.dumps(GOOD) + "\n") * 10)
+    good = changed(config, train_files=(str(folder / f"good{rank}.jsonl"),))
+    train, _ = load_prompts(good, tokenizer, exchange)
+    assert len(train.batch(0)) == 10
+
+
+def test_ranks_share_out_the_check_and_all_tell_everything(tmp_path, tokenizer_folder):
+    write(tmp_path / "d.jsonl", GOOD, GOOD, "", "[]", *[GOOD] * 4, "[]", GOOD)
+    (tokenizer_folder / "config.json").write_text('{"vocab_size": 100}')
+    run_ranks(2, check_shares, tmp_path)
+
+
+def test_tokens_that_a_model_does_not_know_are_refused(tmp_path, tokenizer):
+    file = write(tmp_path / "d.jsonl", GOOD, {"prompt": "1 =", "label": 1}, GOOD)
+    assert errors_of(file, tokenizer, vocab_size=WORDS["="] + 1) == []
+    [error] = errors_of(file, tokenizer, vocab_size=WORDS["="])
+    assert error.startswith(
+        f"data.train_files: FILE line 2: the prompt has token {WORDS['=']}, for which a model has no"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template refuses the messages: Template",
+        ),
+        ("{{ messages[5].content }}", "the chat template refuses the messages: UndefinedError: "),
+        ("{{ ' ' }}", "the prompt is empty: it has no token"),
+    ],
+)
+def test_trouble_with_the_chat_template_names_the_lines(tmp_path, tokenizer, template, message):
+    tokenizer.chat_template = template
+    file = write(tmp_path / "d.jsonl", GOOD, *[{"prompt": [{"role": "user", "content": "1"}], "label": 1}] * 2)
+    [error] = errors_of(file, tokenizer)
+    assert error.startswith(f"data.train_files: FILE lines 2, 3: {message}")
+
+
+def parquet(**columns: object) -> bytes:
+    buffer = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue().to_pybytes()
+
+
+ROW = parquet(prompt=["1"], label=["1"])
+TEXT = json.dumps(GOOD) + "\n"
+NO_DATA = {
+    "d.csv": (b"1", "is neither .jsonl nor .parquet: convert it"),
+    "empty.jsonl": (b"", "is empty: put prompts in it"),
+    "empty.parquet": (parquet(prompt=[], label=[]), "is empty: put prompts in it"),
+    "gzip.jsonl": (gzip.compress(TEXT.encode()), "is compressed by gzip: unpack it (gunzip)"),
+    "gzip.parquet": (gzip.compress(ROW), "is compressed by gzip: unpack it (gunzip)"),
+    "wide.jsonl": (TEXT.encode("utf-16"), "is UTF-16: convert it (iconv -f UTF-16 -t UTF-8)"),
+    "wide_without_mark.jsonl": (TEXT.encode("utf-16-le"), "is binary: expected one JSON object a line, in UTF-8"),
+    "misnamed.jsonl": (ROW, "is parquet: give it a name that ends in .parquet"),
+    "misnamed.parquet": (TEXT.encode(), "is not a readable parquet file ("),
+    "pretty.jsonl": (
+        json.dumps([GOOD], indent=2).encode(),
+        "is JSON spread over lines: write one object a line (jq -c)",
+    ),
+    "pointer.jsonl": (
+        b"version https://git-lfs.github.com/spec/v1\n",
+        "is a Git LFS pointer, not the file itself",
+    ),
+    "cut.parquet": (ROW[:-9], "is not a readable parquet file ("),
+    "footer.parquet": (ROW[:-20] + bytes(16) + b"PAR1", "is not a readable parquet file ("),
+}
+
+
+@pytest.mark.parametrize("name", NO_DATA)
+def test_files_that_are_no_data_are_refused(tmp_path, tokenizer, name):
+    content, message = NO_DATA[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        dataset([str(tmp_path / name)], tokenizer)
+    assert str(caught.value).startswith(f"data.train_files: {tmp_path / name} {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tokenizer):
+    with pytest.raises(ConfigError, match=r"^data.train_files: cannot read nowhere.jsonl \(No such file"):
+        dataset(["nowhere.jsonl"], tokenizer)
+
+
+def test_odd_columns_of_a_parquet_file(tmp_path, tokenizer):
+    file = tmp_path / "d.parquet"
+    odd = {
+        "the prompt": (parquet(prompt=[1], label=[1]), "row 1: expected a string or a list of"),
+        "bytes": (
+            parquet(prompt=["1"], label=[b"1"]),
+            "row 1: the label is not JSON (Object of type bytes",
+        ),
+        "a date": (
+            parquet(prompt=["1"], label=[datetime(2020, 1, 1)]),
+            "row 1: the label is not JSON (Object of",
+        ),
+        "no number": (parquet(prompt=["1", "1"], label=[1.0, float("nan")]), "row 2: the label is not JSON ("),
+        "a year that Python has not": (
+            parquet(prompt=["1", "1"], label=pyarrow.array([1, 2**52], pyarrow.timestamp("s"))),
+            "row 2: cannot be read: ",
+        ),
+    }
+    for content, message in odd.values():
+        file.write_bytes(content)
+        assert any(error.startswith(f"data.train_files: FILE {message}") for error in errors_of(str(file), tokenizer))
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_arrays([pyarrow.array(["1"])] * 3, names=["prompt", "label", "label"]), file
+    )
+    with pytest.raises(ConfigError, match="d.parquet has several columns called 'label': rename all but one"):
         dataset([str(file)], tokenizer)
 
 
-def test_many_bad_lines_are_listed_up_to_ten_and_counted(tmp_path, tokenizer):
-    file = write(tmp_path / "d.jsonl", *["{"] * 12, GOOD)
-    with pytest.raises(ValueError, match="(?s)remove these prompts:.*line 1:.*line 10:.*and 2 more") as caught:
-        dataset([file], tokenizer)
-    assert "line 11" not in str(caught.value)
+def test_a_mark_before_utf_8_and_ends_of_windows_are_read(tmp_path, tokenizer):
+    (tmp_path / "d.jsonl").write_bytes(b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode() * 2)
+    assert errors_of(str(tmp_path / "d.jsonl"), tokenizer) == []
+    assert len(dataset([str(tmp_path / "d.jsonl")], tokenizer).all) == 2
 
 
-def test_messages_need_a_chat_template(tmp_path, tokenizer):
-    tokenizer.chat_template = None
-    file = write(tmp_path / "d.jsonl", {"prompt": [{"role": "user", "content": "1"}], "label": 1})
-    with pytest.raises(ValueError, match="line 1: .* the tokenizer has no chat template"):
-        dataset([file], tokenizer)
-
-
-def test_a_template_that_refuses_names_the_line(tmp_path, tokenizer):
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    file = write(tmp_path / "d.jsonl", {"prompt": [{"role": "user", "content": "1"}], "label": 1})
-    with pytest.raises(ValueError, match="line 1: the chat template refuses the messages: .*roles must alternate"):
-        dataset([file], tokenizer)
-
-
-def test_files_that_are_no_data_are_refused(tmp_path, tokenizer):
-    with pytest.raises(FileNotFoundError, match="nowhere.jsonl does not exist"):
-        dataset(["nowhere.jsonl"], tokenizer)
-    with pytest.raises(ValueError, match="d.csv: expected a name ending in .jsonl or .parquet"):
-        dataset([write(tmp_path / "d.csv")], tokenizer)
-    with pytest.raises(ValueError, match="empty.jsonl is empty"):
-        dataset([write(tmp_path / "empty.jsonl")], tokenizer)
-    with pytest.raises(ValueError, match="broken.parquet is not a readable parquet file"):
-        dataset([write(tmp_path / "broken.parquet", "no parquet")], tokenizer)
-
-
-def test_a_folder_without_tokenizer_is_refused(tmp_path, tokenizer_folder):
-    with pytest.raises(ValueError, match="no tokenizer in .*: expected tokenizer_config.json"):
-        load_tokenizer(str(tmp_path))
-    (tokenizer_folder / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot load the tokenizer in .*/model"):
-        load_tokenizer(str(tokenizer_folder))
+def test_a_step_cannot_take_more_prompts_than_there_are(tmp_path, tokenizer):
+    files = numbered(tmp_path, 10)
+    assert batch_errors(dataset(files, tokenizer, train_batch_size=10)) == []
+    [error] = batch_errors(dataset(files, tokenizer, train_batch_size=11))
+    assert error.startswith("data.train_batch_size 11 is more than the 10 prompts of data.train_files, so that a step")

@@ -79,7 +79,7 @@ def test_local_hands_torchrun_the_process_count_and_the_overrides(tmp_path, envi
     script = copy_script("local.sh", tmp_path)
     both_environments(tmp_path)
     result = run(["bash", script, "my config.yaml", "actor.optim.lr=1e-5"], tmp_path, **environment)
-    words = result.stdout.splitlines()
+    words = result.stdout.splitlines()[1:]  # after "checking ..."
     assert words[0] == folder and words[words.index("--nproc-per-node") + 1] == nproc
     assert words[-4:] == ["-m", "megappo.train", "my config.yaml", "actor.optim.lr=1e-5"]
 
@@ -118,11 +118,33 @@ def test_the_quickstart_on_gpus_says_before_the_set_up_that_there_are_too_few(tm
     assert "expected 2 GPUs, nvidia-smi finds 1" in result.stderr
 
 
-def slurm(tmp_path: Path, nodes: list[str], **environment: str) -> subprocess.CompletedProcess:
+REFUSING = """[[ $2 == megappo.plan ]] || { echo started; exit 0; }
+echo "plan: $*"
+echo "warning: odd" >&2
+[[ $* == *trainer.seed=1* ]] || exit 0
+echo "error: wrong" >&2
+exit 2
+"""
+"""A stand-in for the interpreter whose dry run warns, and refuses a seed."""
+
+
+def test_local_starts_no_rank_of_what_the_dry_run_refuses_and_shows_its_words(tmp_path):
+    script = copy_script("local.sh", tmp_path)
+    executable(tmp_path / ".venv" / "bin" / "python", REFUSING)
+    refused = run(["bash", script, "c.yaml", "trainer.seed=1"], tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "checking c.yaml\n")
+    assert refused.stderr == "warning: odd\nerror: wrong\n"
+    fine = run(["bash", script, "c.yaml"], tmp_path)
+    assert (fine.returncode, fine.stdout, fine.stderr) == (0, "checking c.yaml\nstarted\n", "warning: odd\n")
+
+
+def slurm(
+    tmp_path: Path, nodes: list[str], python: str = 'printf "%s\\n" "$@"', **environment: str
+) -> subprocess.CompletedProcess:
     """Run the batch script as Slurm would, on node 1 of the job, with stand-ins for Slurm's two commands."""
     executable(tmp_path / "bin" / "scontrol", "".join(f"echo {node}\n" for node in nodes))
     executable(tmp_path / "bin" / "srun", 'shift; SLURM_NODEID=1 "$@"')
-    executable(tmp_path / ".venv-gpu" / "bin" / "python", 'printf "%s\\n" "$@"')
+    executable(tmp_path / ".venv-gpu" / "bin" / "python", python)
     variables = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(tmp_path),
@@ -137,7 +159,7 @@ def slurm(tmp_path: Path, nodes: list[str], **environment: str) -> subprocess.Co
 
 def test_slurm_starts_torchrun_on_every_node_towards_the_first(tmp_path):
     result = slurm(tmp_path, ["gpu07", "gpu08", "gpu09"])
-    words = result.stdout.splitlines()[1:]
+    words = result.stdout.splitlines()[2:]
     assert result.returncode == 0, result.stderr
     options = dict(zip(words[2:12:2], words[3:12:2], strict=True))
     assert words[:2] == ["-m", "megappo.torchrun"]
@@ -149,6 +171,14 @@ def test_slurm_starts_torchrun_on_every_node_towards_the_first(tmp_path):
         "--nproc-per-node": "8",
     }
     assert words[12:] == ["-m", "megappo.train", "configs/x.yaml", "trainer.seed=1"]
+
+
+def test_slurm_starts_no_rank_of_what_the_dry_run_refuses(tmp_path):
+    result = slurm(tmp_path, ["gpu07", "gpu08", "gpu09"], REFUSING.replace('echo "plan: $*"', 'echo "$*" >&2'))
+    assert (result.returncode, "started" in result.stdout) == (2, False)
+    assert result.stderr == (
+        "-m megappo.plan --world-size 24 configs/x.yaml trainer.seed=1\nwarning: odd\nerror: wrong\n"
+    )
 
 
 def test_slurm_fails_with_the_job_step_and_without_nodes(tmp_path):

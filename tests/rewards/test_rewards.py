@@ -145,6 +145,7 @@ def test_a_hanging_function_is_stopped_with_all_it_started(tmp_path: Path, hang:
 
 LOAD_ERRORS = {
     "no such function": ("def g(): pass", "does not exist: the file defines g\n"),
+    "imported functions": ("from json import loads\nfrom enum import Enum\ndef g(): pass", "the file defines g\n"),
     "nothing defined": ("x = 1", "does not exist: the file defines no function"),
     "not callable": ("f = 1", "does not exist: the file defines no function"),
     "does not parse": ("def f(:", "raised SyntaxError"),
@@ -183,8 +184,8 @@ def test_a_malformed_name_is_refused_without_starting_anything(spec: str, messag
         ("from os.path import join as f", ""),
         ("if True:\n    def f(p, r, l): ...", ""),
         ("from os.path import *", ""),
-        ("import os\ndef g(f): return f", "reward.py defines no f, only g, os"),
-        ("", "reward.py defines no f, only nothing"),
+        ("import os\nfrom json import loads\nx = 1\ndef g(f): return f", "reward.py defines no f; it defines g"),
+        ("", "reward.py defines no f; it defines no function"),
         ("def f(:", "reward.py is not Python: invalid syntax"),
     ],
 )
@@ -192,6 +193,7 @@ def test_reading_a_file_tells_whether_it_may_define_the_function(tmp_path: Path,
     (tmp_path / "reward.py").write_text(body)
     error = missing_function(f"{tmp_path}/reward.py:f")
     assert found in error and bool(found) == bool(error)
+    assert "defines" not in found or error.endswith(found)
 
 
 def test_as_many_labels_as_responses_are_needed():

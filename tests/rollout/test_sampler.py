@@ -6,11 +6,9 @@ from collections import Counter
 
 import pytest
 import torch.distributed as dist
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from megappo.rollout.client import EngineClient, EngineError, SamplingParams
-from megappo.rollout.sampler import StoreCounter, _chunking, sample, stop_token_ids
+from megappo.rollout.sampler import StoreCounter, _chunking, sample
 
 PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
 PARAMS = SamplingParams(3)
@@ -83,13 +81,3 @@ def test_in_flight_sequences_are_bounded(num_prompts, n, engines):
     in_flight = chunk * requests
     assert in_flight < max(256 // n, 1) + chunk  # at most a request over what the engine decodes at once
     assert in_flight < num_prompts / engines + chunk + 1  # nobody takes everything
-
-
-def test_stop_strings_become_token_ids():
-    words = {"[UNK]": 0, "yes": 1, "no": 2, "</s>": 3}
-    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="[UNK]")
-    assert stop_token_ids([3], ["no"], tokenizer) == (3, 2)
-    with pytest.raises(ValueError, match=r"rollout.stop: 'yes no' is 2 tokens \(\[1, 2\]\)"):
-        stop_token_ids([3], ["no", "yes no"], tokenizer)

@@ -11,7 +11,7 @@ from slow import slow_ones
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megappo.data.prompts import load_tokenizer
+from megappo.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.timeout(300)
 # Two tokens end a response; the last two stand in no text.

@@ -15,9 +15,9 @@ from tiny_models import hf_folder
 from megappo.config.errors import ConfigError
 from megappo.config.loading import changes_since, load_config
 from megappo.config.schema import Config, Data
-from megappo.data.prompts import DataError, PromptDataset, load_tokenizer
+from megappo.data.prompts import PromptDataset
+from megappo.data.tokenizer import end_token_ids, load_tokenizer
 from megappo.observe.metrics import read_metrics
-from megappo.trainer.build import end_token_ids
 from megappo.weights.critic import critic_config, read_hf_config
 from megappo.weights.hf_folder import COMPANIONS
 from megappo.weights.safetensors_io import HFFolder
@@ -95,7 +95,9 @@ def test_plan_refuses_them(tmp_path: Path, marker: Path) -> None:
 
 def prompts_of(file: Path, folder: Path) -> None:
     data = Data(train_files=[str(file)])
-    PromptDataset([str(file)], load_tokenizer(str(folder)), data, 0)
+    dataset = PromptDataset([str(file)], load_tokenizer(str(folder)), data, 0)
+    if lines := dataset.fault_lines([dataset.check(vocab_size=2**31)]):
+        raise ConfigError(lines)
 
 
 # What reads one file, which is in a folder where all others are as they should be.
@@ -124,7 +126,7 @@ def test_what_a_run_reads_is_refused_by_name(tmp_path: Path, marker: Path, kind:
         path = tmp_path / str(number) / name.split()[0]
         shutil.copytree(whole, path.parent)
         path.write_bytes(content + b"\n{}\n")
-        with pytest.raises((ConfigError, DataError, ValueError, OSError)) as caught:
+        with pytest.raises((ConfigError, ValueError, OSError)) as caught:
             read(path)
         said = "\n".join(getattr(caught.value, "errors", [str(caught.value)]))
         assert path.name in said or str(path.parent) in said, (name, said)
@@ -141,7 +143,7 @@ def test_other_files_beside_a_tokenizer_are_no_danger(tmp_path: Path, marker: Pa
             (folder / name).write_bytes(bombs(marker)[kind])
             try:
                 load_tokenizer(str(folder))
-            except DataError as error:
+            except ConfigError as error:
                 assert str(folder) in str(error)
             assert not marker.exists(), (kind, name)
 

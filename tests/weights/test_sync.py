@@ -271,7 +271,7 @@ class Corrupted:
 
 
 def test_the_probe_sees_a_wrong_value(address: Address, checkpoint: Path, tmp_path: Path) -> None:
-    sections = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
+    sections = {"model": {"path": "m", "dtype": "fp32"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
     config = Config.model_validate(sections | {"rollout": {"sync": {"probe_tolerance": 1e-3}}})
     folder, expected = perturbed(checkpoint, tmp_path / "actor", seed=0)
     run_ranks(2, check_probed, address, folder, expected, config)

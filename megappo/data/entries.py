@@ -1,0 +1,159 @@
+"""A record of a data file as the program uses it: checked, its chat messages rendered, its text as tokens."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megappo.config.schema import Data
+from megappo.data.faults import Faults, lacking
+from megappo.data.records import Records
+from megappo.data.token_bounds import TokenBounds
+from megappo.data.tokenizer import encode, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_NESTING = 100
+"""Lists and objects within each other: Python's own limits, in reading, writing and passing on, lie above."""
+RECORDS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Text and label of a record.
+
+    Attributes:
+        text: as the model sees it. is_chat: from chat messages, whose template brings the special tokens itself.
+    """
+
+    text: str
+    is_chat: bool
+    label: Any
+
+
+def entry_of(record: Any, config: Data, tokenizer: "PreTrainedTokenizerBase") -> Entry:
+    """A record's entry.
+
+    Raises:
+        ValueError: why it has none; each argument is a fault.
+    """
+    if isinstance(record, ValueError):
+        raise record
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, found {type(record).__name__}")
+    options = {"prompt_key": config.prompt_key, "label_key": config.label_key}
+    missing = [lacking(option, name) for option, name in options.items() if name not in record]
+    if missing:
+        raise ValueError(*missing)
+    prompt, label = record[config.prompt_key], record[config.label_key]
+    _check_value("prompt", prompt)
+    _check_value("label", label)
+    text = prompt if isinstance(prompt, str) else render(prompt, tokenizer)
+    if not text:
+        raise ValueError("the prompt is empty")
+    return Entry(text, not isinstance(prompt, str), label)
+
+
+def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Token ids of each entry."""
+    tokens: list[list[int]] = [[]] * len(entries)
+    for is_chat in (False, True):
+        places = [place for place, entry in enumerate(entries) if entry.is_chat == is_chat]
+        texts = [entries[place].text for place in places]
+        for place, ids in zip(places, encode(texts, tokenizer, special=not is_chat), strict=True):
+            tokens[place] = ids
+    return tokens
+
+
+class Checker:
+    """Looks for what is wrong with records.
+
+    Args:
+        vocab_size: tokens from this number on have no embedding in a model.
+    """
+
+    def __init__(self, config: Data, tokenizer: "PreTrainedTokenizerBase", vocab_size: int):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._bounds = TokenBounds(tokenizer)
+        self._all_embedded = max(tokenizer.get_vocab().values()) < vocab_size
+
+    def check(self, records: Records, numbers: Sequence[int]) -> Faults:
+        """The faults of the records of these numbers, from 0."""
+        faults = Faults(len(numbers))
+        for start in range(0, len(numbers), RECORDS_AT_ONCE):
+            part = numbers[start : start + RECORDS_AT_ONCE]
+            entries: dict[int, Entry] = {}
+            for number, record in zip(part, records.at(part), strict=True):
+                try:
+                    entries[number] = entry_of(record, self._config, self._tokenizer)
+                except ValueError as error:
+                    for fault in error.args:
+                        faults.add(fault, [number + 1])
+            for number, fault in self._wrong_tokens(entries):
+                faults.add(fault, [number + 1])
+        return faults
+
+    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str]]:
+        """Prompts without tokens, with too many or unknown ones; where a text's length tells, it is not tokenised."""
+        limit = self._config.max_prompt_length
+        unsure: dict[int, Entry] = {}
+        for number, entry in entries.items():
+            fewest = self._bounds.at_least(entry.text)
+            if fewest > limit:
+                yield number, _too_long(f"{len(entry.text):,} characters, so at least {fewest:,}", limit)
+            elif self._bounds.at_most(entry.text) > limit or not self._all_embedded:
+                unsure[number] = entry
+        for number, tokens in zip(unsure, tokens_of(list(unsure.values()), self._tokenizer), strict=True):
+            if not tokens:
+                yield number, "the prompt is empty: it has no token"
+            elif len(tokens) > limit:
+                yield number, _too_long(f"{len(tokens)}", limit)
+            elif max(tokens) >= self._vocab_size:
+                yield number, _unknown(max(tokens), self._vocab_size)
+
+
+_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
+def _check_value(name: str, value: Any) -> None:
+    """See that a value can be tokenised, passed to another process and written down."""
+    try:
+        text = _WRITER.encode(value)
+        text.encode()
+    except RecursionError:
+        raise ValueError(_too_deep(name)) from None
+    except UnicodeEncodeError as error:
+        found = error.object[error.start]
+        raise ValueError(f"the {name} holds {found!a}, half of a character: write both halves, or remove it") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the {name} is not JSON ({error}): convert it to text or a number") from None
+    if text.count("[") + text.count("{") > MAX_NESTING and _nesting(value) > MAX_NESTING:
+        raise ValueError(_too_deep(name))
+
+
+def _nesting(value: Any) -> int:
+    """How many lists and objects lie within each other."""
+    level, depth = [value], 0
+    while level:
+        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items]
+        depth += bool(inner)
+    return depth
+
+
+def _too_deep(name: str) -> str:
+    return f"the {name} is nested more than {MAX_NESTING} deep: flatten it, or write it as text"
+
+
+def _too_long(found: str, limit: int) -> str:
+    return f"the prompt has {found} tokens, more than data.max_prompt_length {limit}: raise it or drop this"
+
+
+def _unknown(token: int, vocab_size: int) -> str:
+    return (
+        f"the prompt has token {token}, for which a model has no embedding (the smallest vocab_size in config.json is "
+        f"{vocab_size}): drop it, or use the tokenizer that belongs to the model"
+    )

@@ -1,0 +1,138 @@
+"""The tokenizer of a Hugging Face folder: loading it, prompts as text and tokens, the tokens that end a response."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megappo.config.errors import ConfigError
+from megappo.torchvision_on_cpu import define_torchvision_operators
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHARACTERS_AT_ONCE = 500_000
+"""Characters of the texts in one call of the tokenizer, which takes some hundred bytes of memory for each."""
+
+
+def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
+    """Tokenizer of a local Hugging Face folder; code in the folder is not run.
+
+    Raises:
+        ConfigError: the folder has no usable tokenizer.
+    """
+    if not (Path(folder) / "tokenizer_config.json").is_file():
+        raise ConfigError([f"model.path: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json"])
+    # Its threads share out the texts of a call. Said explicitly, or a process that forks later on is warned.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores)))
+    define_torchvision_operators()  # which some tokenizers need, Llama's among them
+    try:
+        from transformers import AutoTokenizer  # not above: it takes a second, and with torch four
+
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # transformers raises whatever its parsers do
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        raise ConfigError(
+            [f"model.path: cannot load the tokenizer in {folder} ({reason}): complete the download"]
+        ) from error
+
+
+def render(messages: Any, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Chat messages as the model sees them, up to where its answer begins.
+
+    Raises:
+        ValueError: they are no messages, or the template refuses them.
+    """
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        raise ValueError(f"expected a string or a list of {{'role': str, 'content': str}}, found {repr(messages)[:80]}")
+    if not tokenizer.chat_template:
+        raise ValueError("the prompt is chat messages but the tokenizer has no chat template: use strings, or add one")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates refuse messages with jinja2's own exceptions
+        raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+
+
+def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[list[int]]:
+    """Token ids of each text.
+
+    Args:
+        special: add the tokenizer's special tokens; a chat template brings its own.
+    """
+    tokens: list[list[int]] = []
+    for part in _groups(texts):
+        tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+    return tokens
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts for one call each: one, or as many as have CHARACTERS_AT_ONCE together."""
+    group: list[str] = []
+    room = CHARACTERS_AT_ONCE
+    for text in texts:
+        if group and len(text) > room:
+            yield group
+            group, room = [], CHARACTERS_AT_ONCE
+        group.append(text)
+        room -= len(text)
+    if group:
+        yield group
+
+
+def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Tokens that end a response: the tokenizer's, and those of generation_config.json.
+
+    Raises:
+        ConfigError: there is none, so that every response would be cut off.
+    """
+    path = Path(folder) / "generation_config.json"
+    ids = _generation_config(path).get("eos_token_id") if path.is_file() else None
+    found = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    if not any(token is not None for token in found):
+        raise ConfigError(
+            [f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"]
+        )
+    if wrong := [token for token in found if token is not None and type(token) is not int]:
+        raise ConfigError(
+            [f"model.path: {path}: eos_token_id is {wrong[0]!r:.40}: expected a token's number, or several"]
+        )
+    return list(dict.fromkeys(token for token in found if token is not None))
+
+
+def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Ids that end a response: those of `end_token_ids`, and each of the stop strings, which must be one token.
+
+    Raises:
+        ConfigError: a stop string is not one token, or there is no end token.
+    """
+    of_text = {text: tokenizer.encode(text, add_special_tokens=False) for text in stop}
+    errors = [
+        f"rollout.stop: {text!r} is {len(tokens)} tokens ({tokens}) to this tokenizer, and the engine works on token "
+        "ids: choose a string that is exactly one token, or leave it out"
+        for text, tokens in of_text.items()
+        if len(tokens) != 1
+    ]
+    try:
+        ends = end_token_ids(folder, tokenizer)
+    except ConfigError as error:
+        errors = [*error.errors, *errors]
+    if errors:
+        raise ConfigError(errors)
+    return tuple(dict.fromkeys([*ends, *(token for tokens in of_text.values() for token in tokens)]))
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"model.path: cannot read {path} ({error}): download it again"]) from error
+    if not isinstance(values, dict):
+        raise ConfigError([f"model.path: {path} is not a JSON object: download it again"])
+    return values
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

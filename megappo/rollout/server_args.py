@@ -1,0 +1,41 @@
+"""The names in rollout.server_args: may they be set, and does the installed SGLang know them?
+
+They are read in SGLang's source, as importing it takes seconds.
+"""
+
+import ast
+import difflib
+import importlib.util
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+# Set in `launch` and in Engine; a user's value would break the client, the safety or the placement.
+RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
+RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"}
+FIELDS = "srt/arg_groups/fields"
+"""Of SGLang: the folder whose classes declare the fields of ServerArgs."""
+
+
+def server_args_errors(names: Iterable[str]) -> Iterator[str]:
+    """What is wrong with the names in rollout.server_args, one line each."""
+    known = known_names()
+    for name in names:
+        if name in RESERVED:
+            yield f"rollout.server_args: {name} may not be set: megappo sets it itself; remove it"
+        elif known and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else "remove it"
+            yield f"rollout.server_args: SGLang does not know {name}: {advice}"
+
+
+@cache
+def known_names() -> frozenset[str]:
+    """The fields of the installed SGLang's ServerArgs; none where it cannot be told."""
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    trees = [ast.parse(file.read_bytes()) for file in (Path(spec.origin).parent / FIELDS).glob("*.py")]
+    classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
+    declared = [line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
+    return frozenset(target.id for target in declared if isinstance(target, ast.Name))

@@ -1,0 +1,92 @@
+"""What a run meets at its start, tried without starting it: tokenizer, prompts, one call of the reward function."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
+from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.rewards import worker
+from megappo.rewards.pool import RewardError, load_reward
+from megappo.trainer.preflight import shared_vocabulary
+
+SAMPLE = 1000
+"""Records looked at from a file's beginning on, and as many spread over all of it."""
+TRACE_LINE = re.compile(r'^ *File "(?P<file>.*)", (?P<line>line \d+)', re.MULTILINE)
+
+
+@dataclass
+class Findings:
+    """What a rehearsal found wrong, and what it looked at, one line each."""
+
+    errors: list[str] = field(default_factory=list)
+    looked_at: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Go on behind the block with its error noted."""
+        try:
+            yield
+        except ConfigError as error:
+            self.errors += error.errors
+
+
+def rehearse(config: Config, *, everything: bool) -> Findings:
+    """Try what `trainer.preflight` leaves alone, of a config in which that found nothing wrong.
+
+    Args:
+        everything: look at all prompts, not at a sample of each file.
+    """
+    findings = Findings()
+    with findings.noting():
+        tokenizer = load_tokenizer(config.model.path)
+        findings.looked_at.append(f"tokenizer of {config.model.path}")
+        with findings.noting():
+            stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
+        train, val = open_datasets(config, tokenizer)
+        for dataset in (train, *val.values()):
+            _look_at(dataset, shared_vocabulary(config), findings, everything=everything)
+        findings.errors += batch_errors(train)
+        try:
+            [prompt] = train.at([0])
+        except ValueError:  # it is among the errors
+            return findings
+        _score(config, prompt, findings)
+    return findings
+
+
+def _look_at(dataset: PromptDataset, vocab_size: int, findings: Findings, *, everything: bool) -> None:
+    faults = dataset.check(vocab_size, range if everything else _sample)
+    findings.errors += dataset.fault_lines([faults])
+    for file, part in zip(dataset.files, faults, strict=True):
+        of_all = f"all {part.looked_at:,}"
+        if part.looked_at < file.num_records:
+            of_all = f"{part.looked_at:,} of {file.num_records:,} (with --all: every one)"
+        findings.looked_at.append(f"prompts of {file.path}: {of_all}")
+
+
+def _sample(size: int) -> Sequence[int]:
+    return sorted({*range(min(size, SAMPLE)), *range(0, size, max(1, size // SAMPLE))})
+
+
+def _score(config: Config, prompt: Prompt, findings: Findings) -> None:
+    """Have the reward function score one response: the prompt's own label, where that is text."""
+    reward, response = config.reward, prompt.label if isinstance(prompt.label, str) else ""
+    try:
+        with load_reward(reward.function, num_workers=1, timeout_seconds=reward.timeout_seconds) as pool:
+            [score] = pool.score([prompt.text], [response], [prompt.label])
+    except RewardError as error:
+        findings.errors.append(f"reward.function: {_in_a_line(error)}")
+    else:
+        findings.looked_at.append(f"{reward.function}: scored {response!r:.40} for the first prompt, {score:g}")
+
+
+def _in_a_line(error: RewardError) -> str:
+    """What happened, where in the user's code, and what to do; without the rest of the traceback."""
+    first, *rest = str(error).splitlines()
+    places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if match["file"] != worker.__file__]
+    where = f" ({' '.join(places[-1])})" if places else ""
+    return f"{first}{where}: {rest[-1]}" if rest else first

@@ -1,0 +1,73 @@
+"""The tokenizer of a folder: loading, end tokens and stop strings."""
+
+import json
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megappo.config.errors import ConfigError
+from megappo.data.tokenizer import CHARACTERS_AT_ONCE, encode, load_tokenizer, stop_token_ids
+
+WORDS = {"[UNK]": 0, "yes": 1, "no": 2, "</s>": 3, "</a>": 4}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    backend = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", unk_token="[UNK]").save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return load_tokenizer(str(folder))
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path, folder):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="^model.path: no tokenizer in .*: expected tokenizer_config.json"):
+        load_tokenizer(str(tmp_path / "empty"))
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(
+        ConfigError, match="^model.path: cannot load the tokenizer in .*: complete the download$"
+    ) as error:
+        load_tokenizer(str(folder))
+    assert "\n" not in str(error.value)
+
+
+def test_many_texts_give_the_tokens_of_each(tokenizer):
+    texts = ["yes " * 10, "no", "yes " * (CHARACTERS_AT_ONCE // 4), "no no", "", "yes"]
+    assert encode(texts, tokenizer, special=True) == [tokenizer(text)["input_ids"] for text in texts]
+
+
+def test_the_end_tokens_are_the_tokenizers_and_those_of_the_generation_config(folder, tokenizer):
+    assert stop_token_ids(str(folder), ["no"], tokenizer) == (3, 2)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 3]}))
+    assert stop_token_ids(str(folder), ["no", "</s>"], tokenizer) == (4, 3, 2)
+
+
+def test_what_is_wrong_with_stop_strings_and_end_tokens_is_told_together(folder, tokenizer):
+    with pytest.raises(ConfigError, match=r"^rollout.stop: 'yes no' is 2 tokens \(\[1, 2\]\) to this tokenizer"):
+        stop_token_ids(str(folder), ["no", "yes no"], tokenizer)
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError) as caught:
+        stop_token_ids(str(folder), ["yes no"], tokenizer)
+    assert [error.partition(":")[0] for error in caught.value.errors] == ["model.path", "rollout.stop"]
+    assert "neither the tokenizer nor generation_config.json in" in caught.value.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "generation_config.json (Expecting property name"),
+        ("[]", "generation_config.json is not a JSON object: download it again"),
+        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id is '</s>': expected a token's number"),
+    ],
+)
+def test_a_broken_generation_config_is_named(folder, tokenizer, text, message):
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        stop_token_ids(str(folder), [], tokenizer)
+    assert str(caught.value).startswith("model.path: ") and message in str(caught.value)
