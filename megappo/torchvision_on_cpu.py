@@ -22,8 +22,8 @@ def define_torchvision_operators() -> Any:
     """Define operators in place of torchvision's own, where these do not load; calling one is an error.
 
     Returns:
-        What they live as long as; None where there is nothing to do: torch or torchvision is absent, or hidden as by the
-        dry run; torchvision was imported already, or is built for this torch, whose operators nobody else may define.
+        What they live as long as; None where there is nothing to do: torch (which the dry run hides) or torchvision is
+        absent; torchvision was imported already, or is built for this torch, whose operators nobody else may define.
     """
     found = importlib.util.find_spec("torch") and importlib.util.find_spec("torchvision")
     if found is None or "torchvision" in sys.modules:
