@@ -25,6 +25,7 @@ from megappo.config.help import config_help
 from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 from megappo.lifetime import die_with
+from megappo.observe.console import escape_unprintable
 from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
 
@@ -38,6 +39,7 @@ from megappo.trainer.run import Run  # noqa: E402
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank; the process's exit code: 2 for a config that cannot work, 1 for a run that failed."""
     args = _parser().parse_intermixed_args(arguments)
+    escape_unprintable()
     if "WORLD_SIZE" not in os.environ:
         print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
         return 2
@@ -47,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as cleanup:
         try:
             config = _checked_config(args.config, args.overrides, world_size)
-            _run(config, store, rank, world_size, cleanup)
+            with config.locating():
+                _run(config, store, rank, world_size, cleanup)
         except Exception as error:
             report(error, store, rank)
             code = 2 if isinstance(error, ConfigError) else 1
@@ -84,7 +87,7 @@ def _keep_config(config: Config, run: Run) -> None:
         for change in changes_since(path, config):
             run.observer.message(f"changed since then: {change}")
     partial = path.with_name("config.yaml.tmp")
-    partial.write_text(dump_config(config))
+    partial.write_text(dump_config(config), "utf-8")
     os.replace(partial, path)  # a kill leaves none that cannot be read
 
 

@@ -25,6 +25,8 @@ HF_CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "vocab_size": 100,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
 }
 
 
@@ -160,11 +162,12 @@ def test_every_error_is_printed_and_the_exit_code_is_2(run_folder):
     (run_folder / "train.jsonl").unlink()
     done = plan(run_folder, "run.yaml", "critic.ppo_mini_batch_size=5", "placement.critic=0-2", "rollout.top_k=0")
     assert done.returncode == 2
-    assert [line.split(" ")[1] for line in done.stderr.splitlines()] == [
-        "critic.ppo_mini_batch_size",
-        "rollout.top_k",
-        "placement.critic:",
-        "data.train_files:",
+    lines = [line.removeprefix("error: ").split(": ", 1) for line in done.stderr.splitlines()]
+    assert [(place, told.split(" ")[0]) for place, told in lines] == [
+        ("command line", "critic.ppo_mini_batch_size"),
+        ("command line", "rollout.top_k"),
+        ("command line", "placement.critic:"),
+        ("run.yaml:6", "data.train_files:"),
     ]
     assert "Traceback" not in done.stderr and "nothing is wrong" not in done.stdout
 
@@ -183,7 +186,7 @@ def test_all_ranks_need_a_world_size(run_folder):
     done = plan(run_folder, *everywhere)
     assert (done.returncode, done.stderr) == (
         2,
-        "error: placement: every component is on 'all' ranks: say how many with --world-size N\n",
+        "error: command line: placement: every component is on 'all' ranks: say how many with --world-size N\n",
     )
     assert "on 8 ranks" in plan(run_folder, *everywhere, "--world-size", "8").stdout
     assert "on 6 ranks" in plan(run_folder, *everywhere, WORLD_SIZE="6").stdout
@@ -199,7 +202,7 @@ def test_overrides_may_follow_the_option(run_folder):
 def test_a_senseless_world_size(run_folder, size):
     done = plan(run_folder, "run.yaml", f"--world-size={size}")
     assert done.returncode == 2
-    assert f"expected a number of ranks of at least 1, found '{size}'" in done.stderr
+    assert f"expected a number of ranks of at least 1, at most 100000, found '{size}'" in done.stderr
 
 
 def test_help_lists_the_keys(run_folder):

@@ -1,6 +1,5 @@
 """Building a run from its config: groups, models, engines, data, observation. The only place that knows them all."""
 
-import json
 import os
 from contextlib import ExitStack
 from datetime import timedelta
@@ -13,6 +12,7 @@ from megappo import platform
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError
+from megappo.config.model_files import end_tokens, read_model_config
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, load_tokenizer
 from megappo.observe.memory import PhaseMemory
@@ -43,7 +43,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     layouts = placement_layouts(config, dist.get_world_size())
-    hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
+    hf_config = read_model_config(Path(config.model.path))
     tokenizer = load_tokenizer(config.model.path)
     exchange = Exchange(dist.group.WORLD)
     store = CheckpointStore(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep_checkpoints, exchange)
@@ -69,9 +69,8 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         resume_step=start_step + 1 if checkpoint else 0,
     )
     cleanup.callback(observer.close)
-    for line in [start, "" if config.has_critic else config.no_critic]:
-        if line:
-            observer.message(line)
+    for line in (*([start] if start else []), *config.absences):
+        observer.message(line)
     client = engine.wait_ready() if engine is not None else None
     weight_sync = build_weight_sync(config, layouts, hf_config, engines["actor"], client, exchange)
     own_engine = layouts["rollout"].shard_of(exchange.rank) if client is not None else None
@@ -147,14 +146,13 @@ def end_token_ids(folder: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     Raises:
         ConfigError: there is none, so that every response would be cut off.
     """
-    path = Path(folder) / "generation_config.json"
-    ids = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-    found = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
-    if not any(token is not None for token in found):
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    found = [*end_tokens(Path(folder)), *own]
+    if not found:
         raise ConfigError(
             [f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"]
         )
-    return list(dict.fromkeys(token for token in found if token is not None))
+    return list(dict.fromkeys(found))
 
 
 def start_rewards(config: Config, cleanup: ExitStack) -> RewardPool:

@@ -1,6 +1,7 @@
 """Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
 
 from megappo.config.checks import config_errors
+from megappo.config.errors import shorten
 from megappo.config.files import file_errors
 from megappo.config.schema import Config
 from megappo.placement.ranks import layout_errors
@@ -8,8 +9,9 @@ from megappo.rewards.pool import missing_function
 
 
 def check_run(config: Config, world_size: int) -> list[str]:
-    """Everything wrong with a well-typed config, one line each: what its keys contradict, then what is not on disk."""
-    return [*arrangement_errors(config, world_size), *file_errors(config), *_reward_errors(config)]
+    """Everything wrong with a well-typed config, one line each, where its key was written first: what its keys
+    contradict, then what is not on disk."""
+    return config.located([*arrangement_errors(config, world_size), *file_errors(config), *_reward_errors(config)])
 
 
 def arrangement_errors(config: Config, world_size: int) -> list[str]:
@@ -20,6 +22,8 @@ def arrangement_errors(config: Config, world_size: int) -> list[str]:
 def _reward_errors(config: Config) -> list[str]:
     try:
         error = missing_function(config.reward.function)
+    except OSError as unusable:
+        error = f"reward.function: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
     except ValueError as malformed:
         error = str(malformed)
     return [error] if error else []
