@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.config.checks import longest_row, optimizer_steps
-from megappo.config.describe import show
-from megappo.config.errors import ConfigError
+from megappo.config.describe import counted, show
+from megappo.config.errors import ConfigError, printable, shorten
 from megappo.config.help import config_help
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
-from megappo.config.schema import Config
+from megappo.config.schema import MOST_RANKS, Config
+from megappo.observe.console import escape_unprintable
 from megappo.placement.arithmetic import batch_cuts
 from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
@@ -37,30 +38,33 @@ WIDTH = 120
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; the process's exit code."""
     args = _parser().parse_intermixed_args(arguments)
+    escape_unprintable()
     try:
         config = load_config(args.config, args.overrides)
-        world_size = args.world_size or _world_size(config)
+        with config.locating():
+            world_size = args.world_size or _world_size(config)
     except ConfigError as error:
-        return _fail(error.errors)
-    print(f"plan of {args.config} on {world_size} ranks\n\n{config_summary(config)}")
+        return _fail(error)
+    print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
     if not arrangement_errors(config, world_size):
         layouts = placement_layouts(config, world_size)
         picture = placement_picture(layouts, pipeline_splits(config))
         ways = describe_transports(config, layouts)
         print(f"\nplacement\n{picture}\n  {ways}{_absent(config)}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
-    busy = in_use(Path(config.trainer.output_dir))
-    errors = check_run(config, world_size) or ([busy] if busy else [])
+    errors = check_run(config, world_size)
+    if not errors and (busy := in_use(Path(config.trainer.output_dir))):
+        errors = config.located([busy])
     if not errors:
         sys.stdout.flush()
         findings = rehearse(config, everything=args.all)
-        errors = findings.errors
+        errors = config.located(findings.errors)
         print("\nlooked at", *findings.looked_at, f"not looked at: {', '.join(_left_out(config))}", sep="\n  ")
     for warning in config_warnings(config):
         print(f"warning: {warning}", file=sys.stderr)
     if errors:
-        return _fail(errors)
-    ready = f"nothing is wrong: ready for {world_size} processes of megappo.train"
+        return _fail(ConfigError(errors))
+    ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
     print(f"\n{already_finished(config) or ready}")
     return 0
 
@@ -92,7 +96,7 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
     cuts = batch_cuts(config, layouts)
     prompts, n = config.data.train_batch_size, config.rollout.n
     totals = [
-        f"  {prompts:,} prompts x {n} responses = {prompts * n:,} trajectories",
+        f"  {prompts:,} prompts x {counted(n, 'response')} = {prompts * n:,} trajectories",
         f"  at most {longest_row(config):,} tokens each ({config.data.max_prompt_length:,} prompt + "
         f"{config.rollout.max_response_length:,} response): {prompts * n * longest_row(config):,} tokens at worst",
         f"  {layouts['rollout'].data} engine(s): about {prompts * n / layouts['rollout'].data:,.4g} trajectories each, "
@@ -122,7 +126,7 @@ def _range(bounds: tuple[int, int]) -> str:
 
 
 def _absent(config: Config) -> str:
-    return "" if config.has_critic else f"\n  {config.no_critic}"
+    return "".join(f"\n  {absence}" for absence in config.absences)
 
 
 def _world_size(config: Config) -> int:
@@ -130,23 +134,31 @@ def _world_size(config: Config) -> int:
     named = smallest_world(config)
     of_launcher = os.environ.get("WORLD_SIZE", "")
     everywhere = "all" in config.placement.model_dump().values()
-    if everywhere and of_launcher.isdigit() and int(of_launcher):
+    if everywhere and _is_count(of_launcher):
         return int(of_launcher)
     if named is None:
         raise ConfigError(["placement: every component is on 'all' ranks: say how many with --world-size N"])
     return named
 
 
-def _fail(errors: Sequence[str]) -> int:
+def _fail(error: ConfigError) -> int:
     sys.stdout.flush()
-    for error in errors:
-        print(f"error: {error}", file=sys.stderr)
+    for line in error.errors:
+        print(f"error: {line}", file=sys.stderr)
     return 2
 
 
+def _is_count(text: str) -> bool:
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MOST_RANKS))
+    return is_number and 1 <= int(text) <= MOST_RANKS
+
+
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of ranks of at least 1, found {text!r}")
+    if not _is_count(text):
+        found = shorten(repr(text))
+        raise argparse.ArgumentTypeError(
+            f"expected a number of ranks of at least 1, at most {MOST_RANKS}, found {found}"
+        )
     return int(text)
 
 

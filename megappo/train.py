@@ -29,6 +29,7 @@ from megappo.config.help import config_help
 from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 from megappo.listening import stay_on_this_node
+from megappo.observe.console import escape_unprintable
 from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank; the process's exit code: 2 for a config that cannot work, 1 for a run that failed, 3 for one that
     another rank's end has ended, about which the launcher says more."""
     args = _parser().parse_intermixed_args(arguments)
+    escape_unprintable()
     if "WORLD_SIZE" not in os.environ:
         print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
         return 2
@@ -61,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as cleanup:
         try:
             config = _checked_config(args.config, args.overrides, world_size)
-            _run(config, store, rank, world_size, cleanup)
+            with config.locating():
+                _run(config, store, rank, world_size, cleanup)
         except Exception as error:
             code = report(error, store, rank, world_size)
     # Without waiting for ranks that will not come any more. After a run that went well, too: threads of the process
@@ -107,7 +110,7 @@ def _keep_config(config: Config, run: Run) -> None:
         except ConfigError as error:
             run.observer.message(f"WARNING: cannot tell what has changed since then: {'; '.join(error.errors)}")
     partial = path.with_name("config.yaml.tmp")
-    partial.write_text(dump_config(config))
+    partial.write_text(dump_config(config), "utf-8")
     os.replace(partial, path)  # a kill leaves none that cannot be read
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -33,9 +34,12 @@ HF_CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "vocab_size": 100,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
 }
 LINE = '{"prompt": "1+1=", "label": "2"}\n'
 WORDS = ["[UNK]", "</s>", "1", "2", "+", "="]
+PLACE = re.compile(r"^error: (command line|run.yaml(:\d+)?): ")
 SECONDS = 3.0
 """Of a processor: how long what is wrong may take to be told."""
 
@@ -196,11 +200,12 @@ def test_every_error_is_printed_and_the_exit_code_is_2(run_folder):
     (run_folder / "train.jsonl").unlink()
     done = start_plan(run_folder, "run.yaml", "critic.ppo_mini_batch_size=5", "placement.critic=0-2", "rollout.top_k=0")
     assert done.returncode == 2
-    assert [line.split(" ")[1] for line in done.stderr.splitlines()] == [
-        "critic.ppo_mini_batch_size",
-        "rollout.top_k",
-        "placement.critic:",
-        "data.train_files:",
+    lines = [line.removeprefix("error: ").split(": ", 1) for line in done.stderr.splitlines()]
+    assert [(place, told.split(" ")[0]) for place, told in lines] == [
+        ("command line", "critic.ppo_mini_batch_size"),
+        ("command line", "rollout.top_k"),
+        ("command line", "placement.critic:"),
+        ("run.yaml:6", "data.train_files:"),
     ]
     assert "Traceback" not in done.stderr and "nothing is wrong" not in done.stdout
 
@@ -219,7 +224,7 @@ def test_all_ranks_need_a_world_size(plan, run_folder):
     done = plan(run_folder, *everywhere)
     assert (done.returncode, done.stderr) == (
         2,
-        "error: placement: every component is on 'all' ranks: say how many with --world-size N\n",
+        "error: command line: placement: every component is on 'all' ranks: say how many with --world-size N\n",
     )
     assert "on 8 ranks" in plan(run_folder, *everywhere, "--world-size", "8").stdout
     assert "on 6 ranks" in plan(run_folder, *everywhere, WORLD_SIZE="6").stdout
@@ -235,7 +240,7 @@ def test_overrides_may_follow_the_option(plan, run_folder):
 def test_a_senseless_world_size(plan, run_folder, size):
     done = plan(run_folder, "run.yaml", f"--world-size={size}")
     assert done.returncode == 2
-    assert f"expected a number of ranks of at least 1, found '{size}'" in done.stderr
+    assert f"expected a number of ranks of at least 1, at most 100000, found '{size}'" in done.stderr
 
 
 def test_help_lists_the_keys(plan, run_folder):
@@ -248,7 +253,7 @@ def errors_of(done: subprocess.CompletedProcess) -> list[str]:
     """What it says is wrong, without a traceback."""
     assert done.returncode == (2 if "error: " in done.stderr else 0)
     assert "Traceback" not in done.stderr and ("nothing is wrong" in done.stdout) == (done.returncode == 0)
-    return done.stderr.splitlines()
+    return [PLACE.sub("error: ", line) for line in done.stderr.splitlines()]
 
 
 def test_what_was_looked_at_and_what_was_not_is_said(plan, run_folder):
@@ -387,7 +392,7 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     done = plan(run_folder, "run.yaml")
     assert done.returncode == 2
     assert done.stderr.startswith(
-        "error: trainer.total_steps 5 is below the 7 steps that out/checkpoints/step_00000007"
+        "error: run.yaml:7: trainer.total_steps 5 is below the 7 steps that out/checkpoints/step_00000007"
     )
     done = plan(run_folder, "run.yaml", "trainer.total_steps=7", "trainer.resume=never")
     assert "out/checkpoints/step_00000007 exists, and trainer.resume is never: set it to auto" in done.stderr
@@ -408,6 +413,6 @@ def test_a_folder_that_a_run_has(plan, run_folder):
     with take(run_folder / "out"):
         done = plan(run_folder, "run.yaml")
         assert done.returncode == 2
-        assert done.stderr.startswith("error: trainer.output_dir: out is in use by a run (")
+        assert done.stderr.startswith("error: run.yaml:7: trainer.output_dir: out is in use by a run (")
         assert f", pid {os.getpid()}, since 2" in done.stderr
     assert plan(run_folder, "run.yaml").returncode == 0

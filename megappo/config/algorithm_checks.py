@@ -3,7 +3,16 @@
 from collections.abc import Iterator
 
 from megappo.config.describe import show
-from megappo.config.schema import CRITIC_ESTIMATORS, GROUP_ESTIMATORS, Actor, Algorithm, Config, Critic, Reward
+from megappo.config.schema import (
+    CRITIC_ESTIMATORS,
+    GROUP_ESTIMATORS,
+    Actor,
+    Algorithm,
+    Config,
+    Critic,
+    Reward,
+    RolloutCorrection,
+)
 
 CLIPPED_BELOW = ("clip", "gspo", "clip_cov")
 """actor.policy_loss whose ratio is clipped to 1 - epsilon from below."""
@@ -36,9 +45,9 @@ def _clipping(config: Config) -> Iterator[str]:
     actor = config.actor
     key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
     if actor.policy_loss in CLIPPED_BELOW and getattr(actor, key) >= 1:
-        yield f"actor.{key} {getattr(actor, key)} must be below 1: the ratio is clipped to 1 - {key}"
+        yield f"actor.{key} {getattr(actor, key)} must be below 1: lower it, as the ratio is clipped to 1 - {key}"
     if actor.policy_loss == "clip_cov" and actor.clip_cov_lb >= actor.clip_cov_ub:
-        yield f"actor.clip_cov_lb {actor.clip_cov_lb} must be below actor.clip_cov_ub {actor.clip_cov_ub}"
+        yield f"actor.clip_cov_lb {actor.clip_cov_lb} must be below actor.clip_cov_ub {actor.clip_cov_ub}: lower it"
 
 
 def _early_stop(config: Config) -> Iterator[str]:
@@ -101,8 +110,8 @@ def _values(config: Config) -> Iterator[str]:
         yield f"critic.warmup_steps {warmup} needs a critic, and this run builds none: set it to 0"
     elif warmup >= config.trainer.total_steps:
         yield (
-            f"critic.warmup_steps {warmup} must be below trainer.total_steps {config.trainer.total_steps}: else the "
-            "actor never trains"
+            f"critic.warmup_steps {warmup} must be below trainer.total_steps {config.trainer.total_steps}: lower it, "
+            "else the actor never trains"
         )
     if config.has_values:
         return
@@ -159,16 +168,19 @@ def _full_kl(config: Config) -> Iterator[str]:
 
 def _correction(config: Config) -> Iterator[str]:
     correction, section = config.algorithm.rollout_correction, "algorithm.rollout_correction"
-    lower, upper = correction.threshold_lower, correction.threshold
-    if correction.level == "none" and (correction.mode, upper, lower) != ("truncate", 2.0, None):
-        yield f"{section}.level is none, so its mode and thresholds have no effect: set level, such as token"
-        return
-    if lower is not None and lower >= upper:
-        yield f"{section}.threshold_lower {lower} must be below {section}.threshold {upper}"
-    if correction.mode == "mask" and lower is None and upper <= 1:
-        yield f"{section}.threshold {upper} must be above 1: with mode mask the lower one is 1 / threshold"
-    if lower is not None and correction.mode == "truncate":
-        yield f"{section}.threshold_lower is only used with {section}.mode mask: drop it"
     bounds = correction.reject_geometric
     if bounds is not None and not bounds[0] < 1 < bounds[1]:
-        yield f"{section}.reject_geometric {list(bounds)} must enclose 1, such as [0.999, 1.001]"
+        yield f"{section}.reject_geometric {list(bounds)} must enclose 1: set such as [0.999, 1.001]"
+    lower, upper = correction.threshold_lower, correction.threshold
+    if correction.level == "none":
+        for key in ("mode", "threshold", "threshold_lower"):
+            if getattr(correction, key) != getattr(RolloutCorrection(), key):
+                reason = f"{section}.level is none: drop it, or set level, such as token"
+                yield f"{section}.{key} {getattr(correction, key)} has no effect, as {reason}"
+        return
+    if lower is not None and lower >= upper:
+        yield f"{section}.threshold_lower {lower} must be below {section}.threshold {upper}: lower it"
+    if correction.mode == "mask" and lower is None and upper <= 1:
+        yield f"{section}.threshold {upper} must be above 1: raise it, as with mode mask the lower one is 1 / threshold"
+    if lower is not None and correction.mode == "truncate":
+        yield f"{section}.threshold_lower is only used with {section}.mode mask: drop it"

@@ -1,11 +1,16 @@
 """Keys that contradict each other: what can be told without a world size and without opening a file."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from megappo.config.algorithm_checks import algorithm_errors
+from megappo.config.describe import counted
+from megappo.config.errors import shorten
 from megappo.config.schema import Config, Optim, Parallel, Trained
+
+MOST_DIVISORS_TRIED = 10**6
 
 
 def config_errors(config: Config) -> list[str]:
@@ -48,8 +53,9 @@ def context_errors(config: Config, key: str, limit: int, remedy: str) -> Iterato
 
 
 def nearest_divisors(number: int, size: int) -> str:
-    """The divisors of `number` just below and above `size`, for advice."""
-    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    """The divisors of `number` just below and above `size`, for advice; of huge numbers, among those quickly found."""
+    small = [divisor for divisor in range(1, min(math.isqrt(number), MOST_DIVISORS_TRIED) + 1) if number % divisor == 0]
+    divisors = sorted({*small, *(number // divisor for divisor in small)})
     below = [divisor for divisor in divisors if divisor < size][-1:]
     above = [divisor for divisor in divisors if divisor > size][:1]
     return " or ".join(map(str, below + above))
@@ -63,8 +69,8 @@ def _trained(config: Config, name: Literal["actor", "critic"], trained: Trained)
     steps = optimizer_steps(config, name)
     if steps and trained.optim.lr_warmup_steps >= steps:
         yield (
-            f"{name}.optim.lr_warmup_steps {trained.optim.lr_warmup_steps} must be below the run's {steps} optimizer "
-            f"steps: shorten it or raise trainer.total_steps"
+            f"{name}.optim.lr_warmup_steps {trained.optim.lr_warmup_steps} must be below the run's "
+            f"{counted(steps, 'optimizer step')}: shorten it or raise trainer.total_steps"
         )
 
 
@@ -88,9 +94,10 @@ def _micro_batch(config: Config, key: str, max_tokens: int) -> Iterator[str]:
 def _parallel(key: str, parallel: Parallel) -> Iterator[str]:
     split = parallel.pipeline_split
     if split is not None and len(split) != parallel.num_chunks:
+        found = f"{shorten(str(list(split)))} is of {counted(len(split), 'chunk')}"
         yield (
-            f"{key}.pipeline_split {list(split)} is of {len(split)} chunks, but {key}.pipeline {parallel.pipeline} x "
-            f"virtual_pipeline {parallel.virtual_pipeline} = {parallel.num_chunks}: name the layers of each, or drop it"
+            f"{key}.pipeline_split {found}, but {key}.pipeline {parallel.pipeline} x virtual_pipeline "
+            f"{parallel.virtual_pipeline} = {parallel.num_chunks}: name the layers of each, or drop it"
         )
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         yield (
@@ -147,7 +154,7 @@ def _data(config: Config) -> Iterator[str]:
     if config.trainer.eval_interval and not config.data.val_files:
         yield (
             f"trainer.eval_interval {config.trainer.eval_interval} needs data.val_files, found none: "
-            "name some or set trainer.eval_interval to 0"
+            "name some or drop trainer.eval_interval"
         )
     names = [Path(file).stem for file in config.data.val_files]
     for name in sorted({name for name in names if names.count(name) > 1}):

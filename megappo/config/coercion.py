@@ -3,6 +3,12 @@
 from types import NoneType, UnionType
 from typing import Annotated, Union, get_args, get_origin
 
+from pydantic_core import PydanticCustomError
+
+LARGEST = 2**63 - 1
+TOO_LARGE = "too_large"
+"""The type of the error about an int beyond LARGEST."""
+
 
 def as_declared(value: object, annotation: object) -> object:
     """The value as the declared type, where YAML reads it as another one: `1e-6` is a string to PyYAML.
@@ -38,10 +44,25 @@ def _as_number(value: object, kind: type) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("not a number")
     if isinstance(value, str):
-        value = int(value) if value.strip().lstrip("+-").isdigit() else float(value)
-    if kind is int and isinstance(value, float) and not value.is_integer():
+        value = _number_in(value.strip())
+    if kind is float:
+        return _as_float(value)
+    if isinstance(value, float) and not value.is_integer():
         raise ValueError("not a whole number")
+    if abs(value) > LARGEST:
+        raise PydanticCustomError(TOO_LARGE, "of more than 64 bits")
+    return int(value)
+
+
+def _number_in(text: str) -> int | float:
+    """The number; Python itself would also take the digits of any script, and 1_000."""
+    if not text.isascii() or "_" in text:
+        raise ValueError("not a number")
+    return int(text) if text.lstrip("+-").isdigit() else float(text)
+
+
+def _as_float(value: float) -> float:
     try:
-        return kind(value)
+        return float(value)
     except OverflowError as error:
         raise ValueError("too large") from error

@@ -4,6 +4,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
@@ -37,14 +38,19 @@ class Key:
     section: type[Section] | None
 
 
-def keys(model: type[Section] = Config, prefix: str = "", defaults: object = REQUIRED) -> Iterator[Key]:
-    """Every key below `model`, a section before the keys in it, in the schema's order."""
+@cache
+def keys() -> tuple[Key, ...]:
+    """Every key, a section before the keys in it, in the schema's order."""
+    return tuple(_keys(Config, "", REQUIRED))
+
+
+def _keys(model: type[Section], prefix: str, defaults: object) -> Iterator[Key]:
     for name, field in model.model_fields.items():
         default = getattr(defaults, name) if isinstance(defaults, Section) else field.get_default()
         section = _section(field.annotation)
         yield Key(prefix + name, describe(field), default, field.description or "", section)
         if section:
-            yield from keys(section, f"{prefix}{name}.", default)
+            yield from _keys(section, f"{prefix}{name}.", default)
 
 
 def nearest_key(path: str) -> str:
@@ -65,7 +71,14 @@ def show(value: object) -> str:
     """A value as a message or an override writes it."""
     if isinstance(value, Section):
         value = value.model_dump(mode="json")
-    return json.dumps(value, ensure_ascii=False, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
+
+
+def counted(count: int, what: str) -> str:
+    """`1 rank`, `2 ranks`, `3 processes`."""
+    plural = f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{count} {what if count == 1 else plural}"
 
 
 def describe(field: FieldInfo) -> str:
@@ -88,7 +101,8 @@ def _describe(annotation: object, metadata: Iterable[object] = ()) -> str:
         return "keys with " + _describe(args[1])
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
-    return WORDS[annotation] + _bounds(metadata)
+    empty_is_wrong = any(isinstance(item, MinLen) for item in metadata)
+    return ("non-empty " if empty_is_wrong else "") + WORDS[annotation] + _bounds(metadata)
 
 
 def _describe_list(args: tuple, metadata: Iterable[object]) -> str:

@@ -1,13 +1,13 @@
 """What the config names on disk: is it there, and can this program use it with these layouts? Reads headers only."""
 
-import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from megappo.config.checks import context_errors, longest_row, nearest_divisors
+from megappo.config.errors import shorten
 from megappo.config.families import (
     FAMILIES,
     divided_sizes,
@@ -18,7 +18,9 @@ from megappo.config.families import (
     num_key_value_heads,
     sliding_window,
 )
+from megappo.config.model_files import check_weights, end_tokens, read_model_config
 from megappo.config.schema import Config, Parallel
+from megappo.config.text_files import TextFileError
 
 DATA_FORMATS = (".jsonl", ".parquet")
 LATENT_KEYS = (
@@ -33,7 +35,12 @@ LATENT_KEYS = (
     "topk_group",
     "routed_scaling_factor",
 )
-"""What config.json of a family with latent attention says besides; null counts as said."""
+"""What config.json of a family with latent attention says besides; null counts as said where it means something."""
+SIZES = (
+    *("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"),
+    *("max_position_embeddings", "rms_norm_eps"),
+)
+"""What every config.json says."""
 
 
 def file_errors(config: Config) -> list[str]:
@@ -49,51 +56,71 @@ def file_errors(config: Config) -> list[str]:
         errors += _model(config, "model.path", config.model.path, actor)
         errors += _model(config, "critic.model_path", config.critic.model_path, critic)
     for key, paths in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        errors += [error for path in paths for error in _data_file(key, Path(path))]
-    return [*errors, *_output_folder(config)]
+        errors += [error for path in paths for error in _looked_at(key, path, _data_file(key, Path(path)))]
+    folder = config.trainer.output_dir
+    return [*errors, *_looked_at("trainer.output_dir", folder, _output_folder(folder))]
+
+
+def _looked_at(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
+    """What is wrong with a path's files, or with the path itself: too long, a loop of links, not to be read."""
+    if "\0" in path:
+        yield f"{key}: no path holds a NUL, found {shorten(repr(path))}: correct it"
+        return
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)
+        yield from faults
+    except OSError as error:
+        yield f"{key}: cannot look at {shorten(path)}: {error.strerror}: correct the path or its permissions"
 
 
 def _model(config: Config, key: str, path: str, layouts: dict[str, Parallel]) -> Iterator[str]:
-    folder = Path(path)
+    return _looked_at(key, path, _model_folder(config, key, Path(path), layouts))
+
+
+def _model_folder(config: Config, key: str, folder: Path, layouts: dict[str, Parallel]) -> Iterator[str]:
     if not folder.is_dir():
-        yield f"{key}: no folder {path}: download the model (hf download NAME --local-dir FOLDER) or correct the path"
+        yield f"{key}: no folder {folder}: download the model (hf download NAME --local-dir FOLDER) or correct the path"
         return
-    if not any(folder.glob("*.safetensors")):
-        yield f"{key}: {path} holds no *.safetensors file: complete the download; other weight formats are not read"
     if not (folder / "tokenizer_config.json").is_file():
-        yield f"{key}: {path} holds no tokenizer_config.json: complete the download"
+        yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
+    yield from _fault(key, check_weights, folder)
+    yield from _fault(key, end_tokens, folder)
     try:
-        hf_config = json.loads((folder / "config.json").read_text("utf-8"))
-    except OSError as error:
-        yield f"{key}: cannot read {folder / 'config.json'} ({error.strerror}): complete the download"
-    except ValueError as error:
-        yield f"{key}: {folder / 'config.json'} is not valid JSON ({error}): download it again"
+        hf_config = read_model_config(folder)
+    except TextFileError as error:
+        yield f"{key}: {error}"
     else:
-        if not isinstance(hf_config, dict):
-            yield f"{key}: {folder / 'config.json'} is not a JSON object: download it again"
-            return
         yield from _architecture(config, key, folder / "config.json", hf_config, layouts)
+
+
+def _fault(key: str, read: Callable[[Path], object], folder: Path) -> Iterator[str]:
+    try:
+        read(folder)
+    except TextFileError as error:
+        yield f"{key}: {error}"
 
 
 def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts: dict[str, Parallel]) -> Iterator[str]:
     found = (hf_config.get("architectures") or ["none"])[0]
     known = language_model(found) if key == "critic.model_path" else found
     if known not in FAMILIES:
-        yield f"{key}: {file} is of architecture {found}; this version trains {', '.join(FAMILIES)}"
+        remedy = f"this version trains {', '.join(FAMILIES)}: choose one of these"
+        yield f"{key}: {file} is of architecture {shorten(found)}; {remedy}"
         return
     hf_config = hf_config | {"architectures": [known]}
     missing = list(_missing(hf_config))
     if missing:
         yield f"{key}: {file} lacks {', '.join(missing)}: download it again"
         return
+    yield from (f"{key}: {file}: {fault}: download it again" for fault in _contradictions(hf_config))
     for layout_key, parallel in layouts.items():
         yield from _divides(layout_key, parallel, file, hf_config)
         yield from _dense_stage(config, layout_key, parallel, file, hf_config)
     if key == "model.path":
         yield from _engine_divides(config, file, hf_config)
-    positions = hf_config.get("max_position_embeddings")
-    if positions:
-        yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
+    positions = hf_config["max_position_embeddings"]
+    yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
     window = sliding_window(hf_config)
     if window and longest_row(config) > window:
         yield (
@@ -103,15 +130,36 @@ def _architecture(config: Config, key: str, file: Path, hf_config: dict, layouts
         )
 
 
+def _contradictions(hf_config: dict) -> Iterator[str]:
+    """Sizes of config.json that no model can have."""
+    heads, shared, experts = hf_config["num_attention_heads"], num_key_value_heads(hf_config), num_experts(hf_config)
+    if experts and hf_config["num_experts_per_tok"] > experts:
+        yield f"num_experts_per_tok {hf_config['num_experts_per_tok']} is more than the {experts} experts"
+    if family_of(hf_config).latent_attention:
+        size, name = hf_config["qk_rope_head_dim"], "qk_rope_head_dim"
+    else:
+        size, name = hf_config.get("head_dim") or hf_config["hidden_size"] // heads, "the size of a head"
+        if heads % shared:
+            yield f"num_key_value_heads {shared} does not divide num_attention_heads {heads}"
+        if not hf_config.get("head_dim") and hf_config["hidden_size"] % heads:
+            hidden = hf_config["hidden_size"]
+            yield f"num_attention_heads {heads} does not divide hidden_size {hidden}, and head_dim is not set"
+            return
+    if size % 2:
+        yield f"{name} is {size}, but rotary positions need an even one"
+
+
 def _missing(hf_config: dict) -> Iterator[str]:
     family = family_of(hf_config)
     experts = family.experts
     ffn = [experts.ffn, "num_experts_per_tok"] if experts else ["intermediate_size"]
     shared = [key for key in experts.shared.keys if key != experts.ffn] if experts and experts.shared else []
     latent = LATENT_KEYS if family.latent_attention else ()
-    needed = ["num_attention_heads", "num_hidden_layers", "hidden_size", *ffn, *shared, *latent, "vocab_size"]
-    yield from (name for name in needed if name not in hf_config)
-    if experts and not set(experts.count) & hf_config.keys():
+    may_be_null = ("q_lora_rank", *(() if experts and experts.router_bias else ("n_group", "topk_group")))
+    for name in [*SIZES, *ffn, *shared, *latent]:
+        if hf_config.get(name) is None and not (name in may_be_null and name in hf_config):
+            yield name
+    if experts and not any(hf_config.get(name) for name in experts.count):
         yield experts.count[-1]
 
 
@@ -140,7 +188,7 @@ def _stages(key: str, parallel: Parallel, file: Path, layers: int) -> Iterator[s
         yield f"{product} is more than num_hidden_layers {layers} of {file}: lower it"
     elif split is None and layers % chunks:
         more = layers % chunks
-        example = [layers // chunks + (chunk < more) for chunk in range(chunks)]
+        example = shorten(str([layers // chunks + (chunk < more) for chunk in range(chunks)]))
         yield (
             f"{product} does not divide num_hidden_layers {layers} of {file}: "
             f"{nearest_divisors(layers, chunks)} would, or set {key}.pipeline_split, such as {example}"
@@ -194,21 +242,20 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
         yield f"{key}: cannot read {path} ({reason}): correct the path, or its rights"
 
 
-def _output_folder(config: Config) -> Iterator[str]:
+def _output_folder(folder: str) -> Iterator[str]:
     """Whether the folder is there and can be written, or can be made."""
-    folder = Path(config.trainer.output_dir)
-    if not config.trainer.output_dir.strip():
+    if not folder.strip():
         yield "trainer.output_dir is empty: name a folder"
         return
+    path = Path(folder)
+    there = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
+    if not there.is_dir():
+        yield f"trainer.output_dir: {there} is a file: name a folder"
+        return
     try:
-        there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-        if not there.is_dir():
-            yield f"trainer.output_dir: {there} is a file: name a folder"
-            return
         with tempfile.TemporaryFile(dir=there):  # without a name, and gone at once
-            for path in (folder, *(there / name for name in folder.parts)):
+            for made in (path, *(there / name for name in path.parts)):
                 with suppress(FileNotFoundError):
-                    os.lstat(path)  # names may be too long
-    except (OSError, ValueError) as error:  # ValueError: of a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        yield f"trainer.output_dir: cannot write in {there} ({reason}): name a folder that you may write to"
+                    os.lstat(made)  # names may be too long
+    except OSError as error:
+        yield f"trainer.output_dir: cannot write in {there} ({error.strerror}): name a folder that you may write to"

@@ -11,13 +11,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megappo.config.bases import read_file
+from megappo.config.coercion import TOO_LARGE
 from megappo.config.describe import REQUIRED, Key, keys, nearest_key, show
-from megappo.config.errors import ConfigError
-from megappo.config.reading import KeyPath, Layer, read_file, read_override
+from megappo.config.errors import MOST_ERRORS, ConfigError, shorten
+from megappo.config.origins import Origins
+from megappo.config.reading import KeyPath, Layer, read_override
 from megappo.config.schema import Config
-
-LONGEST_VALUE = 80
-"""Characters of a wrong value that an error repeats."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -32,11 +32,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     layer = read_file(Path(path))
     for override in overrides:
         layer = read_override(override).over(layer)
-    errors = list(layer.errors)
+    errors, origins = list(layer.errors), Origins(str(path), layer.origins)
     try:
-        config = Config.model_validate(layer.values)
+        config = Config.written(layer.values, origins)
     except ValidationError as error:
-        errors += _schema_errors(error, layer, str(path))
+        errors += _schema_errors(error, layer, origins)
     if errors:
         raise ConfigError(errors)
     return config
@@ -73,27 +73,28 @@ def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
             yield prefix + name, value
 
 
-def _schema_errors(error: ValidationError, layer: Layer, file: str) -> list[str]:
+def _schema_errors(error: ValidationError, layer: Layer, origins: Origins) -> list[str]:
     """One line per wrong key; pydantic may report several for one value of a union or list."""
     known = {key.path: key for key in keys()}
-    lines = {}
+    lines: dict[KeyPath, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         path = tuple(str(part) for part in problem["loc"])
+        if len(lines) > MOST_ERRORS:  # finding the nearest of all keys takes its time
+            break
         if problem["type"] == "missing" and ".".join(path) in known:  # a list too short misses an item, not a key
-            lines.update(_missing(known, ".".join(path), file) if layer.complete else {})
+            lines.update(_missing(known, ".".join(path), origins.file) if layer.complete else {})
         elif problem["type"] == "extra_forbidden":
-            lines[path] = f"{_origin(layer, path, file)}: {'.'.join(path)}: unknown key; {nearest_key('.'.join(path))}"
-        else:
-            path = _key_path(known, path)
-            lines[path] = _wrong_value(known[".".join(path)], layer, path, file)
+            lines[path] = f"{origins.of(path)}: {'.'.join(path)}: unknown key; {nearest_key('.'.join(path))}"
+        elif (path := _key_path(known, path)) not in lines:
+            found = shorten(show(_at(layer.values, path))) + _why(problem["type"], problem["msg"])
+            key = known[".".join(path)]
+            lines[path] = f"{origins.of(path)}: {key.path}: expected {key.values}, found {found}"
     return list(lines.values())
 
 
-def _wrong_value(key: Key, layer: Layer, path: KeyPath, file: str) -> str:
-    found = show(_at(layer.values, path))
-    if len(found) > LONGEST_VALUE:
-        found = found[:LONGEST_VALUE] + "..."
-    return f"{_origin(layer, path, file)}: {key.path}: expected {key.values}, found {found}"
+def _why(kind: str, message: str) -> str:
+    """What the expected values do not say."""
+    return f" ({message})" if kind == TOO_LARGE else ""
 
 
 def _missing(known: dict[str, Key], path: str, file: str) -> dict[KeyPath, str]:
@@ -111,12 +112,6 @@ def _key_path(known: dict[str, Key], path: KeyPath) -> KeyPath:
     while ".".join(path) not in known:
         path = path[:-1]
     return path
-
-
-def _origin(layer: Layer, path: KeyPath, file: str) -> str:
-    while path and path not in layer.origins:
-        path = path[:-1]
-    return layer.origins.get(path, file)
 
 
 def _at(values: Any, path: KeyPath) -> object:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import yaml
 
-from megappo.config.errors import ConfigError
+from megappo.config.bounded_yaml import DEEPEST, BoundedLoader, NotReadError
+from megappo.config.errors import ConfigError, shorten
 
 KeyPath = tuple[str, ...]
+LONGEST_KEY = 100
+NO_NAME = f"a key must be a name of 1 to {LONGEST_KEY} printable characters"
 
 
 @dataclass(frozen=True)
@@ -37,40 +39,19 @@ class Layer:
         )
 
 
-def read_file(path: Path, readers: tuple[Path, ...] = ()) -> Layer:
-    """A YAML file over the files its `base:` names (relative to it; of several, later ones win).
-
-    Args:
-        readers: the files whose `base:` led here, outermost first.
-    """
-    readers = (*readers, path)
-    if path.resolve() in {reader.resolve() for reader in readers[:-1]}:
-        return _unreadable(f"{readers[-2]}: base: goes round in circles: {' -> '.join(map(str, readers))}")
-    try:
-        layer = parse(path.read_text("utf-8"), (), lambda line: f"{path}:{line}")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        return _unreadable(f"{readers[-2]}: base: cannot read {path}: {reason}" if readers[1:] else f"{path}: {reason}")
-    except ConfigError as error:
-        return _unreadable(*error.errors)
-    bases = layer.values.pop("base", [])
-    if not isinstance(bases, str | list) or not all(isinstance(base, str) for base in bases):
-        return _unreadable(f"{path}: base: expected a path or a list of paths, found {bases!r}")
-    below = Layer({})
-    for base in [bases] if isinstance(bases, str) else bases:
-        below = read_file(path.parent / base, readers).over(below)
-    return layer.over(below)
-
-
 def read_override(text: str) -> Layer:
     """One `key=value` of the command line, the value written as in YAML."""
     key, equals, value = text.partition("=")
+    path = tuple(key.strip().split("."))
     if not equals or not key.strip():
-        return Layer({}, errors=(f"command line: {text!r}: expected key=value, such as trainer.total_steps=10",))
+        found = shorten(repr(text))
+        return Layer({}, errors=(f"command line: {found}: expected key=value, such as trainer.total_steps=10",))
+    if len(path) > DEEPEST or not all(map(_is_name, path)):
+        return Layer({}, errors=(f"command line: {shorten(repr(text))}: {NO_NAME}",))
     try:
-        return parse(value, tuple(key.strip().split(".")), lambda line: "command line")
+        return parse(value, path, lambda line: "command line")
     except ConfigError as error:
-        return Layer({}, errors=tuple(f"{line} (in {text!r})" for line in error.errors))
+        return Layer({}, errors=tuple(f"{line} (in {shorten(repr(text))})" for line in error.errors))
 
 
 def parse(text: str, path: KeyPath, where: Callable[[int], str]) -> Layer:
@@ -79,20 +60,24 @@ def parse(text: str, path: KeyPath, where: Callable[[int], str]) -> Layer:
     Args:
         where: how an error names a line of the text, counted from 1.
     Raises:
-        ConfigError: the text is not YAML, or not a mapping where it must be.
+        ConfigError: the text is not YAML, not a mapping where it must be, or holds what no config needs.
     """
-    loader = yaml.SafeLoader(text)
     try:
+        loader = BoundedLoader(text)
         reader = _Reader(loader, where)
         value = reader.value(loader.get_single_node(), path)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError([f"{where(mark.line + 1 if mark else 1)}: not valid YAML: {problem}"]) from error
-    finally:
-        loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        found = f"the character {chr(error.character)!r}"
+        raise ConfigError([f"{where(line)}: not valid YAML: {found} is not allowed: remove it"]) from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        kind = "" if isinstance(error, NotReadError) else "not valid YAML: "
+        remedy = "" if isinstance(error, NotReadError) else "; correct it, or quote what is text"
+        problem = ", ".join(filter(None, [error.context, error.problem]))
+        raise ConfigError([f"{where(line)}: {kind}{problem}{remedy}"]) from error
     if not path and not isinstance(value, dict):
-        found = "nothing" if value is None else repr(value)
+        found = "nothing" if value is None else shorten(repr(value))
         raise ConfigError([f"{where(1)}: expected sections such as `model:`, found {found}"])
     above = {full_path[:end]: where(1) for full_path in _paths(path) for end in range(1, len(full_path) + 1)}
     return Layer(_nested(path, value), above | reader.origins, tuple(reader.errors))
@@ -101,30 +86,32 @@ def parse(text: str, path: KeyPath, where: Callable[[int], str]) -> Layer:
 class _Reader:
     """Builds values from YAML nodes; `yaml.safe_load` would keep the last of two equal keys and forget the lines."""
 
-    def __init__(self, loader: yaml.SafeLoader, where: Callable[[int], str]):
+    def __init__(self, loader: BoundedLoader, where: Callable[[int], str]):
         self.loader = loader
         self.where = where
         self.origins: dict[KeyPath, str] = {}
         self.errors: list[str] = []
-        self._open: list[yaml.Node] = []
 
     def value(self, node: yaml.Node | None, path: KeyPath) -> object:
-        if node is None:
-            return None
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
-        value = self.loader.construct_object(node, deep=True)
-        is_text = isinstance(node, yaml.ScalarNode) and value is not None
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*path, str(number))) for number, item in enumerate(node.value)]
+        if not isinstance(node, yaml.ScalarNode):
+            return None
         # Ranks are read as written: YAML takes 010 for 8 and 1:30 for 90.
-        return node.value if is_text and path[:1] == ("placement",) else value
+        is_ranks = len(path) == 2 and path[0] == "placement" and not _is_null(node)
+        if is_ranks:
+            return node.value
+        try:
+            return self.loader.scalar(node)
+        except ValueError as error:
+            raise NotReadError(f"{'.'.join(path)}: {error}", node.start_mark) from error
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict:
-        if any(node is other for other in self._open):
-            raise _not_read("an alias refers to what holds it", node)
-        self._open.append(node)
         values: dict = {}
         lines: dict[str, int] = {}
-        for key_node, value_node in node.value:
+        for key_node, value_node in _shared(node.value) if path == ("placement",) else node.value:
             line = key_node.start_mark.line + 1
             for name in self._names(key_node, path):
                 if name in values:
@@ -134,19 +121,34 @@ class _Reader:
                 values[name] = self.value(value_node, (*path, name))
                 self.origins[(*path, name)] = self.where(line)
                 lines[name] = line
-        self._open.pop()
         return values
 
     def _names(self, node: yaml.Node, path: KeyPath) -> list[str]:
-        if not isinstance(node, yaml.ScalarNode):
-            raise _not_read("a key must be a name", node)
+        if not isinstance(node, yaml.ScalarNode) or not _is_name(node.value):
+            raise NotReadError(NO_NAME, node.start_mark)
         if node.value == "<<":
-            raise _not_read("merge keys (<<) are not read; use base:", node)
+            raise NotReadError("merge keys (<<) are not read; use base:", node.start_mark)
         return _split(node.value) if path == ("placement",) else [node.value]
 
 
-def _not_read(problem: str, node: yaml.Node) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+def _is_null(node: yaml.Node) -> bool:
+    return node.tag == "tag:yaml.org,2002:null"
+
+
+def _shared(pairs: list[tuple[yaml.Node, yaml.Node]]) -> list[tuple[yaml.Node, yaml.Node]]:
+    """`{actor, critic: 0-7}` with 0-7 for both: to YAML a name before a comma is a key of its own, without a value.
+
+    What has a colon and nothing behind it stays null.
+    """
+    shared: list[tuple[yaml.Node, yaml.Node]] = []
+    for key, value in reversed(pairs):
+        has_colon = not _is_null(value) or value.end_mark.index > key.end_mark.index
+        shared.insert(0, (key, value if has_colon or not shared else shared[0][1]))
+    return shared
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= LONGEST_KEY and text.isprintable()
 
 
 def _split(key: str) -> list[str]:
@@ -181,7 +183,3 @@ def _merged(below: dict, above: dict) -> dict:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merged(merged[key], value) if both else value
     return merged
-
-
-def _unreadable(*errors: str) -> Layer:
-    return Layer({}, errors=errors, complete=False)

@@ -1,12 +1,17 @@
 """Every key a run's YAML may hold: its type, default and meaning. Immutable once loaded."""
 
-from typing import Annotated, Literal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
 from megappo.config.coercion import as_declared
+from megappo.config.errors import ConfigError, printable
+from megappo.config.origins import Origins
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
@@ -18,6 +23,11 @@ CRITIC_ESTIMATORS = ("gae",)
 """algorithm.adv_estimator that need values, and so a critic or a shared backbone."""
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
 """algorithm.adv_estimator that compare the responses to a prompt with each other."""
+EVAL_INTERVAL = 10
+"""trainer.eval_interval where it is null and there is something to evaluate on."""
+MOST_RANKS = 100_000
+"""Of a run, and so of every way of cutting a model."""
+Ways = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "low_var_kl"]
 """The last three are verl's words for k1, k2 and k3."""
@@ -35,19 +45,19 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
+    path: Text = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = Field("auto", description="transformer layers: TransformerEngine's where it is installed with CUDA, else torch-only ones")
 
 
 class Parallel(Section):
-    tensor: Positive = Field(1, description="tensor-parallel ranks per model replica")
-    context: Positive = Field(1, description="context-parallel ranks: they share out the tokens of each sequence, each holding 1/context of a micro-batch")
-    pipeline: Positive = Field(1, description="pipeline stages per model replica")
-    virtual_pipeline: Positive = Field(1, description="model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
-    pipeline_split: tuple[Positive, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = as many on each")
-    expert: Positive = Field(1, description="ranks that share out the experts of each layer, among the tensor x context x data ranks of a stage")
-    expert_tensor: Positive = Field(1, description="ranks that cut the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
+    tensor: Ways = Field(1, description="tensor-parallel ranks per model replica")
+    context: Ways = Field(1, description="context-parallel ranks: they share out the tokens of each sequence, each holding 1/context of a micro-batch")
+    pipeline: Ways = Field(1, description="pipeline stages per model replica")
+    virtual_pipeline: Ways = Field(1, description="model chunks on each pipeline stage (interleaved schedule: less idle time, more messages)")
+    pipeline_split: tuple[Ways, ...] | None = Field(None, description="layers of each pipeline stage, such as [13, 15], or with virtual_pipeline of each chunk of the model, from the first layer to the last; null = as many on each")
+    expert: Ways = Field(1, description="ranks that share out the experts of each layer, among the tensor x context x data ranks of a stage")
+    expert_tensor: Ways = Field(1, description="ranks that cut the matrices of each expert, among the same ranks; expert x expert_tensor divides tensor x context x data")
     sequence: bool = Field(False, description="sequence parallelism: shard activations between tensor-parallel blocks (needs tensor > 1)")
 
     @property
@@ -101,7 +111,7 @@ class Actor(Trained):
 
 
 class Critic(Trained):
-    model_path: str | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
+    model_path: Text | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
     value_clip: PositiveFloat | None = Field(0.5, description="clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = Field(None, description="Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = Field(0, description="first PPO steps in which only the critic trains")
@@ -128,7 +138,7 @@ class Rollout(Section):
     max_response_length: Positive = Field(1024, description="tokens a response may have before it is truncated")
     stop: tuple[str, ...] = Field((), description="strings that end a response, besides the tokenizer's end token; each must be one token")
     val_temperature: NonNegativeFloat = Field(0.0, description="sampling temperature of evaluations; 0 = greedy")
-    tensor_parallel: Positive = Field(1, description="GPUs per SGLang engine; placement's rollout ranks are cut into groups of this size")
+    tensor_parallel: Ways = Field(1, description="GPUs per SGLang engine; placement's rollout ranks are cut into groups of this size")
     max_running_requests: Positive = Field(256, description="sequences an engine decodes at once")
     mem_fraction_static: OpenFraction = Field(0.5, description="share of GPU memory for the engine's weights and KV cache (GPU only)")
     max_total_tokens: Positive | None = Field(None, description="KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)")
@@ -214,7 +224,7 @@ class Trainer(Section):
     seed: NonNegative = Field(0, description="seeds data order, value head and sampling")
     save_interval: NonNegative = Field(20, description="checkpoint every so many steps, and at the end; 0 = at the end only")
     keep_checkpoints: NonNegative = Field(2, description="newest checkpoints to keep; 0 = all")
-    eval_interval: NonNegative = Field(10, description="evaluate on data.val_files every so many steps, before the first and at the end; 0 = off")
+    eval_interval: NonNegative | None = Field(None, description="evaluate on data.val_files every so many steps, before the first and at the end; 0 = off; null = 10 where there are val_files")
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
     num_samples: NonNegative = Field(4, description="rollouts printed and logged per evaluation")
@@ -223,6 +233,27 @@ class Trainer(Section):
 
 class Config(Section):
     """A whole run. The YAML's top-level keys are the sections."""
+
+    _origins: Origins = PrivateAttr(Origins())
+
+    @classmethod
+    def written(cls, values: dict[str, Any], origins: Origins) -> Self:
+        """The config of some values, whose errors name the places that these come from."""
+        config = cls.model_validate(values)
+        config._origins = origins
+        return config
+
+    def located(self, errors: Iterable[str]) -> list[str]:
+        """Errors about this config, each behind the file and line of the first key it names that was set."""
+        return [printable(self._origins.located(error)) for error in errors]
+
+    @contextmanager
+    def locating(self) -> Iterator[None]:
+        """What is raised inside as a ConfigError says where its keys were written."""
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(self.located(error.errors)) from error
 
     @property
     def has_values(self) -> bool:
@@ -235,10 +266,20 @@ class Config(Section):
         return self.has_values and not self.algorithm.shared_backbone
 
     @property
-    def no_critic(self) -> str:
-        """Why there is no critic, in a line."""
-        reason = "shared_backbone" if self.has_values else f"adv_estimator {self.algorithm.adv_estimator}"
-        return f"critic: none (algorithm.{reason})"
+    def eval_interval(self) -> int:
+        """Steps between evaluations; 0 for none."""
+        chosen = self.trainer.eval_interval
+        return (EVAL_INTERVAL if self.data.val_files else 0) if chosen is None else chosen
+
+    @property
+    def absences(self) -> tuple[str, ...]:
+        """What the run does without that others have, and why: a line each."""
+        method = "shared_backbone" if self.has_values else f"adv_estimator {self.algorithm.adv_estimator}"
+        reason = "trainer.eval_interval is 0" if self.data.val_files else "data.val_files names none"
+        return (
+            *(() if self.has_critic else (f"critic: none (algorithm.{method})",)),
+            *(() if self.eval_interval else (f"evaluation: none ({reason})",)),
+        )
 
     def num_mini_batches(self, name: Literal["actor", "critic"]) -> int:
         """Mini-batches per epoch."""

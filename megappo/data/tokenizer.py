@@ -1,12 +1,13 @@
 """The tokenizer of a Hugging Face folder: loading it, prompts as text and tokens, the tokens that end a response."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.errors import ConfigError
+from megappo.config.model_files import end_tokens
+from megappo.config.text_files import TextFileError
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
 if TYPE_CHECKING:
@@ -88,18 +89,16 @@ def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int
     Raises:
         ConfigError: there is none, so that every response would be cut off.
     """
-    path = Path(folder) / "generation_config.json"
-    ids = _generation_config(path).get("eos_token_id") if path.is_file() else None
-    found = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
-    if not any(token is not None for token in found):
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    try:
+        found = [*end_tokens(Path(folder)), *own]
+    except TextFileError as error:
+        raise ConfigError([f"model.path: {error}"]) from error
+    if not found:
         raise ConfigError(
             [f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"]
         )
-    if wrong := [token for token in found if token is not None and type(token) is not int]:
-        raise ConfigError(
-            [f"model.path: {path}: eos_token_id is {wrong[0]!r:.40}: expected a token's number, or several"]
-        )
-    return list(dict.fromkeys(token for token in found if token is not None))
+    return list(dict.fromkeys(found))
 
 
 def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
@@ -122,16 +121,6 @@ def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedToken
     if errors:
         raise ConfigError(errors)
     return tuple(dict.fromkeys([*ends, *(token for tokens in of_text.values() for token in tokens)]))
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"model.path: cannot read {path} ({error}): download it again"]) from error
-    if not isinstance(values, dict):
-        raise ConfigError([f"model.path: {path} is not a JSON object: download it again"])
-    return values
 
 
 def _is_message(value: Any) -> bool:

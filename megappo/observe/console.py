@@ -1,5 +1,6 @@
 """What a run says while it trains: one aligned line per step, and a progress bar on a terminal."""
 
+import io
 import math
 import statistics
 import sys
@@ -58,6 +59,12 @@ COLUMNS = (
     Column("tok/s", "rollout/tokens_per_second", ".0f", 7),
     Column("step_s", "timing_s/step", ".1f", 7),
 )
+
+
+def escape_unprintable() -> None:
+    """From now on stdout escapes what its encoding lacks, as stderr does: nothing that is printed may end a run."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class Console:

@@ -21,10 +21,15 @@ def placement_picture(layouts: dict[str, Layout], splits: Mapping[str, Sequence[
 def rank_table(layouts: dict[str, Layout], world_size: int) -> str:
     """A line per rank, but for the middle of many: its coordinates in each component, and its engine."""
     title = ["rank", *(name if name != "rollout" else "engine" for name in layouts)]
-    rows = [[str(rank), *(_cell(name, layouts[name], rank) for name in layouts)] for rank in range(world_size)]
-    if world_size > RANKS_SHOWN:
-        rows[RANKS_SHOWN // 2 : -RANKS_SHOWN // 2] = [["..."] * len(title)]
+    hidden = range(RANKS_SHOWN // 2, world_size - RANKS_SHOWN // 2)
+    rows = [_row(layouts, rank) for rank in range(world_size) if rank not in hidden]
+    if hidden:
+        rows.insert(hidden.start, ["..."] * len(title))
     return aligned([title, *rows])
+
+
+def _row(layouts: dict[str, Layout], rank: int) -> list[str]:
+    return [str(rank), *(_cell(name, layout, rank) for name, layout in layouts.items())]
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator
 
 from megappo.config.checks import nearest_divisors
-from megappo.config.errors import ConfigError
-from megappo.config.schema import Config, Parallel
+from megappo.config.describe import counted
+from megappo.config.errors import ConfigError, shorten
+from megappo.config.schema import MOST_RANKS, Config, Parallel
 from megappo.placement.layout import Layout
 
 
@@ -21,12 +22,12 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
         first, last = _bounds(part, text)
         if last >= world_size:
             raise ValueError(
-                f"{text!r} names rank {last}, but this run has {world_size}, numbered from 0: "
+                f"{_quoted(text)} names rank {last}, but this run has {world_size}, numbered from 0: "
                 f"start {last + 1} processes or more (NPROC={last + 1} with launch/local.sh), or name lower ranks"
             )
         for rank in range(first, last + 1):
             if rank in ranks:
-                raise ValueError(f"{text!r} names rank {rank} twice: name it once")
+                raise ValueError(f"{_quoted(text)} names rank {rank} twice: name it once")
             ranks.add(rank)
     return tuple(sorted(ranks))
 
@@ -102,10 +103,21 @@ def _bounds(part: str, text: str) -> tuple[int, int]:
     first, dash, last = (piece.strip() for piece in part.partition("-"))
     numbers = (first, last) if dash else (first, first)
     if not all(number.isascii() and number.isdigit() for number in numbers):
-        raise ValueError(f"{text!r} is not a list of ranks: write 'all', '0-7', '0,2' or '0-3,6'")
+        raise ValueError(f"{_quoted(text)} is not a list of ranks: write 'all', '0-7', '0,2' or '0-3,6'")
+    if any(len(number) > len(str(MOST_RANKS)) or int(number) >= MOST_RANKS for number in numbers):
+        raise ValueError(f"{_quoted(text)} names ranks above {MOST_RANKS - 1}: write lower ones")
     if int(numbers[0]) > int(numbers[1]):
-        raise ValueError(f"{text!r}: the range {part.strip()} runs backwards: write {numbers[1]}-{numbers[0]}")
+        raise ValueError(f"{_quoted(text)}: the range {part.strip()} runs backwards: write {numbers[1]}-{numbers[0]}")
     return int(numbers[0]), int(numbers[1])
+
+
+def _these(count: int, which: str) -> str:
+    """The subject of a sentence about so many ranks, and its verb."""
+    return f"the one rank {which} does" if count == 1 else f"the {count} ranks {which} do"
+
+
+def _quoted(text: str) -> str:
+    return shorten(repr(text))
 
 
 def _layouts(config: Config, world_size: int) -> tuple[dict[str, Layout], list[str]]:
@@ -143,14 +155,15 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
         product = f"{key}'s tensor {parallel.tensor}{context} x pipeline {parallel.pipeline} = {size}"
         product = f"{key} {size}" if key == "rollout.tensor_parallel" else product
         raise ValueError(
-            f"the {len(ranks)} ranks {format_ranks(ranks)} do not divide by {product}: "
+            f"{_these(len(ranks), format_ranks(ranks))} not divide by {product}: "
             f"name {_multiples(len(ranks), size)} ranks, or make it {nearest_divisors(len(ranks), size)}"
         )
     stage = len(ranks) // parallel.pipeline
     experts = parallel.expert * parallel.expert_tensor
     if stage % experts:
+        each = f"of each of {key}'s stages (tensor x context x data)"
         raise ValueError(
-            f"the {stage} ranks of each of {key}'s stages (tensor x context x data) do not divide by expert "
+            f"{_these(stage, each)} not divide by expert "
             f"{parallel.expert} x expert_tensor {parallel.expert_tensor} = {experts}: make it "
             f"{nearest_divisors(stage, experts)}"
         )
@@ -184,7 +197,8 @@ def _engine_errors(rollout: Layout) -> Iterator[str]:
 def _ipc_errors(layouts: dict[str, Layout]) -> Iterator[str]:
     """Only a process with the weights in its memory can give handles to them."""
     actor, rollout = layouts["actor"], layouts["rollout"]
-    elsewhere = [rank for rank in map(rollout.output_rank, range(rollout.data)) if rank not in actor.ranks]
+    actors = set(actor.ranks)
+    elsewhere = [rank for rank in map(rollout.output_rank, range(rollout.data)) if rank not in actors]
     if elsewhere:
         yield (
             f"rollout.sync.transport is ipc, but the engines' first ranks {format_ranks(elsewhere)} are not the "
@@ -196,9 +210,11 @@ def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:
     used = {rank for layout in layouts.values() for rank in layout.ranks}
     idle = [rank for rank in range(world_size) if rank not in used]
     if idle:
+        found, belong = ("rank", "belongs") if len(idle) == 1 else ("ranks", "belong")
         yield (
-            f"placement: ranks {format_ranks(idle)} of this run's {world_size} belong to no component: "
-            f"start {max(used) + 1} processes (NPROC={max(used) + 1} with launch/local.sh), or place a component there"
+            f"placement: {found} {format_ranks(idle)} of this run's {world_size} {belong} to no component: "
+            f"start {counted(max(used) + 1, 'process')} (NPROC={max(used) + 1} with launch/local.sh), or place a "
+            "component there"
         )
 
 

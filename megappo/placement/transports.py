@@ -14,8 +14,8 @@ def transports(config: Config, layouts: Mapping[str, Layout]) -> tuple[Transport
     """Of each engine: through handles where its owner is one of the actor's ranks, by broadcast where it is not, unless
     rollout.sync.transport says otherwise."""
     chosen = config.rollout.sync.transport
-    rollout, actor = layouts["rollout"], layouts["actor"]
-    here = [rollout.output_rank(engine) in actor.ranks for engine in range(rollout.data)]
+    rollout, actor = layouts["rollout"], set(layouts["actor"].ranks)
+    here = [rollout.output_rank(engine) in actor for engine in range(rollout.data)]
     if chosen == "auto":
         return tuple("ipc" if is_here else "broadcast" for is_here in here)
     return (chosen,) * rollout.data

@@ -35,7 +35,7 @@ def parse_spec(spec: str) -> tuple[str, str]:
     if not separator or not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"reward.function {spec!r}: expected {', '.join(BUILTIN)} or FILE.py:FUNCTION")
     if not Path(file).is_file():
-        raise ValueError(f"reward.function {spec!r}: no file {file} (looked in {Path.cwd()})")
+        raise ValueError(f"reward.function {spec!r}: no file {file} (looked in {Path.cwd()}): correct the path")
     return str(Path(file).resolve()), name
 
 
@@ -51,7 +51,7 @@ def missing_function(spec: str) -> str:
     try:
         tree = ast.parse(Path(file).read_bytes(), file)
         table = symtable.symtable(Path(file).read_text(), file, "exec")
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
         return f"reward.function {spec!r}: {file} is not Python: {error}"
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]

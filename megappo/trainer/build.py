@@ -1,6 +1,5 @@
 """Building a run from its config: groups, models, engines, data, observation. The only place that knows them all."""
 
-import json
 import os
 from contextlib import ExitStack
 from datetime import timedelta
@@ -15,6 +14,7 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, STATE, read_state, step_of
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError
+from megappo.config.model_files import read_model_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
@@ -46,7 +46,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     layouts = placement_layouts(config, dist.get_world_size())
-    hf_config = json.loads((Path(config.model.path) / "config.json").read_text())
+    hf_config = read_model_config(Path(config.model.path))
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     exchange = Exchange(dist.group.WORLD)
@@ -72,9 +72,8 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         resume_step=start_step + 1 if checkpoint else 0,
     )
     cleanup.callback(observer.close)
-    for line in [start, "" if config.has_critic else config.no_critic]:
-        if line:
-            observer.message(line)
+    for line in (*([start] if start else []), *config.absences):
+        observer.message(line)
     client = engine.wait_ready() if engine is not None else None
     weight_sync = build_weight_sync(config, layouts, hf_config, engines["actor"], client, exchange)
     own_engine = layouts["rollout"].shard_of(exchange.rank) if client is not None else None

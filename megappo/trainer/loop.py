@@ -29,14 +29,14 @@ class Trainer:
         run.first_sync()
         if run.start_step == total:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
-        if run.start_step == 0 and self.config.trainer.eval_interval:
+        if run.start_step == 0 and self.config.eval_interval:
             run.observer.log(0, self.evaluate(0))
         run.timers.restart()
         for step in range(run.start_step + 1, total + 1):
             metrics = self.step(step)
             metrics |= run.lap()
             metrics["rollout/tokens_per_second"] = metrics["rollout/num_tokens"] / metrics["timing_s/rollout"]
-            if self.config.trainer.eval_interval and self._is_due(step, self.config.trainer.eval_interval):
+            if self.config.eval_interval and self._is_due(step, self.config.eval_interval):
                 with run.timers("evaluate"):
                     metrics |= self.evaluate(step)
             run.observer.log(step, metrics)

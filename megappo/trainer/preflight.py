@@ -1,10 +1,11 @@
 """Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
 
-import json
 from pathlib import Path
 
 from megappo.config.checks import config_errors
+from megappo.config.errors import shorten
 from megappo.config.files import file_errors
+from megappo.config.model_files import read_model_config
 from megappo.config.schema import Config
 from megappo.placement.ranks import layout_errors
 from megappo.rewards.pool import missing_function
@@ -13,14 +14,15 @@ from megappo.trainer.resuming import resume_errors
 
 
 def check_run(config: Config, world_size: int) -> list[str]:
-    """Everything wrong with a well-typed config, one line each: what its keys contradict, then what is not on disk."""
-    return [
+    """Everything wrong with a well-typed config, one line each, where its key was written first: what its keys
+    contradict, then what is not on disk."""
+    errors = [
         *arrangement_errors(config, world_size),
         *file_errors(config),
         *server_args_errors(config.rollout.server_args),
         *_reward_errors(config),
-        *resume_errors(config),
     ]
+    return config.located(errors or resume_errors(config))  # which looks into the output folder
 
 
 def arrangement_errors(config: Config, world_size: int) -> list[str]:
@@ -31,6 +33,8 @@ def arrangement_errors(config: Config, world_size: int) -> list[str]:
 def _reward_errors(config: Config) -> list[str]:
     try:
         error = missing_function(config.reward.function)
+    except OSError as unusable:
+        error = f"reward.function: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
     except ValueError as malformed:
         error = str(malformed)
     return [error] if error else []
@@ -41,4 +45,4 @@ def shared_vocabulary(config: Config) -> int:
     folders = [config.model.path]
     if config.has_critic and config.critic.model_path:
         folders.append(config.critic.model_path)
-    return min(json.loads(Path(folder, "config.json").read_text("utf-8"))["vocab_size"] for folder in folders)
+    return min(read_model_config(Path(folder))["vocab_size"] for folder in folders)

@@ -1,6 +1,5 @@
 """Critics in Hugging Face folders: the heads of language and reward models they start from, and what they become."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 import torch
 
 from megappo.config.families import REWARD_MODELS, language_model
+from megappo.config.model_files import read_model_config
+from megappo.config.text_files import TextFileError
 from megappo.models.value_head import BIAS_KEY
 from megappo.weights.families import LM_HEAD, VALUE_BIAS, VALUE_HEAD
 from megappo.weights.safetensors_io import HFFolder, WeightsError
@@ -24,16 +25,16 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is none.
-        WeightsError: it is no JSON object, or lacks a size.
+        WeightsError: it cannot be read, or lacks a size, or a value is of the wrong kind.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no {path}; name a complete Hugging Face folder")
     try:
-        hf_config = json.loads(path.read_text("utf-8"))
-        missing = [key for key in _SIZES if key not in hf_config]
-    except (ValueError, TypeError) as error:
-        raise WeightsError(f"{path} is not a JSON object ({error}); copy it again") from error
+        hf_config = read_model_config(path.parent)
+    except TextFileError as error:
+        raise WeightsError(str(error)) from error
+    missing = [key for key in _SIZES if hf_config.get(key) is None]
     if missing:
         raise WeightsError(f"{path} lacks {', '.join(missing)}; it is no config of a language model, or incomplete")
     return hf_config

@@ -136,7 +136,7 @@ def test_all_errors_come_at_once(tmp_path):
     found = errors_of(path, "rollout.n=1.5", "nonsense")
     assert sorted(found) == sorted(
         [
-            f"{path}:1: model.path: expected text, found 3",
+            f"{path}:1: model.path: expected non-empty text, found 3",
             f"{path}:3: actor.ppo_epoch: unknown key; did you mean actor.ppo_epochs?",
             f"{path}:4: actor.clip_ratio: expected float > 0, found -1",
             f"{path}:5: actor.clip_ratio: set twice, first on line 4; remove one",
@@ -194,6 +194,26 @@ def test_a_config_cannot_be_changed(minimal):
     config = load_config(minimal)
     with pytest.raises(ValueError, match="frozen"):
         config.trainer.seed = 1
+
+
+def test_an_error_raised_later_names_the_place_too(tmp_path):
+    path = write(tmp_path, "run.yaml", MINIMAL + "rollout:\n  stop: [ab]\n")
+    config = load_config(path, ["trainer.seed=1"])
+    with pytest.raises(ConfigError) as caught, config.locating():
+        raise ConfigError(["rollout.stop: 'ab' is 2 tokens", "trainer.seed 1: no", "critic: none\n\x1b[2J"])
+    assert caught.value.errors == (
+        f"{path}:5: rollout.stop: 'ab' is 2 tokens",
+        "command line: trainer.seed 1: no",
+        f"{path}: critic: none\\n\\x1b[2J",
+    )
+
+
+def test_places_do_not_tell_configs_apart(tmp_path, minimal):
+    other = load_config(write(tmp_path, "other.yaml", "\n\n" + MINIMAL), ["trainer.seed=0"])
+    assert other == load_config(minimal)
+    assert other.model_copy(update={"ref": other.ref}).located(["trainer.seed: no"]) == [
+        "command line: trainer.seed: no"
+    ]
 
 
 def test_help_names_every_key_once_with_default_and_meaning():

@@ -61,9 +61,9 @@ def test_what_is_wrong_with_stop_strings_and_end_tokens_is_told_together(folder,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "generation_config.json (Expecting property name"),
-        ("[]", "generation_config.json is not a JSON object: download it again"),
-        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id is '</s>': expected a token's number"),
+        ("{", "generation_config.json: it is not valid JSON (Expecting property name"),
+        ("[]", "generation_config.json: it is not a JSON object: copy it again"),
+        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id: expected token id or list of them"),
     ],
 )
 def test_a_broken_generation_config_is_named(folder, tokenizer, text, message):

@@ -55,7 +55,9 @@ def test_what_is_no_list_of_ranks_is_refused(text):
         ("3-1", "the range 3-1 runs backwards: write 1-3"),
         ("0-3,3", "names rank 3 twice"),
         ("0-8", "names rank 8, but this run has 8"),
-        ("0-99999999999999", "names rank 99999999999999, but this run has 8"),
+        ("0-99999", "names rank 99999, but this run has 8"),
+        ("0-100000", "names ranks above 99999: write lower ones"),
+        ("9" * 5000, "names ranks above 99999: write lower ones"),
     ],
 )
 def test_wrong_ranks_are_refused(text, message):

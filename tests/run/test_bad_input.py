@@ -67,7 +67,7 @@ def test_a_missing_model_and_a_layout_that_does_not_divide(config, folder):
     lines = refused(folder, config, "model.path=/nowhere/model", "actor.parallel.tensor=3")
     assert all(line.startswith("error: ") for line in lines)
     text = "\n".join(lines)
-    assert "model.path: no folder /nowhere/model: download the model" in text
+    assert "error: command line: model.path: no folder /nowhere/model: download the model" in text
     assert "actor" in text and "3" in text
     assert not (folder / "run").exists()
 

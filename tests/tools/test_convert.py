@@ -207,7 +207,7 @@ def damaged(qwen2: Path, name: str, folder: Path) -> Path:
         ),
         ("unsupported family", "OPTForCausalLM, which is not supported; supported are LlamaForCausalLM"),
         ("incomplete config", "config.json lacks hidden_size"),
-        ("damaged config", "config.json is not a JSON object"),
+        ("damaged config", "config.json: it is not valid JSON"),
     ],
 )
 def test_a_damaged_model_is_refused_and_the_output_kept(qwen2: Path, tmp_path: Path, name: str, message: str) -> None:

@@ -1,0 +1,146 @@
+"""What this program reads of a Hugging Face folder's JSON files, each value of the kind that the readers expect."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megappo.config.errors import shorten
+from megappo.config.text_files import TextFileError, read_json
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LARGEST_SIZE = 2**31 - 1
+LARGEST_NUMBER = 1e30
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value may be, in words and as a test."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _is_int(value: Any, low: int) -> bool:
+    return type(value) is int and low <= value <= LARGEST_SIZE
+
+
+def _is_number(value: Any, low: float) -> bool:
+    return type(value) in (int, float) and low <= value <= LARGEST_NUMBER  # NaN is neither
+
+
+SIZE = Kind("int >= 1", lambda value: _is_int(value, 1))
+COUNT = Kind("int >= 0", lambda value: _is_int(value, 0))
+POSITIVE = Kind("number > 0", lambda value: _is_number(value, 1e-30))
+NUMBER = Kind("number >= 0", lambda value: _is_number(value, 0))
+FLAG = Kind("true | false", lambda value: isinstance(value, bool))
+TEXT = Kind("text", lambda value: isinstance(value, str))
+TEXTS = Kind("list of text", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
+NAMES = Kind("non-empty list of text", lambda value: TEXTS.fits(value) and bool(value))
+SECTION = Kind("object", lambda value: isinstance(value, dict))
+TOKENS = Kind("token id or list of them", lambda value: all(COUNT.fits(i) for i in _listed(value)))
+
+CONFIG = {
+    "architectures": NAMES,
+    "layer_types": TEXTS,
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config"), SECTION),
+    **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZE),
+    **dict.fromkeys(("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings"), SIZE),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), SIZE),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "n_group", "topk_group"), SIZE),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "sliding_window"), COUNT),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "routed_scaling_factor"), POSITIVE),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), FLAG),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "rope_interleave"), FLAG),
+    **dict.fromkeys(("hidden_act", "scoring_func", "topk_method"), TEXT),
+}
+"""The values of config.json that are read anywhere; null is as good as nothing."""
+ROPE = {
+    **dict.fromkeys(("rope_type", "type"), TEXT),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "rope_theta"), POSITIVE),
+    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "partial_rotary_factor"), POSITIVE),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), NUMBER),
+    "original_max_position_embeddings": SIZE,
+    "truncate": FLAG,
+}
+"""The same of its rope_parameters or rope_scaling."""
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """config.json, with every value that is read of the kind that is expected.
+
+    Raises:
+        TextFileError: it cannot be read, or holds wrong values.
+    """
+    file = folder / "config.json"
+    found = _read(file, CONFIG)
+    for name in ("rope_parameters", "rope_scaling"):
+        _check(file, found.get(name) or {}, ROPE, f"{name}.")
+    return found
+
+
+def end_tokens(folder: Path) -> list[int]:
+    """eos_token_id of generation_config.json; none where there is none.
+
+    Raises:
+        TextFileError: as `read_model_config`.
+    """
+    file = folder / "generation_config.json"
+    found = _read(file, {"eos_token_id": TOKENS}) if file.is_file() else {}
+    return [token for token in _listed(found.get("eos_token_id")) if token is not None]
+
+
+def check_weights(folder: Path) -> None:
+    """Whether the folder's safetensors are there, as far as names and sizes tell.
+
+    Raises:
+        TextFileError: one is missing or empty, or the index of them cannot be read.
+    """
+    names = [SINGLE]
+    if (folder / INDEX).is_file():
+        weight_map = _read(folder / INDEX, {"weight_map": SECTION}).get("weight_map") or {}
+        names = sorted(set(map(str, weight_map.values()))) or [SINGLE]
+    elif not (folder / SINGLE).is_file():
+        raise TextFileError(
+            f"{folder} holds no {SINGLE} and no {INDEX}: complete the download; other weight formats are not read"
+        )
+    for what, at_fault in (("lacks", _is_absent), ("holds an empty", _is_empty)):
+        found = [name for name in names if at_fault(folder / name)]
+        if found:
+            raise TextFileError(f"{folder} {what} {shorten(', '.join(found))}: complete the download")
+
+
+def _is_absent(file: Path) -> bool:
+    return not file.is_file()
+
+
+def _is_empty(file: Path) -> bool:
+    return file.stat().st_size == 0
+
+
+def _read(file: Path, kinds: dict[str, Kind]) -> dict[str, Any]:
+    try:
+        found = read_json(file)
+    except TextFileError as error:
+        raise TextFileError(f"cannot use {file}: {error}") from error
+    _check(file, found, kinds)
+    return found
+
+
+def _check(file: Path, found: dict[str, Any], kinds: dict[str, Kind], prefix: str = "") -> None:
+    wrong = list(_wrong(found, kinds, prefix))
+    if wrong:
+        raise TextFileError(f"cannot use {file}: {'; '.join(wrong)}: correct it, or copy the file again")
+
+
+def _wrong(found: dict[str, Any], kinds: dict[str, Kind], prefix: str) -> Iterator[str]:
+    for key, kind in kinds.items():
+        if found.get(key) is not None and not kind.fits(found[key]):
+            yield f"{prefix}{key}: expected {kind.words}, found {shorten(json.dumps(found[key]))}"
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

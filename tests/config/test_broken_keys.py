@@ -1,0 +1,317 @@
+"""Keys that contradict each other, and files that they name in vain, told of the line that sets one of them."""
+
+import os
+
+import pytest
+import yaml
+
+from megappo import plan
+
+CONTRADICTIONS = {
+    "actor.ppo_mini_batch_size=100": (
+        "actor.ppo_mini_batch_size 100 does not divide data.train_batch_size 256: 64 or 128 would"
+    ),
+    "critic.ppo_mini_batch_size=512": (
+        "critic.ppo_mini_batch_size 512 does not divide data.train_batch_size 256: 256 would"
+    ),
+    "actor.max_tokens_per_micro_batch=2047": (
+        "actor.max_tokens_per_micro_batch 2047 cannot hold one row of data.max_prompt_length 1024 + "
+        "rollout.max_response_length 1024: set it to 2048 or more"
+    ),
+    "ref.max_tokens_per_micro_batch=1": "ref.max_tokens_per_micro_batch 1 cannot hold one row of",
+    "actor.parallel.sequence=true": (
+        "actor.parallel.sequence needs actor.parallel.tensor > 1, found 1: raise tensor or turn sequence off"
+    ),
+    "actor.parallel.pipeline_split=[3, 3]": (
+        "actor.parallel.pipeline_split [3, 3] is of 2 chunks, but actor.parallel.pipeline 1 x virtual_pipeline 1 = 1: "
+        "name the layers of each, or drop it"
+    ),
+    "ref.parallel={pipeline: 2, pipeline_split: [6]}": "ref.parallel.pipeline_split [6] is of 1 chunk, but",
+    "actor.parallel={pipeline: 2, virtual_pipeline: 2, pipeline_split: [3, 3]}": (
+        "actor.parallel.pipeline_split [3, 3] is of 2 chunks, but actor.parallel.pipeline 2 x virtual_pipeline 2 = 4: "
+    ),
+    "critic.parallel.virtual_pipeline=2": (
+        "critic.parallel.virtual_pipeline 2 needs critic.parallel.pipeline > 1, found 1: raise pipeline, or drop it"
+    ),
+    "ref.parallel.sequence=true": "ref.parallel.sequence needs ref.parallel.tensor > 1",
+    "actor.optim.min_lr=1e-3 actor.optim.lr_decay_style=linear": (
+        "actor.optim.min_lr 0.001 is above actor.optim.lr 1e-06: lower it"
+    ),
+    "critic.optim.min_lr=1e-7": "critic.optim.min_lr 1e-07 has no effect with lr_decay_style constant",
+    "actor.optim.lr_warmup_steps=100": (
+        "actor.optim.lr_warmup_steps 100 must be below the run's 100 optimizer steps: "
+        "shorten it or raise trainer.total_steps"
+    ),
+    "actor.clip_ratio=1": "actor.clip_ratio 1.0 must be below 1: lower it, as the ratio is clipped",
+    "actor.clip_ratio_low=1.5": "actor.clip_ratio_low 1.5 must be below 1",
+    "algorithm.use_kl_in_reward=false algorithm.kl_ctrl.type=adaptive": (
+        'algorithm.kl_ctrl {"type": "adaptive", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1} has no effect, '
+        "as algorithm.use_kl_in_reward is false: drop it"
+    ),
+    "algorithm.kl_ctrl={type: adaptive, kl_coef: 0}": "algorithm.kl_ctrl.kl_coef 0 stays 0 however adaptive",
+    "actor.tau_pos=2": "actor.tau_pos 2.0 has no effect, as actor.policy_loss is clip: drop it",
+    "reward.overlong_buffer=4": "reward.overlong_buffer 4 has no effect, as reward.length_penalty is not overlong",
+    "algorithm.use_kl_in_reward=false placement.ref=0": (
+        "placement.ref is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false, so no reference is "
+        "built: drop placement.ref"
+    ),
+    "algorithm.use_kl_in_reward=false ref.parallel.tensor=2": (
+        "ref.parallel is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false"
+    ),
+    "algorithm.adv_estimator=grpo": (
+        "algorithm.adv_estimator grpo compares the responses to a prompt: rollout.n must be at least 2, found 1"
+    ),
+    "algorithm.adv_estimator=remax reward.normalize=batch": (
+        "reward.normalize batch would hide the greedy baseline that algorithm.adv_estimator remax subtracts"
+    ),
+    "algorithm.adv_estimator=rloo rollout.n=2 algorithm.shared_backbone=true": (
+        "algorithm.shared_backbone needs values, which algorithm.adv_estimator rloo does without: drop it or use gae"
+    ),
+    "algorithm.adv_estimator=rloo rollout.n=2 algorithm.critic_lam=1": "algorithm.critic_lam needs values",
+    "critic.warmup_steps=100": "critic.warmup_steps 100 must be below trainer.total_steps 100: lower it",
+    "critic.warmup_steps=1 algorithm.shared_backbone=true": (
+        "critic.warmup_steps 1 needs a critic, and this run builds none: set it to 0"
+    ),
+    "reward.normalize=group": "reward.normalize group compares the responses to a prompt: rollout.n must be at least 2",
+    "reward.length_penalty=overlong reward.overlong_buffer=2000": (
+        "reward.overlong_buffer 2000 is longer than rollout.max_response_length 1024: shorten it"
+    ),
+    "algorithm.kl_penalty=full actor.parallel.pipeline=2": (
+        "algorithm.kl_penalty full needs actor.parallel.pipeline 1, found 2"
+    ),
+    "actor.use_kl_loss=true actor.kl_loss_type=full placement.ref=0-3": (
+        "actor.kl_loss_type full needs the reference on the actor's ranks: drop placement.ref"
+    ),
+    "algorithm.rollout_correction={level: token, mode: mask, threshold_lower: 3}": (
+        "algorithm.rollout_correction.threshold_lower 3.0 must be below algorithm.rollout_correction.threshold 2.0"
+    ),
+    "algorithm.rollout_correction={level: token, threshold_lower: 0.5}": (
+        "algorithm.rollout_correction.threshold_lower is only used with algorithm.rollout_correction.mode mask: drop it"
+    ),
+    "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
+        "algorithm.rollout_correction.threshold 1.0 must be above 1"
+    ),
+    "algorithm.rollout_correction.mode=mask": (
+        "algorithm.rollout_correction.mode mask has no effect, as algorithm.rollout_correction.level is none: drop it"
+    ),
+    "actor.target_kl=0.1": "actor.target_kl 0.1 has nothing to skip: a step has one optimizer step only; drop it",
+    "actor.policy_loss=clip_cov actor.clip_cov_lb=5": "actor.clip_cov_lb 5.0 must be below actor.clip_cov_ub 5.0",
+    "algorithm.value_coef=1": (
+        "algorithm.value_coef 1.0 has no effect, as algorithm.shared_backbone is false: drop it"
+    ),
+    "algorithm.adv_estimator=rloo rollout.n=2 algorithm.gamma=0.9": (
+        "algorithm.gamma 0.9 has no effect, as algorithm.adv_estimator rloo discounts nothing: drop it"
+    ),
+    "actor.kl_loss_coef=1": "actor.kl_loss_coef 1.0 has no effect, as actor.use_kl_loss is false: drop it",
+    "algorithm.shared_backbone=true critic.model_path=model": (
+        'critic.model_path "model" has no effect, as this run builds no critic: drop it'
+    ),
+    "algorithm.rollout_correction.reject_geometric=[1.1, 2]": (
+        "algorithm.rollout_correction.reject_geometric [1.1, 2.0] must enclose 1: set such as [0.999, 1.001]"
+    ),
+    "rollout.top_k=0": "rollout.top_k 0 keeps no token: set -1 (off) or at least 1",
+    "rollout.max_total_tokens=2049": (
+        "rollout.max_total_tokens 2049 is below the 2050 tokens that an engine needs for data.max_prompt_length 1024 "
+        "and rollout.max_response_length 1024 (their sum + 2, and the prompt + 7): raise it"
+    ),
+    "rollout.max_total_tokens=1030 rollout.max_response_length=1": (
+        "rollout.max_total_tokens 1030 is below the 1031 tokens that an engine needs"
+    ),
+    "rollout.stop=['']": "rollout.stop holds an empty string",
+    "data.val_files=[] trainer.eval_interval=10": (
+        "trainer.eval_interval 10 needs data.val_files, found none: name some or drop trainer.eval_interval"
+    ),
+    "actor.optim.lr_warmup_steps=1 trainer.total_steps=1": (
+        "actor.optim.lr_warmup_steps 1 must be below the run's 1 optimizer step: shorten it or raise"
+    ),
+    "data.label_key=prompt": "data.prompt_key and data.label_key are both 'prompt': name two different fields",
+}
+PLACEMENTS = {
+    "placement.rollout=4": (
+        "placement.rollout: '4' names rank 4, but this run has 4, numbered from 0: "
+        "start 5 processes or more (NPROC=5 with launch/local.sh), or name lower ranks"
+    ),
+    "placement.critic=3-1": "placement.critic: '3-1': the range 3-1 runs backwards: write 1-3",
+    "placement.rollout=0-2,2": "placement.rollout: '0-2,2' names rank 2 twice: name it once",
+    "placement.rollout=gpus": (
+        "placement.rollout: 'gpus' is not a list of ranks: write 'all', '0-7', '0,2' or '0-3,6'"
+    ),
+    "placement.critic=0-2 critic.parallel.tensor=2": (
+        "placement.critic: the 3 ranks 0-2 do not divide by critic.parallel's tensor 2 x pipeline 1 = 2: "
+        "name 2 or 4 ranks, or make it 1 or 3"
+    ),
+    "actor.parallel.pipeline=3": (
+        "placement.actor: the 4 ranks 0-3 do not divide by actor.parallel's tensor 1 x pipeline 3 = 3: "
+        "name 3 or 6 ranks, or make it 2 or 4"
+    ),
+    "placement.ref=0-2 actor.parallel.tensor=2": (
+        "placement.ref: the 3 ranks 0-2 do not divide by actor.parallel's tensor 2 x pipeline 1 = 2"
+    ),
+    "placement.rollout=0-2 rollout.tensor_parallel=2": (
+        "placement.rollout: the 3 ranks 0-2 do not divide by rollout.tensor_parallel 2: "
+        "name 2 or 4 ranks, or make it 1 or 3"
+    ),
+    "placement.rollout=0,2 rollout.tensor_parallel=2": (
+        "placement.rollout: engine 0 of rollout.tensor_parallel 2 would get ranks 0,2, "
+        "which do not follow each other: name runs of 2 ranks"
+    ),
+    "placement.actor=0-1 placement.critic=0-3 rollout.sync.transport=ipc": (
+        "rollout.sync.transport is ipc, but the engines' first ranks 2-3 are not the actor's (0-1): set it to auto, or "
+        "place the engines there"
+    ),
+    "placement.critic=3 critic.parallel.tensor=2": (
+        "placement.critic: the one rank 3 does not divide by critic.parallel's tensor 2 x pipeline 1 = 2: "
+        "name 2 ranks, or make it 1"
+    ),
+    "placement.actor,critic,rollout=1-3": (
+        "placement: rank 0 of this run's 4 belongs to no component: start 4 processes (NPROC=4 with"
+    ),
+    "placement.rollout=\u0661": "placement.rollout: '\u0661' is not a list of ranks: write 'all', '0-7', '0,2'",
+    "placement.critic=0-999999999999": ("placement.critic: '0-999999999999' names ranks above 99999: write lower ones"),
+    "placement.actor,critic,rollout=0-1": (
+        "placement: ranks 2-3 of this run's 4 belong to no component: "
+        "start 2 processes (NPROC=2 with launch/local.sh), or place a component there"
+    ),
+    "actor.ppo_mini_batch_size=2": (
+        "actor.ppo_mini_batch_size 2 x rollout.n 1 = 2 trajectories are fewer than the actor's 4 data-parallel shards "
+        "on ranks 0-3: raise actor.ppo_mini_batch_size to 4 or more"
+    ),
+}
+FILES = {
+    "model.path=absent": "model.path: no folder absent: download the model",
+    "critic.model_path=absent": "critic.model_path: no folder absent: download the model",
+    "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl: create it or correct the path",
+    "data.val_files=[val.jsonl, val.jsonl]": (
+        "data.val_files: several are called 'val', under which each would be reported: rename or merge them"
+    ),
+    "data.val_files=[val.jsonl, data.csv]": "data.val_files: data.csv is neither .jsonl nor .parquet: convert it",
+    "reward.function=exact": "reward.function 'exact': expected exact_match or FILE.py:FUNCTION",
+    'model.path="a\\0b"': "model.path: no path holds a NUL, found 'a\\x00b': correct it",
+    f"model.path={'m' * 5000}": "model.path: cannot look at " + "m" * 80 + "...: File name too long: correct the path",
+    f"data.train_files={'d' * 5000}.jsonl": "data.train_files: cannot look at " + "d" * 80 + "...: File name too long",
+    f"trainer.output_dir={'o' * 5000}": "trainer.output_dir: cannot look at " + "o" * 80 + "...: File name too long",
+    f"reward.function={'r' * 5000}.py:f": "reward.function: cannot read " + "r" * 80,
+    'trainer.output_dir="a\\0b"': "trainer.output_dir: no path holds a NUL, found 'a\\x00b': correct it",
+    "model.path=circle": "model.path: cannot look at circle: Too many levels of symbolic links: correct the path",
+    "data.train_files=pipe.jsonl": "data.train_files: no file pipe.jsonl: create it or correct the path",
+    "reward.function=absent.py:score": "reward.function 'absent.py:score': no file absent.py",
+    "trainer.output_dir=train.jsonl": "trainer.output_dir: train.jsonl is a file: name a folder",
+    "actor.parallel.tensor=4": (
+        "actor.parallel.tensor 4 does not divide num_key_value_heads 2 of model/config.json: 2 would"
+    ),
+    "critic.parallel.pipeline=4": (
+        "critic.parallel.pipeline 4 x virtual_pipeline 1 = 4 does not divide num_hidden_layers 6 of model/config.json: "
+        "3 or 6 would, or set critic.parallel.pipeline_split, such as [2, 2, 1, 1]"
+    ),
+    "actor.parallel={pipeline: 2, virtual_pipeline: 2}": (
+        "actor.parallel.pipeline 2 x virtual_pipeline 2 = 4 does not divide num_hidden_layers 6 of model/config.json: "
+        "3 or 6 would, or set actor.parallel.pipeline_split, such as [2, 2, 1, 1]"
+    ),
+    "actor.parallel.pipeline=2 actor.parallel.pipeline_split=[2, 3]": (
+        "actor.parallel.pipeline_split [2, 3] has 5 layers together, num_hidden_layers of model/config.json is 6"
+    ),
+    "actor.parallel.expert_tensor=2": (
+        "actor.parallel.expert_tensor 2: model/config.json is of a dense model, without experts: set it to 1"
+    ),
+    "actor.parallel.expert=2": (
+        "actor.parallel.expert 2: model/config.json is of a dense model, without experts: set it to 1"
+    ),
+    "critic.parallel.pipeline_split=[7]": "critic.parallel.pipeline_split [7] has 7 layers together",
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), (CONTRADICTIONS | PLACEMENTS | FILES).items())
+def test_a_run_that_cannot_be(run_folder, refusals, overrides, message):
+    (run_folder / "circle").symlink_to("circle")
+    os.mkfifo(run_folder / "pipe.jsonl")
+    keys = yaml_aware_split(overrides)
+    (error,) = refusals(*keys)
+    assert error.startswith(f"command line: {message}")
+    (run_folder / "bad.yaml").write_text("base: run.yaml\n" + as_document(keys))
+    (in_file,) = refusals(config="bad.yaml")
+    place, _, told = in_file.partition(": ")
+    assert (place.rpartition(":")[0], told) == ("bad.yaml", error.partition(": ")[2])
+
+
+def yaml_aware_split(overrides: str) -> list[str]:
+    """`a=1 b=[1, 2]` -> both overrides."""
+    parts: list[str] = []
+    for word in overrides.split(" "):
+        parts += [word] if "=" in word else []
+        if "=" not in word:
+            parts[-1] += " " + word
+    return parts
+
+
+def as_document(overrides: list[str]) -> str:
+    """Overrides as YAML of a key a line, but for what is written as a mapping."""
+    document: dict = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        *sections, name = key.split(".")
+        section = document
+        for above in sections:
+            section = section.setdefault(above, {})
+        section[name] = value if sections == ["placement"] else yaml.safe_load(value)
+    return yaml.safe_dump(document, sort_keys=False)
+
+
+def test_everything_wrong_with_a_run_comes_at_once(refusals):
+    errors = refusals("actor.ppo_mini_batch_size=3", "actor.parallel.tensor=3", "data.train_files=absent.jsonl")
+    assert [error.removeprefix("command line: ").split(" ")[0] for error in errors] == [
+        "actor.ppo_mini_batch_size",
+        "placement.actor:",
+        "actor.parallel.tensor",
+        "actor.parallel.tensor",
+        "actor.parallel.tensor",
+        "data.train_files:",
+    ]
+
+
+def test_an_error_names_the_first_key_that_was_set(run_folder, refusals):
+    """actor.ppo_mini_batch_size is at its default, which is not written anywhere."""
+    (run_folder / "base.yaml").write_text("base: run.yaml\n\ndata:\n  train_batch_size: 100\n")
+    (run_folder / "bad.yaml").write_text("base: base.yaml\ncritic: {ppo_mini_batch_size: 50}\n")
+    assert refusals(config="bad.yaml") == [
+        "base.yaml:4: actor.ppo_mini_batch_size 256 does not divide data.train_batch_size 100: 100 would"
+    ]
+
+
+def test_the_first_of_two_keys_is_named_by_whoever_wrote_it_last(run_folder, refusals):
+    (run_folder / "bad.yaml").write_text("base: run.yaml\nplacement:\n  critic: 0-2\ncritic: {parallel: {tensor: 2}}\n")
+    (error,) = refusals(config="bad.yaml")
+    assert error.startswith("bad.yaml:3: placement.critic: the 3 ranks 0-2 do not divide")
+    (error,) = refusals("placement.critic=0-2", config="bad.yaml")
+    assert error.startswith("command line: placement.critic: the 3 ranks 0-2 do not divide")
+
+
+def test_keys_at_their_defaults_are_told_of_the_file(refusals, capsys):
+    assert refusals("rollout.max_response_length=3071") == [
+        "run.yaml:7: model.path: model/config.json's max_position_embeddings 4096 is below the 4097 tokens that an "
+        "engine needs for data.max_prompt_length 1024 and rollout.max_response_length 3071 (their sum + 2, and the "
+        "prompt + 7): lower these"
+    ]
+    assert plan.main(["run.yaml"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error == "error: run.yaml: placement: every component is on 'all' ranks: say how many with --world-size N"
+
+
+def test_a_bound_that_a_loss_does_not_have_is_no_matter(accepted):
+    accepted("actor.policy_loss=cispo", "actor.clip_ratio_low=1", "actor.clip_ratio_high=4")
+
+
+def test_a_context_that_is_just_long_enough_is_valid(accepted):
+    accepted("rollout.max_response_length=3070", "rollout.max_total_tokens=4096")
+
+
+def test_without_held_out_files_there_is_no_evaluation_and_that_is_said(accepted):
+    assert "evaluation: none" not in accepted()
+    assert "  evaluation: none (data.val_files names none)\n" in accepted("data.val_files=[]")
+    assert "  evaluation: none (data.val_files names none)\n" in accepted(
+        "data.val_files=[]", "trainer.eval_interval=0"
+    )
+    assert "  evaluation: none (trainer.eval_interval is 0)\n" in accepted("trainer.eval_interval=0")
+
+
+def test_all_ranks_may_be_more_than_the_machine_has(accepted):
+    assert "plan of run.yaml on 4 ranks" in accepted("placement={actor, critic, rollout: all}")

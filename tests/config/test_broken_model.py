@@ -1,0 +1,283 @@
+"""Model folders that are incomplete, damaged, of another kind, or do not fit the layout."""
+
+import os
+import shutil
+
+import pytest
+
+FILE = "model/config.json"
+HEADS = "cannot use model/config.json: num_attention_heads: expected int >= 1, found "
+KINDS = "cannot use model/config.json: architectures: expected non-empty list of text, found "
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8}
+WRONG_VALUES = [
+    ({"architectures": ["MambaForCausalLM"]}, f"{FILE} is of architecture MambaForCausalLM; this version trains Llama"),
+    ({"architectures": ...}, f"{FILE} is of architecture none; this version trains"),
+    ({"architectures": None}, f"{FILE} is of architecture none; this version trains"),
+    ({"architectures": "LlamaForCausalLM"}, KINDS + '"LlamaForCausalLM"'),
+    ({"architectures": []}, KINDS + "[]"),
+    ({"architectures": [{}]}, KINDS + "[{}]"),
+    ({"architectures": [None]}, KINDS + "[null]"),
+    ({"architectures": ["x" * 9000]}, f"{FILE} is of architecture {'x' * 80}...; this version"),
+    ({"num_attention_heads": 0}, HEADS + "0"),
+    ({"num_attention_heads": -4}, HEADS + "-4"),
+    ({"num_attention_heads": "4"}, HEADS + '"4"'),
+    ({"num_attention_heads": 4.0}, HEADS + "4.0"),
+    ({"num_attention_heads": True}, HEADS + "true"),
+    ({"num_attention_heads": float("nan")}, HEADS + "NaN"),
+    ({"num_attention_heads": [4]}, HEADS + "[4]"),
+    ({"num_attention_heads": 10**100}, HEADS + "1" + "0" * 79 + "..."),
+    ({"num_attention_heads": None}, f"{FILE} lacks num_attention_heads: download it again"),
+    ({"num_hidden_layers": None}, f"{FILE} lacks num_hidden_layers: download it again"),
+    ({"num_hidden_layers": 0}, "cannot use model/config.json: num_hidden_layers: expected int >= 1, found 0"),
+    ({"max_position_embeddings": ..., "rms_norm_eps": ...}, f"{FILE} lacks max_position_embeddings, rms_norm_eps"),
+    ({"rms_norm_eps": "1e-6"}, 'cannot use model/config.json: rms_norm_eps: expected number > 0, found "1e-6"'),
+    ({"rms_norm_eps": 0}, "cannot use model/config.json: rms_norm_eps: expected number > 0, found 0"),
+    ({"rope_theta": float("inf")}, "cannot use model/config.json: rope_theta: expected number > 0, found Infinity"),
+    ({"head_dim": 0}, "cannot use model/config.json: head_dim: expected int >= 1, found 0"),
+    ({"head_dim": 15}, f"{FILE}: the size of a head is 15, but rotary positions need an even one"),
+    ({"hidden_size": 66}, f"{FILE}: num_attention_heads 4 does not divide hidden_size 66, and head_dim is not set"),
+    ({"num_key_value_heads": 3}, f"{FILE}: num_key_value_heads 3 does not divide num_attention_heads 4"),
+    ({"tie_word_embeddings": "false"}, "cannot use model/config.json: tie_word_embeddings: expected true | false"),
+    ({"sliding_window": -1}, "cannot use model/config.json: sliding_window: expected int >= 0, found -1"),
+    ({"use_sliding_window": True, "sliding_window": 16}, f"{FILE}'s sliding_window 16 is below"),
+    ({"layer_types": "full_attention"}, "cannot use model/config.json: layer_types: expected list of text"),
+    ({"rope_scaling": "linear"}, 'cannot use model/config.json: rope_scaling: expected object, found "linear"'),
+    (
+        {"rope_scaling": {"factor": "2"}},
+        'cannot use model/config.json: rope_scaling.factor: expected number > 0, found "2',
+    ),
+    ({"quantization_config": []}, "cannot use model/config.json: quantization_config: expected object, found []"),
+    (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 2047},
+        f"{FILE}'s sliding_window 2047 is below data.max_prompt_length 1024 + rollout.max_response_length 1024: lower",
+    ),
+    (
+        {"architectures": ["LlamaForCausalLM"], "hidden_size": ..., "vocab_size": ...},
+        f"{FILE} lacks hidden_size, vocab_size: download it again",
+    ),
+    (
+        QWEN3_MOE | {"num_experts": 2, "num_experts_per_tok": 3},
+        f"{FILE}: num_experts_per_tok 3 is more than the 2 experts",
+    ),
+    (
+        QWEN3_MOE | {"num_experts": 0, "num_experts_per_tok": 1},
+        "cannot use model/config.json: num_experts: expected int >= 1, found 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_VALUES, ids=range(len(WRONG_VALUES)))
+def test_a_model_that_cannot_be_trained(refusals, model_config, changes, message):
+    model_config(**changes)
+    (error,) = refusals()
+    assert error.startswith(f"run.yaml:7: model.path: {message}")
+
+
+CONFIG = "cannot use model/config.json: "
+INDEX = "model.safetensors.index.json"
+FOLDERS = [
+    ({"config.json": '{"archit'}, CONFIG + "it is not valid JSON (Unterminated string starting at: line 1"),
+    ({"config.json": ""}, CONFIG + "it is not valid JSON (Expecting value"),
+    ({"config.json": "[]"}, CONFIG + "it is not a JSON object: copy it again"),
+    ({"config.json": "[" * 100_000}, CONFIG + "it nests too deeply: copy it again"),
+    ({"config.json": '{"a":' * 100_000}, CONFIG + "it nests too deeply: copy it again"),
+    ({"config.json": '{"vocab_size": ' + "9" * 5000 + "}"}, CONFIG + "it is not valid JSON (Exceeds the limit"),
+    ({"config.json": '{"a": "\0"}'}, CONFIG + "it is not valid JSON (Invalid control character"),
+    ({"config.json": b"\xff{}"}, CONFIG + "it is not UTF-8 text (line 1): save it as UTF-8"),
+    ({"config.json": "{}".encode("utf-16")}, CONFIG + "it is not UTF-8 text (line 1)"),
+    ({"config.json": " " * (17 * 2**20)}, CONFIG + "it has 17,825,792 bytes, more than 16,777,216: is it the right"),
+    ({"config.json": None}, CONFIG + "No such file or directory"),
+    ({"config.json": "a folder"}, CONFIG + "it is a folder: name a file"),
+    ({"config.json": "a pipe"}, CONFIG + "it is no ordinary file: name a file"),
+    ({"config.json": "a circle"}, CONFIG + "Too many levels of symbolic links: correct the path"),
+    ({"model.safetensors": None}, f"model holds no model.safetensors and no {INDEX}: complete the download; other"),
+    ({"model.safetensors": "a folder"}, f"model holds no model.safetensors and no {INDEX}: complete the download"),
+    ({"model.safetensors": ""}, "model holds an empty model.safetensors: complete the download"),
+    ({INDEX: "[]"}, f"cannot use model/{INDEX}: it is not a JSON object: copy it again"),
+    ({INDEX: '{"weight_map": 3}'}, f"cannot use model/{INDEX}: weight_map: expected object, found 3: correct it"),
+    ({INDEX: '{"weight_map": {"a": "1.safetensors"}}'}, "model lacks 1.safetensors: complete the download"),
+    ({INDEX: '{"weight_map": {"a": {}}}'}, "model lacks {}: complete the download"),
+    ({"tokenizer_config.json": None}, "model holds no tokenizer_config.json: complete the download"),
+    ({"tokenizer_config.json": "a folder"}, "model holds no tokenizer_config.json: complete the download"),
+    ({"generation_config.json": "[2]"}, "cannot use model/generation_config.json: it is not a JSON object"),
+    (
+        {"generation_config.json": '{"eos_token_id": ["</s>"]}'},
+        'cannot use model/generation_config.json: eos_token_id: expected token id or list of them, found ["</s>"]',
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "message"), FOLDERS, ids=range(len(FOLDERS)))
+def test_a_model_folder_that_cannot_be_used(run_folder, refusals, files, message):
+    for name, content in files.items():
+        put(run_folder / "model" / name, content)
+    (error,) = refusals()
+    assert error.startswith(f"run.yaml:7: model.path: {message}")
+
+
+def put(path, content):
+    """A file of that text or bytes, or nothing, or what is no file."""
+    path.unlink(missing_ok=True)
+    if content == "a folder":
+        path.mkdir()
+    elif content == "a pipe":
+        os.mkfifo(path)
+    elif content == "a circle":
+        path.symlink_to(path.name)
+    elif content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+EXPERTS = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 18,
+    "shared_expert_intermediate_size": 33,
+}
+MIXTURES = {
+    "actor.parallel.expert=3": (
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
+        "expert 3 x expert_tensor 1 = 3: make it 2 or 4"
+    ),
+    "actor.parallel={expert: 2, expert_tensor: 6}": (
+        "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
+        "expert 2 x expert_tensor 6 = 12: make it 4"
+    ),
+    "actor.parallel.expert_tensor=4": (
+        "actor.parallel.expert_tensor 4 does not divide moe_intermediate_size 18 of model/config.json: 3 or 6 would"
+    ),
+    "actor.parallel.expert=4": (
+        "actor.parallel.expert 4 does not divide num_experts 6 of model/config.json: 3 or 6 would"
+    ),
+    "actor.parallel={tensor: 2, sequence: true}": (
+        "actor.parallel.tensor 2 does not divide shared_expert_intermediate_size 33 of model/config.json: 1 or 3 would"
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), MIXTURES.items())
+def test_a_mixture_of_experts_that_cannot_be_laid_out(refusals, model_config, overrides, message):
+    model_config(**EXPERTS)
+    (error,) = refusals(overrides)
+    assert error.partition(": ")[2].startswith(message)
+
+
+def test_what_a_mixture_of_experts_must_say_and_have(refusals, accepted, model_config):
+    model_config(**EXPERTS | {"shared_expert_intermediate_size": 32})
+    assert refusals("actor.parallel.expert=2", "actor.parallel.tensor=2") == [
+        "command line: actor.parallel.sequence must be true with actor.parallel.tensor 2, as model/config.json is of a "
+        "mixture of experts"
+    ]
+    accepted("actor.parallel={tensor: 2, expert: 2, sequence: true}", "critic.parallel.expert=2")
+    model_config(architectures=["Qwen2MoeForCausalLM"])
+    (error,) = refusals()
+    assert error.startswith(
+        "run.yaml:7: model.path: model/config.json lacks moe_intermediate_size, num_experts_per_tok, "
+        "shared_expert_intermediate_size, num_experts: "
+    )
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "intermediate_size": 128,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 11,
+    "n_shared_experts": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+}
+LATENT_LAYOUTS = {
+    "actor.parallel={tensor: 2, sequence: true}": (
+        "actor.parallel.tensor 2 does not divide moe_intermediate_size x n_shared_experts 33 of model/config.json: "
+        "1 or 3 would"
+    ),
+    "actor.parallel.expert=4": (
+        "actor.parallel.expert 4 does not divide n_routed_experts 6 of model/config.json: 3 or 6 would"
+    ),
+}
+
+
+@pytest.mark.parametrize(("override", "message"), LATENT_LAYOUTS.items())
+def test_latent_attention_is_divided_by_heads_alone(refusals, model_config, override, message):
+    model_config(**DEEPSEEK | {"num_key_value_heads": 3})
+    assert refusals(override) == [f"command line: {message}"]
+
+
+def test_an_engine_cuts_latent_attention_by_heads_alone(accepted, model_config):
+    model_config(**DEEPSEEK | {"num_key_value_heads": 3})
+    accepted("rollout.tensor_parallel=4")
+
+
+def test_a_stage_without_experts_needs_the_sharded_optimizer(refusals, accepted, model_config):
+    model_config(**DEEPSEEK | {"first_k_dense_replace": 3, "moe_intermediate_size": 8})
+    stages = ("actor.parallel.pipeline=2", "actor.optim.distributed=false")
+    assert refusals(*stages) == [
+        "command line: actor.optim.distributed must be true, as the first 3 layers of model/config.json have no "
+        "experts and the first of actor.parallel.pipeline 2 stages has 3 layers"
+    ]
+    accepted(*stages, "actor.parallel.pipeline_split=[4,2]")
+    accepted(stages[0])
+
+
+def test_latent_attention_that_does_not_divide(refusals, model_config):
+    model_config(**DEEPSEEK | {"num_attention_heads": 5, "moe_intermediate_size": 8})
+    (error,) = refusals("actor.parallel={tensor: 2, sequence: true}")
+    assert error.startswith(
+        "command line: actor.parallel.tensor 2 does not divide num_attention_heads 5 of model/config.json: "
+    )
+
+
+@pytest.mark.parametrize("lacking", ["q_lora_rank", "first_k_dense_replace", "n_shared_experts", "n_routed_experts"])
+def test_what_latent_attention_must_say(refusals, model_config, lacking):
+    model_config(**DEEPSEEK | {lacking: ...})
+    (error,) = refusals()
+    assert error.startswith(f"run.yaml:7: model.path: model/config.json lacks {lacking}: ")
+
+
+@pytest.mark.parametrize("null", ["kv_lora_rank", "first_k_dense_replace", "n_group", "routed_scaling_factor"])
+def test_what_latent_attention_may_not_leave_null(refusals, model_config, null):
+    model_config(**DEEPSEEK | {null: None})
+    (error,) = refusals()
+    assert error.startswith(f"run.yaml:7: model.path: model/config.json lacks {null}: ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 2048},
+        {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"use_sliding_window": False, "sliding_window": 16},
+        {"num_key_value_heads": None, "head_dim": None, "rope_scaling": None},
+        {"num_attention_heads": 6, "head_dim": 32},
+        DEEPSEEK,
+        DEEPSEEK | {"architectures": ["DeepseekV2ForCausalLM"], "n_group": None, "topk_group": None},
+    ],
+    ids=range(7),
+)
+def test_models_in_which_nothing_is_wrong(accepted, model_config, changes):
+    model_config(**changes)
+    accepted()
+
+
+def test_an_empty_data_file(run_folder, refusals):
+    (run_folder / "train.jsonl").write_text("")
+    (error,) = refusals()
+    assert error.startswith("run.yaml:2: data.train_files: train.jsonl is empty: put prompts in it")
+
+
+def test_a_critic_may_start_from_a_reward_model_an_actor_may_not(run_folder, refusals, accepted, model_config):
+    shutil.copytree(run_folder / "model", run_folder / "language")
+    model_config(architectures=["Qwen2ForSequenceClassification"])
+    accepted("model.path=language", "critic.model_path=model")
+    (error,) = refusals("critic.model_path=language")
+    assert "model/config.json is of architecture Qwen2ForSequenceClassification; this version trains" in error

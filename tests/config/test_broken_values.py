@@ -1,0 +1,96 @@
+"""Keys and values that the schema refuses, one by one."""
+
+import pytest
+
+KEYS_AND_VALUES = {
+    "actor.ppo_epoch=1": "actor.ppo_epoch: unknown key; did you mean actor.ppo_epochs?",
+    "critic.lr=1e-5": "critic.lr: unknown key; did you mean critic.optim.lr?",
+    "actor.gamma=1": "actor.gamma: unknown key; did you mean algorithm.gamma?",
+    "actr.clip_ratio=1": "actr: unknown key; did you mean actor?",
+    "reward.zzz=1": "reward.zzz: unknown key; reward has function, num_workers, timeout_seconds, scale, clip,",
+    "base=other.yaml": "base: unknown key; the top level has model, placement,",
+    "actor.optim.lr=fast": 'actor.optim.lr: expected float > 0, found "fast"',
+    "actor.optim.lr=0": "actor.optim.lr: expected float > 0, found 0",
+    "actor.optim.lr=.inf": "actor.optim.lr: expected float > 0, found Infinity",
+    "actor.optim.lr=true": "actor.optim.lr: expected float > 0, found true",
+    "actor.optim.betas=[0.9, 1.0]": "actor.optim.betas: expected list of 2: each float in [0, 1), found [0.9, 1.0]",
+    "actor.optim.betas=[0.9]": "actor.optim.betas: expected list of 2: each float in [0, 1), found [0.9]",
+    "actor.clip_ratio_c=1": "actor.clip_ratio_c: expected float > 1 | null, found 1",
+    "rollout.n=1.5": "rollout.n: expected int >= 1, found 1.5",
+    "rollout.n=true": "rollout.n: expected int >= 1, found true",
+    "rollout.n=.inf": "rollout.n: expected int >= 1, found Infinity",
+    "rollout.n=null": "rollout.n: expected int >= 1, found null",
+    "rollout.top_p=1.1": "rollout.top_p: expected float in (0, 1], found 1.1",
+    "rollout.port=65536": "rollout.port: expected int in [0, 65535], found 65536",
+    "rollout.mem_fraction_static=1": "rollout.mem_fraction_static: expected float in (0, 1), found 1",
+    "rollout.server_args={a: [1]}": "rollout.server_args: expected keys with text | int | float | true | false",
+    "data.shuffle=1": "data.shuffle: expected true | false, found 1",
+    "data.train_files=[]": "data.train_files: expected non-empty list of text, found []",
+    "data.prompt_key=1": "data.prompt_key: expected text, found 1",
+    "algorithm.kl_penalty=k4": "algorithm.kl_penalty: expected k1 | abs | k2 | k3 | k1+ | k3+ | full | kl | mse |",
+    "reward.scale=-1": "reward.scale: expected float > 0, found -1",
+    "algorithm.rollout_correction.veto_threshold=1": (
+        "algorithm.rollout_correction.veto_threshold: expected float in (0, 1) | null, found 1"
+    ),
+    "algorithm.adv_estimator=ppo": (
+        "algorithm.adv_estimator: expected gae | grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | "
+        'remax | opo | gpg, found "ppo"'
+    ),
+    "actor.policy_loss=ppo": (
+        'actor.policy_loss: expected clip | gspo | cispo | sapo | gpg | clip_cov | kl_cov | gmpo, found "ppo"'
+    ),
+    "actor.loss_agg_mode=mean": (
+        "actor.loss_agg_mode: expected token-mean | seq-mean-token-sum | seq-mean-token-mean | "
+        'seq-mean-token-sum-norm | null, found "mean"'
+    ),
+    "algorithm.preset=trl": 'algorithm.preset: expected verl | slime | miles | openrlhf | nemo_rl | null, found "trl"',
+    "actor.entropy_coeff=-1": "actor.entropy_coeff: expected float >= 0, found -1",
+    "actor.kl_loss_coef=-0.1": "actor.kl_loss_coef: expected float >= 0, found -0.1",
+    "algorithm.kl_ctrl.kl_coef=-1": "algorithm.kl_ctrl.kl_coef: expected float >= 0, found -1",
+    "algorithm.value_coef=-1": "algorithm.value_coef: expected float >= 0, found -1",
+    "actor=3": "actor: expected section, found 3",
+    "actor.optim=": "actor.optim: expected section, found null",
+    "trainer.seed.x=1": 'trainer.seed: expected int >= 0, found {"x": 1}',
+    "placement.actor=[0, 1]": "placement.actor: expected text, found [0, 1]",
+    "rollout.n=\u0663": 'rollout.n: expected int >= 1, found "\u0663"',
+    "rollout.n=\uff13": 'rollout.n: expected int >= 1, found "\uff13"',
+    "actor.optim.lr=\u0661e-6": 'actor.optim.lr: expected float > 0, found "\u0661e-6"',
+    "actor.optim.lr='1_0e-6'": 'actor.optim.lr: expected float > 0, found "1_0e-6"',
+    "actor.optim.lr=nan": 'actor.optim.lr: expected float > 0, found "nan"',
+    "actor.optim.lr=.nan": "actor.optim.lr: expected float > 0, found NaN",
+    "actor.optim.lr='1e999'": 'actor.optim.lr: expected float > 0, found "1e999"',
+    "actor.optim.lr=2020-01-01": 'actor.optim.lr: expected float > 0, found "2020-01-01"',
+    "rollout.n=9223372036854775808": "rollout.n: expected int >= 1, found 9223372036854775808 (of more than 64 bits)",
+    "rollout.n=1e30": 'rollout.n: expected int >= 1, found "1e30" (of more than 64 bits)',
+    f"rollout.n='{'9' * 5000}'": "rollout.n: expected int >= 1, found " + '"' + "9" * 79 + "...",
+    "rollout.n=++5": 'rollout.n: expected int >= 1, found "++5"',
+    "rollout.n=0x": 'rollout.n: expected int >= 1, found "0x"',
+    "actor.parallel.tensor=1000000000": "actor.parallel.tensor: expected int in [1, 100000], found 1000000000",
+    "actor.parallel.pipeline_split=[1, 0]": "actor.parallel.pipeline_split: expected list of int in [1, 100000] | null",
+    "rollout.tensor_parallel=0": "rollout.tensor_parallel: expected int in [1, 100000], found 0",
+    "model.path=''": 'model.path: expected non-empty text, found ""',
+    "critic.model_path=''": 'critic.model_path: expected non-empty text | null, found ""',
+    "model.path=12": "model.path: expected non-empty text, found 12",
+    "model=": "model: expected section, found null",
+    "model=[]": "model: expected section, found []",
+    "data.train_files={a: b}": 'data.train_files: expected non-empty list of text, found {"a": "b"}',
+    "data.train_files=[[a]]": 'data.train_files: expected non-empty list of text, found [["a"]]',
+    "rollout.stop={a: {b: c}}": 'rollout.stop: expected list of text, found {"a": {"b": "c"}}',
+    "rollout.server_args={a: .inf}": "rollout.server_args: expected keys with text | int | float | true | false",
+    "rollout.server_args={a: null}": "rollout.server_args: expected keys with text | int | float | true | false",
+    "placement=0-3": 'placement: expected section, found "0-3"',
+    "placement.actor=null": "placement.actor: expected text, found null",
+    "placement.everything=0": "placement.everything: unknown key; placement has actor, critic, ref, rollout",
+    "trainer.eval_interval=-1": "trainer.eval_interval: expected int >= 0 | null, found -1",
+    "trainer.resume=always": 'trainer.resume: expected auto | never, found "always"',
+    'trainer.output_dir="\\ud800"': "trainer.output_dir: it escapes half of a character (a surrogate): write the",
+    'rollout.stop=["\\udc00"]': "rollout.stop.0: it escapes half of a character (a surrogate)",
+    'placement.actor="\\udc00"': "placement.actor: '\\udc00' is not a list of ranks: write",
+}
+
+
+@pytest.mark.parametrize(("override", "message"), KEYS_AND_VALUES.items())
+def test_a_wrong_key_or_value(refusals, override, message):
+    (error,) = refusals(override)
+    assert error.startswith("command line: ")
+    assert message in error
