@@ -101,8 +101,7 @@ def _describe(annotation: object, metadata: Iterable[object] = ()) -> str:
         return "keys with " + _describe(args[1])
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return "section"
-    empty_is_wrong = any(isinstance(item, MinLen) for item in metadata)
-    return ("non-empty " if empty_is_wrong else "") + WORDS[annotation] + _bounds(metadata)
+    return WORDS[annotation] + _bounds(metadata)
 
 
 def _describe_list(args: tuple, metadata: Iterable[object]) -> str:

@@ -75,6 +75,8 @@ def _looked_at(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
 
 
 def _model(config: Config, key: str, path: str, layouts: dict[str, Parallel]) -> Iterator[str]:
+    if not path:
+        return iter([f"{key} is empty: name the model's folder"])
     return _looked_at(key, path, _model_folder(config, key, Path(path), layouts))
 
 

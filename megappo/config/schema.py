@@ -11,7 +11,6 @@ from megappo.config.errors import ConfigError, printable
 from megappo.config.origins import Origins
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
@@ -45,7 +44,7 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    path: Text = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
+    path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = Field("auto", description="transformer layers: TransformerEngine's where it is installed with CUDA, else torch-only ones")
 
@@ -111,7 +110,7 @@ class Actor(Trained):
 
 
 class Critic(Trained):
-    model_path: Text | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
+    model_path: str | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
     value_clip: PositiveFloat | None = Field(0.5, description="clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = Field(None, description="Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = Field(0, description="first PPO steps in which only the critic trains")

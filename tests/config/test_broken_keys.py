@@ -178,6 +178,8 @@ PLACEMENTS = {
     ),
 }
 FILES = {
+    "model.path=''": "model.path is empty: name the model's folder",
+    "critic.model_path=''": "critic.model_path is empty: name the model's folder",
     "model.path=absent": "model.path: no folder absent: download the model",
     "critic.model_path=absent": "critic.model_path: no folder absent: download the model",
     "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl: create it or correct the path",

@@ -136,7 +136,7 @@ def test_all_errors_come_at_once(tmp_path):
     found = errors_of(path, "rollout.n=1.5", "nonsense")
     assert sorted(found) == sorted(
         [
-            f"{path}:1: model.path: expected non-empty text, found 3",
+            f"{path}:1: model.path: expected text, found 3",
             f"{path}:3: actor.ppo_epoch: unknown key; did you mean actor.ppo_epochs?",
             f"{path}:4: actor.clip_ratio: expected float > 0, found -1",
             f"{path}:5: actor.clip_ratio: set twice, first on line 4; remove one",

@@ -88,9 +88,11 @@ CRITIC_FREE = ("grpo", "rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov
 @pytest.mark.parametrize("method", slow_ones(METHODS, SLOW))
 def test_a_method_learns(method: str, config: Path, folder: Path) -> None:
     run = folder / "run"
-    short = ("trainer.total_steps=10", "trainer.save_interval=0", "trainer.eval_interval=0", "trainer.export_hf=false")
-    with Program(folder, config, f"trainer.output_dir={run}", *short, *METHODS[method]) as program:
+    short = ("trainer.total_steps=10", "trainer.save_interval=0", "trainer.export_hf=false")
+    no_evaluation = ("data.val_files=[]", "trainer.eval_interval=null")
+    with Program(folder, config, f"trainer.output_dir={run}", *short, *no_evaluation, *METHODS[method]) as program:
         assert program.wait() == 0, program.output
+        assert "evaluation: none (data.val_files names none)\n" in program.output
     steps = logged(run)
     assert [metrics["step"] for metrics in steps] == list(range(1, 11))
     assert all(value is not None for metrics in steps for value in metrics.values()), "no NaN"
