@@ -25,6 +25,7 @@ from megappo.config.help import config_help
 from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 from megappo.lifetime import die_with
+from megappo.rollout.launch import home_of_sockets
 from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
         return 2
     die_with(os.getppid())
+    os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's manager of shared memory listens
     store, rank, world_size = next(dist.rendezvous("env://"))
     code = 0
     with ExitStack() as cleanup:
