@@ -30,6 +30,7 @@ from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 from megappo.listening import stay_on_this_node
 from megappo.observe.console import escape_unprintable
+from megappo.rollout.launch import home_of_sockets
 from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         stay_on_this_node()  # as megappo.torchrun has asked already
+    os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's manager of shared memory listens
     try:
         store, _, _ = next(dist.rendezvous("env://"))
     except dist.DistError as error:

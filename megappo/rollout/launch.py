@@ -148,18 +148,18 @@ def reserve_port(port: int) -> socket.socket:
 
 def temporary_folder() -> Path:
     """A folder for SGLang's sockets, named after this process."""
-    return Path(tempfile.mkdtemp(prefix=f"{TRACES_PREFIX}{os.getpid()}-", dir=_home_of_traces()))
+    return Path(tempfile.mkdtemp(prefix=f"{TRACES_PREFIX}{os.getpid()}-", dir=home_of_sockets()))
 
 
-def _home_of_traces() -> Path:
-    """TMPDIR, as clusters set it for a job, unless a socket's name would get too long in it."""
+def home_of_sockets() -> Path:
+    """TMPDIR, as clusters set it for a job, unless a socket's name would get too long in it: /tmp then."""
     folder = tempfile.gettempdir()
     return Path(folder if len(os.fsencode(folder)) <= LONGEST_HOME else "/tmp")
 
 
 def remove_stale_traces() -> None:
     """Remove what engines left whose owner was killed and so could not clean up."""
-    for folder in _home_of_traces().glob(f"{TRACES_PREFIX}*"):
+    for folder in home_of_sockets().glob(f"{TRACES_PREFIX}*"):
         owner = folder.name.removeprefix(TRACES_PREFIX).split("-")[0]
         if not Path("/proc", owner).exists():
             remove_traces(folder)

@@ -96,7 +96,10 @@ def test_a_family_trains(family: str, config: Path, folder: Path) -> None:
     settings += ["trainer.total_steps=2", "trainer.eval_interval=2", "rollout.sync.probe_tolerance=1e-4"]
     settings += ["actor.max_tokens_per_micro_batch=48"]  # so few that shards need different numbers of micro-batches
     settings += [f"{name}.parallel={layout}" for name, layout in zip(("actor", "critic"), LAYOUTS[family], strict=True)]
-    with Program(folder, config, f"trainer.output_dir={run}", *settings) as program:
+    temporary = folder / ("job-" * 15)  # too long for the names of sockets, as a cluster's may be
+    temporary.mkdir()
+    variables = {"TMPDIR": str(temporary)}
+    with Program(folder, config, f"trainer.output_dir={run}", *settings, environment=variables) as program:
         assert program.wait() == 0, program.output
     assert "Warning" not in program.output
     steps = logged(run)[1:]
