@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 
-from megappo.signals import end_at_once, ending_signals
+from megappo.launcher.signals import end_at_once, ending_signals
 
 if __name__ == "__main__":
     end_at_once()  # importing torch takes seconds, and other nodes may be waited for
@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from megappo.agent import Agent, OtherNodeError
+from megappo.launcher.agent import Agent, OtherNodeError
 from megappo.lifetime import EXIT_LOST_RANK
 from megappo.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
 

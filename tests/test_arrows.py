@@ -9,7 +9,6 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "data", "placement", "observe"})
 BOTTOM = frozenset({"config", "platform", "torchvision_on_cpu", "lifetime", "keeper", "listening"})
-LAUNCHER = frozenset({"agent", "nodes", "signals"})
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "plan", "serve"})
 FROM_TOOLS = frozenset({"weights", "checkpoint", "models", "config", "placement", "platform", "torchvision_on_cpu"})
@@ -52,8 +51,8 @@ LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 
 def allowed(package: str) -> frozenset[str]:
     """First-party packages that `package` (a folder of megappo, or a module directly in it) may import."""
-    if package == "torchrun" or package in LAUNCHER:
-        return BOTTOM | LAUNCHER
+    if package in ("torchrun", "launcher"):
+        return BOTTOM | {"launcher"}
     if package in ENTRIES:
         return MIDDLE | BOTTOM | {"trainer", "ppo"}
     if package == "trainer":

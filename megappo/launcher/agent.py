@@ -12,9 +12,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from megappo.launcher.nodes import Nodes
+from megappo.launcher.signals import ending_signals
 from megappo.lifetime import EXIT_LOST_RANK, LAUNCHER
-from megappo.nodes import Nodes
-from megappo.signals import ending_signals
 
 
 class OtherNodeError(RuntimeError):
