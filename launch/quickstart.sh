@@ -33,7 +33,10 @@ if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
     # What is wrong with the arguments is told before anything is moved; otherwise local.sh tells it.
     $venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "$@" "trainer.output_dir=$kept" > /dev/null
-    flock --nonblock "$run/.lock" mv "$run" "$kept" || { echo "quickstart.sh: a run is at work in $run" >&2; exit 1; }
+    flock --nonblock --conflict-exit-code 75 "$run/.lock" mv "$run" "$kept" || {
+        [[ $? -ne 75 ]] || echo "quickstart.sh: a run is at work in $run" >&2
+        exit 1
+    }
     echo "the last run is kept in $kept"
 fi
 exec bash launch/local.sh configs/quickstart.yaml "$@"

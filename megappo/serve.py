@@ -6,13 +6,13 @@ It listens on 127.0.0.1:30000 unless --host and --port say otherwise. On a CPU i
 otherwise. Ctrl-C ends it, with its processes and their shared memory.
 """
 
-import json
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from megappo.config.text_files import TextFileError, read_json
 from megappo.rollout import launch
 from megappo.rollout.keeper import remove_traces
 
@@ -43,8 +43,8 @@ def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
     if missing:
         return f"{folder} is not a complete Hugging Face folder: it has no {', no '.join(missing)}"
     try:
-        named = json.loads((folder / "config.json").read_text("utf-8")).get("architectures")
-    except (OSError, ValueError, AttributeError) as error:
+        named = read_json(folder / "config.json").get("architectures")
+    except TextFileError as error:
         return f"{folder / 'config.json'} is not a model's: {error}"
     return None if named else f"{folder / 'config.json'} names no architecture: expected one in 'architectures'"
 

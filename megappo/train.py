@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        stay_on_this_node()  # as megappo.torchrun has asked already
+        stay_on_this_node()  # plain torchrun has not
     os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's manager of shared memory listens
     try:
         store, _, _ = next(dist.rendezvous("env://"))
@@ -85,14 +85,15 @@ def _checked_config(path: str, overrides: Sequence[str], world_size: int) -> Con
 
 
 def _run(config: Config, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
-    finished = already_finished(config)
     if rank == 0:  # before the ranks meet, so that no other's error can come first
+        finished = already_finished(config)
         if finished:
             print(finished, flush=True)
         else:
             cleanup.enter_context(lock.take(Path(config.trainer.output_dir)))
             _print_capabilities()
-    if finished:
+        store.set("finished", finished)
+    if store.get("finished"):  # waits for rank 0: what a folder holds may look different elsewhere
         return
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -29,6 +29,7 @@ SHARED = ("engine", "run")
 """Fixtures of the whole session that take many seconds to make: all tests that use one run in the same process."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]

@@ -233,15 +233,15 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
     if path.suffix not in DATA_FORMATS:
         yield f"{key}: {path} is neither .jsonl nor .parquet: convert it"
         return
+    if not path.is_file():  # nor a pipe, which would be waited for
+        yield f"{key}: no file {path}: create it or correct the path"
+        return
     try:
         with path.open("rb") as file:
             if not file.read(1):
                 yield f"{key}: {path} is empty: put prompts in it"
-    except FileNotFoundError:
-        yield f"{key}: no file {path}: create it or correct the path"
-    except (OSError, ValueError) as error:  # ValueError: of a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        yield f"{key}: cannot read {path} ({reason}): correct the path, or its rights"
+    except OSError as error:
+        yield f"{key}: cannot read {path} ({error.strerror}): correct the path, or its rights"
 
 
 def _output_folder(folder: str) -> Iterator[str]:

@@ -54,7 +54,8 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     checkpoint = store.latest()
     engine = start_engine(config, layouts["rollout"], cleanup)  # early: it starts while the rest is built
     rewards = start_rewards(config, cleanup) if engine is not None else None
-    train_prompts, val_prompts = load_prompts(config, tokenizer, exchange)
+    vocab_size = shared_vocabulary(config)
+    train_prompts, val_prompts = load_prompts(config, tokenizer, vocab_size, exchange)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         exchange.share(engine.wait_ready().url if engine is not None else None)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
@@ -86,7 +87,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         observer,
         engine_number=own_engine,
         num_engines=layouts["rollout"].data,
-        vocab_size=shared_vocabulary(config),
+        vocab_size=vocab_size,
         stop_token_ids=ends,
     )
     return Run(
@@ -217,7 +218,7 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
 
 
 def load_prompts(
-    config: Config, tokenizer: PreTrainedTokenizerBase, exchange: Exchange
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, exchange: Exchange
 ) -> tuple[PromptDataset, dict[str, PromptDataset]]:
     """Training prompts, and held-out ones by dataset name; all ranks together, each of which checks its share.
 
@@ -227,7 +228,7 @@ def load_prompts(
     train, val = open_datasets(config, tokenizer)
     errors = []
     for dataset in (train, *val.values()):
-        mine = dataset.check(shared_vocabulary(config), lambda size: range(exchange.rank, size, exchange.world_size))
+        mine = dataset.check(vocab_size, lambda size: range(exchange.rank, size, exchange.world_size))
         errors += dataset.fault_lines(exchange.share(mine))
     errors += batch_errors(train)
     if errors:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
+from megappo.config.text_files import TextFileError
 from megappo.lifetime import EXIT_LOST_RANK, LAUNCHER
 from megappo.placement.exchange import LOST_RANK, OtherRankError
 from megappo.rewards.pool import RewardError
@@ -22,7 +23,7 @@ from megappo.rollout.client import EngineError
 from megappo.weights.safetensors_io import WeightsError
 
 EXPLAINED = (
-    *(ConfigError, WeightsError, CheckpointError, EngineError, RewardError),
+    *(ConfigError, TextFileError, WeightsError, CheckpointError, EngineError, RewardError),
     *(FloatingPointError, MemoryError),
 )
 """Errors whose message says all; others come with a traceback."""

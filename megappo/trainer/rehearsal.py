@@ -47,8 +47,9 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         with findings.noting():
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
         train, val = open_datasets(config, tokenizer)
+        vocab_size = shared_vocabulary(config)
         for dataset in (train, *val.values()):
-            _look_at(dataset, shared_vocabulary(config), findings, everything=everything)
+            _look_at(dataset, vocab_size, findings, everything=everything)
         findings.errors += batch_errors(train)
         try:
             [prompt] = train.at([0])

@@ -25,6 +25,7 @@ def fill(): os.write(os.open("/dev/full", os.O_WRONLY), b"x")
 def ignore():
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
+    time.sleep(60)
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store, _, _ = next(dist.rendezvous("env://"))

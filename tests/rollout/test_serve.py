@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,24 +37,31 @@ def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """A temporary folder for the command: sockets lie in it, whose names may have 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="serve-") as folder:
+        yield Path(folder)
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 @pytest.fixture
-def server(folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
+def server(folder: Path, home: Path) -> Iterator[tuple[subprocess.Popen, httpx.Client]]:
     """The command, serving, as the leader of a session, and a client."""
     port = free_port()
     command = [*COMMAND, folder, "--port", str(port), "--max-total-tokens", "2048", "--log-level", "warning"]
-    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    with (tmp_path / "output.txt").open("w") as output:
+    environment = os.environ | {"TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
+    with (home / "output.txt").open("w") as output:
         process = subprocess.Popen(
             command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, start_new_session=True
         )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            wait_until_it_serves(process, client, tmp_path / "output.txt")
+            wait_until_it_serves(process, client, home / "output.txt")
             yield process, client
     finally:
         process.terminate()
@@ -80,7 +88,7 @@ def greedy(model: torch.nn.Module, tokens: list[int], count: int) -> list[int]:
     return tokens[-count:]
 
 
-def test_it_answers_text_as_hugging_face_does_and_leaves_nothing_behind(folder, server, hf_model, tmp_path):
+def test_it_answers_text_as_hugging_face_does_and_leaves_nothing_behind(folder, server, hf_model, home):
     process, client = server
     tokenizer = AutoTokenizer.from_pretrained(folder)
     sampling = {"temperature": 0, "max_new_tokens": 12}
@@ -98,13 +106,13 @@ def test_it_answers_text_as_hugging_face_does_and_leaves_nothing_behind(folder, 
     assert given.items() <= arguments.items(), "flags and the defaults for a CPU"
 
     processes = psutil.Process(process.pid).children(recursive=True)
-    memory = [link.readlink() for link in tmp_path.glob("megappo-engine-*/sgl*")]
+    memory = [link.readlink() for link in home.glob("megappo-engine-*/sgl*")]
     assert len(processes) >= 4 and memory and all(path.exists() for path in memory)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
     assert process.wait(20) == 128 + signal.SIGINT
     assert psutil.wait_procs(processes, timeout=10)[1] == []
-    assert not any(path.exists() for path in memory) and not list(tmp_path.glob("megappo-engine-*"))
-    assert "Traceback" not in (tmp_path / "output.txt").read_text()
+    assert not any(path.exists() for path in memory) and not list(home.glob("megappo-engine-*"))
+    assert "Traceback" not in (home / "output.txt").read_text()
 
 
 def refused(*arguments: object) -> str:

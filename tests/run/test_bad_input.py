@@ -97,7 +97,9 @@ def test_a_malformed_line_of_the_data(config, folder):
     data = folder / "bad.jsonl"
     data.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+2=", "label":\n')
     lines = refused(folder, config, f"data.train_files={data}")
-    assert lines[0] == f"error: data.train_files: {data} line 2: not valid JSON: Expecting value (column 28)"
+    assert (
+        lines[0] == f"error: command line: data.train_files: {data} line 2: not valid JSON: Expecting value (column 28)"
+    )
     assert lines[1].startswith("error: data.train_batch_size 32 is more than the 2 prompts of data.train_files")
     assert len(lines) == 2
 
@@ -107,8 +109,8 @@ def test_a_critic_that_does_not_know_all_tokens(config, folder):
     shutil.copytree(config.parent / "model", critic)
     described = json.loads((critic / "config.json").read_text())
     (critic / "config.json").write_text(json.dumps(described | {"vocab_size": 15}))
-    [line] = refused(folder, config, f"critic.model_path={critic}")
-    assert "holds token 15, for which a model has no embedding (vocab_size in its config.json is 15)" in line
+    lines = refused(folder, config, f"critic.model_path={critic}")
+    assert "the prompt has token 15, for which a model has no embedding (the smallest vocab_size in" in lines[0]
 
 
 def test_a_port_that_is_taken(config, folder):
@@ -153,7 +155,9 @@ def test_fewer_steps_than_the_checkpoint_has(config, run, folder):
     shutil.copytree(run, folder / "run")
     [line] = refused(folder, config, "trainer.total_steps=9")
     newest = folder / "run" / "checkpoints" / "step_00000010"
-    assert line.startswith(f"error: trainer.total_steps 9 is below the 10 steps that {newest} has: raise it, write")
+    assert line.startswith(
+        f"error: command line: trainer.total_steps 9 is below the 10 steps that {newest} has: raise it, write"
+    )
 
 
 def test_a_state_that_no_run_has_saved(config, run, folder):
@@ -175,9 +179,11 @@ def test_metrics_that_cannot_be_read(config, run, folder):
     metrics = folder / "run" / "metrics.jsonl"
     metrics.write_bytes(b"\x00\xff garbage\n" + metrics.read_bytes())
     [line] = refused(folder, config, "trainer.total_steps=20")
-    assert line.startswith(f"error: {metrics}, line 1: expected one step's metrics as a JSON object with 'step', found")
+    assert line.startswith(
+        f"error: command line: {metrics}, line 1: expected one step's metrics as a JSON object with 'step', found"
+    )
 
 
 def test_a_folder_that_cannot_be_written(config, folder):
     line = refused(folder, config, "trainer.output_dir=/proc/run")[0]
-    assert line.startswith("error: trainer.output_dir: cannot write to /proc/run (")
+    assert line.startswith("error: command line: trainer.output_dir: cannot write in /proc (")

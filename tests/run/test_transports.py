@@ -16,7 +16,7 @@ WAYS = {
     "through a folder": ("placement.rollout=1", "rollout.sync.transport=disk"),
     "broadcast to the sender's own engine": ("placement.rollout=all", "rollout.sync.transport=broadcast"),
 }
-SLOW = ("broadcast to an engine elsewhere", "broadcast to the sender's own engine")
+SLOW = ("broadcast to an engine elsewhere", "broadcast to the sender's own engine", "through a folder")
 PROBED = {"one engine here, one elsewhere": [2, 4, 6]}
 
 pytestmark = pytest.mark.timeout(300)

@@ -93,9 +93,14 @@ def test_stages_of_different_sizes(tmp_path: Path) -> None:
     [
         (("--pipeline", 2), 2, "num_hidden_layers = 5 does not divide by --pipeline = 2, and no --pipeline-split says"),
         (("--pipeline", 2, "--pipeline-split", "2,2"), 2, "--pipeline-split = [2, 2] is not num_hidden_layers = 5"),
-        (("--pipeline", 2, "--pipeline-split", "5"), 2, "--pipeline-split 5 names 1 stages, --pipeline 2"),
+        pytest.param(
+            *(("--pipeline", 2, "--pipeline-split", "5"), 2, "--pipeline-split 5 names 1 stages, --pipeline 2"),
+            marks=pytest.mark.slow,
+        ),
         (("--pipeline-split", "5,0", "--pipeline", 2), 2, "--pipeline-split: 0 is not 1 or more"),
-        (("--expert", 2), 2, "--expert = 2, but LlamaForCausalLM has no experts"),
+        pytest.param(
+            *(("--expert", 2), 2, "--expert = 2, but LlamaForCausalLM has no experts"), marks=pytest.mark.slow
+        ),
         (("--expert", 2), 1, "with --expert 2 needs 2 processes, this run has 1: start it with"),
         (("--tensor", 0), 1, "--tensor: 0 is not 1 or more"),
     ],

@@ -111,7 +111,11 @@ def assert_method(method: str | None, metrics: dict[str, float]) -> None:
         assert clipped and (min(clipped) > 0) == (method != "kl_cov")
 
 
-KINDS_AND_METHODS = [("actor", None), ("critic", None), ("shared", None), *(("actor", method) for method in METHODS)]
+SLOW = ("kl_cov", "target_kl")  # clip_cov selects, and PPO itself clips, in every layout as these do
+KINDS_AND_METHODS = [
+    *(("actor", None), ("critic", None), ("shared", None)),
+    *(pytest.param("actor", method, marks=pytest.mark.slow if method in SLOW else ()) for method in METHODS),
+]
 
 
 @pytest.mark.parametrize(("kind", "method"), KINDS_AND_METHODS)

@@ -56,8 +56,8 @@ FAMILIES = {
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "head_dim": 32},
 }
 """All but Qwen2-MoE, which SGLang does not serve on a CPU, for want of a kernel."""
-SLOW = ("llama", "mistral", "qwen2", "qwen3", "mixtral")
-"""Their layers are the shared engine's, and their q/k norms and experts Qwen3-MoE's, but for names."""
+SLOW = tuple(FAMILIES)
+"""The shared engine takes Qwen2's weights from every layout; whole runs of Llama and Qwen3-MoE show how theirs come."""
 DEEPSEEK = {"deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None}, "deepseek_v3": DEEPSEEK_V3}
 """Nor these: its attention for CPUs reads a prompt's keys and values where only their latent vector is."""
 SHAPE = (
