@@ -100,7 +100,9 @@ def test_a_malformed_line_of_the_data(config, folder):
     assert (
         lines[0] == f"error: command line: data.train_files: {data} line 2: not valid JSON: Expecting value (column 28)"
     )
-    assert lines[1].startswith("error: data.train_batch_size 32 is more than the 2 prompts of data.train_files")
+    assert lines[1].startswith(
+        f"error: {config}:17: data.train_batch_size 32 is more than the 2 prompts of data.train_files"
+    )
     assert len(lines) == 2
 
 

@@ -3,6 +3,7 @@
 import random
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def test_killed_inside_a_save(config, folder):
         killed, began = program.ranks[1], time.monotonic()
         kill([killed])
         assert program.wait(GONE_WITHIN) != 0
-        assert f"error: rank 1 (pid {killed.pid}) was ended by SIGKILL" in program.output
+        assert f"error: rank 1 (pid {killed.pid}, {socket.gethostname()}) was ended by SIGKILL" in program.output
         assert "Traceback" not in program.output
         assert time.monotonic() - began < GONE_WITHIN
     series.note(program)

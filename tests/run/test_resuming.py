@@ -36,7 +36,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(config, run, fol
         with Program(folder / "2", *arguments) as second:
             assert second.wait(60) == 2
         assert program.wait() == 0, program.output
-    assert second.output.startswith(f"error: trainer.output_dir: {folder / 'run'} is in use by a run (")
+    assert second.output.startswith(f"error: command line: trainer.output_dir: {folder / 'run'} is in use by a run (")
     assert f", pid {holder}, since " in second.output and second.output.count("\n") == 1
     [warning] = [line for line in program.output.splitlines() if "is damaged" in line]
     damaged = f"{checkpoints}/step_00000010 is damaged: critic/__"

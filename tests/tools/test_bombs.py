@@ -89,7 +89,7 @@ def test_plan_refuses_them(tmp_path: Path, marker: Path) -> None:
     command = [sys.executable, "-m", "megappo.plan", "configs/quickstart.yaml", *keys]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and not marker.exists()
-    assert f"model.path: cannot use {model / 'config.json'}: it is not valid JSON" in done.stderr
+    assert f"model.path: cannot use {model / 'config.json'}: it is not UTF-8 text" in done.stderr
     assert all(line.startswith("error: ") for line in done.stderr.splitlines())
 
 
