@@ -218,23 +218,20 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
     )
     exchange = Exchange(dist.group.WORLD)
     with pytest.raises(ConfigError) as caught:
-        load_prompts(config, tokenizer, exchange)
+        load_prompts(config, tokenizer, 100, exchange)
     lines = [error.partition("d.jsonl ")[2] for error in caught.value.errors]
     assert lines == ["line 3: the line is empty: remove it", "lines 4, 9: expected a JSON object, found list"]
     with pytest.raises(ConfigError) as caught:
-        load_prompts(
-            config.model_copy(update={"data": config.data.model_copy(update={"label_key": "x"})}), tokenizer, exchange
-        )
+        load_prompts(changed(config, label_key="x"), tokenizer, 100, exchange)
     assert "has no field 'x' in 7 of its 10 lines" in caught.value.errors[0]
     (folder / f"good{rank}.jsonl").write_text((json.dumps(GOOD) + "\n") * 10)
     good = changed(config, train_files=(str(folder / f"good{rank}.jsonl"),))
-    train, _ = load_prompts(good, tokenizer, exchange)
+    train, _ = load_prompts(good, tokenizer, 100, exchange)
     assert len(train.batch(0)) == 10
 
 
 def test_ranks_share_out_the_check_and_all_tell_everything(tmp_path, tokenizer_folder):
     write(tmp_path / "d.jsonl", GOOD, GOOD, "", "[]", *[GOOD] * 4, "[]", GOOD)
-    (tokenizer_folder / "config.json").write_text('{"vocab_size": 100}')
     run_ranks(2, check_shares, tmp_path)
 
 
