@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from megappo import platform
+from megappo.checkpoint.durable import write_durably
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_help
 from megappo.config.loading import changes_since, dump_config, load_config
@@ -61,14 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         print(f"error (rank {rank}): torchrun's store at {where} does not answer: {error}", file=sys.stderr)
         os._exit(1)
+    cleanup = ExitStack()
     code = 0
-    with ExitStack() as cleanup:
+    for work in (lambda: _run(args, store, rank, world_size, cleanup), cleanup.close):
         try:
-            config = _checked_config(args.config, args.overrides, world_size)
-            with config.locating():
-                _run(config, store, rank, world_size, cleanup)
+            work()
         except Exception as error:
-            code = report(error, store, rank, world_size)
+            code = report(error, store, rank, world_size) or code
     # Without waiting for ranks that will not come any more. After a run that went well, too: threads of the process
     # groups can abort an interpreter that ends its own way.
     sys.stdout.flush()
@@ -84,7 +84,13 @@ def _checked_config(path: str, overrides: Sequence[str], world_size: int) -> Con
     return config
 
 
-def _run(config: Config, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
+def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
+    config = _checked_config(args.config, args.overrides, world_size)
+    with config.locating():
+        _train(config, store, rank, world_size, cleanup)
+
+
+def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
     if rank == 0:  # before the ranks meet, so that no other's error can come first
         finished = already_finished(config)
         if finished:
@@ -112,9 +118,7 @@ def _keep_config(config: Config, run: Run) -> None:
                 run.observer.message(f"changed since then: {change}")
         except ConfigError as error:
             run.observer.message(f"WARNING: cannot tell what has changed since then: {'; '.join(error.errors)}")
-    partial = path.with_name("config.yaml.tmp")
-    partial.write_text(dump_config(config), "utf-8")
-    os.replace(partial, path)  # a kill leaves none that cannot be read
+    write_durably(path, dump_config(config))
 
 
 def _print_capabilities() -> None:

@@ -7,7 +7,6 @@ folder that convert.py wrote, or a Hugging Face folder.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.errors import CheckpointError, no_folder
 from megappo.checkpoint.folders import STATE, candidates, read_state
 from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component
+from megappo.config.text_files import TextFileError, read_json
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError
 
 DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
@@ -88,17 +88,20 @@ def _entries(tensors: dict[str, TensorInfo]) -> list[Entry]:
 
 
 def _hugging_face(folder: Path) -> Iterator[str]:
-    config = folder / "config.json"
-    try:
-        architecture = json.loads(config.read_text("utf-8"))["architectures"][0] if config.is_file() else "unknown"
-    except (ValueError, KeyError, IndexError, TypeError):
-        architecture = "unknown"
     with HFFolder(folder) as source:
         names = sorted(source.names())
         entries = [(name, source.shape(name), DTYPES.get(source.dtype(name), source.dtype(name))) for name in names]
-    yield f"{folder}: Hugging Face, architecture {architecture}"
+    yield f"{folder}: Hugging Face, architecture {_architecture(folder)}"
     yield from _summary("model", entries)
     yield from _table(entries)
+
+
+def _architecture(folder: Path) -> str:
+    try:
+        named = read_json(folder / "config.json").get("architectures")
+    except TextFileError as error:
+        return f"unknown (config.json: {error})"
+    return str(named[0]) if isinstance(named, list) and named else "unknown"
 
 
 def _summary(what: str, entries: list[Entry]) -> Iterator[str]:

@@ -1,4 +1,8 @@
-"""Names in a run's output folder that others than the observer look for."""
+"""Names in a run's output folder that several parts of the program look for."""
+
+CHECKPOINTS = "checkpoints"
+HF_ACTOR = "hf_actor"
+"""The trained actor as a Hugging Face folder, written at the end of a run."""
 
 REPORT_FILE = "report.html"
 """Written at the end of a run, and removed when it goes on: where it is, a run has done everything."""

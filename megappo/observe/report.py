@@ -8,7 +8,7 @@ from typing import Any
 
 from megappo.observe.charts import Points, line_chart, share_bar
 from megappo.observe.console import format_seconds, held_out_score
-from megappo.observe.files import REPORT_FILE
+from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
 from megappo.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
 from megappo.observe.samples import ROLLOUTS_FOLDER
 
@@ -18,8 +18,8 @@ _OUTPUTS = (
     ("metrics", METRICS_FILE),
     ("tensorboard", TENSORBOARD_FOLDER),
     ("samples", ROLLOUTS_FOLDER),
-    ("checkpoints", "checkpoints"),
-    ("HF actor", "hf_actor"),
+    ("checkpoints", CHECKPOINTS),
+    ("HF actor", HF_ACTOR),
 )
 
 _PAGE = """<!doctype html>

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -54,7 +53,7 @@ class Worker:
         """One finite score for each row."""
         self._check_silent()
         try:
-            send(self.connection, pickle.dumps(rows), deadline)
+            send(self.connection, json.dumps(rows).encode(), deadline)
         except TimeoutError as error:
             raise TimeoutError("it did not read its rows") from error
         except OSError:  # it died: its reply says so

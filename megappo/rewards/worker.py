@@ -1,17 +1,14 @@
 """The worker process: `python -m megappo.rewards.worker FILE FUNCTION` (FILE empty: a built-in function).
 
-Its standard input is a socket. From there it reads pickled (prompts, responses, labels) until that closes, and answers
-each, and its own start, with one JSON object: {"scores": [...]}, {"ready": true} or {"error": "..."}. Pickled, since
-labels of a parquet file may be dates, bytes or decimals, and by the trainer, which the worker has to trust anyway; the
-trainer does not trust it. The worker imports the standard library alone, so it starts at once; the user's file imports
-what it likes.
+Its standard input is a socket. From there it reads JSON, [prompts, responses, labels], until that closes, and answers
+each, and its own start, with one JSON object: {"scores": [...]}, {"ready": true} or {"error": "..."}. It imports the
+standard library alone, so it starts at once; the user's file imports what it likes.
 """
 
 import importlib.util
 import json
 import math
 import os
-import pickle
 import socket
 import sys
 import traceback
@@ -41,7 +38,7 @@ def main() -> None:
             send(connection, json.dumps(reply).encode())
             if error:
                 return
-            rows = pickle.loads(receive(connection, MAX_ROWS_BYTES))
+            rows = json.loads(receive(connection, MAX_ROWS_BYTES))
             scores, error = _attempt(_score, function, *rows)
             if os.getpid() != own_pid:  # a child that the function has forked must not answer, too
                 os._exit(0)

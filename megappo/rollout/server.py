@@ -79,6 +79,7 @@ def serve(arguments: Any) -> None:
     from sglang.srt.entrypoints import http_server
 
     http_server.Engine = _engine_class()
+    _link_load_snapshots()
     if arguments.skip_server_warmup:
         # It is a request to the server, which may not listen yet where no warm-up has waited for it.
         http_server._freeze_gc_after_server_warmup = lambda server_args: None
@@ -124,11 +125,32 @@ def _refuse_empty_prompts() -> None:
     TokenizerManager._validate_one_request = validate_not_empty
 
 
+def _link_load_snapshots() -> None:
+    """Link the file for the schedulers' loads before they make it: one that fails while it starts leaves it behind."""
+    from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.server_args import PortArgs
+
+    init_new = PortArgs.init_new
+
+    def init_new_linked(*args: Any, **kwargs: Any) -> PortArgs:
+        port_args = init_new(*args, **kwargs)
+        _link(Path(shm_path_for(port_args.instance_id)))
+        return port_args
+
+    PortArgs.init_new = staticmethod(init_new_linked)
+
+
 def _link_shared_memory() -> None:
     """Link SGLang's shared-memory files into the temporary folder, so that the owner can remove them after a kill."""
     maps = "".join(Path(f"/proc/{child.pid}/maps").read_text() for child in multiprocessing.active_children())
     for path in {line.split()[5] for line in maps.splitlines() if "/dev/shm/sgl" in line}:
-        Path(tempfile.gettempdir(), Path(path).name).symlink_to(path)
+        _link(Path(path))
+
+
+def _link(path: Path) -> None:
+    link = Path(tempfile.gettempdir(), path.name)
+    if not link.is_symlink():
+        link.symlink_to(path)
 
 
 if __name__ == "__main__":

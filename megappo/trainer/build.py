@@ -18,6 +18,7 @@ from megappo.config.model_files import read_model_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.observe.files import CHECKPOINTS
 from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import METRICS_FILE
 from megappo.observe.observer import open_observer
@@ -50,7 +51,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     exchange = Exchange(dist.group.WORLD)
-    store = CheckpointStore(Path(config.trainer.output_dir) / "checkpoints", config.trainer.keep_checkpoints, exchange)
+    store = CheckpointStore(Path(config.trainer.output_dir) / CHECKPOINTS, config.trainer.keep_checkpoints, exchange)
     checkpoint = store.latest()
     engine = start_engine(config, layouts["rollout"], cleanup)  # early: it starts while the rest is built
     rewards = start_rewards(config, cleanup) if engine is not None else None

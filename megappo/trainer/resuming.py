@@ -5,7 +5,7 @@ from pathlib import Path
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, candidates, step_of
 from megappo.config.schema import Config
-from megappo.observe.files import REPORT_FILE
+from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
 
 
 def resume_errors(config: Config) -> list[str]:
@@ -33,7 +33,7 @@ def already_finished(config: Config) -> str:
     """What to say of a run that has done everything; "" if something is left to do: steps, export or report."""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
     checkpoint = _checkpoint(config)
-    exported = (folder / "hf_actor").is_dir() or not config.trainer.export_hf
+    exported = (folder / HF_ACTOR).is_dir() or not config.trainer.export_hf
     if checkpoint is None or step_of(checkpoint) < total or not exported or not (folder / REPORT_FILE).is_file():
         return ""
     return f"already finished: {folder} has all {total} steps; raise trainer.total_steps to train on"
@@ -41,5 +41,5 @@ def already_finished(config: Config) -> str:
 
 def _checkpoint(config: Config) -> Path | None:
     """The checkpoint a run goes on from, if that one is whole."""
-    found, _ = candidates(Path(config.trainer.output_dir) / "checkpoints")
+    found, _ = candidates(Path(config.trainer.output_dir) / CHECKPOINTS)
     return found[0] if found else None

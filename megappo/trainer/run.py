@@ -9,6 +9,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
 from megappo.models.engine import TrainedEngine
+from megappo.observe.files import HF_ACTOR
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
@@ -131,7 +132,7 @@ class Run:
     def finish(self) -> None:
         """Export the actor and report; all ranks together."""
         if self.config.trainer.export_hf:
-            target = Path(self.config.trainer.output_dir) / "hf_actor"
+            target = Path(self.config.trainer.output_dir) / HF_ACTOR
             if self.actor.engine is not None:
                 write_hf_folder(
                     self.actor.engine.chunks, self.hf_config, self.actor.engine.groups, self.config.model.path, target

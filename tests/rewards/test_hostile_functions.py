@@ -175,15 +175,12 @@ def test_numbers_of_every_kind_and_a_lot_of_output_are_fine(tmp_path: Path, capf
     assert len(capfd.readouterr().out) == 1_000_001
 
 
-def test_labels_may_be_what_a_parquet_file_holds(tmp_path: Path):
-    import datetime
-    import decimal
-
-    labels = [datetime.date(2026, 2, 3), b"\0\xff", decimal.Decimal("0.5"), {"a": (1, None)}, float("nan")]
-    names = [type(label).__name__ for label in labels]
-    lines = f"assert [type(x).__name__ for x in labels] == {names}\nreturn [1.0] * 5"
+def test_labels_and_texts_arrive_as_they_are(tmp_path: Path):
+    labels = [None, 0.1, 10**400, {"a": [1, {"b": "\u00e9"}]}, True]
+    texts = ["", "\0", "\u2028\r\n", "\U0001f600", "\ud800"]  # a lone half of a character may be sampled
+    lines = f"assert (prompts, responses, labels) == ({texts!a}, {texts!a}, {labels!a})\nreturn [1.0] * 5"
     with load(tmp_path, function(lines)) as pool:
-        assert pool.score([""] * 5, ["\ud800"] * 5, labels) == [1.0] * 5
+        assert pool.score(texts, texts, labels) == [1.0] * 5
 
 
 DETACH = """

@@ -120,6 +120,23 @@ def test_an_idle_engine_leaves_the_cores_to_the_trainer(engine):
     assert cpu_seconds() - before < 0.3
 
 
+def test_a_scheduler_that_fails_while_it_starts_leaves_nothing(checkpoint, tmp_path):
+    broken = tmp_path / "model"
+    shutil.copytree(checkpoint, broken)
+    (broken / "model.safetensors").write_bytes(b"")
+    engine = build(broken, tmp_path)
+    engine.start()
+    made: set[Path] = set()
+    try:
+        while engine._process.poll() is None:
+            made |= {link.readlink() for link in engine._temporary.glob("sglang_loads_*") if link.exists()}
+            time.sleep(0.02)
+    finally:
+        engine.stop()
+    assert made and not any(path.exists() for path in made)
+    assert not engine._temporary.exists()
+
+
 def shared_memory(temporary: Path) -> list[Path]:
     """Shared-memory files of a running engine, which links them into its temporary folder."""
     found = [link.readlink() for link in temporary.glob("sgl*")]
