@@ -25,20 +25,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
-SHARED = ("engine", "run")
-"""Fixtures of the whole session that take many seconds to make: all tests that use one run in the same process."""
+SHARED = ("engine", "run", "made")
+"""Fixtures that take many seconds to make: all tests that use one run in the same process."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
-        item.add_marker(pytest.mark.xdist_group(shared[0] if shared else item.path.name))
-    if torch.cuda.is_available():
-        return
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # Here, since pytest-xdist reads the groups before any other hook is told of the items.
+    for name in SHARED:
+        if name in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group(name))
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
 @pytest.fixture(scope="session")
