@@ -18,10 +18,10 @@ import torch.multiprocessing as mp
 
 import megappo.platform
 
-# Ranks are forked from a server that has imported the program (and so made megatron-core usable) once. A process that
-# has touched CUDA cannot be forked.
+# Ranks are forked from a server that has imported the program (and so made megatron-core usable) once, and what their
+# oracles need: more than half of a small test's time otherwise. A process that has touched CUDA cannot be forked.
 START_METHOD = "spawn" if megappo.platform.has_cuda() else "forkserver"
-multiprocessing.set_forkserver_preload(["megappo.train"])
+multiprocessing.set_forkserver_preload(["megappo.train", "transformers.models.auto.modeling_auto"])
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, timeout: float = 120) -> None:
