@@ -6,8 +6,10 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -65,14 +67,14 @@ def report(error: Exception, store: dist.Store, rank: int, world_size: int) -> i
         The rank's exit code: 2 for a config that cannot work, else 1; EXIT_LOST_RANK if it was silent.
     """
     with suppress(dist.DistError):
-        store.set(f"failed/{rank}", "")
+        _quietly(store.set, f"failed/{rank}", "")
     consequence = _is_consequence(error)
     try:
         if consequence and (code := _told(store)):
             return code
         if consequence and LAUNCHER in os.environ:
             return EXIT_LOST_RANK
-        if store.add("errors", 1) > 1 and (code := _told(store)):
+        if _quietly(store.add, "errors", 1) > 1 and (code := _told(store)):
             return code
         silent = _silent_ranks(store, world_size) if _is_timeout(error) else []
     except dist.DistError:  # torchrun's store is gone, and node 0 with it
@@ -82,18 +84,31 @@ def report(error: Exception, store: dist.Store, rank: int, world_size: int) -> i
     code = 2 if isinstance(error, ConfigError) else 1
     _tell(f"error (rank {rank}): {_waited(error, silent)}" if silent else _message(error, rank))
     with suppress(dist.DistError):
-        store.set("told", str(code))
+        _quietly(store.set, "told", str(code))
     return code
+
+
+def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
+    """A call of the store: of one that is gone torch prints pages of its own, which would hide the one line."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        return call(*arguments)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _told(store: dist.Store) -> int:
     """The exit code of the rank that told, 0 if none does. It is waited for: torchrun ends all ranks with the first."""
     deadline = time.monotonic() + REPORT_SECONDS
-    while not store.check(["told"]):  # and not store.wait, which prints warnings of its own
+    while not _quietly(store.check, ["told"]):
         if time.monotonic() > deadline:
             return 0
         time.sleep(POLL_SECONDS)
-    return int(store.get("told"))
+    return int(_quietly(store.get, "told"))
 
 
 def _tell(message: str) -> None:
@@ -118,7 +133,7 @@ def _is_timeout(error: Exception) -> bool:
 def _silent_ranks(store: dist.Store, world_size: int) -> list[int]:
     """Ranks that have not failed as well, though a collective waits for all of its members alike."""
     time.sleep(ANSWER_SECONDS)
-    return [rank for rank in range(world_size) if not store.check([f"failed/{rank}"])]
+    return [rank for rank in range(world_size) if not _quietly(store.check, [f"failed/{rank}"])]
 
 
 def _waited(error: Exception, silent: list[int]) -> str:
