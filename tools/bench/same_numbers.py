@@ -1,0 +1,328 @@
+"""Two PPO steps on fixed rollouts, for every method in several layouts: record their numbers before a change that must
+not alter them, and compare after it.
+
+    python tools/bench/same_numbers.py record FILE
+    python tools/bench/same_numbers.py compare FILE
+
+FILE (JSON) holds every metric of the steps, and of every trained weight its sum, its norm and a hash. Only the engines
+are left out: their samples are fixed, so that all else is the program's own. Numbers are those of one machine: sums of
+another processor's vector units are rounded otherwise. Takes some minutes.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from megappo import platform
+from megappo.torchvision_on_cpu import define_torchvision_operators
+
+platform.install()
+define_torchvision_operators()
+
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from megappo.config.model_files import read_model_config  # noqa: E402
+from megappo.config.schema import Config  # noqa: E402
+from megappo.data.prompts import Prompt  # noqa: E402
+from megappo.observe.observer import NullObserver  # noqa: E402
+from megappo.observe.timers import Timers  # noqa: E402
+from megappo.placement.exchange import Exchange  # noqa: E402
+from megappo.placement.groups import build_groups  # noqa: E402
+from megappo.placement.ranks import placement_layouts  # noqa: E402
+from megappo.ppo.kl import kl_controller  # noqa: E402
+from megappo.ppo.rewards import RunningMoments  # noqa: E402
+from megappo.rollout.client import SamplingParams  # noqa: E402
+from megappo.rollout.sampler import Sample  # noqa: E402
+from megappo.trainer.component import Component  # noqa: E402
+from megappo.trainer.engines import build_engines  # noqa: E402
+from megappo.trainer.loop import Trainer  # noqa: E402
+from megappo.trainer.preflight import arrangement_errors  # noqa: E402
+from megappo.trainer.rollouts import Rollouts  # noqa: E402
+from megappo.trainer.run import Run  # noqa: E402
+from megappo.weights.critic import critic_config  # noqa: E402
+from megappo.weights.export import Export  # noqa: E402
+from megappo.weights.sync import SyncStats  # noqa: E402
+
+WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61
+PROMPTS, RESPONSES, LONGEST_PROMPT, LONGEST_RESPONSE = 6, 4, 5, 9
+TOLERANCE = 1e-6
+LAYOUTS = {
+    "one rank": {"placement": {"actor": "0", "critic": "0"}},
+    "actor tp2, critic pp2": {
+        "placement": {"actor": "0-1", "critic": "0-1"},
+        "actor": {"parallel": {"tensor": 2}},
+        "critic": {"parallel": {"pipeline": 2}},
+    },
+    "actor dp2, critic elsewhere tp2 sp": {
+        "placement": {"actor": "0-1", "critic": "2-3"},
+        "critic": {"parallel": {"tensor": 2, "sequence": True}},
+    },
+    "tp2 dp2 sp": {
+        "placement": {"actor": "0-3", "critic": "0-3"},
+        "actor": {"parallel": {"tensor": 2, "sequence": True}},
+        "critic": {"parallel": {"tensor": 2, "sequence": True}},
+    },
+    "actor pp2 vpp2, critic dp4": {
+        "placement": {"actor": "1-2", "critic": "0-3"},
+        "actor": {"parallel": {"pipeline": 2, "virtual_pipeline": 2}},
+    },
+    "actor cp2 dp2, critic tp2 pp2": {
+        "placement": {"actor": "0-3", "critic": "0-3"},
+        "actor": {"parallel": {"context": 2}},
+        "critic": {"parallel": {"tensor": 2, "pipeline": 2}},
+    },
+}
+GROUPED = {"adv_estimator": "grpo"}
+WEIGHTED = {"rollout_correction": {"level": "token", "mode": "mask", "threshold": 1.4}}
+METHODS: dict[str, dict] = {
+    "gae": {},
+    **{
+        name: {"algorithm": {"adv_estimator": name}}
+        for name in ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg")
+    },
+    **{f"loss {name}": {"actor": {"policy_loss": name}} for name in ("gspo", "cispo", "sapo", "gpg", "gmpo")},
+    "loss clip_cov": {"actor": {"policy_loss": "clip_cov", "clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}},
+    "loss kl_cov": {"actor": {"policy_loss": "kl_cov", "kl_cov_ratio": 0.2}},
+    **{f"preset {name}": {"algorithm": {"preset": name}} for name in ("verl", "slime", "miles", "openrlhf", "nemo_rl")},
+    "KL in the reward": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}}},
+    "KL loss": {"actor": {"use_kl_loss": True, "kl_loss_type": "k3+", "kl_loss_coef": 0.1, "entropy_coeff": 0.01}},
+    "full KL": {"actor": {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.1}},
+    "shared backbone": {"algorithm": {"shared_backbone": True, "bootstrap_truncated": True}},
+    "values at the end": {"algorithm": {"bootstrap_truncated": True, "gamma": 0.9, "lam": 0.8, "critic_lam": 1.0}},
+    "target_kl": {"actor": {"target_kl": 1e-4, "ppo_epochs": 3}},
+    "correction": {"algorithm": WEIGHTED | GROUPED},
+    "sequences": {"actor": {"loss_agg_mode": "seq-mean-token-sum-norm"}, "critic": {"huber_delta": 0.3}},
+    "rewards": {"reward": {"normalize": "running", "length_penalty": "linear", "clip": 2.0}},
+}
+"""What each method sets, besides `settings`."""
+
+
+def settings(folder: Path) -> dict:
+    """What all cases have in common."""
+    trained = {
+        "optim": {"lr": 1e-2, "eps": 1e-4, "clip_grad": 0.05},
+        "ppo_mini_batch_size": PROMPTS // 2,
+        "max_tokens_per_micro_batch": 40,
+    }
+    return {
+        "model": {"path": str(folder), "dtype": "fp32"},
+        "placement": {"rollout": "0-3"},
+        "actor": {**trained, "ppo_epochs": 2},
+        "critic": trained,
+        "algorithm": {"use_kl_in_reward": False},
+        "rollout": {
+            "n": RESPONSES,
+            "max_response_length": LONGEST_RESPONSE,
+            "temperature": 0.8,
+            "sync": {"probe_tolerance": 100.0},
+        },
+        "data": {"train_files": ["fixed"], "train_batch_size": PROMPTS, "max_prompt_length": LONGEST_PROMPT},
+        "trainer": {"output_dir": str(folder), "total_steps": STEPS, "export_hf": False},
+    }
+
+
+def merged(*parts: dict) -> dict:
+    """Nested mappings, later ones first."""
+    whole: dict = {}
+    for part in parts:
+        for key, value in part.items():
+            whole[key] = merged(whole.get(key, {}), value) if isinstance(value, dict) else value
+    return whole
+
+
+def cases(folder: Path) -> Iterator[tuple[str, Config]]:
+    """Every method in every layout."""
+    for layout, placed in LAYOUTS.items():
+        for method, changes in METHODS.items():
+            config = Config.model_validate(merged(settings(folder), placed, changes))
+            errors = arrangement_errors(config, WORLD_SIZE)
+            if not errors:
+                yield f"{layout}: {method}", config
+            elif method != "full KL":  # which cannot be had in pipeline stages
+                raise ValueError(f"{layout}: {method}: {errors}")
+
+
+class FixedPrompts:
+    """The same prompts for each step."""
+
+    def batch(self, step: int) -> list[Prompt]:
+        generator = torch.Generator().manual_seed(100 + step)
+        return [self._prompt(i, generator) for i in range(PROMPTS)]
+
+    def _prompt(self, index: int, generator: torch.Generator) -> Prompt:
+        length = 1 + index % LONGEST_PROMPT
+        tokens = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+        return Prompt(index, tokens, "", None, "fixed")
+
+
+class FixedRollouts(Rollouts):
+    """Samples and scores that depend on the prompts alone, all at rank 0, whose engine wrote them."""
+
+    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str) -> list[Sample]:
+        samples = []
+        for prompt in prompts if self.exchange.rank == 0 else ():
+            generator = torch.Generator().manual_seed(sum(prompt.tokens) * 10 + n)
+            for i in range(n):
+                length = int(torch.randint(1, LONGEST_RESPONSE + 1, (1,), generator=generator))
+                tokens = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+                noise = 0.3 * torch.randn(length, generator=generator)
+                log_probs = (noise - torch.tensor(float(VOCABULARY)).log()).tolist()
+                reason = "length" if length == LONGEST_RESPONSE else "stop"
+                samples.append(Sample(prompt.index, i, tokens, log_probs, reason))
+        return samples
+
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
+        return torch.tensor([sum(one.tokens) % 7 / 3 - 1 for one in samples], dtype=torch.float32)
+
+
+def build(config: Config) -> Run:
+    """A run without engines, checkpoints and files."""
+    layouts = placement_layouts(config, WORLD_SIZE)
+    hf_config = read_model_config(Path(config.model.path))
+    exchange, observer = Exchange(dist.group.WORLD), NullObserver()
+    models = {name: layout for name, layout in layouts.items() if name != "rollout"}
+    engines = build_engines(config, hf_config, build_groups(models, config.trainer.seed))
+    components = {name: Component(name, layout, engines[name], exchange) for name, layout in models.items()}
+    numbers = {"engine_number": None, "num_engines": 1, "vocab_size": VOCABULARY, "stop_token_ids": ()}
+    return Run(
+        config=config,
+        hf_config=hf_config,
+        exchange=exchange,
+        actor=components["actor"],
+        critic=components.get("critic"),
+        ref=components.get("ref"),
+        client=None,
+        sleeps=False,
+        weight_sync=lambda changed: SyncStats(0, 1.0),
+        probe=dict,
+        rollouts=FixedRollouts(config, None, None, None, exchange, observer, **numbers),
+        train_prompts=FixedPrompts(),
+        val_prompts={},
+        kl=kl_controller(config.algorithm.kl_ctrl),
+        reward_moments=RunningMoments(),
+        store=None,
+        observer=observer,
+        timers=Timers(),
+    )
+
+
+def numbers_of(config: Config) -> dict[str, object]:
+    """Metrics of the steps by `step/name`, and of each trained weight [sum, norm, hash]; of the ranks that know."""
+    run = build(config)
+    trainer = Trainer(config, run)
+    found: dict[str, object] = {}
+    for step in range(1, STEPS + 1):
+        metrics = {name: value for name, value in trainer.step(step).items() if not name.startswith(("timing", "sync"))}
+        found |= {f"{step}/{name}": float(value) for name, value in metrics.items()}
+    heads = {"actor": "policy_value" if config.algorithm.shared_backbone else "policy", "critic": "value"}
+    for component, engine in run.trained.items():
+        if engine is None:
+            continue
+        hf_config = run.hf_config if component == "actor" else critic_config(config.model.path)
+        for bucket in Export(engine.chunks, hf_config, engine.groups, head=heads[component]).buckets(2**20):
+            for name, tensor in bucket:
+                found[f"{component}.{name}"] = described(tensor)
+    return {name: value for part in run.exchange.share(found) for name, value in part.items()}
+
+
+def described(tensor: torch.Tensor) -> list:
+    exact = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+    return [float(tensor.double().sum()), float(tensor.double().norm()), exact]
+
+
+def rank_main(rank: int, folder: str, only: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE="4")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
+    found = {}
+    for name, config in cases(Path(folder)):
+        if only in name:
+            found[name] = numbers_of(config)
+            if rank == 0:
+                print(f"{name}: {len(found[name])} numbers", flush=True)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+def measure(only: str) -> dict[str, dict]:
+    """The numbers of every case whose name holds `only`."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        write_model(Path(folder))
+        mp.spawn(rank_main, (folder, only), nprocs=WORLD_SIZE)
+        return json.loads(Path(folder, "found.json").read_text())
+
+
+def write_model(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def difference(before: object, after: object) -> float:
+    """0 when they are equal to the bit; else relative to the larger, or absolute below 1."""
+    if before == after:
+        return 0.0
+    if before is None or after is None:
+        return float("inf")
+    pairs = zip(before[:2], after[:2], strict=True) if isinstance(before, list) else [(before, after)]
+    return max(abs(a - b) / max(1.0, abs(a), abs(b)) for a, b in pairs) or 1e-300  # equal sums, other bits
+
+
+def compare(before: dict[str, dict], after: dict[str, dict]) -> int:
+    """Print what differs; 1 if anything does by more than TOLERANCE."""
+    worst = {}
+    for name in before.keys() | after.keys():
+        one, other = before.get(name, {}), after.get(name, {})
+        differences = {key: difference(one.get(key), other.get(key)) for key in one.keys() | other.keys()}
+        key = max(differences, key=lambda key: differences[key])
+        worst[name] = (differences[key], key)
+    equal = [name for name, (found, _) in worst.items() if found == 0]
+    print(f"{len(equal)} of {len(worst)} cases are equal to the bit")
+    for name, (found, key) in sorted(worst.items(), key=lambda item: -item[1][0]):
+        if found:
+            print(f"{name}: {found:.2g} ({key})")
+    return int(any(found > TOLERANCE for found, _ in worst.values()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=["record", "compare"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", default="", help="cases with this in their name, 'LAYOUT: METHOD'")
+    args = parser.parse_args()
+    if args.command == "record":
+        args.file.write_text(json.dumps(measure(args.only), indent=1))
+        return 0
+    before = {name: numbers for name, numbers in json.loads(args.file.read_text()).items() if args.only in name}
+    return compare(before, measure(args.only))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
