@@ -1,4 +1,8 @@
-"""A model and the rows it borrows: the same calls on every rank, whether the component lives there or not."""
+"""A model and the rows it borrows: the same calls on every rank, whether the component lives there or not.
+
+What exchanges rows, all ranks do together; what computes waits for no rank of another component, so that components on
+different ranks compute at once.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -79,16 +83,21 @@ class Borrowed:
             return component.borrow(self.batch)
         return Borrowed(component, self.batch, self.cut, self.takers, self.rows)
 
-    def forward(self, home: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
-        """`home` with the head's outputs added: `names` maps an output per token to the field it becomes; those of
-        `per_row`, one number per row, keep their names.
+    def forward(self) -> Outputs:
+        """The head's outputs for the rows here; {} but on the component's last stages. Waits for no other component.
 
         Raises:
-            FloatingPointError: one of the head's outputs is not finite.
+            FloatingPointError: one of the outputs is not finite.
         """
+        engine = self.component.engine
+        outputs = engine.forward(self.rows) if engine else {}
+        _check_finite(self.component.name, outputs)
+        return outputs
+
+    def give_back(self, outputs: Outputs, home: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
+        """`home` with the outputs of `forward` added: `names` maps an output per token to the field it becomes; those
+        of `per_row`, one number per row, keep their names."""
         component = self.component
-        outputs = component.engine.forward(self.rows) if component.engine else {}
-        _check_finite(component.name, outputs)
         holders = output_holdings(component.layout, self.cut.shards, component.exchange.world_size)
         reports = component.engine is not None and component.engine.is_output
         results = self.rows if reports else empty_rows((), self.batch.table)

@@ -3,11 +3,11 @@
 from megappo.config.schema import Config
 from megappo.data.batch import Rows
 from megappo.trainer.advantages import add_advantages
-from megappo.trainer.component import Batch, Borrowed
+from megappo.trainer.component import Borrowed
 from megappo.trainer.probe import check_log_probs
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import training_metrics, value_statistics
-from megappo.trainer.update import update_actor, update_critic
+from megappo.trainer.update import VALUE_FIELDS, actor_fields, update_actor, update_critic
 
 
 class Trainer:
@@ -60,17 +60,23 @@ class Trainer:
             batch, metrics = run.rollouts.collect(responses, prompts)
         with run.timers("borrow"):
             at_actor = run.actor.borrow(batch, config.num_mini_batches("actor"))
+            at_ref = at_actor.passed_to(run.ref) if run.ref and config.needs_ref_log_probs else None
             at_critic = run.critic.borrow(batch, config.num_mini_batches("critic")) if run.critic else None
-        rows = self.look_at(batch, at_actor, at_critic)
+        rows = self.look_at(batch.rows, at_actor, at_ref, at_critic)
         with run.timers("advantages"):
             rows, advantage_metrics = add_advantages(run, rows)
             check_log_probs("the rollouts", advantage_metrics["rollout/log_prob_diff/mean"], config)
+        actor_trains = step > config.critic.warmup_steps
+        with run.timers("lend"):
+            if at_critic is not None:
+                at_critic.receive(rows, VALUE_FIELDS)
+            if actor_trains:
+                at_actor.receive(rows, actor_fields(config))
         with run.timers("update_critic"):
-            critic_steps = update_critic(at_critic, rows, config) if at_critic else []
+            critic_steps = update_critic(at_critic, config) if at_critic else []
         with run.timers("update_actor"):
-            actor_trains = step > config.critic.warmup_steps
-            actor_steps = update_actor(at_actor, rows, config) if actor_trains else []
-            # Not earlier: it would keep a critic and an actor on different ranks from training at once.
+            actor_steps = update_actor(at_actor, config) if actor_trains else []
+            # Not earlier: all ranks wait for each other here.
             metrics |= training_metrics(run.exchange, critic_steps, "critic")
             metrics |= training_metrics(run.exchange, actor_steps, "actor")
         with run.timers("sync"):
@@ -81,24 +87,27 @@ class Trainer:
             run.kl.update(metrics["reward/kl_penalty/mean"], config.data.train_batch_size * config.rollout.n)
         return metrics
 
-    def look_at(self, batch: Batch, at_actor: Borrowed, at_critic: Borrowed | None) -> Rows:
+    def look_at(self, rows: Rows, at_actor: Borrowed, at_ref: Borrowed | None, at_critic: Borrowed | None) -> Rows:
         """Adds to the rows at home what the models say of them, as far as the config needs it."""
-        run, algorithm, rows = self.run, self.config.algorithm, batch.rows
-        names = {"log_probs": "old_log_probs"}
+        timers, algorithm = self.run.timers, self.config.algorithm
+        policy, values = {"log_probs": "old_log_probs"}, {"values": "values"}
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
-            names["full_kl"] = "full_kl"
-        values, per_row = {"values": "values"}, ["bootstrap_values"] if algorithm.bootstrap_truncated else []
-        with run.timers("old_log_probs"):
-            if algorithm.shared_backbone:
-                rows = at_actor.forward(rows, names | values, per_row)
-            else:
-                rows = at_actor.forward(rows, names)
-        if run.ref is not None and self.config.needs_ref_log_probs:
-            with run.timers("ref_log_probs"):
-                rows = at_actor.passed_to(run.ref).forward(rows, {"log_probs": "ref_log_probs"})
-        if at_critic is not None:
-            with run.timers("values"):
-                rows = at_critic.forward(rows, values, per_row)
+            policy["full_kl"] = "full_kl"
+        per_row = ["bootstrap_values"] if algorithm.bootstrap_truncated else []
+        of_actor = (policy | values, per_row) if algorithm.shared_backbone else (policy, [])
+        looks = {
+            "old_log_probs": (at_actor, *of_actor),
+            "ref_log_probs": (at_ref, {"log_probs": "ref_log_probs"}, []),
+            "values": (at_critic, values, per_row),
+        }
+        found = []
+        for phase, (borrowed, *wanted) in looks.items():
+            if borrowed is not None:
+                with timers(phase):
+                    found.append((borrowed, borrowed.forward(), *wanted))
+        with timers("give_back"):
+            for borrowed, outputs, *wanted in found:
+                rows = borrowed.give_back(outputs, rows, *wanted)
         return rows
 
     def evaluate(self, step: int) -> dict[str, float]:

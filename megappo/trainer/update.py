@@ -1,4 +1,8 @@
-"""The updates of a step: PPO's epochs over the mini-batches that a component has borrowed."""
+"""The updates of a step: PPO's epochs over the mini-batches that a component has borrowed.
+
+They begin with rows that have the fields of the loss (`actor_fields`, VALUE_FIELDS), and wait for no rank of another
+component.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,13 +23,8 @@ COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 VALUE_FIELDS = ("values", "returns")
 
 
-def update_actor(borrowed: Borrowed, home: Rows, config: Config) -> Steps:
-    """Train the actor; the rest of the step is skipped once its KL to the old policy passes actor.target_kl.
-
-    Args:
-        home: the rows at home, with the fields that the loss reads.
-    """
-    borrowed.receive(home, _actor_fields(config))
+def update_actor(borrowed: Borrowed, config: Config) -> Steps:
+    """Train the actor; the rest of the step is skipped once its KL to the old policy passes actor.target_kl."""
     engine = borrowed.component.engine
     if not isinstance(engine, TrainedEngine):
         return []
@@ -40,9 +39,8 @@ def update_actor(borrowed: Borrowed, home: Rows, config: Config) -> Steps:
     return steps if engine.is_output else []
 
 
-def update_critic(borrowed: Borrowed, home: Rows, config: Config) -> Steps:
-    """Train the critic; arguments as in `update_actor`."""
-    borrowed.receive(home, VALUE_FIELDS)
+def update_critic(borrowed: Borrowed, config: Config) -> Steps:
+    """Train the critic."""
     engine = borrowed.component.engine
     if not isinstance(engine, TrainedEngine):
         return []
@@ -51,7 +49,8 @@ def update_critic(borrowed: Borrowed, home: Rows, config: Config) -> Steps:
     return steps if engine.is_output else []
 
 
-def _actor_fields(config: Config) -> list[str]:
+def actor_fields(config: Config) -> list[str]:
+    """The fields that the actor's loss reads."""
     fields = ["old_log_probs", "advantages"]
     fields += ["ref_log_probs"] if config.actor.use_kl_loss and config.actor.kl_loss_type != "full" else []
     fields += ["rollout_is_weights"] if config.algorithm.rollout_correction.is_on else []

@@ -118,7 +118,8 @@ def check_forward(
         engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
         component = Component(kind, case.layout, engine, exchange)
         for num_mini_batches in (1, 3):
-            home = component.borrow(batch, num_mini_batches).forward(batch.rows, names)
+            borrowed = component.borrow(batch, num_mini_batches)
+            home = borrowed.give_back(borrowed.forward(), batch.rows, names)
             assert home.ids.tolist() == batch.rows.ids.tolist()
             assert torch.equal(home.fields["advantages"], batch.rows.fields["advantages"]), "other fields stay"
             for field, output in zip(names.values(), range(len(names)), strict=True):

@@ -27,7 +27,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Batch, Component
 from megappo.trainer.statistics import training_metrics
-from megappo.trainer.update import update_actor, update_critic
+from megappo.trainer.update import VALUE_FIELDS, actor_fields, update_actor, update_critic
 
 LENGTHS = ((3, 4), (3, 6), (5, 1), (5, 2), (4, 5), (4, 3), (2, 2), (2, 7), (1, 1), (1, 3), (6, 2), (6, 6))
 ROWS_PER_PROMPT, MINI_BATCHES, EPOCHS = 2, 3, 2
@@ -64,8 +64,9 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
     config = config.model_copy(update={"actor": actor})
     names = {"log_probs": "old_log_probs"} if kind == "actor" else {"values": "values"}
     names = {"log_probs": "old_log_probs", "values": "values"} if kind == "shared" else names
-    rows = borrowed.forward(batch.rows, names)
-    steps = update_critic(borrowed, rows, config) if kind == "critic" else update_actor(borrowed, rows, config)
+    rows = borrowed.give_back(borrowed.forward(), batch.rows, names)
+    borrowed.receive(rows, VALUE_FIELDS if kind == "critic" else actor_fields(config))
+    steps = update_critic(borrowed, config) if kind == "critic" else update_actor(borrowed, config)
     return training_metrics(component.exchange, steps, component.name)
 
 
