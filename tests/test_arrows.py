@@ -12,7 +12,7 @@ BOTTOM = frozenset({"config", "platform", "torchvision_on_cpu", "lifetime", "kee
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "plan", "serve"})
 FROM_TOOLS = frozenset({"weights", "checkpoint", "models", "config", "placement", "platform", "torchvision_on_cpu"})
-FROM_BENCHES = MIDDLE | BOTTOM | {"ppo"}
+FROM_BENCHES = MIDDLE | BOTTOM | {"ppo", "trainer"}
 HEAVY = {
     "megatron": (
         "megappo/models/",

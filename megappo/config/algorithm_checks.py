@@ -1,29 +1,10 @@
 """Keys of the method that contradict each other, or that the rest of the config leaves without effect."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megappo.config.describe import show
-from megappo.config.schema import (
-    CRITIC_ESTIMATORS,
-    GROUP_ESTIMATORS,
-    Actor,
-    Algorithm,
-    Config,
-    Critic,
-    Reward,
-    RolloutCorrection,
-)
-
-CLIPPED_BELOW = ("clip", "gspo", "clip_cov")
-"""actor.policy_loss whose ratio is clipped to 1 - epsilon from below."""
-LOSS_KEYS = {
-    "sapo": ("tau_pos", "tau_neg"),
-    "clip_cov": ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
-    "kl_cov": ("kl_cov_ratio", "ppo_kl_coef"),
-}
-"""actor.policy_loss -> keys of the actor that it alone reads."""
-UNDISCOUNTED = (*GROUP_ESTIMATORS, "remax")
-"""algorithm.adv_estimator that judge a response as a whole."""
+from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
+from megappo.config.schema import Actor, Algorithm, Config, Critic, Reward, RolloutCorrection
 
 
 def algorithm_errors(config: Config) -> list[str]:
@@ -44,7 +25,7 @@ def algorithm_errors(config: Config) -> list[str]:
 def _clipping(config: Config) -> Iterator[str]:
     actor = config.actor
     key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
-    if actor.policy_loss in CLIPPED_BELOW and getattr(actor, key) >= 1:
+    if actor.method.clips_below and getattr(actor, key) >= 1:
         yield f"actor.{key} {getattr(actor, key)} must be below 1: lower it, as the ratio is clipped to 1 - {key}"
     if actor.policy_loss == "clip_cov" and actor.clip_cov_lb >= actor.clip_cov_ub:
         yield f"actor.clip_cov_lb {actor.clip_cov_lb} must be below actor.clip_cov_ub {actor.clip_cov_ub}: lower it"
@@ -63,16 +44,15 @@ def _unused(config: Config) -> Iterator[str]:
     algorithm, actor, reward = config.algorithm, config.actor, config.reward
     no_penalty = (not algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
     estimator = f"algorithm.adv_estimator {algorithm.adv_estimator}"
+    policy_loss = f"actor.policy_loss {actor.policy_loss}"
     unread = {
+        **_unread_by("algorithm", ESTIMATORS, algorithm.method, estimator),
+        **_unread_by("actor", POLICY_LOSSES, actor.method, policy_loss),
         "algorithm.value_coef": (not algorithm.shared_backbone, "algorithm.shared_backbone is false"),
-        "algorithm.gamma": (algorithm.adv_estimator in UNDISCOUNTED, f"{estimator} discounts nothing"),
         "actor.kl_loss_coef": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
         "actor.kl_loss_type": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
-        "algorithm.lam": (not config.has_values, f"{estimator} has no lambda"),
-        "algorithm.norm_adv_by_std_in_grpo": (algorithm.adv_estimator != "grpo", f"{estimator} is not grpo"),
         "algorithm.kl_penalty": no_penalty,
         "algorithm.kl_ctrl": no_penalty,
-        **{f"actor.{key}": _not_of(actor, loss) for loss, keys in LOSS_KEYS.items() for key in keys},
         "reward.overlong_buffer": (reward.length_penalty != "overlong", "reward.length_penalty is not overlong"),
         "reward.length_penalty_factor": (reward.length_penalty == "none", "reward.length_penalty is none"),
         "critic.model_path": (not config.has_critic, "this run builds no critic"),
@@ -85,21 +65,25 @@ def _unused(config: Config) -> Iterator[str]:
             yield f"{key} {show(value)} has no effect, as {reason}: drop it"
 
 
-def _not_of(actor: Actor, loss: str) -> tuple[bool, str]:
-    return actor.policy_loss != loss, f"actor.policy_loss is {actor.policy_loss}"
+def _unread_by(
+    section: str, methods: Mapping[str, Estimator | PolicyLoss], method: Estimator | PolicyLoss, name: str
+) -> dict[str, tuple[bool, str]]:
+    """The keys that some of the methods read: whether this one does not, and a reason."""
+    keys = {key: None for one in methods.values() for key in one.reads}
+    return {f"{section}.{key}": (key not in method.reads, f"{name} does not read it") for key in keys}
 
 
 def _estimator(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.adv_estimator in GROUP_ESTIMATORS and config.rollout.n < 2:
+    if algorithm.method.compares_responses and config.rollout.n < 2:
         yield (
             f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: rollout.n must be "
             f"at least 2, found {config.rollout.n}"
         )
-    if algorithm.adv_estimator == "remax" and config.reward.normalize != "none":
+    if algorithm.method.needs_greedy_baseline and config.reward.normalize != "none":
         yield (
             f"reward.normalize {config.reward.normalize} would hide the greedy baseline that algorithm.adv_estimator "
-            "remax subtracts: set it to none"
+            f"{algorithm.adv_estimator} subtracts: set it to none"
         )
 
 
@@ -124,7 +108,7 @@ def _values(config: Config) -> Iterator[str]:
     for key in (key for key, is_set in needing.items() if is_set):
         yield (
             f"{key} needs values, which algorithm.adv_estimator {algorithm.adv_estimator} does without: drop it or "
-            f"use {' or '.join(CRITIC_ESTIMATORS)}"
+            f"use {' or '.join(name for name, one in ESTIMATORS.items() if one.needs_values)}"
         )
 
 

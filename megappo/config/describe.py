@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megappo.config.schema import Config, Section
+from megappo.config.schema import Config, OneOf, Section
 
 REQUIRED = PydanticUndefined
 """`Key.default` of a key that must be set."""
@@ -88,6 +88,9 @@ def describe(field: FieldInfo) -> str:
 
 def _describe(annotation: object, metadata: Iterable[object] = ()) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    for item in metadata:
+        if isinstance(item, OneOf):
+            return " | ".join(item.table)
     if origin is Annotated:
         inner = [limit for item in args[1:] for limit in (item.metadata if isinstance(item, FieldInfo) else [item])]
         return _describe(args[0], [*inner, *metadata])

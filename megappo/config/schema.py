@@ -1,13 +1,16 @@
 """Every key a run's YAML may hold: its type, default and meaning. Immutable once loaded."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, field_validator
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from megappo.config.coercion import as_declared
 from megappo.config.errors import ConfigError, printable
+from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 from megappo.config.origins import Origins
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -18,10 +21,6 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
-CRITIC_ESTIMATORS = ("gae",)
-"""algorithm.adv_estimator that need values, and so a critic or a shared backbone."""
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg")
-"""algorithm.adv_estimator that compare the responses to a prompt with each other."""
 EVAL_INTERVAL = 10
 """trainer.eval_interval where it is null and there is something to evaluate on."""
 MOST_RANKS = 100_000
@@ -30,6 +29,21 @@ Ways = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "low_var_kl"]
 """The last three are verl's words for k1, k2 and k3."""
+
+
+class OneOf:
+    """Of a text: it is one of the names of a table, which may grow until the config is read."""
+
+    def __init__(self, table: Mapping[str, object]):
+        self.table = table
+
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._known, handler(source))
+
+    def _known(self, name: str) -> str:
+        if name not in self.table:
+            raise ValueError("not in the table")
+        return name
 
 
 class Section(BaseModel):
@@ -90,7 +104,7 @@ class Trained(Section):
 
 
 class Actor(Trained):
-    policy_loss: Literal["clip", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "gmpo"] = Field("clip", description="policy loss; clip is PPO's, with clip-higher and dual clip")
+    policy_loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("clip", description="policy loss; clip is PPO's, with clip-higher and dual clip")
     clip_ratio: PositiveFloat = Field(0.2, description="PPO's epsilon: the probability ratio is clipped to 1 +- this")
     clip_ratio_low: PositiveFloat | None = Field(None, description="lower epsilon; null = clip_ratio")
     clip_ratio_high: PositiveFloat | None = Field(None, description="upper epsilon (clip-higher); null = clip_ratio")
@@ -107,6 +121,11 @@ class Actor(Trained):
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL loss")
     kl_loss_type: KLKind = Field("k3", description="KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary")
     target_kl: PositiveFloat | None = Field(None, description="skip the rest of a step's mini-batches and epochs once actor/ppo_kl of one passes this; null = off")
+
+    @property
+    def method(self) -> PolicyLoss:
+        """What policy_loss reads and needs."""
+        return POLICY_LOSSES[self.policy_loss]
 
 
 class Critic(Trained):
@@ -193,7 +212,7 @@ class RolloutCorrection(Section):
 
 class Algorithm(Section):
     preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = Field(None, description="numerical conventions of another system (whitening, clamps, KL gradient, value loss factor, averaging); null = megappo's")
-    adv_estimator: Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg"] = Field("gae", description="advantage estimator; all but gae do without a critic")
+    adv_estimator: Annotated[str, OneOf(ESTIMATORS)] = Field("gae", description="advantage estimator; all but gae do without a critic")
     gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(1.0, description="GAE's lambda")
     lam_alpha: PositiveFloat | None = Field(None, description="length-adaptive lambda of the actor, 1 - 1 / (lam_alpha x response tokens), in place of lam (VAPO: 0.05); null = off")
@@ -208,6 +227,11 @@ class Algorithm(Section):
     rollout_correction: RolloutCorrection = Field(RolloutCorrection(), description="weights against the mismatch between engine and trainer")
     shared_backbone: bool = Field(False, description="gae: one model with a policy and a value head instead of a separate critic; of the critic's keys only value_clip, huber_delta and loss_agg_mode are then read")
     value_coef: NonNegativeFloat = Field(0.5, description="shared_backbone: weight of the value loss in the combined loss")
+
+    @property
+    def method(self) -> Estimator:
+        """What adv_estimator reads and needs."""
+        return ESTIMATORS[self.adv_estimator]
 
 
 class Placement(Section):
@@ -257,7 +281,7 @@ class Config(Section):
     @property
     def has_values(self) -> bool:
         """Whether the estimator needs values."""
-        return self.algorithm.adv_estimator in CRITIC_ESTIMATORS
+        return self.algorithm.method.needs_values
 
     @property
     def has_critic(self) -> bool:

@@ -23,7 +23,6 @@ from megappo.ppo.ranks import sum_over_ranks
 
 __all__ = [
     "ESTIMATORS",
-    "WHITENED",
     "compute_token_level_rewards",
     "estimate",
     "explained_variance",
@@ -49,10 +48,8 @@ ESTIMATORS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
     "opo": opo,
     "gpg": gpg,
 }
-"""algorithm.adv_estimator -> function returning (advantages, returns), neither whitened."""
-
-WHITENED = frozenset({"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"})
-"""Estimators whose method whitens the advantages over the whole batch, outside of the function."""
+"""algorithm.adv_estimator -> function returning (advantages, returns), neither whitened; `megappo.config.methods` says
+what each reads and needs."""
 
 
 def estimate(name: str, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

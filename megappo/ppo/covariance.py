@@ -9,8 +9,6 @@ import math
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.aggregation import Normaliser
-from megappo.ppo.conventions import DEFAULT, Conventions
 from megappo.ppo.surrogate import PolicyConfig, Result, Tokens, clipped_surrogate
 
 ANY = (float("-inf"), float("inf"))
@@ -55,30 +53,17 @@ def select_by_covariance(
     raise ValueError(f"policy_loss {config.policy_loss!r} selects no tokens: only clip_cov and kl_cov do")
 
 
-def clip_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: PolicyConfig,
-    *,
-    rollout_is_weights: torch.Tensor | None = None,
-    normaliser: Normaliser | None = None,
-    conventions: Conventions = DEFAULT,
-    selected: torch.Tensor | None = None,
-) -> Result:
+def clip_cov(tokens: Tokens, config: PolicyConfig) -> Result:
     """Clip-Cov: PPO's clip, and the selected tokens give no gradient.
 
-    Args and Returns: as `policy_loss`; clip_ratio_c is not read (no dual clip).
-        selected: [B, R] bool, of `select_by_covariance`; None = selected among this call's own tokens.
-    The loss of a selected token is 0, unless its ratio is clipped already: that keeps its constant, as in verl (which
-    leaves those out of the draw, too). pg_clipfrac is the fraction of tokens set to 0, as in verl. log_ratio_clamp
-    bounds the log-ratio (verl: nothing does, for this loss).
+    Args and Returns: as `clip`; clip_ratio_c is not read (no dual clip).
+    Where no tokens are selected yet they are, among this call's own. The loss of a selected token is 0, unless its
+    ratio is clipped already: that keeps its constant, as in verl (which leaves those out of the draw, too).
+    pg_clipfrac is the fraction of tokens set to 0, as in verl. log_ratio_clamp bounds the log-ratio (verl: nothing
+    does, for this loss).
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_clip_cov.
     """
-    tokens = Tokens(log_probs, old_log_probs, advantages, response_mask, rollout_is_weights, normaliser, conventions)
-    if selected is None:
-        selected = _select(log_probs, advantages, response_mask, config.clip_cov_ratio, _band(config), None)
+    selected = _selected(tokens, config)
     ratios = tokens.ratios()
     loss, clipped = clipped_surrogate(tokens.advantages, ratios, config)
     taken_out = selected & ~clipped & tokens.mask
@@ -86,33 +71,26 @@ def clip_cov(
     return tokens.result(tokens.weighted(loss), config, ratios=ratios, clipped=taken_out)
 
 
-def kl_cov(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: PolicyConfig,
-    *,
-    rollout_is_weights: torch.Tensor | None = None,
-    normaliser: Normaliser | None = None,
-    conventions: Conventions = DEFAULT,
-    selected: torch.Tensor | None = None,
-) -> Result:
+def kl_cov(tokens: Tokens, config: PolicyConfig) -> Result:
     """KL-Cov: the unclipped surrogate -A x ratio, plus ppo_kl_coef x |log-ratio| at the selected tokens.
 
-    Args and Returns: as `policy_loss`; the clip bounds are not read and nothing counts as clipped. ppo_kl is signed, as
+    Args and Returns: as `clip`; the clip bounds are not read and nothing counts as clipped. ppo_kl is signed, as
     everywhere here (verl reports the mean of |log-ratio| for this loss). log_ratio_clamp bounds the log-ratio before
     exp, but not in the penalty (verl: nowhere).
-        selected: [B, R] bool, of `select_by_covariance`; None = selected among this call's own tokens.
+    Where no tokens are selected yet they are, among this call's own.
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_kl_cov.
     """
-    tokens = Tokens(log_probs, old_log_probs, advantages, response_mask, rollout_is_weights, normaliser, conventions)
-    if selected is None:
-        selected = _select(log_probs, advantages, response_mask, config.kl_cov_ratio, ANY, None)
+    selected = _selected(tokens, config)
     ratios = tokens.ratios()
     penalty = torch.where(selected, config.ppo_kl_coef * tokens.log_ratios.abs(), 0.0)
     loss = -tokens.advantages * ratios + penalty
     return tokens.result(tokens.weighted(loss), config, ratios=ratios)
+
+
+def _selected(tokens: Tokens, config: PolicyConfig) -> torch.Tensor:
+    if tokens.selected is not None:
+        return tokens.selected
+    return select_by_covariance(tokens.log_probs, tokens.advantages, tokens.mask, config)
 
 
 def _band(config: PolicyConfig) -> tuple[float, float]:

@@ -15,9 +15,9 @@ from megappo.ppo.aggregation import AGGREGATIONS, Metrics, Normaliser, agg_mode,
 from megappo.ppo.conventions import DEFAULT, Conventions
 from megappo.ppo.covariance import clip_cov, kl_cov, select_by_covariance
 from megappo.ppo.kl import kl_estimate
-from megappo.ppo.policy_losses import cispo, gpg, policy_loss, sapo
+from megappo.ppo.policy_losses import cispo, clip, gpg, sapo
 from megappo.ppo.sequence_losses import gmpo, gspo
-from megappo.ppo.surrogate import PolicyConfig
+from megappo.ppo.surrogate import PolicyConfig, Result, Tokens
 from megappo.ppo.value_losses import ValueConfig, value_loss
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Metrics",
     "Normaliser",
     "PolicyConfig",
+    "Tokens",
     "ValueConfig",
     "aggregate",
     "entropy_loss",
@@ -35,8 +36,8 @@ __all__ = [
     "value_loss",
 ]
 
-POLICY_LOSSES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
-    "clip": policy_loss,
+POLICY_LOSSES: dict[str, Callable[[Tokens, PolicyConfig], Result]] = {
+    "clip": clip,
     "gspo": gspo,
     "cispo": cispo,
     "sapo": sapo,
@@ -45,7 +46,41 @@ POLICY_LOSSES: dict[str, Callable[..., tuple[torch.Tensor, Metrics]]] = {
     "kl_cov": kl_cov,
     "gmpo": gmpo,
 }
-"""actor.policy_loss -> function with policy_loss's signature; clip_cov and kl_cov take selected= as well."""
+"""By actor.policy_loss; `megappo.config.methods` says what each reads and needs."""
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: PolicyConfig,
+    *,
+    rollout_is_weights: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
+    normaliser: Normaliser | None = None,
+    conventions: Conventions = DEFAULT,
+) -> Result:
+    """The loss that config.policy_loss names.
+
+    Args:
+        config: the actor section.
+        The others: [B, R] each, see `Tokens`.
+
+    Returns:
+        (loss, metrics): pg_clipfrac, pg_clipfrac_lower, ppo_kl, ratio; see `clip`, and the loss itself.
+    """
+    tokens = Tokens(
+        log_probs,
+        old_log_probs,
+        advantages,
+        response_mask,
+        rollout_is_weights,
+        selected=selected,
+        normaliser=normaliser,
+        conventions=conventions,
+    )
+    return POLICY_LOSSES[config.policy_loss](tokens, config)
 
 
 def entropy_loss(

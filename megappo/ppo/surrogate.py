@@ -4,8 +4,8 @@ from typing import Protocol
 
 import torch
 
-from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
-from megappo.ppo.conventions import EXP_LIMIT, Conventions
+from megappo.ppo.aggregation import Metrics, Normaliser, aggregate, token_mean
+from megappo.ppo.conventions import DEFAULT, EXP_LIMIT, Conventions
 
 Result = tuple[torch.Tensor, Metrics]
 """(loss, metrics), this call's share of the mini-batch's."""
@@ -46,10 +46,28 @@ class PolicyConfig(Protocol):
     def kl_loss_type(self) -> str: ...
     @property
     def loss_agg_mode(self) -> str | None: ...
+    @property
+    def method(self) -> "PolicyMethod": ...
+
+
+class PolicyMethod(Protocol):
+    """What the config's table of methods says of a policy loss."""
+
+    @property
+    def loss_agg_mode(self) -> str | None: ...
 
 
 class Tokens:
     """The inputs of a policy loss, [B, R], 0 wherever the mask is 0.
+
+    Args:
+        log_probs: of the policy being trained; the only one that gets a gradient.
+        old_log_probs: of the policy before the update.
+        advantages, response_mask: float32.
+        rollout_is_weights: importance weights, detached and multiplied in after clipping; None = 1.
+        selected: bool, the tokens that a method treats apart, of `select_by_covariance`; None = not chosen yet.
+        normaliser: of the mini-batch; None = counted from response_mask.
+        conventions: their log_ratio_clamp bounds the log-ratio before exp.
 
     They are cleaned before anything is computed from them: a NaN behind the mask would otherwise come back in the
     gradient, as 0 x NaN, however well the loss itself is masked.
@@ -61,15 +79,17 @@ class Tokens:
         old_log_probs: torch.Tensor,
         advantages: torch.Tensor,
         response_mask: torch.Tensor,
-        rollout_is_weights: torch.Tensor | None,
-        normaliser: Normaliser | None,
-        conventions: Conventions,
+        rollout_is_weights: torch.Tensor | None = None,
+        selected: torch.Tensor | None = None,
+        normaliser: Normaliser | None = None,
+        conventions: Conventions = DEFAULT,
     ):
         self.mask = response_mask.bool()
         self.log_probs = torch.where(self.mask, log_probs, 0.0)
         self.advantages = torch.where(self.mask, advantages.detach(), 0.0)
         self.log_ratios = self.log_probs - torch.where(self.mask, old_log_probs.detach(), 0.0)
         self.weights = None if rollout_is_weights is None else torch.where(self.mask, rollout_is_weights.detach(), 0.0)
+        self.selected = selected
         self.normaliser = Normaliser.of(response_mask) if normaliser is None else normaliser
         self.conventions = conventions
 
@@ -100,17 +120,15 @@ class Tokens:
         ratios: torch.Tensor,
         clipped: torch.Tensor | None = None,
         held: torch.Tensor | None = None,
-        method_agg_mode: str | None = None,
     ) -> Result:
         """Aggregate token losses, and the metrics every policy loss has.
 
         Args:
             loss, ratios: [B, R].
+            config: its loss_agg_mode holds, else the method's own, else the conventions'.
             clipped, held: [B, R] bool, tokens for pg_clipfrac and pg_clipfrac_lower; None = none.
-            method_agg_mode: the aggregation that belongs to the method, for a config that leaves it open.
         """
-        mode = agg_mode(config, self.conventions)
-        mode = method_agg_mode if method_agg_mode is not None and config.loss_agg_mode is None else mode
+        mode = config.loss_agg_mode or config.method.loss_agg_mode or self.conventions.loss_agg_mode
         none = torch.zeros_like(self.mask)
         shown = {
             "pg_clipfrac": none if clipped is None else clipped,

@@ -6,7 +6,6 @@ import torch
 
 from megappo.data.batch import Rows
 from megappo.ppo.advantages import (
-    WHITENED,
     compute_token_level_rewards,
     estimate,
     explained_variance,
@@ -112,7 +111,7 @@ def _whitened(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> torch.T
     """Whitened over the tokens of all ranks where the config says so, or, left open, the estimator's method."""
     algorithm = run.config.algorithm
     chosen = algorithm.whiten_advantages
-    if algorithm.adv_estimator in WHITENED if chosen is None else chosen:
+    if algorithm.method.whitens if chosen is None else chosen:
         whitening = conventions(run.config).whitening_of(algorithm.adv_estimator)
         return whiten(advantages, mask, group=run.exchange.group, whitening=whitening)
     return advantages

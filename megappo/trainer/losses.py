@@ -6,10 +6,10 @@ from megappo.config.schema import Config
 from megappo.data.batch import Rows
 from megappo.models.engine import LossFn, Outputs
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import POLICY_LOSSES, Metrics, Normaliser, entropy_loss, kl_loss, value_loss
+from megappo.ppo.losses import Metrics, Normaliser, entropy_loss, kl_loss, policy_loss, value_loss
 
 SELECTED = "selected_by_covariance"
-"""Field with 1 on the tokens that clip_cov or kl_cov chose in the whole mini-batch."""
+"""Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""
 
 
 def conventions(config: Config) -> Conventions:
@@ -59,8 +59,7 @@ Part = tuple[torch.Tensor, Metrics]
 
 
 def _policy_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Part:
-    chosen = {"selected": fields[SELECTED].bool()} if SELECTED in fields else {}
-    return POLICY_LOSSES[config.actor.policy_loss](
+    return policy_loss(
         outputs["log_probs"],
         fields["old_log_probs"],
         fields["advantages"],
@@ -68,8 +67,8 @@ def _policy_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.T
         config.actor,
         rollout_is_weights=fields.get("rollout_is_weights"),
         normaliser=normaliser,
+        selected=fields[SELECTED].bool() if SELECTED in fields else None,
         conventions=conventions(config),
-        **chosen,
     )
 
 

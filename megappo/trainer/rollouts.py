@@ -30,7 +30,7 @@ class Responses:
 
     Attributes:
         sampled: rollout.n to each prompt, to train on.
-        greedy: one to each prompt, for the baseline of remax; of the other estimators none.
+        greedy: one to each prompt, where the estimator needs its score; else none.
     """
 
     sampled: list[Sample]
@@ -84,8 +84,8 @@ class Rollouts:
     def respond(self, prompts: Sequence[Prompt]) -> Responses:
         """This rank's share of a step's responses; all ranks call it and return together."""
         sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout")
-        is_remax = self.config.algorithm.adv_estimator == "remax"
-        return Responses(sampled, self.sample(prompts, 1, self.greedy, "baselines") if is_remax else [])
+        needs_greedy = self.config.algorithm.method.needs_greedy_baseline
+        return Responses(sampled, self.sample(prompts, 1, self.greedy, "baselines") if needs_greedy else [])
 
     def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str) -> list[Sample]:
         """This rank's share of n responses to each prompt; `prompt_index` counts in `prompts`.
@@ -123,14 +123,14 @@ class Rollouts:
         """Scores the step's responses; its rows at their homes, and metrics.
 
         Fields: per token `response_mask` and `rollout_log_probs`; per row `scores`, `truncated` (1 where
-        rollout.max_response_length cut the response off) and, for remax, `baselines`.
+        rollout.max_response_length cut the response off) and, where the estimator needs them, `baselines`.
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
         scores = self.score(samples, prompts)
         rows, batch = self._at_home(samples, scores, prompts, n)
         home, table = batch.rows, batch.table
-        if self.config.algorithm.adv_estimator == "remax":
+        if self.config.algorithm.method.needs_greedy_baseline:
             home = replace(home, fields=home.fields | {"baselines": self._baselines(responses.greedy, prompts, home)})
         lengths = {"rollout/response_length": rows.response_lengths.float()}
         metrics = value_statistics(self.exchange, {"reward/score": scores} | lengths)

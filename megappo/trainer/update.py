@@ -19,7 +19,6 @@ from megappo.trainer.losses import SELECTED, actor_loss, critic_loss
 Steps = list[dict[str, float]]
 """Metrics of each optimizer step: this data-parallel shard's part, on the component's output ranks; [] elsewhere."""
 
-COVARIANCE_LOSSES = ("clip_cov", "kl_cov")
 VALUE_FIELDS = ("values", "returns")
 
 
@@ -31,7 +30,7 @@ def update_actor(borrowed: Borrowed, config: Config) -> Steps:
     actor = config.actor
     steps: Steps = []
     for rows, make_loss in _mini_batches(borrowed, actor.ppo_epochs, partial(actor_loss, config)):
-        if actor.policy_loss in COVARIANCE_LOSSES:
+        if actor.method.selects_tokens:
             rows = _with_selection(engine, rows, config)
         steps.append(engine.train_batch(rows, make_loss))
         if actor.target_kl is not None and engine.total(steps[-1].get("actor/ppo_kl", 0.0)) > actor.target_kl:

@@ -49,7 +49,7 @@ CONTRADICTIONS = {
         "as algorithm.use_kl_in_reward is false: drop it"
     ),
     "algorithm.kl_ctrl={type: adaptive, kl_coef: 0}": "algorithm.kl_ctrl.kl_coef 0 stays 0 however adaptive",
-    "actor.tau_pos=2": "actor.tau_pos 2.0 has no effect, as actor.policy_loss is clip: drop it",
+    "actor.tau_pos=2": "actor.tau_pos 2.0 has no effect, as actor.policy_loss clip does not read it: drop it",
     "reward.overlong_buffer=4": "reward.overlong_buffer 4 has no effect, as reward.length_penalty is not overlong",
     "algorithm.use_kl_in_reward=false placement.ref=0": (
         "placement.ref is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false, so no reference is "
@@ -100,7 +100,7 @@ CONTRADICTIONS = {
         "algorithm.value_coef 1.0 has no effect, as algorithm.shared_backbone is false: drop it"
     ),
     "algorithm.adv_estimator=rloo rollout.n=2 algorithm.gamma=0.9": (
-        "algorithm.gamma 0.9 has no effect, as algorithm.adv_estimator rloo discounts nothing: drop it"
+        "algorithm.gamma 0.9 has no effect, as algorithm.adv_estimator rloo does not read it: drop it"
     ),
     "actor.kl_loss_coef=1": "actor.kl_loss_coef 1.0 has no effect, as actor.use_kl_loss is false: drop it",
     "algorithm.shared_backbone=true critic.model_path=model": (

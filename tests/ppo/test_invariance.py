@@ -46,9 +46,9 @@ def actor(name: str, mode: str | None) -> Actor:
 def policy(name: str, mode: str | None) -> Loss:
     def loss(tensors, normaliser, selected):
         *inputs, weights, mask = tensors
-        chosen = {"selected": selected} if name in COVARIANCE else {}
-        keywords = {"rollout_is_weights": weights, "normaliser": normaliser, **chosen}
-        return POLICY_LOSSES[name](*inputs, mask, actor(name, mode), **keywords)
+        chosen = selected if name in COVARIANCE else None
+        keywords = {"rollout_is_weights": weights, "normaliser": normaliser, "selected": chosen}
+        return policy_loss(*inputs, mask, actor(name, mode), **keywords)
 
     return loss
 

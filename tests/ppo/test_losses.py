@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from policy_oracles import SEQUENCE_METHODS, Inputs, all_conventions, configs, expected
 from ragged import CASES, Case, cases
 
+from megappo.config import methods
 from megappo.config.schema import Actor
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import POLICY_LOSSES, Normaliser, policy_loss
@@ -23,9 +24,10 @@ def test_loss_metrics_and_gradient_equal_a_loop(
     name: str, case: Case, config: Actor, conventions: Conventions, scale: float, weighted: bool
 ):
     inputs = Inputs.of(case, scale, weighted)
+    config = config.model_copy(update={"policy_loss": name})
     log_probs = inputs.log_probs.clone().requires_grad_()
     arguments = (log_probs, inputs.old_log_probs, inputs.advantages, case.mask, config)
-    loss, metrics = POLICY_LOSSES[name](*arguments, rollout_is_weights=inputs.weights, conventions=conventions)
+    loss, metrics = policy_loss(*arguments, rollout_is_weights=inputs.weights, conventions=conventions)
     loss.backward()
     value, size, expected_metrics, gradient = expected(name, inputs, config, conventions)
     # float32 holds the mean log-ratio x of a sequence to 6e-8 |x|, which exp makes a relative error
@@ -94,7 +96,8 @@ def test_other_losses_hand_computed(name, advantage, loss, gradients):
     log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     old_log_probs = torch.tensor([[-1.0 - math.log(4), -2.0]])
     mask = torch.ones(1, 2)
-    result, _ = POLICY_LOSSES[name](log_probs, old_log_probs, torch.full((1, 2), advantage), mask, Actor())
+    advantages = torch.full((1, 2), advantage)
+    result, _ = policy_loss(log_probs, old_log_probs, advantages, mask, Actor(policy_loss=name))
     result.backward()
     assert float(result.detach()) == pytest.approx(loss, rel=1e-6)
     if gradients is not None:
@@ -107,7 +110,8 @@ def test_at_the_old_policy_the_gradient_is_reinforce(name: str):
     old_log_probs = torch.tensor([[-1.0, -0.5, -3.0]])
     log_probs = old_log_probs.clone().requires_grad_()
     advantages = torch.tensor([[1.0, -2.0, 0.5]])
-    POLICY_LOSSES[name](log_probs, old_log_probs, advantages, torch.ones(1, 3), Actor(ppo_kl_coef=0.0))[0].backward()
+    config = Actor(policy_loss=name, ppo_kl_coef=0.0)
+    policy_loss(log_probs, old_log_probs, advantages, torch.ones(1, 3), config)[0].backward()
     torch.testing.assert_close(log_probs.grad, -advantages / 3)
 
 
@@ -124,8 +128,8 @@ def test_log_ratio_is_clamped_before_exp():
 def test_extreme_log_ratios_stay_finite(name: str, advantage: float, log_ratio: float, preset: str):
     log_probs = torch.tensor([[log_ratio, 0.0]], requires_grad=True)
     zeros = torch.zeros(1, 2)
-    inputs = (log_probs, zeros, zeros + advantage, zeros + 1.0, Actor())
-    loss, metrics = POLICY_LOSSES[name](*inputs, conventions=PRESETS[preset])
+    inputs = (log_probs, zeros, zeros + advantage, zeros + 1.0, Actor(policy_loss=name))
+    loss, metrics = policy_loss(*inputs, conventions=PRESETS[preset])
     loss.backward()
     assert loss.isfinite() and log_probs.grad.isfinite().all()
     assert all(value.isfinite() for value in metrics.values())
@@ -136,7 +140,8 @@ def test_only_log_probs_get_a_gradient_and_weights_scale_it(name: str):
     def gradients(weight: float):
         tensors = [torch.tensor([[-1.0, -2.0]], requires_grad=True) for _ in range(3)]
         weights = torch.full((1, 2), weight, requires_grad=True)
-        loss, _ = POLICY_LOSSES[name](*tensors, torch.ones(1, 2), Actor(clip_ratio_c=None), rollout_is_weights=weights)
+        config = Actor(policy_loss=name, clip_ratio_c=None)
+        loss, _ = policy_loss(*tensors, torch.ones(1, 2), config, rollout_is_weights=weights)
         loss.backward()
         return loss.detach(), [tensor.grad for tensor in (*tensors, weights)]
 
@@ -160,8 +165,8 @@ def test_what_stands_at_masked_tokens_reaches_nothing(name: str, case: Case):
             tensors = [torch.where(case.mask.bool(), x, noise[k]) for k, x in enumerate(tensors)]
         log_probs, old_log_probs, advantages, weights = tensors
         log_probs = log_probs.clone().requires_grad_()
-        arguments = (log_probs, old_log_probs, advantages, case.mask, Actor())
-        loss, metrics = POLICY_LOSSES[name](*arguments, rollout_is_weights=weights)
+        arguments = (log_probs, old_log_probs, advantages, case.mask, Actor(policy_loss=name))
+        loss, metrics = policy_loss(*arguments, rollout_is_weights=weights)
         loss.backward()
         return [loss.detach(), log_probs.grad, *metrics.values()]
 
@@ -173,7 +178,7 @@ def test_what_stands_at_masked_tokens_reaches_nothing(name: str, case: Case):
 def test_a_batch_without_tokens_gives_zero_and_a_gradient_of_zero(name: str, rows: int):
     log_probs = torch.full((rows, 3), math.nan, requires_grad=True)
     junk = log_probs.detach()
-    loss, metrics = POLICY_LOSSES[name](log_probs, junk, junk, torch.zeros(rows, 3), Actor())
+    loss, metrics = policy_loss(log_probs, junk, junk, torch.zeros(rows, 3), Actor(policy_loss=name))
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert torch.equal(log_probs.grad, torch.zeros(rows, 3))
@@ -187,7 +192,8 @@ def test_the_aggregation_left_open_is_the_methods_own_or_the_preset_s(name: str)
     arguments = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, case.mask)
 
     def loss(mode: str | None, conventions: Conventions) -> torch.Tensor:
-        return POLICY_LOSSES[name](*arguments, Actor(loss_agg_mode=mode), conventions=conventions)[0]
+        config = Actor(policy_loss=name, loss_agg_mode=mode)
+        return policy_loss(*arguments, config, conventions=conventions)[0]
 
     own = "seq-mean-token-mean" if name in SEQUENCE_METHODS else "token-mean"
     assert torch.equal(loss(None, DEFAULT), loss(own, DEFAULT))
@@ -200,14 +206,29 @@ def test_a_given_normaliser_counts_in_the_masks_place(name: str):
     case = Case(3, 5, seed=1)
     inputs = Inputs.of(case, 0.3, weighted=False)
     arguments = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, case.mask)
-    config = Actor(loss_agg_mode="token-mean")
+    config = Actor(policy_loss=name, loss_agg_mode="token-mean")
     num_tokens = int(case.mask.sum())
-    loss, metrics = POLICY_LOSSES[name](*arguments, config)
-    halved, halved_metrics = POLICY_LOSSES[name](*arguments, config, normaliser=Normaliser(2 * num_tokens, 99, 99))
+    loss, metrics = policy_loss(*arguments, config)
+    halved, halved_metrics = policy_loss(*arguments, config, normaliser=Normaliser(2 * num_tokens, 99, 99))
     torch.testing.assert_close(halved, loss / 2)
     torch.testing.assert_close(halved_metrics, {key: value / 2 for key, value in metrics.items()})
 
 
-def test_the_registry_holds_the_methods_by_their_config_names():
-    assert set(POLICY_LOSSES) == {"clip", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "gmpo"}
-    assert POLICY_LOSSES["clip"] is policy_loss
+def test_every_loss_of_the_config_is_there():
+    assert list(POLICY_LOSSES) == list(methods.POLICY_LOSSES)
+    with pytest.raises(ValueError, match="policy_loss"):
+        Actor(policy_loss="absent")
+
+
+@EVERY
+def test_a_loss_reads_the_keys_that_it_declares_and_no_others(name: str):
+    read = set()
+
+    class Reading:
+        def __getattr__(self, key: str):
+            read.add(key)
+            return getattr(Actor(policy_loss=name), key)
+
+    ones = torch.ones(2, 3)
+    policy_loss(-ones, -ones, ones, ones, Reading())
+    assert read - {"policy_loss", "method", "loss_agg_mode"} == set(methods.POLICY_LOSSES[name].reads)
