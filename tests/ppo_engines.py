@@ -18,7 +18,7 @@ from megappo.placement.exchange import Exchange, homes
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Batch
-from megappo.trainer.losses import actor_loss, critic_loss
+from megappo.trainer.losses import ActorLoss, critic_loss
 from megappo.weights.export import Export
 from megappo.weights.load import load_hf
 
@@ -77,7 +77,7 @@ def make_config(kind: str, ppo_epochs: int = 1) -> Config:
 
 def make_loss(kind: str, rows: Rows) -> LossFn:
     """The loss of one kind of engine on a mini-batch, `rows` over all shards, under ACTOR's and CRITIC's settings."""
-    make = critic_loss if kind == "critic" else actor_loss
+    make = critic_loss if kind == "critic" else ActorLoss
     return make(make_config(kind), int(rows.response_lengths.sum()), len(rows))
 
 

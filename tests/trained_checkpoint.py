@@ -49,7 +49,7 @@ def train(engines: dict[str, TrainedEngine], num_steps: int) -> dict[str, float]
         mine = balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)
         for _ in range(num_steps):
             step = engine.train_batch(rows.select(mine[layout.shard_of(dist.get_rank())]), make_loss(name, rows))
-            norms[name] = step["grad_norm"]
+            norms[name] = step.grad_norm
     return norms
 
 

@@ -7,6 +7,7 @@ into values per response token, and a `LossFn` turns those into a loss.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,22 @@ Head = Callable[[torch.Tensor, Packed], Outputs]
 LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Outputs and their rows -> loss and metrics, both partial sums of the mini-batch's: they add up over micro-batches
 and data-parallel shards to what one pass over the whole mini-batch would give."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """What an optimizer step was like.
+
+    Attributes:
+        grad_norm: before clipping. lr: learning rate. Both are the same on every rank of the component.
+        metrics: of the loss function, summed over micro-batches: this shard's part; {} but on the last stage.
+    """
+
+    grad_norm: float
+    lr: float
+    metrics: dict[str, float]
+
+
 LOSS = "loss"
 """Stands among a loss function's metrics for the loss itself, which has the parts that they name."""
 
@@ -239,11 +256,9 @@ class TrainedEngine(MegatronEngine):
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = _finalize_without_token_count
 
-    def train_batch(self, rows: Rows, loss_fn: LossFn) -> dict[str, float]:
+    def train_batch(self, rows: Rows, loss_fn: LossFn) -> OptimizerStep:
         """One optimizer step on this shard's rows of a mini-batch.
 
-        Returns:
-            `grad_norm`, `lr`, and on the last stage the loss function's metrics, summed over micro-batches.
         Raises:
             FloatingPointError: the loss or one of its metrics is not finite, and no weight has been changed; or the
                 gradient norm is not, and the model is spoiled. End the run without saving it.
@@ -265,7 +280,7 @@ class TrainedEngine(MegatronEngine):
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         self.scheduler.step(increment=1)
         metrics.pop(LOSS, None)
-        return {"grad_norm": float(grad_norm), "lr": lr, **metrics}
+        return OptimizerStep(float(grad_norm), lr, metrics)
 
     def _check_finite(self, found: Mapping[str, float]) -> None:
         """Raises on all ranks of the component where any of them has a loss that is not finite.

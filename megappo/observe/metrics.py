@@ -1,10 +1,10 @@
-"""A step's metrics: reduced over ranks, then written to metrics.jsonl and TensorBoard."""
+"""A step's metrics on disk: metrics.jsonl and TensorBoard."""
 
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,6 @@ from megappo.config.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-
-_SUFFIX_REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
-    "/max": max,
-    "_peak_gib": max,
-    "/min": min,
-    "/sum": sum,
-}
-
-
-def reduce_ranks(per_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Merge one mapping per rank into one: the name's ending says how.
-
-    `/max` and `_peak_gib` take the largest, `/min` the smallest, `/sum` the sum, every other name the unweighted mean,
-    each over the ranks that report the name. Means over unequal row or token counts must be formed before this call.
-    """
-    collected: dict[str, list[float]] = {}
-    for metrics in per_rank:
-        for name, value in metrics.items():
-            collected.setdefault(name, []).append(value)
-    return {name: _reduce(name, values) for name, values in collected.items()}
-
-
-def _reduce(name: str, values: list[float]) -> float:
-    for suffix, reduction in _SUFFIX_REDUCTIONS.items():
-        if name.endswith(suffix):
-            return float(reduction(values))
-    return math.fsum(values) / len(values)
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:

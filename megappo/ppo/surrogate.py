@@ -103,6 +103,10 @@ class Tokens:
         """exp of each token's clamped log-ratio."""
         return self.clamp(self.log_ratios).exp()
 
+    def policy_kl(self) -> torch.Tensor:
+        """The mean of old_log_probs - log_probs (clamped as in the ratio), an estimate of the KL between the two."""
+        return token_mean(-self.clamp(self.log_ratios), self.mask, self.normaliser)
+
     def sequence_mean(self, x: torch.Tensor) -> torch.Tensor:
         """[B, 1]: the mean over each row's tokens; 0 where it has none."""
         total = torch.where(self.mask, x, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
@@ -133,10 +137,10 @@ class Tokens:
         shown = {
             "pg_clipfrac": none if clipped is None else clipped,
             "pg_clipfrac_lower": none if held is None else held,
-            "ppo_kl": -self.clamp(self.log_ratios),
             "ratio": ratios,
         }
         metrics = {name: token_mean(x, self.mask, self.normaliser) for name, x in shown.items()}
+        metrics["ppo_kl"] = self.policy_kl()
         return aggregate(loss, self.mask, mode, normaliser=self.normaliser), metrics
 
 

@@ -1,6 +1,6 @@
 """From rollouts that were scored and looked at to advantages: rewards per token, corrections, estimate, whitening."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,20 +17,36 @@ from megappo.ppo.kl import kl_estimate
 from megappo.ppo.rewards import shape_scores
 from megappo.trainer.losses import conventions
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import field_statistics, value_statistics
+from megappo.trainer.statistics import as_metrics, field_statistics, value_statistics
 
 Metrics = dict[str, float]
 
 
-def add_advantages(run: Run, rows: Rows) -> tuple[Rows, Metrics]:
-    """Adds `advantages`, `returns` where there are values, and `rollout_is_weights` where they are not all 1.
+@dataclass(frozen=True)
+class Judged:
+    """A step's rows with their advantages, and what is known of all rows of all ranks.
+
+    Attributes:
+        rows: this rank's, with `advantages`, `returns` where there are values, and `rollout_is_weights` where they are
+            not all 1.
+        log_prob_diff: the mean over the tokens of |old_log_probs - rollout_log_probs|.
+        kl_penalty: the mean over the tokens of the KL to the reference; None where the rewards have none in them.
+    """
+
+    rows: Rows
+    log_prob_diff: float
+    kl_penalty: float | None
+    metrics: Metrics
+
+
+def add_advantages(run: Run, rows: Rows) -> Judged:
+    """From scored rows to advantages; all ranks together.
 
     Args:
         rows: at their homes, where all responses to a prompt are together.
-    Returns:
-        The rows, and metrics over the rows of all ranks.
     """
-    rewards, metrics = _token_level_rewards(run, rows)
+    penalty = _kl_penalty(run, rows) if run.config.algorithm.use_kl_in_reward else None
+    rewards, metrics = _token_level_rewards(run, rows, penalty)
     advantages, returns = _estimate(run, rows, rewards)
     whitened = _whitened(run, advantages, rows.response_mask)
     limit = run.config.algorithm.advantages_clip
@@ -43,16 +59,20 @@ def add_advantages(run: Run, rows: Rows) -> tuple[Rows, Metrics]:
     shown = {name: rows.fields[name] for name in names} | {"rollout/log_prob_diff": difference}
     if limit is not None:
         shown["advantages/clipped"] = (whitened.abs() > limit).float()
-    metrics |= field_statistics(run.exchange, rows, shown) | correction_metrics
+    if penalty is not None:
+        shown["reward/kl_penalty"] = penalty
+    found = field_statistics(run.exchange, rows, shown)
+    metrics |= as_metrics(found) | correction_metrics
     if run.config.has_values:
         metrics["critic/vf_explained_var"] = explained_variance(
             rows.fields["values"], returns, rows.response_mask, group=run.exchange.group
         )
-    return rows, metrics
+    kl_penalty = None if penalty is None else found["reward/kl_penalty"].mean
+    return Judged(rows, found["rollout/log_prob_diff"].mean, kl_penalty, metrics)
 
 
-def _token_level_rewards(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
-    """Shaped scores on each response's last token, minus the KL penalty."""
+def _token_level_rewards(run: Run, rows: Rows, penalty: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
+    """Shaped scores on each response's last token, minus the KL penalty of each token where there is one."""
     scores, metrics = shape_scores(
         rows.fields["scores"],
         rows.response_lengths,
@@ -65,11 +85,10 @@ def _token_level_rewards(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
     shown = {"reward/shaped": scores}
     if "baselines" in rows.fields:
         shown["reward/baseline"] = rows.fields["baselines"]
-    metrics |= value_statistics(run.exchange, shown)
-    if not run.config.algorithm.use_kl_in_reward:
+    metrics |= as_metrics(value_statistics(run.exchange, shown))
+    if penalty is None:
         return compute_token_level_rewards(scores, rows.response_mask), metrics
-    penalty = _kl_penalty(run, rows)
-    metrics |= field_statistics(run.exchange, rows, {"reward/kl_penalty": penalty}) | {"reward/kl_coef": run.kl.value}
+    metrics["reward/kl_coef"] = run.kl.value
     return compute_token_level_rewards(scores, rows.response_mask, penalty, run.kl.value), metrics
 
 

@@ -6,7 +6,7 @@ from megappo.trainer.advantages import add_advantages
 from megappo.trainer.component import Borrowed
 from megappo.trainer.probe import check_log_probs
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import training_metrics, value_statistics
+from megappo.trainer.statistics import as_metrics, training_metrics, value_statistics
 from megappo.trainer.update import VALUE_FIELDS, actor_fields, update_actor, update_critic
 
 
@@ -64,14 +64,14 @@ class Trainer:
             at_critic = run.critic.borrow(batch, config.num_mini_batches("critic")) if run.critic else None
         rows = self.look_at(batch.rows, at_actor, at_ref, at_critic)
         with run.timers("advantages"):
-            rows, advantage_metrics = add_advantages(run, rows)
-            check_log_probs("the rollouts", advantage_metrics["rollout/log_prob_diff/mean"], config)
+            judged = add_advantages(run, rows)
+            check_log_probs("the rollouts", judged.log_prob_diff, config)
         actor_trains = step > config.critic.warmup_steps
         with run.timers("lend"):
             if at_critic is not None:
-                at_critic.receive(rows, VALUE_FIELDS)
+                at_critic.receive(judged.rows, VALUE_FIELDS)
             if actor_trains:
-                at_actor.receive(rows, actor_fields(config))
+                at_actor.receive(judged.rows, actor_fields(config))
         with run.timers("update_critic"):
             critic_steps = update_critic(at_critic, config) if at_critic else []
         with run.timers("update_actor"):
@@ -82,9 +82,9 @@ class Trainer:
         with run.timers("sync"):
             run.engine_wake()
             metrics |= run.sync_weights(changed=actor_trains)
-        metrics |= advantage_metrics
-        if config.algorithm.use_kl_in_reward and actor_trains:
-            run.kl.update(metrics["reward/kl_penalty/mean"], config.data.train_batch_size * config.rollout.n)
+        metrics |= judged.metrics
+        if judged.kl_penalty is not None and actor_trains:
+            run.kl.update(judged.kl_penalty, config.data.train_batch_size * config.rollout.n)
         return metrics
 
     def look_at(self, rows: Rows, at_actor: Borrowed, at_ref: Borrowed | None, at_critic: Borrowed | None) -> Rows:
@@ -115,6 +115,6 @@ class Trainer:
         metrics = {}
         for name, prompts in self.run.val_prompts.items():
             scores, samples = self.run.rollouts.evaluate(prompts.all)
-            metrics |= value_statistics(self.run.exchange, {f"val/{name}/score": scores})
+            metrics |= as_metrics(value_statistics(self.run.exchange, {f"val/{name}/score": scores}))
             self.run.observer.samples(step, samples)
         return metrics

@@ -6,7 +6,7 @@ from megappo.config.schema import Config
 from megappo.data.batch import Rows
 from megappo.models.engine import LossFn, Outputs
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import Metrics, Normaliser, entropy_loss, kl_loss, policy_loss, value_loss
+from megappo.ppo.losses import POLICY_LOSSES, Metrics, Normaliser, Tokens, entropy_loss, kl_loss, value_loss
 
 SELECTED = "selected_by_covariance"
 """Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""
@@ -17,17 +17,29 @@ def conventions(config: Config) -> Conventions:
     return DEFAULT if config.algorithm.preset is None else PRESETS[config.algorithm.preset]
 
 
-def actor_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
-    """Policy loss - entropy bonus + KL loss, and with a shared backbone + value_coef x value loss.
+class ActorLoss:
+    """Policy loss - entropy bonus + KL loss, and with a shared backbone + value_coef x value loss: a `LossFn`.
 
     Args:
         num_tokens, num_sequences: of the whole mini-batch: tokens with mask 1, rows with any.
     """
-    normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
 
-    def loss_fn(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+    def __init__(self, config: Config, num_tokens: int, num_sequences: int):
+        self.config = config
+        self.normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
+        self._policy_kl: list[torch.Tensor] = []
+
+    @property
+    def policy_kl(self) -> float:
+        """This shard's part of the mean KL to the policy before the update, of the micro-batches so far."""
+        return float(sum(self._policy_kl))
+
+    def __call__(self, outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+        config, normaliser = self.config, self.normaliser
         mask, fields = _on(outputs["log_probs"].device, rows)
-        loss, metrics = _policy_loss(config, outputs, fields, mask, normaliser)
+        tokens = _tokens(config, outputs, fields, mask, normaliser)
+        self._policy_kl.append(tokens.policy_kl().double())
+        loss, metrics = POLICY_LOSSES[config.actor.policy_loss](tokens, config.actor)
         metrics = {"pg_loss": loss, **metrics}
         for part, part_metrics in (
             _entropy_loss(config, outputs, mask, normaliser),
@@ -40,11 +52,9 @@ def actor_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
             loss, metrics = loss + config.algorithm.value_coef * value_part, metrics | value_metrics
         return loss, metrics
 
-    return loss_fn
-
 
 def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
-    """The critic's value loss; arguments as in `actor_loss`."""
+    """The critic's value loss; arguments as in `ActorLoss`."""
     normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
 
     def loss_fn(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, Metrics]:
@@ -58,16 +68,15 @@ Fields = dict[str, torch.Tensor]
 Part = tuple[torch.Tensor, Metrics]
 
 
-def _policy_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Part:
-    return policy_loss(
+def _tokens(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Tokens:
+    return Tokens(
         outputs["log_probs"],
         fields["old_log_probs"],
         fields["advantages"],
         mask,
-        config.actor,
         rollout_is_weights=fields.get("rollout_is_weights"),
-        normaliser=normaliser,
         selected=fields[SELECTED].bool() if SELECTED in fields else None,
+        normaliser=normaliser,
         conventions=conventions(config),
     )
 

@@ -19,7 +19,7 @@ from megappo.rewards.pool import RewardPool
 from megappo.rollout.client import EngineClient, SamplingParams
 from megappo.rollout.sampler import Sample, StoreCounter, sample
 from megappo.trainer.component import Batch
-from megappo.trainer.statistics import value_statistics
+from megappo.trainer.statistics import as_metrics, value_statistics
 
 PROBE_TOKENS = 4
 
@@ -133,7 +133,7 @@ class Rollouts:
         if self.config.algorithm.method.needs_greedy_baseline:
             home = replace(home, fields=home.fields | {"baselines": self._baselines(responses.greedy, prompts, home)})
         lengths = {"rollout/response_length": rows.response_lengths.float()}
-        metrics = value_statistics(self.exchange, {"reward/score": scores} | lengths)
+        metrics = as_metrics(value_statistics(self.exchange, {"reward/score": scores} | lengths))
         num_truncated = sum(self.exchange.share(float(rows.fields["truncated"].sum())))
         metrics["rollout/truncated_frac"] = num_truncated / len(table)
         num_greedy_tokens = sum(self.exchange.share(sum(len(one.tokens) for one in responses.greedy)))

@@ -4,20 +4,19 @@ They begin with rows that have the fields of the loss (`actor_fields`, VALUE_FIE
 component.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from megappo import platform
 from megappo.config.schema import Config
 from megappo.data.batch import Rows
-from megappo.models.engine import LossFn, TrainedEngine
+from megappo.models.engine import OptimizerStep, TrainedEngine
 from megappo.ppo.losses import select_by_covariance
 from megappo.trainer.component import Borrowed
-from megappo.trainer.losses import SELECTED, actor_loss, critic_loss
+from megappo.trainer.losses import SELECTED, ActorLoss, critic_loss
 
-Steps = list[dict[str, float]]
-"""Metrics of each optimizer step: this data-parallel shard's part, on the component's output ranks; [] elsewhere."""
+Steps = list[OptimizerStep]
+"""On the component's output ranks; [] elsewhere."""
 
 VALUE_FIELDS = ("values", "returns")
 
@@ -29,11 +28,12 @@ def update_actor(borrowed: Borrowed, config: Config) -> Steps:
         return []
     actor = config.actor
     steps: Steps = []
-    for rows, make_loss in _mini_batches(borrowed, actor.ppo_epochs, partial(actor_loss, config)):
+    for rows, *counts in _mini_batches(borrowed, actor.ppo_epochs):
+        loss = ActorLoss(config, *counts)
         if actor.method.selects_tokens:
             rows = _with_selection(engine, rows, config)
-        steps.append(engine.train_batch(rows, make_loss))
-        if actor.target_kl is not None and engine.total(steps[-1].get("actor/ppo_kl", 0.0)) > actor.target_kl:
+        steps.append(engine.train_batch(rows, loss))
+        if actor.target_kl is not None and engine.total(loss.policy_kl) > actor.target_kl:
             break
     return steps if engine.is_output else []
 
@@ -43,8 +43,8 @@ def update_critic(borrowed: Borrowed, config: Config) -> Steps:
     engine = borrowed.component.engine
     if not isinstance(engine, TrainedEngine):
         return []
-    mini_batches = _mini_batches(borrowed, config.critic.ppo_epochs, partial(critic_loss, config))
-    steps = [engine.train_batch(rows, loss) for rows, loss in mini_batches]
+    mini_batches = _mini_batches(borrowed, config.critic.ppo_epochs)
+    steps = [engine.train_batch(rows, critic_loss(config, *counts)) for rows, *counts in mini_batches]
     return steps if engine.is_output else []
 
 
@@ -56,13 +56,10 @@ def actor_fields(config: Config) -> list[str]:
     return fields + (list(VALUE_FIELDS) if config.algorithm.shared_backbone else [])
 
 
-def _mini_batches(
-    borrowed: Borrowed, ppo_epochs: int, make_loss: Callable[[int, int], LossFn]
-) -> Iterator[tuple[Rows, LossFn]]:
-    """This rank's rows of each mini-batch of each epoch, with its loss."""
+def _mini_batches(borrowed: Borrowed, ppo_epochs: int) -> Iterator[tuple[Rows, int, int]]:
+    """As `Borrowed.mini_batches`, epoch after epoch."""
     for _ in range(ppo_epochs):
-        for rows, num_tokens, num_sequences in borrowed.mini_batches():
-            yield rows, make_loss(num_tokens, num_sequences)
+        yield from borrowed.mini_batches()
 
 
 def _with_selection(engine: TrainedEngine, rows: Rows, config: Config) -> Rows:

@@ -70,7 +70,7 @@ def train(engines: dict[str, TrainedEngine | None], num_steps: int) -> dict[str,
         loss = make_loss(kind, rows)
         for _ in range(num_steps):
             step = engine.train_batch(rows.select(mine[layout.shard_of(dist.get_rank())]), loss)
-            metrics |= {f"{kind}/{name}": step[name] for name in ("grad_norm", "lr")}
+            metrics |= {f"{kind}/{name}": getattr(step, name) for name in ("grad_norm", "lr")}
     return metrics
 
 

@@ -259,7 +259,7 @@ def _matches(
     _assert_outputs(engine, rows, mine, expected["outputs"])
     for norm in expected["grad_norms"]:
         metrics = engine.train_batch(rows.select(mine), make_loss(kind, rows))
-        assert metrics["grad_norm"] == pytest.approx(norm, rel=2e-5)
+        assert metrics.grad_norm == pytest.approx(norm, rel=2e-5)
     assert engine.total(1.0) == case.layout.data, "each shard's part counts once"
     found = exported(engine, hf_config, kind)
     assert found.keys() == expected["parameters"].keys()
@@ -395,7 +395,7 @@ def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
         trained.train_batch(rows, make_loss("shared", rows))
     store.save(2, {"actor": trained}, {})
     weights = exported(trained, hf_config, "shared")
-    norm = trained.train_batch(rows, make_loss("shared", rows))["grad_norm"]
+    norm = trained.train_batch(rows, make_loss("shared", rows)).grad_norm
     for name in ("pp2", "pp2 vpp2", "dp2", "cp2"):
         moved = build(folder, CASES[name], "shared")
         store.load(store.latest(), {"actor": moved})
@@ -407,7 +407,7 @@ def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
         assert language_model.keys() == weights.keys() - {"score.weight"}
         assert all(torch.equal(language_model[key], weights[key]) for key in language_model), name
         mine = rows.select(shard_of(rows, CASES[name].layout))
-        assert moved.train_batch(mine, make_loss("shared", rows))["grad_norm"] == pytest.approx(norm, rel=1e-5), name
+        assert moved.train_batch(mine, make_loss("shared", rows)).grad_norm == pytest.approx(norm, rel=1e-5), name
 
 
 def test_shared_backbone_goes_on_in_another_layout(tmp_path: Path) -> None:

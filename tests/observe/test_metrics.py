@@ -5,29 +5,11 @@ import os
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megappo.observe.metrics import MetricsWriter, read_metrics, reduce_ranks
+from megappo.observe.metrics import MetricsWriter, read_metrics
 
 
 def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_reduce_ranks_follows_the_names_ending():
-    merged = reduce_ranks(
-        [
-            {"a/max": 1.0, "a/min": 1.0, "a/mean": 1.0, "memory/x_peak_gib": 3.0, "b/sum": 2.0, "plain": 4.0},
-            {"a/max": 5.0, "a/min": 5.0, "a/mean": 4.0, "memory/x_peak_gib": 2.0, "b/sum": 3.0, "only_here": 7.0},
-        ]
-    )
-    assert merged == {
-        "a/max": 5.0,
-        "a/min": 1.0,
-        "a/mean": 2.5,
-        "memory/x_peak_gib": 3.0,
-        "b/sum": 5.0,
-        "plain": 4.0,
-        "only_here": 7.0,
-    }
 
 
 def test_each_step_is_on_disk_before_the_writer_is_closed(tmp_path):

@@ -148,7 +148,10 @@ def check(rank: int, world_size: int) -> None:
         kl = kl_controller(config.algorithm.kl_ctrl)
         run = SimpleNamespace(config=config, exchange=exchange, kl=kl, reward_moments=RunningMoments())
         kept = {key: x for key, x in home.fields.items() if key != "bootstrap_values" or "decoupled" in name}
-        rows, metrics = add_advantages(run, Rows(home.ids, home.prompt_lengths, home.response_lengths, [], kept))
+        judged = add_advantages(run, Rows(home.ids, home.prompt_lengths, home.response_lengths, [], kept))
+        rows, metrics = judged.rows, judged.metrics
+        assert metrics["rollout/log_prob_diff/mean"] == judged.log_prob_diff
+        assert metrics.get("reward/kl_penalty/mean") == judged.kl_penalty
         advantages, returns = plain(every, config)
         for i, row in enumerate(home.ids.tolist()):
             padding = [0.0] * (3 - LENGTHS[row])

@@ -15,7 +15,7 @@ from megappo.placement.exchange import Exchange, OtherRankError
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Component
-from megappo.trainer.losses import actor_loss, critic_loss
+from megappo.trainer.losses import ActorLoss, critic_loss
 
 BROKEN_ROW = 4
 INF, NAN = float("inf"), float("nan")
@@ -59,7 +59,7 @@ def loss_of(name: str, rows: Rows) -> LossFn:
     kind, changes, shifts, _ = LOSSES[name]
     config = make_config(kind)
     config = config.model_copy(update={kind: getattr(config, kind).model_copy(update=changes)})
-    make = critic_loss if kind == "critic" else actor_loss
+    make = critic_loss if kind == "critic" else ActorLoss
     return poisoned(make(config, int(rows.response_lengths.sum()), len(rows)), shifts)
 
 

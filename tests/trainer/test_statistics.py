@@ -6,8 +6,9 @@ import torch.distributed as dist
 from spawn import run_ranks
 
 from megappo.data.batch import Rows
+from megappo.models.engine import OptimizerStep
 from megappo.placement.exchange import Exchange
-from megappo.trainer.statistics import field_statistics, training_metrics, value_statistics
+from megappo.trainer.statistics import as_metrics, field_statistics, training_metrics, value_statistics
 
 SCORES = ([3.0, -1.5, 4.0], [], [0.25])
 LENGTHS = ([1, 2], [2, 2, 3], [])
@@ -20,7 +21,7 @@ def plain_statistics(name: str, values: list[float]) -> dict[str, float]:
 def check_values(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     values = {"score": torch.tensor(SCORES[rank]), "length": torch.tensor(LENGTHS[rank], dtype=torch.float32)}
-    found = value_statistics(exchange, values)
+    found = as_metrics(value_statistics(exchange, values))
     expected = plain_statistics("score", sum(SCORES, [])) | plain_statistics("length", sum(LENGTHS, []))
     assert found == pytest.approx(expected)
     with pytest.raises(ValueError, match="no value of 'score' on any rank"):
@@ -44,7 +45,8 @@ def check_fields(rank: int, world_size: int) -> None:
     mine = [[0, 1, 2], [], [3, 4]][rank]
     lengths = (mask[mine] * torch.arange(1, 5)).amax(1).long() if mine else torch.zeros(0, dtype=torch.int64)
     rows = Rows(torch.tensor(mine), torch.ones_like(lengths), lengths, [], {"response_mask": mask[mine]})
-    found = field_statistics(Exchange(dist.group.WORLD), rows, {name: field[mine] for name, field in fields.items()})
+    mine_of = {name: field[mine] for name, field in fields.items()}
+    found = as_metrics(field_statistics(Exchange(dist.group.WORLD), rows, mine_of))
     expected: dict[str, float] = {}
     for name, field in fields.items():
         tokens = [float(field[row, t]) for row in range(5) for t in range(4) if mask[row, t]]
@@ -58,9 +60,9 @@ def test_only_response_tokens_of_all_ranks_count() -> None:
 
 # Two optimizer steps on two output ranks; rank 1 reports nothing.
 STEPS = (
-    [{"actor/pg_loss": 0.5, "grad_norm": 2.0, "lr": 0.1}, {"actor/pg_loss": -1.0, "grad_norm": 4.0, "lr": 0.2}],
+    [OptimizerStep(2.0, 0.1, {"actor/pg_loss": 0.5}), OptimizerStep(4.0, 0.2, {"actor/pg_loss": -1.0})],
     [],
-    [{"actor/pg_loss": 0.25, "grad_norm": 2.0, "lr": 0.1}, {"actor/pg_loss": 3.0, "grad_norm": 4.0, "lr": 0.2}],
+    [OptimizerStep(2.0, 0.1, {"actor/pg_loss": 0.25}), OptimizerStep(4.0, 0.2, {"actor/pg_loss": 3.0})],
 )
 
 
