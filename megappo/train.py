@@ -64,11 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os._exit(1)
     cleanup = ExitStack()
     code = 0
-    for work in (lambda: _run(args, store, rank, world_size, cleanup), cleanup.close):
-        try:
-            work()
-        except Exception as error:
-            code = report(error, store, rank, world_size) or code
+    try:
+        _run(args, store, rank, world_size, cleanup)
+    except Exception as error:
+        code = report(error, store, rank, world_size)
+    try:
+        cleanup.close()
+    except Exception as error:
+        if code:  # the run's own error comes first
+            print(f"error (rank {rank}): while clearing up: {type(error).__name__}: {error}", file=sys.stderr)
+        else:
+            code = report(error, store, rank, world_size)
     # Without waiting for ranks that will not come any more. After a run that went well, too: threads of the process
     # groups can abort an interpreter that ends its own way.
     sys.stdout.flush()

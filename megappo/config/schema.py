@@ -21,6 +21,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
+_OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
+_WHITENING = ", ".join(name for name, method in ESTIMATORS.items() if method.whitens)
+_WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.needs_values)
 EVAL_INTERVAL = 10
 """trainer.eval_interval where it is null and there is something to evaluate on."""
 MOST_RANKS = 100_000
@@ -100,7 +103,7 @@ class Trained(Section):
     max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")
     ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
-    loss_agg_mode: Aggregation | None = Field(None, description="how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of gspo, sapo, gmpo")
+    loss_agg_mode: Aggregation | None = Field(None, description=f"how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of {_OWN_AVERAGING}")
 
 
 class Actor(Trained):
@@ -212,14 +215,14 @@ class RolloutCorrection(Section):
 
 class Algorithm(Section):
     preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = Field(None, description="numerical conventions of another system (whitening, clamps, KL gradient, value loss factor, averaging); null = megappo's")
-    adv_estimator: Annotated[str, OneOf(ESTIMATORS)] = Field("gae", description="advantage estimator; all but gae do without a critic")
+    adv_estimator: Annotated[str, OneOf(ESTIMATORS)] = Field("gae", description=f"advantage estimator; all but {_WITH_VALUES} do without a critic")
     gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(1.0, description="GAE's lambda")
     lam_alpha: PositiveFloat | None = Field(None, description="length-adaptive lambda of the actor, 1 - 1 / (lam_alpha x response tokens), in place of lam (VAPO: 0.05); null = off")
     critic_lam: Fraction | None = Field(None, description="lambda of the critic's returns (decoupled GAE); null = lam")
     bootstrap_truncated: bool = Field(False, description="value a truncated response's future by the critic instead of 0")
     norm_adv_by_std_in_grpo: bool = Field(True, description="grpo: divide by the group's standard deviation; false = Dr. GRPO")
-    whiten_advantages: bool | None = Field(None, description="shift and scale advantages to mean 0, variance 1 over all response tokens of a step; null = for gae and reinforce_plus_plus*")
+    whiten_advantages: bool | None = Field(None, description=f"shift and scale advantages to mean 0, variance 1 over all response tokens of a step; null = for {_WHITENING}")
     advantages_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this, after whitening; null = off")
     use_kl_in_reward: bool = Field(True, description="subtract kl_coef x KL(policy, reference) from each token's reward; builds a reference")
     kl_penalty: KLKind = Field("k1", description="KL estimator of that penalty")

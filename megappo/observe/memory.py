@@ -7,6 +7,8 @@ import time
 import psutil
 import torch
 
+from megappo.observe.metrics import Metric
+
 _GIB = 2**30
 _SAMPLE_SECONDS = 0.1
 _CHILDREN_SECONDS = 2.0
@@ -40,15 +42,12 @@ class PhaseMemory:
         self._sample()
         self._phase = None
 
-    def metrics(self) -> dict[str, float]:
-        """Peaks since the last call, in GiB.
-
-        Returns:
-            `memory/<phase>_peak_gib` of this rank; `memory/host_peak_gib/sum`, its resident memory, to add over ranks.
-        """
+    def metrics(self) -> dict[str, Metric]:
+        """Peaks since the last call, in GiB: `memory/<phase>_peak_gib`, and `memory/host_peak_gib/sum`, of resident
+        memory."""
         with self._lock:
-            peaks = {f"memory/{phase}_peak_gib": peak / _GIB for phase, peak in self._bytes.items()}
-            peaks["memory/host_peak_gib/sum"] = self._host_bytes / _GIB
+            peaks = {f"memory/{phase}_peak_gib": Metric(peak / _GIB, max) for phase, peak in self._bytes.items()}
+            peaks["memory/host_peak_gib/sum"] = Metric(self._host_bytes / _GIB, sum)
             self._bytes.clear()
             self._host_bytes = 0
         return peaks

@@ -1,10 +1,12 @@
-"""A step's metrics on disk: metrics.jsonl and TensorBoard."""
+"""A step's metrics: reduced over ranks, and on disk, in metrics.jsonl and TensorBoard."""
 
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,23 @@ from megappo.config.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A rank's part of a metric, and how the parts of the ranks become one: `sum`, `max` or `min`."""
+
+    value: float
+    reduction: Callable[[Iterable[float]], float]
+
+
+def reduce_ranks(of_ranks: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Each name's parts as one, over the ranks that have it."""
+    parts: dict[str, list[Metric]] = defaultdict(list)
+    for metrics in of_ranks:
+        for name, metric in metrics.items():
+            parts[name].append(metric)
+    return {name: found[0].reduction(part.value for part in found) for name, found in parts.items()}
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ class Observer:
         self._console = Console(total_steps)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log a step once; `metrics` are of all ranks."""
+        """Log a step once; `timing_s/*` are this rank's, all else is of all ranks."""
         self._writer.write(step, metrics)
         self._console.step(step, metrics)
 

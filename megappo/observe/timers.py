@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from megappo.observe.memory import PhaseMemory
+from megappo.observe.metrics import Metric
 
 
 class Timers:
@@ -48,11 +49,11 @@ class Timers:
         if self._memory is not None:
             self._memory.metrics()
 
-    def lap(self) -> dict[str, float]:
+    def lap(self) -> tuple[dict[str, float], dict[str, Metric]]:
         """End the step and begin the next at the same instant, so that no time falls between steps.
 
         Returns:
-            `timing_s/<phase>`, `timing_s/other` and `timing_s/step` in seconds, `memory/*` in GiB.
+            `timing_s/<phase>`, `timing_s/other` and `timing_s/step` in seconds; `memory/*` in GiB.
         Raises:
             RuntimeError: called inside a phase.
         """
@@ -64,7 +65,7 @@ class Timers:
         timings = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         memory = self._memory.metrics() if self._memory is not None else {}
-        return timings | {"timing_s/other": step_seconds - phases, "timing_s/step": step_seconds} | memory
+        return timings | {"timing_s/other": step_seconds - phases, "timing_s/step": step_seconds}, memory
 
 
 def _wait_for_kernels() -> None:

@@ -41,9 +41,9 @@ class AggregationConfig(Protocol):
     def loss_agg_mode(self) -> str | None: ...
 
 
-def agg_mode(config: AggregationConfig, conventions: Conventions) -> str:
-    """The config's aggregation, or the conventions' where the config leaves it open."""
-    return conventions.loss_agg_mode if config.loss_agg_mode is None else config.loss_agg_mode
+def agg_mode(config: AggregationConfig, conventions: Conventions, method_mode: str | None = None) -> str:
+    """The config's aggregation; where it leaves that open the method's own, and without one the conventions'."""
+    return config.loss_agg_mode or method_mode or conventions.loss_agg_mode
 
 
 def aggregate(

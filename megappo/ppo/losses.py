@@ -65,10 +65,10 @@ def policy_loss(
 
     Args:
         config: the actor section.
-        The others: [B, R] each, see `Tokens`.
+        The others: see `Tokens`.
 
     Returns:
-        (loss, metrics): pg_clipfrac, pg_clipfrac_lower, ppo_kl, ratio; see `clip`, and the loss itself.
+        (loss, metrics): see `clip`.
     """
     tokens = Tokens(
         log_probs,

@@ -1,10 +1,11 @@
 """What the policy losses share: cleaned inputs, ratios, PPO's clip, and the way from token losses to a result."""
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
-from megappo.ppo.aggregation import Metrics, Normaliser, aggregate, token_mean
+from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
 from megappo.ppo.conventions import DEFAULT, EXP_LIMIT, Conventions
 
 Result = tuple[torch.Tensor, Metrics]
@@ -103,6 +104,7 @@ class Tokens:
         """exp of each token's clamped log-ratio."""
         return self.clamp(self.log_ratios).exp()
 
+    @cached_property
     def policy_kl(self) -> torch.Tensor:
         """The mean of old_log_probs - log_probs (clamped as in the ratio), an estimate of the KL between the two."""
         return token_mean(-self.clamp(self.log_ratios), self.mask, self.normaliser)
@@ -132,7 +134,7 @@ class Tokens:
             config: its loss_agg_mode holds, else the method's own, else the conventions'.
             clipped, held: [B, R] bool, tokens for pg_clipfrac and pg_clipfrac_lower; None = none.
         """
-        mode = config.loss_agg_mode or config.method.loss_agg_mode or self.conventions.loss_agg_mode
+        mode = agg_mode(config, self.conventions, config.method.loss_agg_mode)
         none = torch.zeros_like(self.mask)
         shown = {
             "pg_clipfrac": none if clipped is None else clipped,
@@ -140,7 +142,7 @@ class Tokens:
             "ratio": ratios,
         }
         metrics = {name: token_mean(x, self.mask, self.normaliser) for name, x in shown.items()}
-        metrics["ppo_kl"] = self.policy_kl()
+        metrics["ppo_kl"] = self.policy_kl
         return aggregate(loss, self.mask, mode, normaliser=self.normaliser), metrics
 
 

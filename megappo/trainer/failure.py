@@ -54,6 +54,7 @@ REPORT_SECONDS = ANSWER_SECONDS + 4.0
 """How long a rank waits for the rank that failed first to say why."""
 
 POLL_SECONDS = 0.05
+NOWHERE = os.open(os.devnull, os.O_WRONLY)  # now: later there may be no descriptor left
 
 
 def report(error: Exception, store: dist.Store, rank: int, world_size: int) -> int:
@@ -90,15 +91,16 @@ def report(error: Exception, store: dist.Store, rank: int, world_size: int) -> i
 
 def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
     """A call of the store: of one that is gone torch prints pages of its own, which would hide the one line."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    try:
+        kept = os.dup(2)
+    except OSError:  # no descriptor is left, which may be the error that is told
+        return call(*arguments)
+    os.dup2(NOWHERE, 2)
     try:
         return call(*arguments)
     finally:
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)
 
 
 def _told(store: dist.Store) -> int:

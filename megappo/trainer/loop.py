@@ -1,5 +1,8 @@
 """The training loop. Every rank runs the same lines; what does not live on a rank is a null object there."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from megappo.config.schema import Config
 from megappo.data.batch import Rows
 from megappo.trainer.advantages import add_advantages
@@ -8,6 +11,21 @@ from megappo.trainer.probe import check_log_probs
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import as_metrics, training_metrics, value_statistics
 from megappo.trainer.update import VALUE_FIELDS, actor_fields, update_actor, update_critic
+
+
+@dataclass(frozen=True)
+class Look:
+    """A forward pass of a step.
+
+    Attributes:
+        at: the component, which has the rows.
+        names, per_row: what becomes of the outputs, see `Borrowed.give_back`.
+    """
+
+    phase: str
+    at: Borrowed
+    names: dict[str, str]
+    per_row: Sequence[str] = ()
 
 
 class Trainer:
@@ -94,20 +112,19 @@ class Trainer:
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
             policy["full_kl"] = "full_kl"
         per_row = ["bootstrap_values"] if algorithm.bootstrap_truncated else []
-        of_actor = (policy | values, per_row) if algorithm.shared_backbone else (policy, [])
-        looks = {
-            "old_log_probs": (at_actor, *of_actor),
-            "ref_log_probs": (at_ref, {"log_probs": "ref_log_probs"}, []),
-            "values": (at_critic, values, per_row),
-        }
-        found = []
-        for phase, (borrowed, *wanted) in looks.items():
-            if borrowed is not None:
-                with timers(phase):
-                    found.append((borrowed, borrowed.forward(), *wanted))
+        shared = algorithm.shared_backbone
+        looks = [Look("old_log_probs", at_actor, policy | (values if shared else {}), per_row if shared else ())]
+        if at_ref is not None:
+            looks.append(Look("ref_log_probs", at_ref, {"log_probs": "ref_log_probs"}))
+        if at_critic is not None:
+            looks.append(Look("values", at_critic, values, per_row))
+        outputs = []
+        for look in looks:
+            with timers(look.phase):
+                outputs.append(look.at.forward())
         with timers("give_back"):
-            for borrowed, outputs, *wanted in found:
-                rows = borrowed.give_back(outputs, rows, *wanted)
+            for look, found in zip(looks, outputs, strict=True):
+                rows = look.at.give_back(found, rows, look.names, look.per_row)
         return rows
 
     def evaluate(self, step: int) -> dict[str, float]:

@@ -38,7 +38,7 @@ class ActorLoss:
         config, normaliser = self.config, self.normaliser
         mask, fields = _on(outputs["log_probs"].device, rows)
         tokens = _tokens(config, outputs, fields, mask, normaliser)
-        self._policy_kl.append(tokens.policy_kl().double())
+        self._policy_kl.append(tokens.policy_kl.double())
         loss, metrics = POLICY_LOSSES[config.actor.policy_loss](tokens, config.actor)
         metrics = {"pg_loss": loss, **metrics}
         for part, part_metrics in (

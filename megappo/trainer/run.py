@@ -10,6 +10,7 @@ from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
 from megappo.models.engine import TrainedEngine
 from megappo.observe.files import HF_ACTOR
+from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
 from megappo.placement.exchange import Exchange
@@ -118,9 +119,8 @@ class Run:
 
     def lap(self) -> dict[str, float]:
         """End the step: this rank's `timing_s/*`, and `memory/*` over all ranks."""
-        metrics = self.timers.lap()
-        memory = {name: value for name, value in metrics.items() if name.startswith("memory/")}
-        return metrics | _largest(self.exchange.share(memory))
+        timings, memory = self.timers.lap()
+        return timings | reduce_ranks(self.exchange.share(memory))
 
     def save(self, step: int) -> None:
         """Write the checkpoint of a finished step; all ranks together."""
@@ -138,11 +138,3 @@ class Run:
                 )
         self.exchange.share(None)
         self.observer.finish()
-
-
-def _largest(of_ranks: list[dict[str, float]]) -> dict[str, float]:
-    """The largest value of each name, over the ranks that have it."""
-    found: dict[str, float] = {}
-    for values in of_ranks:
-        found |= {name: max(value, found.get(name, value)) for name, value in values.items()}
-    return found

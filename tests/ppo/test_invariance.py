@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ragged import Case
 from spawn import run_ranks
 
+from megappo.config import methods
 from megappo.config.schema import Actor, Critic
 from megappo.ppo.conventions import DEFAULT, PRESETS
 from megappo.ppo.kl import KINDS
@@ -24,7 +25,6 @@ from megappo.ppo.losses import (
 )
 
 NUM_CASES = 6
-COVARIANCE = ("clip_cov", "kl_cov")
 MAX_LENGTH = 17
 
 Loss = Callable[[list[torch.Tensor], Normaliser, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -46,7 +46,7 @@ def actor(name: str, mode: str | None) -> Actor:
 def policy(name: str, mode: str | None) -> Loss:
     def loss(tensors, normaliser, selected):
         *inputs, weights, mask = tensors
-        chosen = selected if name in COVARIANCE else None
+        chosen = selected if methods.POLICY_LOSSES[name].selects_tokens else None
         keywords = {"rollout_is_weights": weights, "normaliser": normaliser, "selected": chosen}
         return policy_loss(*inputs, mask, actor(name, mode), **keywords)
 
@@ -144,7 +144,8 @@ def check_case(tensors, mine: torch.Tensor, parts: list[torch.Tensor], group: di
     """Compare this rank's parts, summed over the ranks, with all rows in one call. `mine`: this rank's rows."""
     mask = tensors[4]
     normaliser = Normaliser(int(mask.sum()), int(mask.any(dim=1).sum()), MAX_LENGTH)
-    choices = {name: select(tensors, name, None) for name in COVARIANCE}
+    selecting = [name for name, method in methods.POLICY_LOSSES.items() if method.selects_tokens]
+    choices = {name: select(tensors, name, None) for name in selecting}
     for name, choice in choices.items():
         assert torch.equal(select([x[mine] for x in tensors], name, group), choice[mine])
     for name, loss in every_loss():

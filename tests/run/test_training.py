@@ -24,7 +24,7 @@ PROMISED = {
     *("sync/bytes", "sync/seconds", "sync/gib_per_second", "memory/host_peak_gib/sum"),
 }
 PHASES = ("rollout", "reward", "borrow", "old_log_probs", "ref_log_probs", "values", "advantages")
-PHASES += ("update_critic", "update_actor", "sync")
+PHASES += ("give_back", "lend", "update_critic", "update_actor", "sync")
 
 pytestmark = pytest.mark.timeout(600)
 

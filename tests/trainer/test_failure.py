@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import httpx
@@ -56,6 +57,23 @@ def test_errors_from_outside_take_one_line(fault, capsys):
     assert report(caught.value, dist.HashStore(), 0, 1) == 1
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error (rank 0): {SAID[fault][0]}") and all(words in line for words in SAID[fault])
+
+
+def test_the_last_descriptor_is_told_without_one(capsys):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open("/dev/null") as highest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest.fileno() + 1, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            kept: list = []
+            while True:
+                kept.append(open("/dev/null"))  # noqa: SIM115
+        code = report(caught.value, dist.HashStore(), 0, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        del kept, caught
+    assert code == 1
+    assert "Too many open files: /dev/null: raise the number of open files" in capsys.readouterr().err
 
 
 def test_other_errors_keep_their_traceback(capsys):
