@@ -10,14 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from megappo.lifetime import adopt_orphans, die_with
 
+AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 POLL_SECONDS = 0.02
 KILL_TIMEOUT_SECONDS = 10.0
 
@@ -38,41 +38,39 @@ def keep(owner: int, command: Sequence[str], before_kill: Callable[[int], object
     Returns:
         The command's exit code; 128 + n when signal n ended it, or this process was asked by it to end.
     """
-    signal.signal(signal.SIGTERM, _leave)
+    # Blocked, they wait until they are asked for: nothing is interrupted, however often the owner's end is announced.
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the owner may have it ignored
+    adopt_orphans()
+    die_with(owner, signal.SIGTERM)
     try:
-        adopt_orphans()
-        die_with(owner, signal.SIGTERM)
         code = _run(command)
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else 1
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command may have ended by itself
         _end_descendants(before_kill)
     return code if code >= 0 else 128 - code
 
 
-def _leave(signum: int, frame: FrameType | None) -> None:
-    # Only once: the kernel may announce a parent's end again for each of its threads, and an exit raised twice would
-    # leave the cleaning undone.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + signum)
-
-
 def _run(command: Sequence[str]) -> int:
     # Nothing here has a second thread, which could hold a lock that the child needs before it runs the command.
-    process = subprocess.Popen(command, preexec_fn=partial(die_with, os.getpid()))
+    process = subprocess.Popen(command, preexec_fn=partial(_begin, os.getpid()))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
-    while True:
-        pid, status = os.wait()  # orphans end here, too
-        if pid == process.pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode
+    while signal.sigwait(AWAITED) != signal.SIGTERM:
+        for pid, status in _ended_children():  # orphans, too
+            if pid == process.pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                return process.returncode
+    return 128 + signal.SIGTERM
+
+
+def _begin(keeper: int) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
+    die_with(keeper)
 
 
 def _end_descendants(before_kill: Callable[[int], object]) -> None:
     deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
-    while not _is_childless() and time.monotonic() < deadline:
+    while _has_children() and time.monotonic() < deadline:
         pids = _descendants()
         for pid in pids:
             before_kill(pid)  # of all first: one's end is another's
@@ -84,14 +82,23 @@ def _end_descendants(before_kill: Callable[[int], object]) -> None:
         print(f"error: processes {left} could not be ended within {KILL_TIMEOUT_SECONDS:g} s", file=sys.stderr)
 
 
-def _is_childless() -> bool:
-    """Whether no child is left, and so no descendant: each would have become a child when its parent ended."""
+def _has_children() -> bool:
+    """Whether a child is left; without one there is no descendant, which would have become a child when its parent
+    ended."""
+    for _ in _ended_children():
+        pass
     try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return True
-    return False
+        return False
+    return True
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    """Pid and status of each child that has ended, which is then no zombie any more."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
 
 
 def _descendants() -> list[int]:

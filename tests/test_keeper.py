@@ -98,6 +98,14 @@ def test_a_killed_owner_takes_everything_along():
     wait_until_gone(everything)
 
 
+def test_asked_to_end_often_while_the_command_ends_it_says_nothing():
+    ending = "import os\nfor _ in range(20): os.kill(os.getppid(), 15)\nos._exit(0)"
+    for _ in range(5):
+        with keeper(ending, stderr=subprocess.PIPE) as process:
+            assert process.communicate(timeout=10) == ("", "")
+        assert process.returncode == 128 + signal.SIGTERM
+
+
 def test_it_does_not_start_for_an_owner_that_is_gone():
     with keeper("print('started')", owner=1) as process:
         assert process.communicate(timeout=10)[0] == ""
