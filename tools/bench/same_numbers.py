@@ -17,7 +17,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -45,6 +44,7 @@ from megappo.observe.timers import Timers  # noqa: E402
 from megappo.placement.exchange import Exchange  # noqa: E402
 from megappo.placement.groups import build_groups  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
+from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.ppo.kl import kl_controller  # noqa: E402
 from megappo.ppo.rewards import RunningMoments  # noqa: E402
 from megappo.rollout.client import SamplingParams  # noqa: E402
@@ -94,7 +94,7 @@ LOSS_KEYS = {"clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0}, "kl_cov": 
 METHODS: dict[str, dict] = {
     **{name: {"algorithm": {"adv_estimator": name}} for name in ESTIMATORS},
     **{f"loss {name}": {"actor": {"policy_loss": name, **LOSS_KEYS.get(name, {})}} for name in POLICY_LOSSES},
-    **{f"preset {name}": {"algorithm": {"preset": name}} for name in ("verl", "slime", "miles", "openrlhf", "nemo_rl")},
+    **{f"preset {name}": {"algorithm": {"preset": name}} for name in PRESETS},
     "KL in the reward": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}}},
     "KL loss": {"actor": {"use_kl_loss": True, "kl_loss_type": "k3+", "kl_loss_coef": 0.1, "entropy_coeff": 0.01}},
     "full KL": {"actor": {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.1}},
@@ -233,12 +233,12 @@ def numbers_of(config: Config) -> dict[str, object]:
         for bucket in Export(engine.chunks, hf_config, engine.groups, head=heads[component]).buckets(2**20):
             for name, tensor in bucket:
                 found[f"{component}.{name}"] = described(tensor)
-    merged: dict[str, object] = {}
+    agreed: dict[str, object] = {}
     for part in run.exchange.share(found):
         for name, value in part.items():
-            if merged.setdefault(name, value) != value:
-                raise ValueError(f"ranks disagree about {name}: {merged[name]}, {value}")
-    return merged
+            if agreed.setdefault(name, value) != value:
+                raise ValueError(f"ranks disagree about {name}: {agreed[name]}, {value}")
+    return agreed
 
 
 def described(tensor: torch.Tensor) -> list:
@@ -248,7 +248,9 @@ def described(tensor: torch.Tensor) -> list:
 
 def rank_main(rank: int, folder: str, only: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE="4")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE=str(WORLD_SIZE)
+    )
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
     found = {}
     for name, config in cases(Path(folder)):
@@ -263,8 +265,7 @@ def rank_main(rank: int, folder: str, only: str) -> None:
 
 def measure(only: str) -> dict[str, dict]:
     """The numbers of every case whose name holds `only`."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
+    with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         if not any(only in name for name, _ in cases(Path(folder))):
             raise SystemExit(f"error: no case has {only!r} in its name")
