@@ -25,8 +25,8 @@ from megappo.placement.arithmetic import batch_cuts
 from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import pipeline_splits, placement_layouts, smallest_world
-from megappo.placement.transports import describe_transports
 from megappo.rollout.server_args import known_names
+from megappo.sync.route import describe_transports
 from megappo.trainer.lock import in_use
 from megappo.trainer.preflight import arrangement_errors, check_run
 from megappo.trainer.rehearsal import rehearse

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from hf_oracle import log_probs_of, named_weights
 from safetensors.torch import load_file
@@ -18,7 +18,7 @@ from weight_sources import push
 
 from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineClient
-from megappo.rollout.engine import Engine
+from megappo.rollout.inference_engine import Engine
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "data", "placement", "observe"})
-BOTTOM = frozenset({"config", "platform", "torchvision_on_cpu", "lifetime", "keeper", "listening"})
+MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "data", "batch", "placement", "observe"})
+BOTTOM = frozenset(
+    {"architecture", "config", "table", "platform", "torchvision_on_cpu", "lifetime", "keeper", "listening"}
+)
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "plan", "serve"})
-FROM_TOOLS = frozenset({"weights", "checkpoint", "models", "config", "placement", "platform", "torchvision_on_cpu"})
-FROM_BENCHES = MIDDLE | BOTTOM | {"ppo", "trainer"}
+FROM_TOOLS = frozenset({"batch", "weights", "checkpoint", "models", "placement"}) | BOTTOM
+FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "ppo", "trainer"}
 HEAVY = {
     "megatron": (
         "megappo/models/",
@@ -25,20 +27,23 @@ HEAVY = {
 }
 WITHOUT_TORCH = (
     "megappo/plan.py",
+    "megappo/architecture/",
     "megappo/config/",
     "megappo/placement/arithmetic.py",
     "megappo/placement/layout.py",
     "megappo/placement/picture.py",
     "megappo/placement/ranks.py",
-    "megappo/placement/transports.py",
+    "megappo/sync/route.py",
     "megappo/checkpoint/errors.py",
     "megappo/checkpoint/folders.py",
     "megappo/observe/files.py",
     "megappo/trainer/lock.py",
+    "megappo/trainer/files.py",
     "megappo/trainer/preflight.py",
     "megappo/trainer/resuming.py",
     "megappo/trainer/rehearsal.py",
     "megappo/rollout/server_args.py",
+    "megappo/sync/route.py",
     "megappo/data/entries.py",
     "megappo/data/faults.py",
     "megappo/data/prompts.py",
@@ -54,12 +59,19 @@ def allowed(package: str) -> frozenset[str]:
     if package in ("torchrun", "launcher"):
         return BOTTOM | {"launcher"}
     if package in ENTRIES:
-        return MIDDLE | BOTTOM | {"trainer", "ppo"}
+        return MIDDLE | BOTTOM | {"trainer", "sync", "ppo"}
     if package == "trainer":
-        return MIDDLE | BOTTOM | {"ppo", "trainer"}
+        return MIDDLE | BOTTOM | {"sync", "ppo", "trainer"}
+    if package == "sync":
+        return MIDDLE | BOTTOM | {"sync"}
     if package in MIDDLE:
         return (MIDDLE - (APART if package in APART else frozenset())) | BOTTOM | {package}
-    within = {"ppo": frozenset({"ppo"}), "config": frozenset({"config"}), "keeper": frozenset({"lifetime"})}
+    within = {
+        "ppo": frozenset({"ppo"}),
+        "config": frozenset({"config"}),
+        "architecture": frozenset({"architecture", "config"}),
+        "keeper": frozenset({"lifetime"}),
+    }
     return within.get(package, frozenset())
 
 
@@ -150,7 +162,11 @@ def test_packages_do_not_import_in_circles():
         ("megappo/config/x.py", "from megappo.data import y", "imports megappo.data.y; it may import config"),
         ("megappo/config/x.py", "import torch", "imports torch"),
         ("megappo/placement/ranks.py", "from torch import distributed", "imports torch"),
-        ("megappo/ppo/x.py", "import megappo.models.engine", "imports megappo.models.engine; it may import ppo"),
+        (
+            "megappo/ppo/x.py",
+            "import megappo.models.train_engine",
+            "imports megappo.models.train_engine; it may import ppo",
+        ),
         ("megappo/models/x.py", "from megappo.ppo import losses", "imports megappo.ppo.losses"),
         ("megappo/models/x.py", "from megappo import ppo", "imports megappo.ppo;"),
         ("megappo/weights/x.py", "from megappo.rollout.client import C", "imports megappo.rollout.client.C;"),

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from megappo.listening import head_address, listener
-from megappo.weights.broadcast import open_store
+from megappo.sync.broadcast import open_store
 
 
 def test_the_store_of_the_weights_listens_on_the_address_it_is_given():

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from megappo.batch.exchange import Exchange
 from megappo.checkpoint.durable import sync
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import STATE
-from megappo.placement.exchange import Exchange
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
+from megappo.batch.exchange import Exchange
 from megappo.checkpoint.checksums import damage, write_sums
 from megappo.checkpoint.durable import sync, write_durably
 from megappo.checkpoint.errors import CheckpointError
@@ -35,7 +36,6 @@ from megappo.checkpoint.folders import (
     step_of,
 )
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
-from megappo.placement.exchange import Exchange
 
 
 class Checkpointed(Protocol):

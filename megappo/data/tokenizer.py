@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megappo.architecture.files import end_tokens
 from megappo.config.errors import ConfigError
-from megappo.config.model_files import end_tokens
 from megappo.config.text_files import TextFileError
 from megappo.torchvision_on_cpu import define_torchvision_operators
 

@@ -7,12 +7,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megappo import platform
+from megappo.architecture.families import HeadKind, has_bias
 from megappo.config.schema import Model, Parallel
-from megappo.models.hf_config import HeadKind, gpt_arguments, transformer_config
+from megappo.models.hf_config import gpt_arguments, transformer_config
 from megappo.models.layer_specs import layer_spec
 from megappo.models.rope import scale_rope
 from megappo.models.routing import router_bias_kept
-from megappo.models.value_head import ValueHead, add_value_head, has_bias
+from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
 
 ModelChunks = list[GPTModel]

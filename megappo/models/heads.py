@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from megappo.data.packing import Packed
-from megappo.models.engine import Head, Outputs
+from megappo.batch.packing import Packed
+from megappo.models.train_engine import Head, Outputs
 from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
 

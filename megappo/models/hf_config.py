@@ -1,22 +1,27 @@
 """From a Hugging Face config.json to megatron-core's TransformerConfig and GPTModel arguments."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megappo import platform
+from megappo.architecture.families import (
+    FAMILIES,
+    Family,
+    HeadKind,
+    divided_sizes,
+    is_tied,
+    num_experts,
+    num_key_value_heads,
+    sliding_window,
+)
 from megappo.config.errors import ConfigError
-from megappo.config.families import FAMILIES, Family, divided_sizes, num_experts, num_key_value_heads, sliding_window
 from megappo.config.schema import Model, Parallel
 from megappo.models.latent_attention import latent_arguments
 from megappo.models.rope import rotary_base
 from megappo.models.routing import expert_arguments, unsupported_routing
-
-HeadKind = Literal["policy", "value", "policy_value"]
-"""What reads a model's last hidden states: the language model's output layer, a critic's value head in its place, or
-both side by side (a shared backbone)."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -143,11 +148,6 @@ def gpt_arguments(hf: dict[str, Any], tensor: int, head: HeadKind) -> dict[str, 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     """The next multiple of `tensor`; rows from vocab_size on are padding."""
     return -(-vocab_size // tensor) * tensor
-
-
-def is_tied(hf: dict[str, Any]) -> bool:
-    """Whether the output layer is the embedding. Hugging Face's default, where config.json is silent, is no."""
-    return bool(hf.get("tie_word_embeddings", False))
 
 
 def _family(hf: dict[str, Any]) -> Family:

@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megappo import platform
+from megappo.batch.zigzag import chunk_numbers
 from megappo.config.errors import ConfigError
-from megappo.data.zigzag import chunk_numbers
 from megappo.models.context_parallel import whole_pack
 from megappo.models.latent_attention import LatentAttention
 

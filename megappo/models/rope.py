@@ -4,8 +4,8 @@ from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 
+from megappo.architecture.families import family_of
 from megappo.config.errors import ConfigError
-from megappo.config.families import family_of
 
 SCALINGS = {
     "default": (),

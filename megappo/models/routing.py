@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megappo.config.families import Experts, family_of, num_dense_layers, num_experts
+from megappo.architecture.families import Experts, family_of, num_dense_layers, num_experts
 from megappo.config.schema import Parallel
 
 

@@ -1,20 +1,11 @@
 """One number per token: a critic's last layer, or a second one beside the language model's."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-
-BIAS_KEY = "value_head_bias"
-
-
-def has_bias(hf_config: dict[str, Any]) -> bool:
-    """Whether the value head of a model of this config has a bias: where it comes from a reward model that has one."""
-    return bool(hf_config.get(BIAS_KEY, False))
 
 
 class ValueHead(torch.nn.Module):

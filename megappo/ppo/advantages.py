@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.conventions import DEFAULT, Whitening
 from megappo.ppo.estimators import (
     gpg,
@@ -19,7 +20,6 @@ from megappo.ppo.estimators import (
 )
 from megappo.ppo.gae import gae, length_adaptive_lam
 from megappo.ppo.ragged import add_to_last_token
-from megappo.ppo.ranks import sum_over_ranks
 
 __all__ = [
     "ESTIMATORS",

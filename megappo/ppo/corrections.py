@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.ranks import max_over_ranks, sum_over_ranks
+from megappo.ppo.collectives import max_over_ranks, sum_over_ranks
 
 LEVELS = ("none", "token", "sequence", "geometric")
 MODES = ("truncate", "mask")

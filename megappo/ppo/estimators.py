@@ -13,8 +13,8 @@ FloatingPointError for a reward on a token with mask 1 that is not finite.
 import torch
 import torch.distributed as dist
 
+from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.gae import gae
-from megappo.ppo.ranks import sum_over_ranks
 
 Estimates = tuple[torch.Tensor, torch.Tensor]
 

@@ -10,11 +10,12 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megappo import platform
+from megappo.architecture.files import read_model_config
+from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, STATE, read_state, step_of
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.errors import ConfigError
-from megappo.config.model_files import read_model_config
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
@@ -23,21 +24,20 @@ from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import METRICS_FILE
 from megappo.observe.observer import open_observer
 from megappo.observe.timers import Timers
-from megappo.placement.exchange import Exchange
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks, placement_layouts
 from megappo.ppo.kl import kl_controller
-from megappo.ppo.rewards import RunningMoments
+from megappo.ppo.reward_shaping import RunningMoments
 from megappo.rewards.pool import RewardPool, load_reward
-from megappo.rollout.engine import Engine
+from megappo.rollout.inference_engine import Engine
+from megappo.sync.build import build_weight_sync, engine_sleeps
 from megappo.trainer.component import Component
-from megappo.trainer.engines import build_engines
 from megappo.trainer.preflight import shared_vocabulary
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run, Stateful, models_of
-from megappo.trainer.weights import build_weight_sync, engine_sleeps
+from megappo.trainer.train_engines import build_engines
 
 
 def build_run(config: Config, cleanup: ExitStack) -> Run:

@@ -7,10 +7,10 @@ different ranks compute at once.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megappo.data.balance import balanced_partitions
-from megappo.data.batch import Rows
-from megappo.models.engine import MegatronEngine, Outputs
-from megappo.placement.exchange import Exchange, Holdings, RowTable, empty_rows, output_holdings, shard_holdings
+from megappo.batch.balance import balanced_partitions
+from megappo.batch.exchange import Exchange, Holdings, RowTable, empty_rows, output_holdings, shard_holdings
+from megappo.batch.rows import Rows
+from megappo.models.train_engine import MegatronEngine, Outputs
 from megappo.placement.layout import Layout
 
 

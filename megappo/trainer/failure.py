@@ -15,11 +15,11 @@ import httpx
 import torch
 import torch.distributed as dist
 
+from megappo.batch.exchange import LOST_RANK, OtherRankError
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
 from megappo.lifetime import EXIT_LOST_RANK, LAUNCHER
-from megappo.placement.exchange import LOST_RANK, OtherRankError
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError
 from megappo.weights.safetensors_io import WeightsError

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.data.batch import Rows
-from megappo.trainer.advantages import add_advantages
 from megappo.trainer.component import Borrowed
+from megappo.trainer.experience import add_advantages
 from megappo.trainer.probe import check_log_probs
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import as_metrics, training_metrics, value_statistics

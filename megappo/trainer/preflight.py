@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
+from megappo.architecture.files import read_model_config
 from megappo.config.checks import config_errors
 from megappo.config.errors import shorten
-from megappo.config.files import file_errors
-from megappo.config.model_files import read_model_config
 from megappo.config.schema import Config
 from megappo.placement.ranks import layout_errors
 from megappo.rewards.pool import missing_function
 from megappo.rollout.server_args import server_args_errors
+from megappo.trainer.files import file_errors
 from megappo.trainer.resuming import resume_errors
 
 

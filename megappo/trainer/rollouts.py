@@ -8,13 +8,13 @@ import torch
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedTokenizerBase
 
+from megappo.batch.exchange import Exchange, homes
+from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.data.batch import Rows
 from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver, Observer
-from megappo.placement.exchange import Exchange, homes
-from megappo.ppo.rewards import RunningMoments, shape_scores
+from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardPool
 from megappo.rollout.client import EngineClient, SamplingParams
 from megappo.rollout.sampler import Sample, StoreCounter, sample

@@ -5,24 +5,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megappo import platform
+from megappo.batch.exchange import Exchange
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
-from megappo.models.engine import TrainedEngine
+from megappo.models.train_engine import TrainedEngine
 from megappo.observe.files import HF_ACTOR
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
-from megappo.placement.exchange import Exchange
 from megappo.ppo.kl import KLController
-from megappo.ppo.rewards import RunningMoments
+from megappo.ppo.reward_shaping import RunningMoments
 from megappo.rollout.client import EngineClient
+from megappo.sync.build import verified_sync
+from megappo.sync.sync import WeightSync
 from megappo.trainer.component import Component
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
-from megappo.trainer.weights import verified_sync
 from megappo.weights.hf_folder import write_hf_folder
-from megappo.weights.sync import WeightSync
 
 
 class Stateful(Protocol):

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from megappo.data.batch import Rows
-from megappo.models.engine import OptimizerStep
-from megappo.placement.exchange import Exchange
+from megappo.batch.exchange import Exchange
+from megappo.batch.rows import Rows
+from megappo.models.train_engine import OptimizerStep
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megappo import platform
+from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.data.batch import Rows
-from megappo.models.engine import OptimizerStep, TrainedEngine
+from megappo.models.train_engine import OptimizerStep, TrainedEngine
 from megappo.ppo.losses import select_by_covariance
 from megappo.trainer.component import Borrowed
-from megappo.trainer.losses import SELECTED, ActorLoss, critic_loss
+from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
 
 Steps = list[OptimizerStep]
 """On the component's output ranks; [] elsewhere."""

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from megappo.config.families import REWARD_MODELS, language_model
-from megappo.config.model_files import read_model_config
+from megappo.architecture.families import BIAS_KEY, REWARD_MODELS, language_model
+from megappo.architecture.files import read_model_config
+from megappo.architecture.parameters import LM_HEAD, VALUE_BIAS, VALUE_HEAD
 from megappo.config.text_files import TextFileError
-from megappo.models.value_head import BIAS_KEY
-from megappo.weights.families import LM_HEAD, VALUE_BIAS, VALUE_HEAD
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 
 HEAD_MODULES = ("score", "classifier", "v_head", "v_head.summary")

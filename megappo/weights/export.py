@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.architecture.families import HeadKind
+from megappo.architecture.parameters import SECOND_HEAD, Piece, pieces_of
 from megappo.models.build import ModelChunks
-from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
-from megappo.weights.families import SECOND_HEAD, Piece, pieces_of
 from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
 PORTION_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time

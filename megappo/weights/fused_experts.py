@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megappo.config.families import Experts, family_of, num_experts
+from megappo.architecture.families import Experts, family_of, num_experts
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 
 

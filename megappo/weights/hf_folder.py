@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megappo.architecture.families import HeadKind
 from megappo.models.build import ModelChunks
-from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.critic import critic_buckets, exported_config
 from megappo.weights.export import Export

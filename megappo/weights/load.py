@@ -6,13 +6,8 @@ from typing import Any
 
 import torch
 
-from megappo.models.build import ModelChunks
-from megappo.models.hf_config import HeadKind, is_tied
-from megappo.models.value_head import has_bias
-from megappo.placement.groups import ComponentGroups
-from megappo.weights.buckets import all_finite
-from megappo.weights.critic import has_value_bias, name_value_head
-from megappo.weights.families import (
+from megappo.architecture.families import HeadKind, has_bias, is_tied
+from megappo.architecture.parameters import (
     EMBEDDING,
     LM_HEAD,
     VALUE_BIAS,
@@ -20,6 +15,10 @@ from megappo.weights.families import (
     Piece,
     pieces_of,
 )
+from megappo.models.build import ModelChunks
+from megappo.placement.groups import ComponentGroups
+from megappo.weights.buckets import all_finite
+from megappo.weights.critic import has_value_bias, name_value_head
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from megappo.config.model_files import INDEX, SINGLE
+from megappo.architecture.files import INDEX, SINGLE
 
 HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors, which then start on a page
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
+from megappo.architecture.families import HeadKind
+from megappo.architecture.parameters import ROUTER_BIAS, Composition, Piece, compositions
 from megappo.models.build import ModelChunks
-from megappo.models.hf_config import HeadKind
 from megappo.placement.groups import ComponentGroups
-from megappo.weights.families import ROUTER_BIAS, Composition, Piece, compositions
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
 

@@ -13,9 +13,9 @@ from ppo_engines import Case, make_engine
 from spawn import run_ranks
 from tiny_models import hf_folder
 
+from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
-from megappo.placement.exchange import Exchange
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 

@@ -22,11 +22,11 @@ from tiny_deepseek import DEEPSEEK_V3
 from tiny_models import hf_folder
 from torch.multiprocessing import ProcessExitedException
 
+from megappo.batch.balance import balanced_partitions
+from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
-from megappo.data.balance import balanced_partitions
-from megappo.models.engine import TrainedEngine
-from megappo.placement.exchange import Exchange
+from megappo.models.train_engine import TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 

@@ -205,7 +205,7 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
     """Two ranks look at half of the lines each, and both tell all that is wrong."""
     import torch.distributed as dist
 
-    from megappo.placement.exchange import Exchange
+    from megappo.batch.exchange import Exchange
     from megappo.trainer.build import load_prompts
 
     tokenizer = load_tokenizer(str(folder / "model"))

@@ -10,8 +10,9 @@ from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, PLAIN_ROPE
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, run, sequences
 
+from megappo.architecture.families import HeadKind
 from megappo.config.schema import Parallel
-from megappo.models.hf_config import HeadKind, gpt_arguments, padded_vocab_size
+from megappo.models.hf_config import gpt_arguments, padded_vocab_size
 from megappo.models.layer_specs import layer_spec
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout

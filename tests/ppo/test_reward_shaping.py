@@ -13,7 +13,13 @@ from ragged import CASES
 from spawn import run_ranks
 
 from megappo.config.schema import Reward
-from megappo.ppo.rewards import LENGTH_PENALTIES, RunningMoments, normalize_scores, overlong_penalty, shape_scores
+from megappo.ppo.reward_shaping import (
+    LENGTH_PENALTIES,
+    RunningMoments,
+    normalize_scores,
+    overlong_penalty,
+    shape_scores,
+)
 
 SCORES = st.floats(-5.0, 5.0, width=32)
 BATCHES = st.lists(SCORES, min_size=1, max_size=12)

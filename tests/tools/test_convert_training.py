@@ -15,8 +15,8 @@ from spawn import run_ranks
 from trained_checkpoint import CASES, build, make_checkpoint, saved_weights, train, weights
 from transformers import AutoModelForTokenClassification
 
+from megappo.batch.exchange import Exchange
 from megappo.checkpoint.store import CheckpointStore
-from megappo.placement.exchange import Exchange
 
 NAMES = ("actor", "critic", "shared")
 

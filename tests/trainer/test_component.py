@@ -11,8 +11,8 @@ from ppo_engines import Case, at_home, hf_outputs, hf_value_head, make_engine, m
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
 
-from megappo.data.batch import Rows
-from megappo.placement.exchange import Exchange, RowTable
+from megappo.batch.exchange import Exchange, RowTable
+from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Component, cut_rows

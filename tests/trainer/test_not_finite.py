@@ -9,13 +9,13 @@ from ppo_engines import Case, at_home, exported, make_config, make_engine, make_
 from spawn import run_ranks
 from tiny_models import hf_folder
 
-from megappo.data.batch import Rows
-from megappo.models.engine import LossFn, Outputs, TrainedEngine
-from megappo.placement.exchange import Exchange, OtherRankError
+from megappo.batch.exchange import Exchange, OtherRankError
+from megappo.batch.rows import Rows
+from megappo.models.train_engine import LossFn, Outputs, TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Component
-from megappo.trainer.losses import ActorLoss, critic_loss
+from megappo.trainer.objectives import ActorLoss, critic_loss
 
 BROKEN_ROW = 4
 INF, NAN = float("inf"), float("nan")

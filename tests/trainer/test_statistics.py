@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from spawn import run_ranks
 
-from megappo.data.batch import Rows
-from megappo.models.engine import OptimizerStep
-from megappo.placement.exchange import Exchange
+from megappo.batch.exchange import Exchange
+from megappo.batch.rows import Rows
+from megappo.models.train_engine import OptimizerStep
 from megappo.trainer.statistics import as_metrics, field_statistics, training_metrics, value_statistics
 
 SCORES = ([3.0, -1.5, 4.0], [], [0.25])

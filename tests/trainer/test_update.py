@@ -1,6 +1,6 @@
 """The same batch gives the same update in every layout and cut: borrowed, looked at, trained on, as in a step of PPO.
 
-tests/models/test_engine.py compares single steps with Hugging Face; here one rank is the measure of all layouts.
+tests/models/test_train_engine.py compares single steps with Hugging Face; here one rank is the measure of all layouts.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from ppo_engines import (
 from spawn import run_ranks
 from tiny_models import hf_folder
 
-from megappo.placement.exchange import Exchange
+from megappo.batch.exchange import Exchange
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Batch, Component

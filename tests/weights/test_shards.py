@@ -3,7 +3,7 @@
 import torch
 from tiny_folders import SHAPE
 
-from megappo.weights.families import Composition, compositions
+from megappo.architecture.parameters import Composition, compositions
 from megappo.weights.shards import decompose
 
 HEADS, KV_HEADS, HEAD = 4, 2, 16

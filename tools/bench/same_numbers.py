@@ -35,29 +35,29 @@ define_torchvision_operators()
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
+from megappo.architecture.files import read_model_config  # noqa: E402
+from megappo.batch.exchange import Exchange  # noqa: E402
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
-from megappo.config.model_files import read_model_config  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
 from megappo.data.prompts import Prompt  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.observe.timers import Timers  # noqa: E402
-from megappo.placement.exchange import Exchange  # noqa: E402
 from megappo.placement.groups import build_groups  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.ppo.kl import kl_controller  # noqa: E402
-from megappo.ppo.rewards import RunningMoments  # noqa: E402
+from megappo.ppo.reward_shaping import RunningMoments  # noqa: E402
 from megappo.rollout.client import SamplingParams  # noqa: E402
 from megappo.rollout.sampler import Sample  # noqa: E402
+from megappo.sync.sync import SyncStats  # noqa: E402
 from megappo.trainer.component import Component  # noqa: E402
-from megappo.trainer.engines import build_engines  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.preflight import arrangement_errors  # noqa: E402
 from megappo.trainer.rollouts import Rollouts  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
+from megappo.trainer.train_engines import build_engines  # noqa: E402
 from megappo.weights.critic import critic_config  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
-from megappo.weights.sync import SyncStats  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61
 PROMPTS, RESPONSES, LONGEST_PROMPT, LONGEST_RESPONSE = 6, 4, 5, 9

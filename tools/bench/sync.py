@@ -30,14 +30,14 @@ from conversion.world import World  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
+from megappo.architecture.parameters import hf_shapes  # noqa: E402
 from megappo.config.schema import Parallel, Rollout  # noqa: E402
-from megappo.rollout.engine import Engine  # noqa: E402
+from megappo.rollout.inference_engine import Engine  # noqa: E402
+from megappo.sync.ipc import HandleSender  # noqa: E402
+from megappo.sync.sync import WeightSync  # noqa: E402
 from megappo.weights.critic import read_hf_config  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
-from megappo.weights.families import hf_shapes  # noqa: E402
-from megappo.weights.handles import HandleSender  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
-from megappo.weights.sync import WeightSync  # noqa: E402
 
 HIDDEN, FFN, VOCABULARY = 1024, 4096, 16384
 

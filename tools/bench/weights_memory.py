@@ -36,10 +36,10 @@ platform.install()  # must come before the first import of megatron.core
 
 from conversion.world import World  # noqa: E402
 
+from megappo.architecture.parameters import EMBEDDING, hf_shapes  # noqa: E402
 from megappo.config.schema import Parallel  # noqa: E402
 from megappo.models.hf_config import DTYPES  # noqa: E402
 from megappo.weights.critic import read_hf_config  # noqa: E402
-from megappo.weights.families import EMBEDDING, hf_shapes  # noqa: E402
 from megappo.weights.hf_folder import write_hf_folder  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 from megappo.weights.safetensors_io import ShardedWriter  # noqa: E402

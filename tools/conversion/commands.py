@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from conversion.world import DTYPE_NAMES, SAFETENSORS_DTYPES, UsageError, World, described
+from megappo.architecture import parameters
+from megappo.architecture.families import BIAS_KEY, REWARD_MODELS, HeadKind, language_model
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component import has_value_bias, head_of, load_model, reshard, save_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
-from megappo.config.families import REWARD_MODELS, language_model
 from megappo.models.build import ModelChunks
-from megappo.models.hf_config import HeadKind
-from megappo.models.value_head import BIAS_KEY
-from megappo.weights import families
 from megappo.weights.critic import critic_config, has_value_head, read_hf_config
 from megappo.weights.hf_folder import COMPANIONS, copy_companions, write_hf_files
 from megappo.weights.load import load_hf
@@ -36,7 +34,7 @@ def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
         save_model(chunks, world.groups, folder)
         if world.rank == 0:
             copy_config(args.input, folder)
-    world.say(f"wrote {args.output}: {described(families.hf_shapes(hf_config, head), dtype)}")
+    world.say(f"wrote {args.output}: {described(parameters.hf_shapes(hf_config, head), dtype)}")
 
 
 def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
@@ -49,9 +47,9 @@ def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
         world.say(f"{args.input} has a value head besides, which is left out: --value-model writes the critic instead")
     chunks = load_from_megatron(source, args.dtype or source.dtype, world)
     wanted: HeadKind = head if args.value_model or head == "value" else "policy"
-    shapes = families.hf_shapes(source.hf_config, "value" if wanted != "policy" else "policy")
+    shapes = parameters.hf_shapes(source.hf_config, "value" if wanted != "policy" else "policy")
     if wanted != "policy":
-        shapes[families.VALUE_BIAS] = (1,)
+        shapes[parameters.VALUE_BIAS] = (1,)
     total = sum(map(prod, shapes.values()))
     with world.staged(args.output) as folder, world.bar("writing", total, " parameters") as bar:
         write_hf_files(
@@ -162,9 +160,9 @@ def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> Mode
 def stored_dtype(folder: Path) -> str:
     """Dtype of a Hugging Face folder's embedding."""
     with HFFolder(folder) as source:
-        if families.EMBEDDING not in source.names():
-            raise UsageError(f"{folder} has no {families.EMBEDDING}: it is no language model of this program")
-        found = source.dtype(families.EMBEDDING)
+        if parameters.EMBEDDING not in source.names():
+            raise UsageError(f"{folder} has no {parameters.EMBEDDING}: it is no language model of this program")
+        found = source.dtype(parameters.EMBEDDING)
     if found not in SAFETENSORS_DTYPES:
         raise UsageError(f"the weights in {folder} are {found}: choose --dtype fp32 or bf16")
     return SAFETENSORS_DTYPES[found]

@@ -12,12 +12,12 @@ from conversion.commands import load_from_megatron, open_megatron, refuse_step
 from conversion.differences import difference_of
 from conversion.megatron_folders import compare_megatron
 from conversion.world import World
+from megappo.architecture.families import FAMILIES, HeadKind, is_tied, language_model
+from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS
 from megappo.checkpoint.metadata import components_of, is_component
-from megappo.config.families import FAMILIES, language_model
-from megappo.models.hf_config import DTYPES, HeadKind, is_tied
+from megappo.models.hf_config import DTYPES
 from megappo.weights.critic import critic_buckets, has_value_head, name_value_head, read_hf_config
 from megappo.weights.export import Export
-from megappo.weights.families import EMBEDDING, LM_HEAD, VALUE_BIAS
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.load import is_unused
 from megappo.weights.safetensors_io import HFFolder

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megappo import platform
+from megappo.architecture.families import HeadKind
+from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.config.schema import Model, Parallel
 from megappo.models.build import ModelChunks, build_model
-from megappo.models.hf_config import DTYPES, HeadKind
-from megappo.placement.exchange import Exchange, OtherRankError
+from megappo.models.hf_config import DTYPES
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.staging import staged, temporary_folder

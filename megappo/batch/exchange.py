@@ -1,0 +1,190 @@
+"""Moving rows of the batch between ranks: each row goes only where it is needed, and only its own tokens travel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megappo.batch.rows import Rows
+from megappo.placement.layout import Layout
+
+Holdings = tuple[tuple[int, ...], ...]
+"""Row numbers held by (or wanted at) each world rank, in the order in which the rank keeps them."""
+
+
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""How a collective says that another rank has ended."""
+
+
+class OtherRankError(RuntimeError):
+    """Another rank failed, so this one cannot go on."""
+
+
+@dataclass(frozen=True)
+class RowTable:
+    """What every rank knows of a step's rows: their lengths, in tokens, [B] int64 each, by row number.
+
+    Attributes:
+        policy_lengths: response tokens with mask 1: those the policy wrote.
+    """
+
+    prompt_lengths: torch.Tensor
+    response_lengths: torch.Tensor
+    policy_lengths: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def max_response_length(self) -> int:
+        """The padded width R of response-token fields, the same on every rank."""
+        return int(self.response_lengths.max()) if len(self) else 0
+
+    def total_lengths(self) -> list[int]:
+        """Prompt + response tokens of each row."""
+        return (self.prompt_lengths + self.response_lengths).tolist()
+
+
+def homes(num_rows: int, world_size: int, rows_per_prompt: int) -> Holdings:
+    """Give every row one home rank: contiguous prompts, as evenly as they divide, a prompt's responses together."""
+    prompts = num_rows // rows_per_prompt
+    bounds = [prompts * rank // world_size * rows_per_prompt for rank in range(world_size + 1)]
+    return tuple(tuple(range(start, stop)) for start, stop in zip(bounds, bounds[1:], strict=False))
+
+
+def shard_holdings(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> Holdings:
+    """Rows wanted at each world rank when data-parallel shard i of a component works on rows `shards[i]`."""
+    of_rank = [layout.shard_of(rank) for rank in range(world_size)]
+    return tuple(() if shard is None else tuple(shards[shard]) for shard in of_rank)
+
+
+def output_holdings(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> Holdings:
+    """Where a component's results are: each shard's rows on its output rank alone."""
+    held: list[tuple[int, ...]] = [()] * world_size
+    for shard, rows in enumerate(shards):
+        held[layout.output_rank(shard)] = tuple(rows)
+    return tuple(held)
+
+
+class Exchange:
+    """Row exchange over one CPU group of all ranks. Every rank must call every method, in the same order.
+
+    Args:
+        group: process group over the whole world whose backend moves CPU tensors (gloo).
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+
+    def share(self, value: object) -> list:
+        """Every rank's value, on every rank. For small things: lengths, metrics, errors."""
+        values: list = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def raise_together(self, error: BaseException | None) -> None:
+        """Raise on every rank when any rank has an error, so that none waits for one that left."""
+        messages = self.share(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise OtherRankError(f"rank {rank} failed: {message}")
+
+    def table(self, rows: Rows) -> tuple[RowTable, Holdings]:
+        """Lengths of all rows and who holds them, from what each rank holds.
+
+        Raises:
+            ValueError: row numbers are not 0..B-1, each held once.
+        """
+        policy_lengths = rows.response_mask.sum(dim=1).long()
+        columns = (rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
+        shared = self.share(tuple(column.tolist() for column in columns))
+        holders = tuple(tuple(ids) for ids, *_ in shared)
+        entries = sorted(entry for part in shared for entry in zip(*part, strict=True))
+        if [entry[0] for entry in entries] != list(range(len(entries))):
+            raise ValueError(f"rows must be numbered 0..B-1 and held once each; got {[entry[0] for entry in entries]}")
+        lengths = torch.tensor([entry[1:] for entry in entries], dtype=torch.int64).reshape(-1, 3)
+        return RowTable(*lengths.unbind(dim=1)), holders
+
+    def move(
+        self,
+        rows: Rows,
+        table: RowTable,
+        holders: Holdings,
+        takers: Holdings,
+        names: Sequence[str],
+        per_row: Sequence[str] = (),
+    ) -> Rows:
+        """Rows `takers[rank]` with their tokens and the named fields.
+
+        Args:
+            rows: the rows this rank holds, in the order of `holders[rank]`.
+            holders: each row once. takers: each row on any number of ranks.
+            names: fields to move, the same on every rank, each [b, R] float32 per response token.
+            per_row: the same for fields of [b] float32.
+        """
+        moved = empty_rows(takers[self.rank], table)
+        lengths = table.total_lengths()
+        sent = {int(row): tokens for row, tokens in zip(rows.ids, rows.input_ids, strict=True)}
+        received = self._move_ragged(sent, lengths, holders, takers, torch.int64)
+        moved = replace(moved, input_ids=[received[row] for row in takers[self.rank]])
+        return self.move_fields(rows, moved, table, holders, takers, names, per_row)
+
+    def move_fields(
+        self,
+        rows: Rows,
+        into: Rows,
+        table: RowTable,
+        holders: Holdings,
+        takers: Holdings,
+        names: Sequence[str],
+        per_row: Sequence[str] = (),
+    ) -> Rows:
+        """`into`, the rows `takers[rank]` this rank already has, with the named fields of `rows` added."""
+        fields = dict(into.fields)
+        for name in names:
+            fields[name] = self._move_field(rows, name, table, holders, takers)
+        for name in per_row:
+            sent = dict(zip(rows.ids.tolist(), rows.fields[name][:, None], strict=True)) if len(rows) else {}
+            received = self._move_ragged(sent, [1] * len(table), holders, takers, torch.float32)
+            fields[name] = torch.cat([torch.empty(0), *(received[row] for row in takers[self.rank])])
+        return replace(into, fields=fields)
+
+    def _move_field(self, rows: Rows, name: str, table: RowTable, holders: Holdings, takers: Holdings) -> torch.Tensor:
+        lengths = table.response_lengths.tolist()
+        sent = {row: rows.fields[name][i, : lengths[row]] for i, row in enumerate(rows.ids.tolist())}
+        received = self._move_ragged(sent, lengths, holders, takers, torch.float32)
+        mine = takers[self.rank]
+        field = torch.zeros(len(mine), table.max_response_length)
+        for i, row in enumerate(mine):
+            field[i, : lengths[row]] = received[row]
+        return field
+
+    def _move_ragged(
+        self, sent: dict[int, torch.Tensor], lengths: list[int], holders: Holdings, takers: Holdings, dtype: torch.dtype
+    ) -> dict[int, torch.Tensor]:
+        """All-to-all of one ragged value per row: row number -> its `lengths[row]` elements."""
+        mine = set(holders[self.rank])
+        outgoing = [[row for row in taker if row in mine] for taker in takers]
+        holder_of = {row: rank for rank, held in enumerate(holders) for row in held}
+        incoming: list[list[int]] = [[] for _ in range(self.world_size)]
+        for row in takers[self.rank]:
+            incoming[holder_of[row]].append(row)
+        parts = [sent[row].to(dtype=dtype, device="cpu") for rows in outgoing for row in rows]
+        send = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+        sizes = [sum(lengths[row] for row in rows) for rows in incoming]
+        receive = torch.empty(sum(sizes), dtype=dtype)
+        send_sizes = [sum(lengths[row] for row in rows) for rows in outgoing]
+        dist.all_to_all_single(receive, send, sizes, send_sizes, group=self.group)
+        order = [row for rows in incoming for row in rows]
+        return dict(zip(order, receive.split([lengths[row] for row in order]), strict=True))
+
+
+def empty_rows(ids: Sequence[int], table: RowTable) -> Rows:
+    """Rows with their lengths, without tokens or fields yet."""
+    index = torch.tensor(list(ids), dtype=torch.int64)
+    return Rows(index, table.prompt_lengths[index], table.response_lengths[index], [], {})

@@ -1,0 +1,86 @@
+"""Packing rows into one unpadded sequence for the models, and taking response-token values out of it again."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from megappo.batch.rows import Rows
+from megappo.batch.zigzag import granularity, held_positions
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Rows laid end to end, as Megatron's "thd" format takes them, or one context-parallel rank's share of them.
+
+    Attributes:
+        rows: the rows packed here, b of them.
+        input_ids: [1, T] int64, the tokens held here of each row's prompt and response and of the padding.
+        position_ids: [1, T] int64, counting from 0 in every row.
+        cu_seqlens: [b + 1] int32 boundaries of the whole rows (one more where there is padding at the end: it counts as
+            a row of its own). With context parallelism rows are padded, and the padding counts as theirs.
+        max_seqlen: length of the longest of these.
+        predictors: [N] int64 into T: the positions held here that predict a response token, rows in order.
+        targets: [N] int64: the response tokens that these predict.
+        predicted: [b, R] bool: which of all response tokens these are.
+        last_tokens: [n] int64 into T: the rows' last tokens, as far as they are held here.
+        ended: [b] bool: whose these are.
+    """
+
+    rows: Rows
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    predictors: torch.Tensor
+    targets: torch.Tensor
+    predicted: torch.Tensor
+    last_tokens: torch.Tensor
+    ended: torch.Tensor
+
+    def responses(self, flat: torch.Tensor) -> torch.Tensor:
+        """[N] values at `predictors` as [b, R], 0 on padding and at tokens predicted elsewhere; differentiable."""
+        return flat.new_zeros(self.predicted.shape).masked_scatter(self.predicted, flat)
+
+    def ends(self, flat: torch.Tensor) -> torch.Tensor:
+        """[n] values at `last_tokens` as [b], 0 for rows whose last token is elsewhere; differentiable."""
+        return flat.new_zeros(self.ended.shape).masked_scatter(self.ended, flat)
+
+
+def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, context_rank: int = 0) -> Packed:
+    """Pack rows, or a rank's share of them.
+
+    Args:
+        multiple: pads the end of the pack so that each rank holds a multiple of it (sequence parallelism needs that).
+        context: ranks that share out the tokens of each row; above 1 every row is padded to divide among them.
+        context_rank: whose share this is.
+    """
+    sequences = _padded(rows.input_ids, granularity(context), multiple)
+    lengths = [len(tokens) for tokens in sequences]
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    tokens = torch.cat(sequences)
+    first = starts[: len(rows)] + rows.prompt_lengths  # of each response
+    valid = torch.arange(rows.max_response_length) < rows.response_lengths[:, None]
+    responses = (first[:, None] + torch.arange(rows.max_response_length))[valid]
+    held = held_positions(starts, context, context_rank)
+    place = torch.full((len(tokens),), -1).index_copy(0, held, torch.arange(len(held)))
+    predictors, last_tokens = place[responses - 1], place[first + rows.response_lengths - 1]
+    return Packed(
+        rows=rows,
+        input_ids=tokens[held][None].to(device),
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[held][None].to(device),
+        cu_seqlens=starts.to(torch.int32).to(device),
+        max_seqlen=max(lengths),
+        predictors=predictors[predictors >= 0].to(device),
+        targets=tokens[responses[predictors >= 0]].to(device),
+        predicted=torch.zeros_like(valid).masked_scatter(valid, predictors >= 0).to(device),
+        last_tokens=last_tokens[last_tokens >= 0].to(device),
+        ended=(last_tokens >= 0).to(device),
+    )
+
+
+def _padded(sequences: list[torch.Tensor], unit: int, multiple: int) -> list[torch.Tensor]:
+    """Each filled up to a multiple of `unit`, and one more that fills all up to a multiple of unit x multiple."""
+    filled = [F.pad(tokens, (0, -len(tokens) % unit)) for tokens in sequences]
+    padding = -sum(map(len, filled)) % (unit * multiple)
+    return [*filled, torch.zeros(padding, dtype=torch.int64)] if padding else filled

@@ -1,0 +1,221 @@
+"""Shaping of scores before they become rewards of tokens: scale, clip, normalise, add a length penalty. All [B]."""
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megappo.ppo.collectives import sum_over_ranks
+
+NORMALIZATIONS = ("none", "running", "batch", "group")
+"""Names of reward.normalize."""
+
+EPS = 1e-6
+"""Added to standard deviations."""
+
+
+class RewardConfig(Protocol):
+    """The keys of the reward section that shape scores."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def clip(self) -> float | None: ...
+    @property
+    def normalize(self) -> str: ...
+    @property
+    def length_penalty(self) -> str: ...
+    @property
+    def overlong_buffer(self) -> int: ...
+    @property
+    def length_penalty_factor(self) -> float: ...
+
+
+def no_penalty(response_lengths: torch.Tensor, max_response_length: int, buffer: int, factor: float) -> torch.Tensor:
+    """Zeros, [B] float32."""
+    return torch.zeros_like(response_lengths, dtype=torch.float32)
+
+
+def linear_penalty(
+    response_lengths: torch.Tensor, max_response_length: int, buffer: int, factor: float
+) -> torch.Tensor:
+    """-factor x length / max_response_length, [B] float32; `buffer` has no part in it."""
+    return -factor * response_lengths.float() / max_response_length
+
+
+def overlong_penalty(
+    response_lengths: torch.Tensor, max_response_length: int, buffer: int, factor: float
+) -> torch.Tensor:
+    """Soft overlong punishment: 0 up to max_response_length - buffer, then linear to -factor at the maximum.
+
+    Args:
+        response_lengths: [B] tokens.
+        buffer: tokens over which the penalty grows.
+        factor: the largest penalty, also beyond the maximum (verl's goes on growing there).
+
+    Returns:
+        [B] float32, <= 0.
+
+    Raises:
+        ValueError: buffer is not in [1, max_response_length].
+    Source: Yu et al. 2025 (DAPO), eq. 13, times factor.
+    """
+    if not 1 <= buffer <= max_response_length:
+        raise ValueError(
+            f"reward.overlong_buffer must be between 1 and rollout.max_response_length {max_response_length}, "
+            f"got {buffer}"
+        )
+    excess = response_lengths.float() - (max_response_length - buffer)
+    return -factor * (excess / buffer).clamp(0.0, 1.0)
+
+
+LengthPenalty = Callable[[torch.Tensor, int, int, float], torch.Tensor]
+"""(response_lengths [B], max_response_length, buffer, factor) -> [B] float32, what is added to the scores."""
+
+LENGTH_PENALTIES: dict[str, LengthPenalty] = {
+    "none": no_penalty,
+    "overlong": overlong_penalty,
+    "linear": linear_penalty,
+}
+"""reward.length_penalty -> function; a new one is an entry here and a word in that key's type in config/schema.py."""
+
+
+class RunningMoments:
+    """Mean and standard deviation (ddof 1) of all numbers seen so far, the same on every rank.
+
+    Source: Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    """
+
+    def __init__(self) -> None:
+        self.count = 0.0
+        self.mean = 0.0
+        self._squares = 0.0
+
+    @property
+    def std(self) -> float:
+        """0 below two numbers."""
+        return math.sqrt(self._squares / (self.count - 1.0)) if self.count > 1.0 else 0.0
+
+    def update(self, scores: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Take in the scores, [B], of all ranks of `group`; each must call, with its own (none is allowed).
+
+        The result depends neither on how scores are spread over ranks nor, but for rounding, over calls.
+        """
+        scores = scores.detach().double()
+        here = torch.stack([scores.sum(), torch.full_like(scores.sum(), len(scores))])
+        total, count = sum_over_ranks(here, group).tolist()
+        if count == 0.0:
+            return
+        mean = total / count
+        squares = float(sum_over_ranks((scores - mean).square().sum(), group))
+        difference, both = mean - self.mean, self.count + count
+        self._squares += squares + difference**2 * self.count * count / both
+        self.mean += difference * count / both
+        self.count = both
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self._squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self._squares = state["count"], state["mean"], state["squares"]
+
+
+def normalize_scores(
+    scores: torch.Tensor,
+    groups: torch.Tensor,
+    normalize: str,
+    running: RunningMoments,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """(score - mean) / (std + 1e-6), std with ddof 1.
+
+    Args:
+        scores: [B] float32.
+        groups: [B] int64; the same number = the same prompt. All responses to a prompt stand on one rank.
+        normalize: whose mean and std: batch = the scores of all ranks; running = also all earlier ones; group = the
+            scores of the same prompt; none = scores unchanged.
+        running: takes the scores in under running, before they are normalised; untouched otherwise.
+        group: ranks that batch and running take together; each must call.
+
+    Returns:
+        [B] float32. Scores that are all equal, or a single one, become 0.
+
+    Raises:
+        ValueError: unknown name; under group, a prompt with one response.
+    """
+    if normalize not in NORMALIZATIONS:
+        raise ValueError(f"unknown reward.normalize {normalize!r}: choose one of {', '.join(NORMALIZATIONS)}")
+    if normalize == "none":
+        return scores
+    if normalize == "group":
+        return _normalize_by_group(scores, groups)
+    moments = running if normalize == "running" else RunningMoments()
+    moments.update(scores, group)
+    return ((scores.double() - moments.mean) / (moments.std + EPS)).float()
+
+
+def _normalize_by_group(scores: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    names, index, counts = groups.unique(return_inverse=True, return_counts=True)
+    alone = names[counts == 1].tolist()
+    if alone:
+        raise ValueError(
+            f"groups {alone[:10]} have one response each, so reward.normalize=group would make every score 0: "
+            "set rollout.n >= 2"
+        )
+    sums = torch.zeros_like(counts, dtype=torch.float64)
+    centred = scores.double() - (sums.index_add(0, index, scores.double()) / counts)[index]
+    stds = (sums.index_add(0, index, centred.square()) / (counts - 1)).sqrt()
+    return (centred / (stds[index] + EPS)).float()
+
+
+def shape_scores(
+    scores: torch.Tensor,
+    response_lengths: torch.Tensor,
+    groups: torch.Tensor,
+    config: RewardConfig,
+    running: RunningMoments,
+    *,
+    max_response_length: int,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Scores x scale, clipped to +- clip, normalised, plus the length penalty, in this order.
+
+    Args:
+        scores: [B] float32, one per response.
+        response_lengths: [B] tokens.
+        groups, running, group: as in normalize_scores; every rank of `group` calls.
+        config: the reward section.
+        max_response_length: rollout.max_response_length.
+
+    Returns:
+        (shaped, metrics): [B] float32; reward/length_penalty, the mean of what was added; reward/clipped_frac, the
+        fraction of scores that were clipped; both over all ranks, 0 where there is no score.
+
+    Raises:
+        ValueError: an unknown length penalty; those of normalize_scores.
+        FloatingPointError: scores that are not finite.
+    """
+    broken = (~scores.isfinite()).nonzero().flatten().tolist()
+    if broken:
+        raise FloatingPointError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
+    if config.length_penalty not in LENGTH_PENALTIES:
+        names = ", ".join(LENGTH_PENALTIES)
+        raise ValueError(f"unknown reward.length_penalty {config.length_penalty!r}: choose one of {names}")
+    limit = math.inf if config.clip is None else config.clip
+    # In float32, so that the mean of equal scores, summed in float64, is exact and they become exactly 0.
+    scaled = scores.float() * config.scale
+    normalized = normalize_scores(scaled.clamp(-limit, limit), groups, config.normalize, running, group=group)
+    penalty = LENGTH_PENALTIES[config.length_penalty](
+        response_lengths, max_response_length, config.overlong_buffer, config.length_penalty_factor
+    )
+    parts = {"reward/length_penalty": penalty, "reward/clipped_frac": scaled.abs() > limit}
+    return normalized + penalty, _means(parts, len(scores), group)
+
+
+def _means(parts: dict[str, torch.Tensor], count: int, group: dist.ProcessGroup | None) -> dict[str, float]:
+    sums = [part.double().sum() for part in parts.values()]
+    *totals, number = sum_over_ranks(torch.stack([*sums, torch.full_like(sums[0], count)]), group).tolist()
+    return {name: total / max(number, 1.0) for name, total in zip(parts, totals, strict=True)}

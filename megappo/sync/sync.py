@@ -1,0 +1,191 @@
+"""Resharding the actor's weights into the engines: gathered bucket by bucket, each handed over while the next comes."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megappo.sync.handover import HandOver
+from megappo.weights.buckets import Bucket, TensorSpec, all_finite, inseparable, into_buckets, num_bytes, views
+
+
+@dataclass(frozen=True)
+class SyncStats:
+    """What one sync moved, by this rank's clock."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Source(Protocol):
+    """Whole tensors of a model on its ranks; see `Export`."""
+
+    def takes_part(self, needs: bool) -> bool: ...
+
+    def in_place(self, tensor: Any) -> torch.Tensor | None: ...
+
+    def gather(self, bucket: Sequence, flat: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+class WeightSync:
+    """The way of one model's weights to all engines, on this rank. All ranks of the run make it, and call it, together.
+
+    Args:
+        tensors: the model's, the same on every rank, in the order in which they are gathered.
+        source: gives them; None outside the model's ranks. hand_overs: this rank's.
+        expected: name -> shape of every tensor the engines have.
+        barrier: waits for all ranks of the run.
+        engines_keep: the engines keep their weights from one sync to the next.
+    Raises:
+        ValueError: a tensor is unknown to the engines, of another shape there, or missing; each named.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[TensorSpec],
+        source: Source | None,
+        hand_overs: Sequence[HandOver],
+        expected: Mapping[str, tuple[int, ...]],
+        *,
+        bucket_bytes: int,
+        barrier: Callable[[], object],
+        engines_keep: bool,
+    ):
+        check_tensors(tensors, expected)
+        self._tensors = tensors
+        self._hand_overs = hand_overs
+        self._bucket_bytes = bucket_bytes
+        needs = any(hand_over.needs_weights for hand_over in hand_overs)
+        self._source = source if source is not None and source.takes_part(needs) else None
+        self._checks = needs
+        self._barrier = barrier
+        self._engines_keep = engines_keep
+        self._sent = False
+
+    def __call__(self, *, changed: bool = True) -> SyncStats:
+        """Replace the engines' weights.
+
+        Args:
+            changed: the model may have been trained since the last call. Engines that keep their weights get everything
+                the first time, later what is trained, and nothing where nothing has changed; others get everything.
+        Raises:
+            FloatingPointError: a tensor is not finite. The engines' weights are then part old, part new, and their
+                updates stay open: they must not be used further.
+        """
+        started = time.perf_counter()
+        tensors = self._stale(changed)
+        if tensors:
+            self._send(tensors)
+            self._barrier()
+            for hand_over in self._hand_overs:
+                hand_over.settle()
+            self._sent = True
+        return SyncStats(num_bytes(tensors), time.perf_counter() - started)
+
+    def _stale(self, changed: bool) -> Sequence[TensorSpec]:
+        """What the engines may not have."""
+        if not (self._sent and self._engines_keep):
+            return self._tensors
+        return [tensor for tensor in self._tensors if not tensor.is_frozen] if changed else []
+
+    def _send(self, tensors: Sequence[TensorSpec]) -> None:
+        """Two buckets are in flight: one is gathered while the one before is handed over."""
+        in_place, gathered = self._apart(tensors)
+        buckets = into_buckets(gathered, self._bucket_bytes)
+        largest = max(map(num_bytes, buckets), default=0)
+        threads = ThreadPoolExecutor(max_workers=max(1, len(self._hand_overs)))
+        try:
+            pending = [threads.submit(hand_over.open) for hand_over in self._hand_overs]
+            if in_place:
+                for hand_over in self._hand_overs:
+                    hand_over.share(in_place)
+                wait_for(pending)
+                pending = [threads.submit(hand_over.send_in_place, in_place) for hand_over in self._hand_overs]
+                check_each_finite(in_place)
+            for bucket in buckets:
+                flat = self._gathered(bucket, largest)
+                wait_for(pending)
+                pending = [threads.submit(hand_over.send, bucket, flat) for hand_over in self._hand_overs]
+                del flat
+            wait_for(pending)
+            for hand_over in self._hand_overs:
+                hand_over.close()
+        except BaseException:
+            for hand_over in self._hand_overs:
+                hand_over.abort()
+            raise
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # one that waits for an engine must not hold an error up
+
+    def _apart(self, tensors: Sequence[TensorSpec]) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
+        """What the engines of this rank can read where it is, and what must be gathered."""
+        if self._source is None or not all(hand_over.reads_in_place for hand_over in self._hand_overs):
+            return [], list(tensors)
+        in_place, gathered = [], []
+        for together in inseparable(tensors):
+            found = {tensor.name: self._source.in_place(tensor) for tensor in together}
+            if None in found.values():
+                gathered += together
+            else:
+                in_place += found.items()
+        return in_place, gathered
+
+    def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
+        if self._source is None:
+            return None
+        buffers = (hand_over.buffer(largest) for hand_over in self._hand_overs)
+        buffer = next((found[: num_bytes(bucket)] for found in buffers if found is not None), None)
+        flat = self._source.gather(bucket, buffer)
+        if self._checks:
+            check_finite(bucket, flat)
+        return flat
+
+
+def wait_for(futures: Sequence[Future]) -> None:
+    """Wait for all, or until one fails: the others may then never end. Raises its error."""
+    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+        future.result()
+
+
+def check_tensors(tensors: Sequence[TensorSpec], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """See that these are the engines' tensors: SGLang takes a wrong name for a success.
+
+    Raises:
+        ValueError: one is unknown, of another shape, or missing; each named.
+    """
+    sent = {tensor.name: tuple(tensor.shape) for tensor in tensors}
+    for name, shape in sent.items():
+        if name not in expected:
+            raise ValueError(f"weight sync: the engine has no tensor {name}; was it started from another model.path?")
+        if shape != tuple(expected[name]):
+            raise ValueError(f"weight sync: {name} has shape {shape}, but the engine's is {tuple(expected[name])}")
+    left = sorted(expected.keys() - sent.keys())
+    if left:
+        names = ", ".join(left[:5])
+        raise ValueError(
+            f"weight sync: {len(left)} of the engine's {len(expected)} tensors are not the model's: {names}"
+        )
+
+
+def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
+    """See that a bucket's values are numbers.
+
+    Raises:
+        FloatingPointError: names a tensor with values that are not.
+    """
+    # On a GPU it waits until the bucket is there, which the hand-over, on a thread of its own, relies on.
+    if not all_finite(flat.view(bucket[0].dtype)):
+        check_each_finite(views(bucket, flat))
+
+
+def check_each_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As `check_finite`, of tensors that lie apart."""
+    for name, tensor in tensors:
+        if not all_finite(tensor):
+            raise FloatingPointError(
+                f"weight sync: {name} holds values that are not finite: the actor's weights are spoiled, or were "
+                "damaged on the way; go on from a checkpoint before this step"
+            )

@@ -1,0 +1,37 @@
+"""Tables that a person may add to: of methods, families, components, transports, metrics."""
+
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+Entry = TypeVar("Entry")
+
+
+class Table(Mapping[str, Entry], Generic[Entry]):
+    """Entries by name, in the order in which they were added.
+
+    Args:
+        kind: what the entries are, for messages: "policy loss".
+    """
+
+    def __init__(self, kind: str, entries: Mapping[str, Entry]):
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def register(self, name: str, entry: Entry) -> None:
+        """Add an entry.
+
+        Raises:
+            ValueError: there is one of this name.
+        """
+        if name in self._entries:
+            raise ValueError(f"there is a {self.kind} called {name!r} already: choose another name")
+        self._entries[name] = entry
+
+    def __getitem__(self, name: str) -> Entry:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)

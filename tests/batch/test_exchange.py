@@ -1,0 +1,214 @@
+"""Moving rows between ranks, against a dictionary from row number to what that row holds."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from spawn import run_ranks
+
+from megappo.batch.exchange import Exchange, Holdings, RowTable, homes, output_holdings, shard_holdings
+from megappo.batch.rows import Rows
+from megappo.placement.layout import Layout
+
+NUM_CASES = 60
+Oracle = dict[int, dict[str, torch.Tensor]]
+"""Row number -> its tokens ("input_ids", unpadded) and fields (one value per response token)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of some (prompt, response) lengths, each on one rank of `holders`, wanted at any ranks of `takers`."""
+
+    lengths: tuple[tuple[int, int], ...]
+    holders: Holdings
+    takers: Holdings
+
+
+def oracle(lengths: tuple[tuple[int, int], ...]) -> Oracle:
+    """What each row holds; no two tokens or values of all rows are equal."""
+    rows = {}
+    for row, (prompt, response) in enumerate(lengths):
+        tokens = torch.arange(prompt + response) + 1000 * row
+        values = torch.arange(response) + 1.0 + 1000 * row
+        rows[row] = {"input_ids": tokens, "values": values, "returns": -values, "advantages": values + 0.5}
+    return rows
+
+
+def rows_of(case: Case, held: tuple[int, ...], names: tuple[str, ...], width: int) -> Rows:
+    """The rows a rank holds, in its order."""
+    source = oracle(case.lengths)
+    fields = {name: torch.zeros(len(held), width) for name in names}
+    for name in names:
+        for i, row in enumerate(held):
+            fields[name][i, : case.lengths[row][1]] = source[row][name]
+    prompts, responses = (torch.tensor([case.lengths[row][i] for row in held], dtype=torch.int64) for i in (0, 1))
+    input_ids = [source[row]["input_ids"] for row in held]
+    return Rows(torch.tensor(held, dtype=torch.int64), prompts, responses, input_ids, fields)
+
+
+def assert_rows(found: Rows, case: Case, held: tuple[int, ...], names: set[str]) -> None:
+    """Exactly these rows, in this order, with their own tokens and values, and 0 after them."""
+    source = oracle(case.lengths)
+    width = max((response for _, response in case.lengths), default=0)
+    assert found.ids.tolist() == list(held)
+    assert [tokens.tolist() for tokens in found.input_ids] == [source[row]["input_ids"].tolist() for row in held]
+    assert list(zip(found.prompt_lengths.tolist(), found.response_lengths.tolist(), strict=True)) == [
+        case.lengths[row] for row in held
+    ]
+    assert found.fields.keys() == names
+    for name in names:
+        padded = [source[row][name].tolist() + [0.0] * (width - case.lengths[row][1]) for row in held]
+        assert found.fields[name].shape == (len(held), width)
+        assert found.fields[name].tolist() == padded, name
+
+
+# --- moving rows ---
+
+
+@st.composite
+def generated_cases(draw: st.DrawFn, world_size: int) -> Case:
+    """Any holdings: ranks without rows, rows wanted nowhere or everywhere, in any order; empty responses; no rows."""
+    size = draw(st.integers(0, 7))
+    lengths = tuple((draw(st.integers(1, 4)), draw(st.integers(0, 5))) for _ in range(size))
+    of_row = [draw(st.integers(0, world_size - 1)) for _ in range(size)]
+    order = draw(st.permutations(range(size)))
+    holders = tuple(tuple(row for row in order if of_row[row] == rank) for rank in range(world_size))
+    wanted = st.lists(st.sampled_from(range(size)), unique=True) if size else st.just([])
+    takers = tuple(tuple(draw(wanted)) for _ in range(world_size))
+    return Case(lengths, holders, takers)
+
+
+def generate(world_size: int) -> list[Case]:
+    """Cases drawn here rather than on the ranks, which must all see the same ones."""
+    cases: list[Case] = []
+
+    @settings(max_examples=NUM_CASES, derandomize=True, database=None, deadline=None, phases=[Phase.generate])
+    @given(generated_cases(world_size))
+    def collect(case: Case) -> None:
+        cases.append(case)
+
+    collect()
+    return cases
+
+
+def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    for case in cases:
+        width = max((response for _, response in case.lengths), default=0)
+        mine = rows_of(case, case.holders[rank], ("values", "returns", "advantages"), width)
+        table, holders = exchange.table(mine)
+        assert holders == case.holders
+        assert list(zip(table.prompt_lengths.tolist(), table.response_lengths.tolist(), strict=True)) == list(
+            case.lengths
+        )
+        assert table.max_response_length == width
+        moved = exchange.move(mine, table, holders, case.takers, ["values", "returns"])
+        assert_rows(moved, case, case.takers[rank], {"values", "returns"})
+        more = exchange.move_fields(mine, moved, table, holders, case.takers, ["advantages"])
+        assert_rows(more, case, case.takers[rank], {"values", "returns", "advantages"})
+        scored = replace(mine, fields=mine.fields | {"scores": torch.tensor([row + 0.5 for row in mine.ids])})
+        score = exchange.move_fields(scored, moved, table, holders, case.takers, [], per_row=["scores"])
+        assert score.fields["scores"].tolist() == [row + 0.5 for row in case.takers[rank]]
+        assert score.fields["scores"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_any_holdings_become_any_others(world_size: int) -> None:
+    cases = generate(world_size)
+    assert any(() in case.holders and case.lengths for case in cases) == (world_size > 1)
+    run_ranks(world_size, check_moves, cases)
+
+
+LENGTHS = ((3, 4), (1, 6), (5, 1), (2, 2), (4, 5), (2, 3), (1, 1), (2, 7))
+
+
+def through_two_components(rank: int, world_size: int) -> None:
+    """Home -> dp2, whose results go home from its output ranks; with them to tp2."""
+    exchange = Exchange(dist.group.WORLD)
+    dp2, tp2 = Layout((1, 3)), Layout((2, 0), tensor=2)
+    shards = ((7, 0, 3), (1, 2, 4, 5, 6))
+    home = homes(len(LENGTHS), world_size, rows_per_prompt=2)
+    case = Case(LENGTHS, home, shard_holdings(dp2, shards, world_size))
+    at_home = rows_of(case, home[rank], (), 7)
+    table, holders = exchange.table(at_home)
+    at_dp2 = exchange.move(at_home, table, holders, case.takers, [])
+    assert_rows(at_dp2, case, ((), shards[0], (), shards[1])[rank], set())
+    results = rows_of(case, output_holdings(dp2, shards, world_size)[rank], ("values",), 7)
+    back = exchange.move_fields(results, at_home, table, output_holdings(dp2, shards, world_size), home, ["values"])
+    assert_rows(back, case, home[rank], {"values"})
+    everything = (tuple(range(len(LENGTHS))),)
+    at_tp2 = exchange.move(back, table, home, shard_holdings(tp2, everything, world_size), ["values"])
+    assert_rows(at_tp2, case, everything[0] if rank in (0, 2) else (), {"values"})
+
+
+def test_results_of_one_layout_reach_another() -> None:
+    run_ranks(4, through_two_components)
+
+
+def wrong_numbers(rank: int, world_size: int, held: Holdings) -> None:
+    case = Case(LENGTHS, held, ())
+    with pytest.raises(ValueError, match="numbered 0..B-1 and held once each; got"):
+        Exchange(dist.group.WORLD).table(rows_of(case, held[rank], (), 7))
+
+
+@pytest.mark.parametrize("held", [((0, 1), (1, 2)), ((0, 1), (3,))], ids=["held twice", "one missing"])
+def test_rows_held_twice_or_missing_are_refused_on_every_rank(held: Holdings) -> None:
+    run_ranks(2, wrong_numbers, held)
+
+
+def errors_reach_everybody(rank: int, world_size: int) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    exchange.raise_together(None)
+    error = KeyError("no such file") if rank == 1 else None
+    expected: tuple[type[Exception], str] = (
+        (KeyError, "no such file") if rank == 1 else (RuntimeError, "rank 1 failed: KeyError: 'no such file'")
+    )
+    with pytest.raises(expected[0], match=expected[1]) as caught:
+        exchange.raise_together(error)
+    assert (caught.value is error) == (rank == 1)
+    assert exchange.share(rank * 10) == [0, 10, 20], "the exchange goes on after an error"
+
+
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    run_ranks(3, errors_reach_everybody)
+
+
+# --- who holds what: plain arithmetic ---
+
+
+@given(prompts=st.integers(0, 40), world_size=st.integers(1, 9), rows_per_prompt=st.integers(1, 5))
+def test_homes_are_contiguous_even_and_keep_a_prompt_together(
+    prompts: int, world_size: int, rows_per_prompt: int
+) -> None:
+    held = homes(prompts * rows_per_prompt, world_size, rows_per_prompt)
+    assert len(held) == world_size
+    assert [row for rows in held for row in rows] == list(range(prompts * rows_per_prompt))
+    prompts_of = [{row // rows_per_prompt for row in rows} for rows in held]
+    assert sum(map(len, prompts_of)) == prompts
+    assert max(map(len, prompts_of)) - min(map(len, prompts_of)) <= 1
+
+
+LAYOUTS = {
+    "dp2 on ranks 3 and 1": (Layout((3, 1)), {3: 0, 1: 1}, {3: 0, 1: 1}),
+    "tp2 dp2": (Layout((0, 1, 2, 3), tensor=2), {0: 0, 1: 0, 2: 1, 3: 1}, {0: 0, 2: 1}),
+    "pp2 dp2": (Layout((0, 1, 2, 3), pipeline=2), {0: 0, 1: 1, 2: 0, 3: 1}, {2: 0, 3: 1}),
+    "tp2 pp2": (Layout((4, 0, 1, 2), tensor=2, pipeline=2), {4: 0, 0: 0, 1: 0, 2: 0}, {1: 0}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shards_are_on_all_their_ranks_and_results_on_one(name: str) -> None:
+    layout, shard_of, output_of = LAYOUTS[name]
+    shards = [(5, 0, 2), (1, 3, 4)][: layout.data]
+    for holdings, expected in ((shard_holdings, shard_of), (output_holdings, output_of)):
+        found = holdings(layout, shards, 6)
+        assert found == tuple(shards[expected[rank]] if rank in expected else () for rank in range(6))
+
+
+def test_table_of_no_rows() -> None:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    table = RowTable(nothing, nothing, nothing)
+    assert (len(table), table.max_response_length, table.total_lengths()) == (0, 0, [])

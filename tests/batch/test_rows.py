@@ -1,0 +1,60 @@
+"""Rows: shapes, masks, selecting."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megappo.batch.rows import Rows
+
+
+def rows(ids: list[int], prompts: list[int], responses: list[int], width: int) -> Rows:
+    """Rows whose tokens and fields name their row, so that a mix-up shows."""
+    tokens = [torch.full((p + r,), i) for i, p, r in zip(ids, prompts, responses, strict=True)]
+    mask = (torch.arange(width) < torch.tensor(responses)[:, None]).float()
+    fields = {"log_probs": mask * torch.tensor(ids)[:, None], "scores": torch.tensor(ids).float()}
+    return Rows(torch.tensor(ids), torch.tensor(prompts), torch.tensor(responses), tokens, fields)
+
+
+def test_select_keeps_everything_of_a_row_together_and_the_width():
+    picked = rows([5, 6, 7], [1, 2, 3], [4, 1, 2], width=6).select([2, 0])
+    assert picked.ids.tolist() == [7, 5]
+    assert [x.tolist() for x in picked.input_ids] == [[7] * 5, [5] * 5]
+    assert picked.fields["log_probs"].tolist() == [[7, 7, 0, 0, 0, 0], [5, 5, 5, 5, 0, 0]]
+    assert picked.fields["scores"].tolist() == [7, 5]
+    assert picked.max_response_length == 6
+
+
+def test_select_takes_a_tensor_and_nothing_at_all():
+    batch = rows([5, 6], [1, 1], [2, 3], width=3)
+    assert batch.select(torch.tensor([1])).ids.tolist() == [6]
+    assert len(batch.select([])) == 0
+    assert batch.select([]).response_mask.shape == (0, 3)
+
+
+def test_response_mask_comes_from_the_lengths_unless_there_is_a_field():
+    batch = rows([0, 1], [1, 1], [2, 1], width=3)
+    assert batch.response_mask.tolist() == [[1, 1, 0], [1, 0, 0]]
+    own = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    assert replace(batch, fields={"response_mask": own}).response_mask is own
+
+
+def test_without_fields_the_longest_response_is_the_width():
+    bare = Rows(torch.arange(2), torch.tensor([1, 1]), torch.tensor([2, 5]), [])
+    assert bare.max_response_length == 5
+    assert bare.response_mask.sum(1).tolist() == [2, 5]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt_lengths": torch.tensor([1])}, "2 ids, 1 prompt_lengths, 2 response_lengths"),
+        ({"input_ids": [torch.zeros(3), torch.zeros(9)]}, r"input_ids have \[3, 9\] tokens; expected .* \[3, 2\]"),
+        ({"fields": {"values": torch.zeros(2, 1)}}, r"field values has shape \[2, 1\]; expected \[2\] or \[2, R\]"),
+        ({"fields": {"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}}, r"field b has shape \[2, 4\]"),
+        ({"fields": {"score": torch.zeros(3)}}, r"field score has shape \[3\]"),
+    ],
+)
+def test_rows_that_do_not_fit_together_are_refused(change: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        replace(rows([0, 1], [1, 1], [2, 1], width=3), **change)

@@ -1,0 +1,40 @@
+"""Who holds which token under context parallelism, against a loop over sequences and tokens."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megappo.batch.zigzag import granularity, held_positions
+
+
+def by_hand(lengths: list[int], size: int, rank: int) -> list[int]:
+    """From each sequence the rank-th chunk of 2 x size from the front, then the rank-th from the back."""
+    held, start = [], 0
+    for length in lengths:
+        chunks = [
+            list(range(start + i * length // (2 * size), start + (i + 1) * length // (2 * size)))
+            for i in range(2 * size)
+        ]
+        held += chunks[rank] + chunks[-1 - rank]
+        start += length
+    return held
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(2, 5), chunks=st.lists(st.integers(0, 4), min_size=1, max_size=5))
+def test_a_rank_holds_a_chunk_from_either_end_of_each_sequence(size: int, chunks: list[int]) -> None:
+    assert granularity(size) == 2 * size
+    lengths = [2 * size * chunk for chunk in chunks]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    held = [held_positions(bounds, size, rank) for rank in range(size)]
+    assert [part.tolist() for part in held] == [by_hand(lengths, size, rank) for rank in range(size)]
+    assert sorted(torch.cat(held).tolist()) == list(range(sum(lengths))), "every token is held once"
+    assert len({len(part) for part in held}) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=5))
+def test_a_rank_alone_holds_everything_in_order(lengths: list[int]) -> None:
+    assert granularity(1) == 1
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    assert held_positions(bounds, 1, 0).tolist() == list(range(sum(lengths)))

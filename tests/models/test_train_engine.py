@@ -1,0 +1,438 @@
+"""The engine's outputs and updates against Hugging Face on one process, in every layout and cut of the batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ppo_engines import (
+    ACTOR,
+    CRITIC,
+    HEADS,
+    KL_LOSS,
+    LENGTHS,
+    OPTIM,
+    VALUE_COEF,
+    Case,
+    exported,
+    hf_bootstrap_values,
+    hf_full_kl,
+    hf_outputs,
+    hf_value_head,
+    make_engine,
+    make_loss,
+    make_reference,
+    make_rows,
+    read_config,
+    with_score,
+)
+from safetensors.torch import load_file
+from spawn import run_ranks
+from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from tiny_models import hf_folder, hf_model
+
+from megappo.batch.balance import balanced_partitions
+from megappo.batch.exchange import Exchange
+from megappo.batch.packing import pack
+from megappo.batch.rows import Rows
+from megappo.checkpoint.store import CheckpointStore
+from megappo.models.train_engine import Outputs, TrainedEngine
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.weights.export import Export
+
+TWO, FOUR = (0, 1), (0, 1, 2, 3)
+CASES = {
+    "one rank": Case(Layout((0,))),
+    "one rank, small micro-batches": Case(Layout((0,)), max_tokens=9),
+    "tp2": Case(Layout(TWO, tensor=2)),
+    "tp2 sp": Case(Layout(TWO, tensor=2), sequence=True, max_tokens=14),
+    "pp2": Case(Layout(TWO, pipeline=2), max_tokens=9),
+    "dp2": Case(Layout(TWO)),
+    "dp2, optimizer not sharded": Case(
+        Layout(TWO), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=12
+    ),
+    "tp2 pp2, full recompute": Case(Layout(FOUR, tensor=2, pipeline=2), recompute="full"),
+    "tp2 dp2 sp": Case(Layout(FOUR, tensor=2), sequence=True, max_tokens=20),
+    "pp2 dp2": Case(Layout(FOUR, pipeline=2), max_tokens=10),
+    "pp2 vpp2": Case(Layout(TWO, pipeline=2, virtual_pipeline=2), max_tokens=9),
+    "tp2 pp2 vpp2 sp, full recompute": Case(
+        Layout(FOUR, tensor=2, pipeline=2, virtual_pipeline=2), sequence=True, max_tokens=14, recompute="full"
+    ),
+}
+UNEVEN_LENGTHS = ((1, 1), (1, 0), (2, 1), (2, 3), (4, 13), (1, 2), (30, 3), (5, 7))
+"""Rows of 1, 2, 3, 5, 17, 33 tokens: shorter than the chunks of context parallelism are many, or not divisible."""
+CONTEXT_CASES = {
+    "cp2": Case(Layout(TWO, context=2), max_tokens=14),
+    "cp2, optimizer not sharded": Case(
+        Layout(TWO, context=2), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=9
+    ),
+    "cp3, selective recompute": Case(Layout((0, 1, 2), context=3), recompute="selective"),
+    "cp2 tp2 sp": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=20),
+    "cp2 tp2": Case(Layout(FOUR, tensor=2, context=2), max_tokens=9),
+    "cp2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, context=2), recompute="full", max_tokens=9),
+    "cp2 pp2 vpp2": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2, context=2), max_tokens=9),
+    "cp2 dp2": Case(Layout(FOUR, context=2), max_tokens=12),
+}
+EXPERT_CASES = {
+    "ep2": Case(Layout(TWO, expert=2)),
+    "ep2, uneven micro-batches": Case(Layout(TWO, expert=2), max_tokens=9),
+    "ep2, optimizer not sharded": Case(
+        Layout(TWO, expert=2), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=12
+    ),
+    "ep2 tp2 sp": Case(Layout(TWO, tensor=2, expert=2), sequence=True),
+    "ep2 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=2), sequence=True, max_tokens=10),
+    "ep4 tp2 dp2 sp": Case(Layout(FOUR, tensor=2, expert=4), sequence=True, max_tokens=10),
+    "ep2 pp2 vpp2, uneven micro-batches": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2, expert=2), max_tokens=9),
+    "etp2, uneven micro-batches": Case(Layout(TWO, expert_tensor=2), max_tokens=9),
+    "tp2 etp2 sp": Case(Layout(TWO, tensor=2, expert_tensor=2), sequence=True, max_tokens=14),
+    "tp2 dp2 ep2 etp2 sp": Case(Layout(FOUR, tensor=2, expert=2, expert_tensor=2), sequence=True, max_tokens=10),
+    "ep2 etp2, optimizer not sharded": Case(
+        Layout(FOUR, expert=2, expert_tensor=2), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=12
+    ),
+    "ep2 pp2, full recompute": Case(Layout(FOUR, pipeline=2, expert=2), recompute="full", max_tokens=9),
+    "ep2 etp2 cp2 tp2 sp": Case(
+        Layout(FOUR, tensor=2, context=2, expert=2, expert_tensor=2), sequence=True, max_tokens=20
+    ),
+    "ep2 cp2": Case(Layout(TWO, context=2, expert=2), max_tokens=14),
+    "ep2 cp2 tp2 sp": Case(Layout(FOUR, tensor=2, context=2, expert=2), sequence=True, max_tokens=20),
+    "ep4 cp2 dp2": Case(Layout(FOUR, context=2, expert=4), max_tokens=10),
+}
+DEEP_CASES = {"pp4 vpp2": Case(Layout(FOUR, pipeline=4, virtual_pipeline=2), max_tokens=9)}
+LONG_CASES = {
+    "cp2, long rows": Case(Layout(TWO, context=2), max_tokens=33),
+    "cp2 tp2 sp, long rows": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=40),
+    "cp4, long rows": Case(Layout(FOUR, context=4), max_tokens=64, recompute="full"),
+}
+CASES |= EXPERT_CASES | CONTEXT_CASES | LONG_CASES | DEEP_CASES
+
+
+# --- Hugging Face, one process, one row at a time ---
+
+Lengths = Sequence[tuple[int, int]]
+ByRow = dict[str, list[torch.Tensor]]
+"""Outputs by name, a tensor for each row."""
+
+
+@dataclass
+class Oracle:
+    """Hugging Face's model, the value head of a critic or shared backbone, the reference of a full KL."""
+
+    model: torch.nn.Module
+    head: torch.nn.Linear | None
+    reference: torch.nn.Module | None
+    is_policy: bool
+
+    def outputs(self, rows: Rows) -> ByRow:
+        found: ByRow = {}
+        if self.is_policy:
+            found["log_probs"], found["entropy"] = zip(*hf_outputs(self.model, None, rows), strict=True)
+        if self.head is not None:
+            (found["values"],) = zip(*hf_outputs(self.model, self.head, rows), strict=True)
+            found["bootstrap_values"] = hf_bootstrap_values(self.model, self.head, rows)
+        if self.reference is not None:
+            found["full_kl"] = hf_full_kl(self.model, self.reference, rows)
+        return found
+
+    def loss(self, rows: Rows) -> torch.Tensor:
+        outputs, total = self.outputs(rows), torch.zeros(())
+        if self.is_policy:
+            total = total + policy_loss(outputs, rows)
+        if self.head is not None:
+            total = total + (VALUE_COEF if self.is_policy else 1.0) * value_loss(outputs, rows)
+        if self.reference is not None:
+            total = total + KL_LOSS["kl_loss_coef"] * torch.cat(outputs["full_kl"]).mean()
+        return total
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        if not self.is_policy:
+            named = dict(self.model.model.named_parameters(prefix="model"))
+        else:
+            named = dict(self.model.named_parameters())
+        return named | ({"score.weight": self.head.weight} if self.head is not None else {})
+
+    def router_biases(self) -> dict[str, torch.Tensor]:
+        """What training must leave alone."""
+        return {name: bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
+    """Token mean of PPO's clipped loss with dual clip and entropy bonus, token by token."""
+    losses = []
+    for row, log_probs in enumerate(outputs["log_probs"]):
+        for t in range(len(log_probs)):
+            advantage = rows.fields["advantages"][row, t]
+            ratio = (log_probs[t] - rows.fields["old_log_probs"][row, t]).exp()
+            loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - ACTOR.clip_ratio, 1 + ACTOR.clip_ratio))
+            if advantage < 0:
+                loss = torch.min(loss, -ACTOR.clip_ratio_c * advantage)
+            losses.append(loss - ACTOR.entropy_coeff * outputs["entropy"][row][t])
+    return torch.stack(losses).mean()
+
+
+def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
+    """Token mean of the clipped squared error, token by token."""
+    losses = []
+    for row, values in enumerate(outputs["values"]):
+        for t in range(len(values)):
+            old, target = rows.fields["values"][row, t], rows.fields["returns"][row, t]
+            clipped = old + (values[t] - old).clamp(-CRITIC.value_clip, CRITIC.value_clip)
+            losses.append(0.5 * torch.max((values[t] - target) ** 2, (clipped - target) ** 2))
+    return torch.stack(losses).mean()
+
+
+def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int, lengths: Lengths) -> dict:
+    """Outputs before, gradient norms and parameters after some Adam steps."""
+    oracle = Oracle(
+        hf_model(folder),
+        hf_value_head(folder) if HEADS[kind] != "policy" else None,
+        hf_model(reference) if reference else None,
+        is_policy=HEADS[kind] != "value",
+    )
+    rows = make_rows(oracle.model.config.vocab_size, lengths)
+    named = oracle.parameters()
+    decayed = [parameter for parameter in named.values() if parameter.dim() > 1]
+    others = [parameter for parameter in named.values() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps)
+    with torch.no_grad():
+        before = oracle.outputs(rows)
+    norms = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        oracle.loss(rows).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
+        optimizer.step()
+    return {"outputs": before, "grad_norms": norms, "parameters": per_expert(named) | oracle.router_biases()}
+
+
+def per_expert(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Parameters by name, those of a Qwen mixture's experts apart."""
+    found = {}
+    for name, parameter in named.items():
+        block, is_expert, kind = name.partition(".experts.")
+        if not is_expert:
+            found[name] = parameter.detach()
+            continue
+        for expert, matrix in enumerate(parameter.detach()):
+            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+            parts = zip(names, matrix.chunk(len(names)), strict=True)
+            found |= {f"{block}.experts.{expert}.{part}.weight": rows for part, rows in parts}
+    return found
+
+
+# --- Megatron ---
+
+
+def build(folder: Path, case: Case, kind: str, reference: Path | None = None) -> TrainedEngine:
+    """An engine, and with a reference folder its reference: another component on the same ranks."""
+    groups = build_groups({kind: case.layout, "ref": case.layout}, seed=0)
+    return make_engine(
+        folder, case, groups[kind], kind, make_reference(reference, case, groups["ref"]) if reference else None
+    )
+
+
+def shard_of(rows: Rows, layout: Layout) -> list[int]:
+    """This rank's rows of a mini-batch."""
+    return balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)[
+        layout.shard_of(dist.get_rank())
+    ]
+
+
+def _matches(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    name: str,
+    kind: str,
+    reference: Path | None,
+    expected: dict,
+    lengths: Lengths,
+) -> None:
+    case = CASES[name]
+    engine = build(folder, case, kind, reference)
+    hf_config = read_config(folder)
+    rows = make_rows(hf_config["vocab_size"], lengths)
+    mine = shard_of(rows, case.layout)
+    _assert_outputs(engine, rows, mine, expected["outputs"])
+    for norm in expected["grad_norms"]:
+        metrics = engine.train_batch(rows.select(mine), make_loss(kind, rows))
+        assert metrics.grad_norm == pytest.approx(norm, rel=2e-5)
+    assert engine.total(1.0) == case.layout.data, "each shard's part counts once"
+    found = exported(engine, hf_config, kind)
+    assert found.keys() == expected["parameters"].keys()
+    for key, parameter in expected["parameters"].items():
+        message = f"{key} differs from Hugging Face's after {len(expected['grad_norms'])} steps"
+        torch.testing.assert_close(found[key], parameter, rtol=0, atol=2e-5, msg=message)
+
+
+def _assert_outputs(engine: TrainedEngine, rows: Rows, mine: list[int], expected: ByRow) -> None:
+    outputs = engine.forward(rows.select(mine))
+    if not outputs:
+        assert not engine.is_output
+        return
+    assert outputs.keys() == expected.keys()
+    for name, references in expected.items():
+        for row, position in enumerate(mine):
+            found, reference = outputs[name][row].view(-1), references[position]
+            torch.testing.assert_close(found[: len(reference)], reference, rtol=1e-5, atol=1e-5)
+            assert not found[len(reference) :].any(), "padding must be 0"
+
+
+def check(name: str, kind: str, folder: Path, reference: Path | None = None, lengths: Lengths = LENGTHS) -> None:
+    expected = hf_train(folder, kind, reference, num_steps=2, lengths=lengths)
+    run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected, lengths)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERT_CASES | LONG_CASES | DEEP_CASES])
+def test_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
+    check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("name", DEEP_CASES)
+def test_deep_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
+    check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", num_hidden_layers=8))
+
+
+@pytest.mark.parametrize(
+    "name", ["one rank", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", *CONTEXT_CASES]
+)
+def test_critic_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
+    check(name, "critic", with_score(hf_folder(tmp_path / "hf", "qwen2")))
+
+
+@pytest.mark.parametrize("name", ["one rank", *LONG_CASES])
+def test_rows_of_any_length_are_shared_out(name: str, tmp_path: Path) -> None:
+    check(name, "shared", with_score(hf_folder(tmp_path / "hf", "llama")), lengths=UNEVEN_LENGTHS)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MIXTURES = {
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
+    "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},
+    "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None},
+    "deepseek_v3": DEEPSEEK_V3,
+}
+
+
+MIXTURE_CASES = ("one rank", "tp2 sp", "pp2", "dp2, optimizer not sharded", "cp2", *EXPERT_CASES)
+WHOLE_FAMILY = "deepseek_v3"
+"""Has all that the others have, but for the softmax router: it takes every layout, the others these."""
+OTHERS_CASES = ("one rank", "ep2 tp2 dp2 sp", "ep2 pp2 vpp2, uneven micro-batches", "ep2 etp2 cp2 tp2 sp")
+
+
+def mixture_case(name: str, family: str):
+    shown = family == WHOLE_FAMILY or name in OTHERS_CASES
+    return pytest.param(name, family, marks=() if shown else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [mixture_case(name, family) for family in MIXTURES for name in MIXTURE_CASES]
+)
+def test_mixture_of_experts_trains_as_hugging_face_does(name: str, family: str, tmp_path: Path) -> None:
+    check(name, "actor", hf_folder(tmp_path / "hf", family, **MIXTURES[family]))
+
+
+def _biases_kept(rank: int, world_size: int, folder: Path) -> None:
+    engine = build(folder, Case(Layout(TWO, expert=2), dtype="bf16"), "actor")
+    rows, hf_config = make_rows(91), read_config(folder)
+    before = exported(engine, hf_config, "actor")
+    for _ in range(2):
+        engine.train_batch(rows.select(shard_of(rows, engine.groups.layout)), make_loss("actor", rows))
+    after = exported(engine, hf_config, "actor")
+    expected = {name: bias for name, bias in load_file(folder / "model.safetensors").items() if name.endswith("_bias")}
+    assert len(expected) == 3 and not any(torch.equal(bias, bias.bfloat16().float()) for bias in expected.values())
+    for name, bias in expected.items():
+        assert torch.equal(before[name], bias) and torch.equal(after[name], bias), name
+    assert not torch.equal(before["model.layers.1.mlp.gate.weight"], after["model.layers.1.mlp.gate.weight"])
+
+
+def test_biases_of_routers_stay_in_fp32_and_as_they_are_in_bf16_training(tmp_path: Path) -> None:
+    run_ranks(2, _biases_kept, hf_folder(tmp_path / "hf", "deepseek_v3", **DEEPSEEK_V3))
+
+
+@pytest.mark.parametrize("kind", ["critic", "shared"])
+def test_mixture_of_experts_has_values(kind: str, tmp_path: Path) -> None:
+    check("ep2 tp2 dp2 sp", kind, with_score(hf_folder(tmp_path / "hf", "qwen3_moe", **MIXTURES["qwen3_moe"])))
+
+
+def test_mixture_of_experts_trains_on_the_full_kl(tmp_path: Path) -> None:
+    folder, reference = (
+        hf_folder(tmp_path / name, "qwen3_moe", initializer_range=spread, **MIXTURES["qwen3_moe"])
+        for name, spread in (("hf", 0.02), ("ref", 0.3))
+    )
+    check("ep2, uneven micro-batches", "full_kl", folder, reference)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    ["tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", "cp2 tp2 sp", "cp2 pp2, full recompute"],
+)
+def test_shared_backbone_trains_on_both_losses_as_hugging_face_does(name: str, tied: bool, tmp_path: Path) -> None:
+    check(name, "shared", with_score(hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=tied)))
+
+
+@pytest.mark.parametrize(
+    "name", ["one rank, small micro-batches", "tp2", "tp2 sp", "dp2", "tp2 dp2 sp", "cp2", "cp2 tp2 sp"]
+)
+def test_full_kl_trains_as_with_hugging_faces_two_models(name: str, tmp_path: Path) -> None:
+    folder, reference = (
+        hf_folder(tmp_path / name, "qwen2", initializer_range=spread) for name, spread in (("hf", 0.02), ("ref", 0.3))
+    )
+    check(name, "full_kl", folder, reference)
+
+
+def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
+    """A trained shared backbone, saved, loaded in another layout and exported with and without its value head."""
+    hf_config = read_config(folder)
+    rows = make_rows(hf_config["vocab_size"])
+    store = CheckpointStore(checkpoint, 0, Exchange(dist.group.WORLD))
+    trained = build(folder, CASES["tp2 sp"], "shared")
+    for _ in range(2):
+        trained.train_batch(rows, make_loss("shared", rows))
+    store.save(2, {"actor": trained}, {})
+    weights = exported(trained, hf_config, "shared")
+    norm = trained.train_batch(rows, make_loss("shared", rows)).grad_norm
+    for name in ("pp2", "pp2 vpp2", "dp2", "cp2"):
+        moved = build(folder, CASES[name], "shared")
+        store.load(store.latest(), {"actor": moved})
+        found = exported(moved, hf_config, "shared")
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[key], weights[key]) for key in weights), name
+        buckets = Export(moved.chunks, hf_config, moved.groups).buckets(1 << 16)
+        language_model = {key: tensor for bucket in buckets for key, tensor in bucket}
+        assert language_model.keys() == weights.keys() - {"score.weight"}
+        assert all(torch.equal(language_model[key], weights[key]) for key in language_model), name
+        mine = rows.select(shard_of(rows, CASES[name].layout))
+        assert moved.train_batch(mine, make_loss("shared", rows)).grad_norm == pytest.approx(norm, rel=1e-5), name
+
+
+def test_shared_backbone_goes_on_in_another_layout(tmp_path: Path) -> None:
+    folder = with_score(hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True))
+    run_ranks(2, _moved, folder, tmp_path / "checkpoints")
+
+
+def _heads(rank: int, world_size: int, folder: Path) -> None:
+    groups = build_groups({"actor": Layout(TWO), "ref": Layout(TWO), "pp2": Layout(TWO, pipeline=2)}, seed=0)
+    rows = make_rows(91)
+    reference = make_reference(folder, CASES["dp2"], groups["ref"])
+    engine = make_engine(folder, CASES["dp2"], groups["actor"], "actor", reference)
+    seen: Outputs = {}
+
+    def loss_fn(outputs: Outputs, rows: Rows) -> tuple:
+        seen.update(outputs)
+        return outputs["full_kl"].sum(), {}
+
+    assert engine.forward(rows).keys() == {"log_probs", "entropy"}
+    engine.train_batch(rows, loss_fn)
+    assert seen["full_kl"].requires_grad and seen["full_kl"].abs().max() < 1e-6, "a model's KL to itself"
+    staged = make_reference(folder, CASES["pp2"], groups["pp2"])
+    with pytest.raises(ValueError, match="2 pipeline stages.*set pipeline to 1"):
+        staged.logits(pack(rows, 1, torch.device("cpu")))
+
+
+def test_training_reads_the_loss_head_and_a_reference_in_stages_is_refused(tmp_path: Path) -> None:
+    run_ranks(2, _heads, hf_folder(tmp_path / "hf", "qwen2"))

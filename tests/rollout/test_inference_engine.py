@@ -1,0 +1,186 @@
+"""The engine's process: what it refuses, and that nothing is left of it, whoever dies first."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from megappo.config.schema import Rollout
+from megappo.rollout import launch
+from megappo.rollout.client import EngineError, SamplingParams
+from megappo.rollout.inference_engine import Engine
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from megappo.config.schema import Rollout
+from megappo.rollout.inference_engine import Engine
+settings = Rollout(max_total_tokens=1024)
+engine = Engine(sys.argv[1], settings, "fp32", index=0, gpu_ids=[], log_path=Path(sys.argv[2]), seed=0)
+engine.start()
+print(engine._process.pid, flush=True)
+engine.wait_ready()
+print(engine._temporary, flush=True)
+time.sleep(600)
+"""
+
+
+def build(checkpoint: Path, tmp_path: Path, **rollout) -> Engine:
+    settings = Rollout(max_total_tokens=1024, **rollout)
+    return Engine(checkpoint, settings, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
+
+
+def session_pids(leader: int) -> list[int]:
+    """Processes of a session that still run (zombies do not)."""
+    found = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(leader)], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in found.splitlines() if not line.split()[1].startswith("Z")]
+
+
+def wait_until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.1)
+
+
+def test_a_taken_port_is_refused_at_once(checkpoint, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port} .* is not free .* set rollout.port to another"):
+            build(checkpoint, tmp_path, port=port).start()
+
+
+def test_reserved_and_unknown_server_args_are_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="host may not be set.*\n.*api_key may not be set.*\n.*does not know absent:"):
+        build(checkpoint, tmp_path, server_args={"host": "0.0.0.0", "api_key": "x", "absent": 1})
+
+
+def test_sockets_have_names_that_are_short_enough(tmp_path, monkeypatch):
+    long = tmp_path / ("job-" * 15)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    stale = Path("/tmp", f"{launch.TRACES_PREFIX}{ended.pid}-left_over")
+    stale.mkdir()
+    folder = launch.temporary_folder()
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(tempfile.mktemp(dir=folder))
+    finally:
+        shutil.rmtree(folder)
+    launch.remove_stale_traces()
+    assert not stale.exists()
+
+
+def test_without_sglang_it_says_so(checkpoint, tmp_path, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
+    with pytest.raises(EngineError, match="SGLang.* is not installed: run launch/setup.sh"):
+        build(checkpoint, tmp_path)
+
+
+def test_a_start_that_takes_too_long_ends_with_the_remedy(checkpoint, tmp_path):
+    engine = build(checkpoint, tmp_path, start_timeout_seconds=0.5)
+    engine.start()
+    leader = engine._process.pid
+    with pytest.raises(EngineError, match=r"within 0.5 s: raise rollout.start_timeout_seconds"):
+        engine.wait_ready()
+    wait_until(lambda: not session_pids(leader))
+
+
+def test_the_key_is_not_visible_to_other_users(engine):
+    leader = engine._process.pid
+    for pid in session_pids(leader):
+        assert engine._api_key not in Path(f"/proc/{pid}/cmdline").read_text()
+    assert engine._api_key not in engine.log_path.read_text()
+    assert engine.log_path.stat().st_mode & 0o077 == 0
+    listening = subprocess.run(["grep", "-h", " 0A ", "/proc/net/tcp"], capture_output=True, text=True).stdout
+    [address] = [line.split()[1] for line in listening.splitlines() if line.split()[1].endswith(f":{engine.port:04X}")]
+    assert address.startswith("0100007F:")  # 127.0.0.1
+
+
+def test_an_idle_engine_leaves_the_cores_to_the_trainer(engine):
+    def cpu_seconds() -> float:
+        stats = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+
+    pids = session_pids(engine._process.pid)
+    assert len(pids) >= 3
+    before = cpu_seconds()
+    time.sleep(3)
+    assert cpu_seconds() - before < 0.3
+
+
+def test_a_scheduler_that_fails_while_it_starts_leaves_nothing(checkpoint, tmp_path):
+    broken = tmp_path / "model"
+    shutil.copytree(checkpoint, broken)
+    (broken / "model.safetensors").write_bytes(b"")
+    engine = build(broken, tmp_path)
+    engine.start()
+    made: set[Path] = set()
+    try:
+        while engine._process.poll() is None:
+            made |= {link.readlink() for link in engine._temporary.glob("sglang_loads_*") if link.exists()}
+            time.sleep(0.02)
+    finally:
+        engine.stop()
+    assert made and not any(path.exists() for path in made)
+    assert not engine._temporary.exists()
+
+
+def shared_memory(temporary: Path) -> list[Path]:
+    """Shared-memory files of a running engine, which links them into its temporary folder."""
+    found = [link.readlink() for link in temporary.glob("sgl*")]
+    assert found and all(path.exists() for path in found)
+    return found
+
+
+def test_a_crash_is_reported_and_leaves_nothing_but_the_owner(checkpoint, tmp_path):
+    engine = build(checkpoint, tmp_path)
+    engine.start()
+    try:
+        client = engine.wait_ready()
+        leader, temporary = engine._process.pid, engine._temporary
+        memory = shared_memory(temporary)
+        scheduler = next(p for p in session_pids(leader) if "scheduler" in Path(f"/proc/{p}/cmdline").read_text())
+        os.kill(scheduler, signal.SIGKILL)
+        with pytest.raises(EngineError, match=f"engine ended .*{engine.log_path} ends:"):
+            client.generate([[5]], SamplingParams(1))
+        wait_until(lambda: not session_pids(leader))
+    finally:
+        engine.stop()
+    assert not temporary.exists()
+    assert not any(path.exists() for path in memory)
+
+
+@pytest.mark.parametrize("keeper_too", [False, True])
+def test_all_of_it_dies_with_a_killed_owner(checkpoint, tmp_path, keeper_too):
+    command = [sys.executable, "-c", OWNER, str(checkpoint), str(tmp_path / "engine.log")]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        keeper = int(owner.stdout.readline())
+        temporary = Path(owner.stdout.readline().strip())
+        assert len(session_pids(keeper)) >= 3
+        memory = shared_memory(temporary)
+        if keeper_too:
+            os.kill(keeper, signal.SIGKILL)
+    finally:
+        owner.kill()
+        owner.wait()
+    wait_until(lambda: not session_pids(keeper))
+    if keeper_too:  # nobody was left to clean up: the next start does
+        assert temporary.exists()
+        fresh = build(checkpoint, tmp_path)
+        fresh.start()
+        fresh.stop()
+    assert not temporary.exists()
+    assert not any(path.exists() for path in memory)

@@ -1,0 +1,217 @@
+"""Trained engines of tiny models and a batch to train them on, for tests of what stands above the models."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from megappo.architecture.families import HeadKind
+from megappo.batch.exchange import Exchange, homes
+from megappo.batch.rows import Rows
+from megappo.config.schema import Actor, Config, Critic, Model, Optim, Parallel
+from megappo.models.build import build_model
+from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.train_engine import Head, LossFn, MegatronEngine, TrainedEngine
+from megappo.placement.groups import ComponentGroups
+from megappo.placement.layout import Layout
+from megappo.trainer.component import Batch
+from megappo.trainer.objectives import ActorLoss, critic_loss
+from megappo.weights.export import Export
+from megappo.weights.load import load_hf
+
+TEMPERATURE = 0.7
+OPTIM = Optim(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_grad=0.05)
+ACTOR = Actor(entropy_coeff=0.01, clip_ratio_c=1.5)
+CRITIC = Critic(value_clip=0.5)
+VALUE_COEF = 0.3
+KL_LOSS = {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.2}
+HEADS: dict[str, HeadKind] = {"actor": "policy", "full_kl": "policy", "critic": "value", "shared": "policy_value"}
+"""Kinds of engine: "full_kl" is an actor with a reference and a KL loss, "shared" an actor with a value head."""
+LENGTHS = ((3, 4), (1, 6), (5, 1), (2, 2), (4, 5), (2, 3))  # (prompt, response)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and a cut of the batch."""
+
+    layout: Layout
+    sequence: bool = False
+    max_tokens: int = 64
+    optim: Optim = OPTIM
+    recompute: str = "none"
+    temperature: float = TEMPERATURE
+    split: tuple[int, ...] | None = None
+    dtype: str = "fp32"
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel(
+            tensor=self.layout.tensor,
+            pipeline=self.layout.pipeline,
+            virtual_pipeline=self.layout.virtual_pipeline,
+            pipeline_split=self.split,
+            expert=self.layout.expert,
+            expert_tensor=self.layout.expert_tensor,
+            context=self.layout.context,
+            sequence=self.sequence,
+        )
+
+
+def make_config(kind: str, ppo_epochs: int = 1) -> Config:
+    """ACTOR's and CRITIC's losses in a config for one kind of engine."""
+    epochs = {"ppo_epochs": ppo_epochs}
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train_files": ["f"]},
+            "trainer": {"output_dir": "o"},
+            "actor": ACTOR.model_copy(update=epochs | (KL_LOSS if kind == "full_kl" else {})),
+            "critic": CRITIC.model_copy(update=epochs),
+            "algorithm": {"shared_backbone": kind == "shared", "value_coef": VALUE_COEF},
+        }
+    )
+
+
+def make_loss(kind: str, rows: Rows) -> LossFn:
+    """The loss of one kind of engine on a mini-batch, `rows` over all shards, under ACTOR's and CRITIC's settings."""
+    make = critic_loss if kind == "critic" else ActorLoss
+    return make(make_config(kind), int(rows.response_lengths.sum()), len(rows))
+
+
+def make_rows(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Rows:
+    """The same random rows on every rank, with every field the losses read."""
+    generator = torch.Generator().manual_seed(1)
+    prompts, responses = torch.tensor(lengths).T
+    width = int(responses.max())
+    mask = (torch.arange(width) < responses[:, None]).float()
+    random = {
+        name: torch.randn(len(lengths), width, generator=generator) * mask
+        for name in ("noise", "advantages", "values", "returns")
+    }
+    tokens = [torch.randint(vocab_size, (p + r,), generator=generator) for p, r in lengths]
+    # Old log-probs on both sides of the clipping range around those of an untrained model.
+    old = (-torch.log(torch.tensor(float(vocab_size))) + 0.3 * random.pop("noise")) * mask
+    fields = {"response_mask": mask, "old_log_probs": old, **random}
+    return Rows(torch.arange(len(lengths)), prompts, responses, tokens, fields)
+
+
+def at_home(exchange: Exchange, rows: Rows, rows_per_prompt: int) -> Batch:
+    """A step's batch of rows that every rank knows: each keeps those whose home it is."""
+    home_of = homes(len(rows), exchange.world_size, rows_per_prompt)
+    mine = rows.select(home_of[exchange.rank])
+    table, holders = exchange.table(mine)
+    assert holders == home_of
+    return Batch(mine, table, home_of)
+
+
+def with_score(folder: Path) -> Path:
+    """Give a Hugging Face folder a value head, so that everybody starts from the same one."""
+    weights = load_file(folder / "model.safetensors")
+    hidden = read_config(folder)["hidden_size"]
+    weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(2)) * 0.1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def read_config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def make_engine(
+    folder: Path, case: Case, groups: ComponentGroups, kind: str, reference: MegatronEngine | None = None
+) -> TrainedEngine:
+    """This rank's part of one kind of engine with the folder's weights.
+
+    Forward passes also report values at the end of the rows, and only a "full_kl" engine's the KL to the reference;
+    every engine's training steps do.
+    """
+    hf_config = read_config(folder)
+    chunks = build_model(
+        hf_config,
+        Model(path=str(folder), dtype=case.dtype),
+        case.parallel,
+        groups,
+        head=HEADS[kind],
+        recompute=case.recompute,
+        trained=True,
+    )
+    load_hf(chunks, folder, hf_config, groups, head=HEADS[kind])
+
+    def head(trains: bool) -> Head:
+        logits = reference.logits if reference and (trains or kind == "full_kl") else None
+        policy = policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature, logits)
+        value = value_head(bootstrap=not trains)
+        both = policy_value_head(policy, value, chunks[-1])
+        return {"policy": policy, "value": value, "policy_value": both}[HEADS[kind]]
+
+    return TrainedEngine(
+        chunks, groups, head(False), case.max_tokens, case.optim, total_optimizer_steps=10, loss_head=head(True)
+    )
+
+
+def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> MegatronEngine:
+    """This rank's part of a frozen model with the folder's weights."""
+    hf_config = read_config(folder)
+    chunks = build_model(
+        hf_config,
+        Model(path=str(folder), dtype=case.dtype),
+        case.parallel,
+        groups,
+        head="policy",
+        recompute="none",
+        trained=False,
+    )
+    load_hf(chunks, folder, hf_config, groups)
+    head = policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature)
+    return MegatronEngine(chunks, groups, head, case.max_tokens)
+
+
+def exported(engine: TrainedEngine, hf_config: dict, kind: str) -> dict[str, torch.Tensor]:
+    """The engine's weights under their Hugging Face names."""
+    buckets = Export(engine.chunks, hf_config, engine.groups, head=HEADS[kind]).buckets(1 << 16)
+    return {name: tensor for bucket in buckets for name, tensor in bucket}
+
+
+def hf_outputs(
+    model: torch.nn.Module, head: torch.nn.Module | None, rows: Rows, temperature: float = TEMPERATURE
+) -> list[tuple[torch.Tensor, ...]]:
+    """By Hugging Face, one row at a time: (log_probs, entropy), or (values,) with a value head."""
+    found = []
+    for tokens, prompt in zip(rows.input_ids, rows.prompt_lengths.tolist(), strict=True):
+        predicting = slice(prompt - 1, len(tokens) - 1)
+        if head is not None:
+            found.append((head(model.model(tokens[None]).last_hidden_state[0, predicting])[:, 0],))
+            continue
+        log_p = torch.log_softmax(model(tokens[None]).logits[0, predicting] / temperature, -1)
+        found.append((log_p.gather(1, tokens[prompt:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
+    return found
+
+
+def hf_value_head(folder: Path) -> torch.nn.Linear:
+    """The value head that `with_score` wrote."""
+    weight = load_file(folder / "model.safetensors")["score.weight"]
+    head = torch.nn.Linear(weight.shape[1], 1, bias=False)
+    head.weight.data.copy_(weight)
+    return head
+
+
+def hf_bootstrap_values(model: torch.nn.Module, head: torch.nn.Module, rows: Rows) -> list[torch.Tensor]:
+    """By Hugging Face, one row at a time: the value [1] at the last token."""
+    return [head(model.model(tokens[None]).last_hidden_state[0, -1]) for tokens in rows.input_ids]
+
+
+def hf_full_kl(
+    model: torch.nn.Module, reference: torch.nn.Module, rows: Rows, temperature: float = TEMPERATURE
+) -> list[torch.Tensor]:
+    """By Hugging Face, one row at a time: KL(model || reference) of each response token's distribution."""
+    found = []
+    for tokens, prompt in zip(rows.input_ids, rows.prompt_lengths.tolist(), strict=True):
+        log_p, log_q = (
+            torch.log_softmax(either(tokens[None]).logits[0, prompt - 1 : -1] / temperature, -1)
+            for either in (model, reference)
+        )
+        found.append((log_p.exp() * (log_p - log_q.detach())).sum(-1))
+    return found

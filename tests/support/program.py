@@ -1,0 +1,185 @@
+"""The whole program as a user starts it, and what it leaves behind when it has ended."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[2]
+POLL_SECONDS = 0.1
+GONE_SECONDS = 10.0
+START_SECONDS = 180.0
+
+
+class Program:
+    """torchrun with two ranks, the leader of a session as under a terminal's shell; usable as a context manager.
+
+    Its processes are noted while it runs, and found by an environment variable too, which all of them inherit.
+
+    Args:
+        folder: gets the output, output.txt, and a temporary folder.
+        arguments: of megappo.train: CONFIG key=value ...
+        launcher: module that starts the ranks.
+        environment: further variables.
+        prefix: of the command.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: object,
+        launcher: str = "megappo.torchrun",
+        environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ):
+        self.launcher = launcher
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        self.output_file = folder / "output.txt"
+        self.marker = uuid.uuid4().hex
+        self.seen: set[psutil.Process] = set()
+        self.shared_memory: set[Path] = set()
+        variables = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), "PROGRAM_UNDER_TEST": self.marker}
+        command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", "-m", "megappo.train"]
+        with self.output_file.open("w") as output:
+            self.process = subprocess.Popen(
+                [*prefix, *command, *map(str, arguments)],
+                cwd=REPOSITORY,
+                env=os.environ | variables | (environment or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._note()
+        for process in {*self.seen, *self._marked()}:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self.process.wait()
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.output_file.read_text(errors="replace")
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        """The ranks' processes, in order."""
+        children = psutil.Process(self.process.pid).children()
+        return sorted((p for p in children if "megappo.train" in p.cmdline()), key=lambda p: p.environ()["RANK"])
+
+    @property
+    def listening(self) -> dict[str, str]:
+        """Addresses on which its processes listen: address -> one who does."""
+        self._note()
+        return {socket.laddr.ip: _described(p) for p in self.seen for socket in _sockets(p)}
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+        """Wait for something to happen while it runs."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, f"it ended with exit code {self.process.returncode}:\n{self.output}"
+            assert time.monotonic() < deadline, f"nothing within {seconds} s:\n{self.output}"
+            self._note()
+            time.sleep(POLL_SECONDS)
+        self._note()
+
+    def wait(self, seconds: float = START_SECONDS) -> int:
+        """Its exit code, 128 + n when signal n ended it; asserts that it ends in time and leaves nothing behind."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"not ended within {seconds} s:\n{self.output}"
+            self._note()
+            time.sleep(POLL_SECONDS)
+        self.check_gone()
+        code = self.process.returncode
+        return code if code >= 0 else 128 - code
+
+    def signal_group(self, number: signal.Signals) -> None:
+        """As a terminal does on Ctrl-C: to the process group in the foreground."""
+        os.killpg(self.process.pid, number)
+
+    def check_gone(self) -> None:
+        """No process, no shared memory and no temporary file is left, or will be in a few seconds."""
+        deadline = time.monotonic() + GONE_SECONDS
+        while left := self._left():
+            assert time.monotonic() < deadline, f"still there: {left}\n{self.output}"
+            time.sleep(POLL_SECONDS)
+
+    def _left(self) -> list[str]:
+        processes = [_described(process) for process in {*self.seen, *self._marked()} if _is_alive(process)]
+        memory = [str(path) for path in {*self.shared_memory, *self._named_shared_memory()} if path.exists()]
+        kept = ("torchinductor_",) if self.launcher == "megappo.torchrun" else ("torchinductor_", "torchelastic_")
+        return processes + memory + [str(p) for p in self.temporary.iterdir() if not p.name.startswith(kept)]
+
+    def _named_shared_memory(self) -> set[Path]:
+        """What the names say is of one of the processes."""
+        pids = {str(process.pid) for process in self.seen}
+        return {path for path in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", path.name))}
+
+    def _note(self) -> None:
+        """Remember the processes of the tree, and the shared memory that they have mapped."""
+        if self.process.poll() is None:
+            root = psutil.Process(self.process.pid)
+            self.seen |= {root, *root.children(recursive=True)}
+        for process in self.seen:
+            self.shared_memory |= _mapped_shared_memory(process.pid)
+
+    def _marked(self) -> set[psutil.Process]:
+        return {process for process in psutil.process_iter() if self._is_marked(process)}
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("PROGRAM_UNDER_TEST") == self.marker
+        except psutil.Error:
+            return False
+
+
+def logged(run: Path) -> list[dict]:
+    """Complete lines of a run's metrics.jsonl."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _described(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:100]}"
+    except psutil.NoSuchProcess:
+        return str(process.pid)
+
+
+def _sockets(process: psutil.Process) -> list:
+    try:
+        return [socket for socket in process.net_connections() if socket.status == psutil.CONN_LISTEN]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _mapped_shared_memory(pid: int) -> set[Path]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {Path(line.split()[5]) for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}

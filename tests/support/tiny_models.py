@@ -1,0 +1,129 @@
+"""Tiny random Hugging Face models, and the same weights in Megatron's, for tests of layouts."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from tiny_deepseek import move_router_biases
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megappo.architecture.families import HeadKind
+from megappo.config.schema import Model, Parallel
+from megappo.models.build import ModelChunks, build_model
+from megappo.placement.groups import ComponentGroups
+from megappo.weights.load import load_hf
+
+VOCAB_SIZE = 91  # odd: every tensor-parallel layout pads it
+LENGTHS = (5, 1, 11, 7)
+SHAPE = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+)
+
+
+def hf_folder(folder: Path, model_type: str, **changes: object) -> Path:
+    """Save a random Hugging Face model, every weight (norms and biases too) away from its initial value."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(model_type, **SHAPE | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    move_router_biases(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def hf_model(folder: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def sequences() -> list[torch.Tensor]:
+    """Random tokens in sequences of LENGTHS, the same on every call."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+
+
+def build(
+    folder: Path,
+    parallel: Parallel,
+    groups: ComponentGroups,
+    *,
+    head: HeadKind = "policy",
+    recompute: str = "none",
+    trained: bool = True,
+    dtype: str = "fp32",
+) -> ModelChunks:
+    """This rank's Megatron model with the folder's weights."""
+    hf_config = json.loads((folder / "config.json").read_text())
+    chunks = build_model(
+        hf_config,
+        Model(path=str(folder), dtype=dtype),
+        parallel,
+        groups,
+        head=head,
+        recompute=recompute,
+        trained=trained,
+    )
+    load_hf(chunks, folder, hf_config, groups, head=head)
+    return chunks
+
+
+Pack = Sequence[torch.Tensor]
+
+
+def run(
+    runners: Sequence[torch.nn.Module],
+    groups: ComponentGroups,
+    packs: Sequence[Pack],
+    on_output: Callable[[torch.Tensor, Pack], object],
+    forward_only: bool,
+) -> list:
+    """Packs of sequences through Megatron's schedule; what `on_output` returned for [1, T, ...] on the last stage."""
+
+    def step(iterator: object, model: torch.nn.Module) -> tuple:
+        pack = next(iterator)
+        output = model(*inputs(pack)[:2], None, packed_seq_params=inputs(pack)[2])
+        return output, lambda output, non_loss_data=False: on_output(output, pack)
+
+    pipeline = groups.collection.pp
+    config = runners[0].config
+    with groups.active():
+        return get_forward_backward_func(pipeline.size(), config.virtual_pipeline_model_parallel_size)(
+            forward_step_func=step,
+            data_iterator=[iter(packs) for _ in runners],
+            model=list(runners),
+            num_microbatches=len(packs),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            pg_collection=groups.collection,
+            p2p_communicator=P2PCommunicator(pipeline, config) if pipeline.size() > 1 else None,
+        )
+
+
+def inputs(pack: Pack) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
+    """Tokens [1, T], positions [1, T] and boundaries of a pack."""
+    lengths = [len(tokens) for tokens in pack]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    boundaries = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    return torch.cat(list(pack))[None], torch.cat([torch.arange(length) for length in lengths])[None], boundaries
+
+
+def outputs(chunks: ModelChunks, groups: ComponentGroups) -> torch.Tensor | None:
+    """The model's output for sequences(), packed as one: [1, T, ...] on the last stage, None on the others.
+
+    The interleaved schedule demands a micro-batch for each stage: the others are shorter, and left out.
+    """
+    packs = [sequences(), *[sequences()[:2]] * (groups.layout.pipeline - 1)]
+    parts = run([chunk.eval() for chunk in chunks], groups, packs, lambda output, pack: output, forward_only=True)
+    return parts[0].detach() if parts else None

@@ -1,0 +1,223 @@
+"""Which weights an engine may be sent, and when; that it computes with them is tested with real engines in
+tests/sync/test_weight_update.py and test_sync.py."""
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from spawn import run_ranks
+from tiny_folders import hf_folder, load, read_config
+from weight_sources import Given, specs
+
+from megappo.architecture.parameters import hf_shapes
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.sync.handover import HandOver
+from megappo.sync.sync import WeightSync
+from megappo.weights.buckets import Bucket, views
+from megappo.weights.export import Export
+
+WEIGHTS = {
+    "model.embed_tokens.weight": torch.arange(32.0).view(8, 4),
+    "model.norm.weight": torch.ones(4, dtype=torch.bfloat16),
+    "lm_head.weight": torch.arange(32.0, 64.0).view(8, 4),
+}
+SHAPES = {name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}
+
+
+class Recorder(HandOver):
+    """Keeps what it is handed, as an engine would: its values at the time."""
+
+    def __init__(self) -> None:
+        self.buckets: list[dict[str, torch.Tensor]] = []
+        self.calls: list[str] = []
+
+    def open(self) -> None:
+        self.calls.append("open")
+
+    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        self.calls.append("send")
+        self.buckets.append({name: tensor.clone() for name, tensor in views(bucket, flat)})
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def settle(self) -> None:
+        self.calls.append("settle")
+
+
+def make(weights: dict[str, torch.Tensor], recorder: Recorder, bucket_bytes: int = 200, **options) -> WeightSync:
+    items = list(weights.items())
+    options = {"barrier": lambda: recorder.calls.append("barrier"), "engines_keep": False} | options
+    return WeightSync(specs(items), Given(items), [recorder], SHAPES, bucket_bytes=bucket_bytes, **options)
+
+
+def test_every_tensor_arrives_once_in_buckets_of_one_dtype():
+    recorder = Recorder()
+    stats = make(WEIGHTS, recorder, 10**6)()
+    assert [len(bucket) for bucket in recorder.buckets] == [1, 1, 1]
+    received = {name: tensor for bucket in recorder.buckets for name, tensor in bucket.items()}
+    assert received.keys() == WEIGHTS.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in WEIGHTS.items())
+    assert stats.bytes == 4 * 32 + 2 * 4 + 4 * 32
+    assert recorder.calls == ["open", "send", "send", "send", "close", "barrier", "settle"]
+
+
+def test_tensors_of_one_dtype_share_buckets_up_to_the_limit():
+    weights = {f"{number}": torch.full((10,), float(number)) for number in range(7)}
+    items, recorder = list(weights.items()), Recorder()
+    shapes = dict.fromkeys(weights, (10,))
+    WeightSync(
+        *(specs(items), Given(items), [recorder], shapes), bucket_bytes=120, barrier=lambda: None, engines_keep=False
+    )()
+    assert [list(bucket) for bucket in recorder.buckets] == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w | {"model.extra.weight": torch.zeros(1)}, "no tensor model.extra.weight"),
+        (
+            lambda w: {n: t for n, t in w.items() if "norm" not in n},
+            "1 of the engine's 3 tensors are not the model's: model.norm.weight",
+        ),
+        (
+            lambda w: w | {"model.norm.weight": torch.zeros(5)},
+            r"model.norm.weight has shape \(5,\), but the engine's is \(4,\)",
+        ),
+    ],
+)
+def test_another_model_is_refused_by_name_before_anything_is_sent(change, message):
+    recorder = Recorder()
+    with pytest.raises(ValueError, match=message):
+        make(change(WEIGHTS), recorder)
+    assert recorder.calls == []
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_value_that_is_no_number_is_refused_by_name(name, value):
+    weights = {key: tensor.clone() for key, tensor in WEIGHTS.items()}
+    weights[name].view(-1)[2] = value
+    with pytest.raises(FloatingPointError, match=f"{name} holds values that are not finite"):
+        make(weights, Recorder(), 10**6)()
+
+
+def test_large_values_are_numbers():
+    weights = WEIGHTS | {"lm_head.weight": torch.full((8, 4), 3e38)}
+    recorder = Recorder()
+    make(weights, recorder)()
+    assert torch.equal(recorder.buckets[-1]["lm_head.weight"], weights["lm_head.weight"])
+
+
+def test_what_has_not_changed_is_not_sent_again_to_engines_that_keep_it():
+    recorder = Recorder()
+    sync = make(WEIGHTS, recorder, engines_keep=True)
+    assert sync(changed=False).bytes > 0, "the first time it is new to the engine"
+    assert sync(changed=False).bytes == 0
+    assert sync(changed=True).bytes == sum(tensor.nbytes for tensor in WEIGHTS.values())
+
+
+def test_a_frozen_tensor_is_sent_once_to_engines_that_keep_it():
+    items, recorder = list(WEIGHTS.items()), Recorder()
+    tensors = [replace(tensor, is_frozen="norm" in tensor.name) for tensor in specs(items)]
+    options = {"bucket_bytes": 10**6, "barrier": lambda: None, "engines_keep": True}
+    sync = WeightSync(tensors, Given(items), [recorder], SHAPES, **options)
+    sync()
+    assert {name for bucket in recorder.buckets for name in bucket} == WEIGHTS.keys()
+    recorder.buckets.clear()
+    assert sync().bytes == 2 * 4 * 32
+    assert {name for bucket in recorder.buckets for name in bucket} == WEIGHTS.keys() - {"model.norm.weight"}
+
+
+def test_engines_that_lose_their_weights_get_all_of_them():
+    sync = make(WEIGHTS, Recorder())
+    sync()
+    assert sync(changed=False).bytes == sum(tensor.nbytes for tensor in WEIGHTS.values())
+
+
+def test_a_failed_hand_over_fails_the_sync():
+    class Broken(Recorder):
+        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+            raise ConnectionError("the engine is gone")
+
+        def abort(self) -> None:
+            self.calls.append("abort")
+
+    recorder = Broken()
+    with pytest.raises(ConnectionError, match="the engine is gone"):
+        make(WEIGHTS, recorder)()
+    assert recorder.calls == ["open", "abort"], "an update that failed must not be closed as if it were whole"
+
+
+def test_a_hand_over_that_would_wait_for_ever_does_not_hide_another_ones_error():
+    class Waiting(Recorder):
+        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+            released.wait(60)
+
+    class Refused(Recorder):
+        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+            raise ConnectionError("the engine refuses")
+
+    released = threading.Event()
+    items, started = list(WEIGHTS.items()), time.monotonic()
+    options = {"bucket_bytes": 10**6, "barrier": lambda: None, "engines_keep": False}
+    sync = WeightSync(specs(items), Given(items), [Waiting(), Refused()], SHAPES, **options)
+    try:
+        with pytest.raises(ConnectionError, match="the engine refuses"):
+            sync()
+        assert time.monotonic() - started < 10
+    finally:
+        released.set()
+
+
+class Reader(Recorder):
+    """Besides, reads what is in place."""
+
+    reads_in_place = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_place: dict[str, torch.Tensor] = {}
+
+    def send_in_place(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.calls.append("send_in_place")
+        self.in_place = dict(tensors)
+
+
+def check_in_place(rank: int, world_size: int, folder: Path) -> None:
+    """A rank's own model is read where it is, but for what lies scattered in it; of a shared one all is gathered."""
+    expected = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    layouts = {"one": Layout((0,)), "replicas": Layout((0, 1)), "shared": Layout((0, 1), tensor=2)}
+    for name, groups in build_groups(layouts, seed=0).items():
+        if not groups.member:
+            continue
+        model, recorder = load(folder, groups), Reader()
+        export = Export(model, read_config(folder), groups)
+        options = {"bucket_bytes": 10**4, "barrier": lambda: None, "engines_keep": False}
+        sync = WeightSync(export.tensors, export, [recorder], hf_shapes(read_config(folder)), **options)
+        assert sync().bytes == sum(tensor.nbytes for tensor in expected.values())
+        gathered = {key: tensor for bucket in recorder.buckets for key, tensor in bucket.items()}
+        assert not gathered.keys() & recorder.in_place.keys()
+        received = gathered | recorder.in_place
+        assert received.keys() == expected.keys()
+        assert all(torch.equal(received[key], expected[key]) for key in expected), name
+        if name == "shared":
+            assert not recorder.in_place
+            continue
+        scattered = {key for key in expected if any(part in key for part in ("q_proj", "k_proj", "v_proj"))}
+        assert gathered.keys() == scattered
+        storages = {parameter.untyped_storage().data_ptr() for chunk in model for parameter in chunk.parameters()}
+        assert all(tensor.untyped_storage().data_ptr() in storages for tensor in recorder.in_place.values())
+        recorder.in_place["model.norm.weight"].fill_(torch.nan)
+        with pytest.raises(FloatingPointError, match="model.norm.weight holds values that are not finite"):
+            sync()
+
+
+def test_an_engine_may_read_what_is_whole_in_place(tmp_path: Path) -> None:
+    run_ranks(2, check_in_place, hf_folder(tmp_path / "hf", "llama", tie_word_embeddings=False))

@@ -1,0 +1,176 @@
+"""From rows at their homes on two ranks to advantages, against plain loops over all rows."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ppo_engines import at_home
+from spawn import run_ranks
+
+from megappo.batch.exchange import Exchange
+from megappo.batch.rows import Rows
+from megappo.config.schema import Config
+from megappo.ppo.kl import kl_controller
+from megappo.ppo.reward_shaping import RunningMoments
+from megappo.trainer.experience import add_advantages
+
+LENGTHS = (3, 1, 2, 3, 1, 3, 2, 2)
+N, MAX_LENGTH = 2, 4
+PER_TOKEN = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "full_kl")
+METHODS = {
+    "gae": {},
+    "decoupled gae": {"critic_lam": 1.0, "lam_alpha": 0.5, "bootstrap_truncated": True, "advantages_clip": 0.9},
+    "not whitened": {"whiten_advantages": False, "kl_penalty": "k2"},
+    "full KL": {"kl_penalty": "full"},
+    "grpo": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "dr. grpo": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
+    "rloo": {"adv_estimator": "rloo"},
+    "reinforce++": {"adv_estimator": "reinforce_plus_plus"},
+    "reinforce++ baseline": {"adv_estimator": "reinforce_plus_plus_baseline"},
+    "opo": {"adv_estimator": "opo"},
+    "gpg": {"adv_estimator": "gpg"},
+    "remax": {"adv_estimator": "remax"},
+    "reinforce++ of nemo_rl": {"adv_estimator": "reinforce_plus_plus", "preset": "nemo_rl"},
+    "reinforce++ of slime": {"adv_estimator": "reinforce_plus_plus", "preset": "slime"},
+    "gae of nemo_rl": {"preset": "nemo_rl"},
+    "corrected": {"rollout_correction": {"level": "token", "threshold": 1.1}},
+}
+
+
+def make_config(algorithm: dict) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train_files": ["f"], "train_batch_size": len(LENGTHS) // N},
+            "trainer": {"output_dir": "o"},
+            "rollout": {"n": N, "max_response_length": MAX_LENGTH},
+            "reward": {"scale": 2.0, "length_penalty": "linear", "length_penalty_factor": 0.4},
+            "algorithm": {"gamma": 0.9, "lam": 0.8, "kl_ctrl": {"kl_coef": 0.3}} | algorithm,
+        }
+    )
+
+
+def make_rows() -> Rows:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor(LENGTHS)
+    mask = (torch.arange(3) < lengths[:, None]).float()
+    fields = {name: torch.randn(len(LENGTHS), 3, generator=generator) * mask for name in PER_TOKEN}
+    per_row = {name: torch.randn(len(LENGTHS), generator=generator) for name in ("scores", "bootstrap_values")}
+    baselines = torch.randn(len(LENGTHS) // N, generator=generator).repeat_interleave(N)
+    truncated = torch.tensor([1.0, 0.0] * (len(LENGTHS) // 2))
+    fields |= {"response_mask": mask, "baselines": baselines, "truncated": truncated} | per_row
+    ids = torch.arange(len(LENGTHS))
+    return Rows(ids, torch.ones_like(ids), lengths, [torch.zeros(1 + n, dtype=torch.int64) for n in LENGTHS], fields)
+
+
+def values_of(rows: Rows, name: str, row: int) -> list[float]:
+    return rows.fields[name][row, : LENGTHS[row]].tolist()
+
+
+def plain_rewards(rows: Rows, row: int, config: Config) -> list[float]:
+    algorithm, length = config.algorithm, LENGTHS[row]
+    rewards = [0.0] * length
+    if algorithm.use_kl_in_reward:
+        old, ref = (values_of(rows, name, row) for name in ("old_log_probs", "ref_log_probs"))
+        kl = {
+            "k1": [a - b for a, b in zip(old, ref, strict=True)],
+            "k2": [(a - b) ** 2 / 2 for a, b in zip(old, ref, strict=True)],
+            "full": values_of(rows, "full_kl", row),
+        }[algorithm.kl_penalty]
+        rewards = [-0.3 * x for x in kl]
+    rewards[-1] += 2.0 * float(rows.fields["scores"][row]) - 0.4 * length / MAX_LENGTH
+    return rewards
+
+
+def plain_gae(rewards: list[float], values: list[float], after: float, gamma: float, lam: float) -> list[float]:
+    advantages, running = [], 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        running = reward + gamma * after - value + gamma * lam * running
+        after = value
+        advantages.insert(0, running)
+    return advantages
+
+
+def plain_without_values(rows: Rows, row: int, config: Config) -> list[float]:
+    algorithm, length, prompt = config.algorithm, LENGTHS[row], row // N * N
+    rewards = plain_rewards(rows, row, config)
+    if algorithm.adv_estimator == "remax":
+        return [sum(rewards[t:]) - float(rows.fields["baselines"][row]) for t in range(length)]
+    if algorithm.adv_estimator == "reinforce_plus_plus":
+        return [sum(0.9 ** (s - t) * rewards[s] for s in range(t, length)) for t in range(length)]
+    scores = [sum(plain_rewards(rows, other, config)) for other in (prompt, prompt + 1)]
+    mean, std = sum(scores) / 2, abs(scores[0] - scores[1]) / math.sqrt(2)
+    weighted = sum(LENGTHS[prompt + i] * scores[i] for i in range(2)) / (LENGTHS[prompt] + LENGTHS[prompt + 1])
+    own, other = scores[row - prompt], scores[1 - (row - prompt)]
+    deviation = std + 1e-6 if algorithm.norm_adv_by_std_in_grpo else 1.0
+    found = {"grpo": (own - mean) / deviation, "rloo": own - other, "opo": own - weighted, "gpg": own - mean}
+    return [found.get(algorithm.adv_estimator, own - mean)] * length
+
+
+def plain_estimate(rows: Rows, row: int, config: Config) -> tuple[list[float], list[float]]:
+    """(advantages, returns) of one row before whitening."""
+    algorithm, length = config.algorithm, LENGTHS[row]
+    rewards = plain_rewards(rows, row, config)
+    if not config.has_values:
+        return plain_without_values(rows, row, config), []
+    values = values_of(rows, "values", row)
+    truncated = bool(rows.fields["truncated"][row]) and algorithm.bootstrap_truncated
+    after = float(rows.fields["bootstrap_values"][row]) if truncated else 0.0
+    lam = algorithm.lam if algorithm.lam_alpha is None else min(max(1 - 1 / (algorithm.lam_alpha * length), 0), 1)
+    critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
+    returns = [a + v for a, v in zip(plain_gae(rewards, values, after, 0.9, critic_lam), values, strict=True)]
+    return plain_gae(rewards, values, after, 0.9, lam), returns
+
+
+def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[float]]]:
+    found = [plain_estimate(rows, row, config) for row in range(len(LENGTHS))]
+    advantages, returns = [a for a, _ in found], [r for _, r in found]
+    is_whitened = config.algorithm.adv_estimator.startswith(("gae", "reinforce_plus_plus"))
+    if is_whitened and config.algorithm.whiten_advantages is None:
+        every = [x for part in advantages for x in part]
+        mean = sum(every) / len(every)
+        is_biased = config.algorithm.preset == "nemo_rl" and config.algorithm.adv_estimator != "gae"
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in every) / (len(every) - (0 if is_biased else 1)))
+        advantages = [[(x - mean) / deviation for x in part] for part in advantages]
+    limit = config.algorithm.advantages_clip or math.inf
+    return [[min(max(x, -limit), limit) for x in part] for part in advantages], returns
+
+
+def check(rank: int, world_size: int) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    every = make_rows()
+    home = at_home(exchange, every, N).rows
+    for name, algorithm in METHODS.items():
+        config = make_config(algorithm)
+        kl = kl_controller(config.algorithm.kl_ctrl)
+        run = SimpleNamespace(config=config, exchange=exchange, kl=kl, reward_moments=RunningMoments())
+        kept = {key: x for key, x in home.fields.items() if key != "bootstrap_values" or "decoupled" in name}
+        judged = add_advantages(run, Rows(home.ids, home.prompt_lengths, home.response_lengths, [], kept))
+        rows, metrics = judged.rows, judged.metrics
+        assert metrics["rollout/log_prob_diff/mean"] == judged.log_prob_diff
+        assert metrics.get("reward/kl_penalty/mean") == judged.kl_penalty
+        advantages, returns = plain(every, config)
+        for i, row in enumerate(home.ids.tolist()):
+            padding = [0.0] * (3 - LENGTHS[row])
+            assert rows.fields["advantages"][i].tolist() == pytest.approx(advantages[row] + padding, abs=1e-5), name
+            if config.has_values:
+                assert rows.fields["returns"][i].tolist() == pytest.approx(returns[row] + padding, abs=1e-5), name
+        assert ("critic/vf_explained_var" in metrics) == ("returns" in rows.fields) == config.has_values
+        assert metrics.get("reward/kl_coef") == (0.3 if config.algorithm.use_kl_in_reward else None)
+        assert ("advantages/clipped/mean" in metrics) == (config.algorithm.advantages_clip is not None)
+        assert_weights(name, every, rows)
+
+
+def assert_weights(name: str, every: Rows, rows: Rows) -> None:
+    assert ("rollout_is_weights" in rows.fields) == (name == "corrected")
+    for i, row in enumerate(rows.ids.tolist() if name == "corrected" else []):
+        pairs = zip(values_of(every, "old_log_probs", row), values_of(every, "rollout_log_probs", row), strict=True)
+        expected = [min(math.exp(old - rollout), 1.1) for old, rollout in pairs]
+        assert rows.fields["rollout_is_weights"][i, : LENGTHS[row]].tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_method_gives_what_loops_over_all_rows_give() -> None:
+    run_ranks(2, check)
