@@ -21,7 +21,7 @@ from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
 from megappo.config.schema import MOST_RANKS, Config
 from megappo.observe.console import escape_unprintable
-from megappo.placement.arithmetic import batch_cuts
+from megappo.placement.arithmetic import batch_splits
 from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import pipeline_splits, placement_layouts, smallest_world
@@ -92,8 +92,8 @@ def config_summary(config: Config) -> str:
 
 
 def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
-    """The step's totals, then how each component cuts them."""
-    cuts = batch_cuts(config, layouts)
+    """The step's totals, then how each component splits them."""
+    splits = batch_splits(config, layouts)
     prompts, n = config.data.train_batch_size, config.rollout.n
     totals = [
         f"  {prompts:,} prompts x {counted(n, 'response')} = {prompts * n:,} trajectories",
@@ -102,7 +102,9 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
         f"  {layouts['rollout'].data} engine(s): about {prompts * n / layouts['rollout'].data:,.4g} trajectories each, "
         f"{config.rollout.max_running_requests:,} at once",
     ]
-    rows = [["", *cuts]] + [[title, *(cell(cut) for cut in cuts.values())] for title, cell in _BATCH_ROWS.items()]
+    rows = [["", *splits]] + [
+        [title, *(cell(split) for split in splits.values())] for title, cell in _BATCH_ROWS.items()
+    ]
     run = f"  whole run: {config.trainer.total_steps:,} steps; optimizer steps: "
     steps = {name: optimizer_steps(config, name) for name in ("actor", "critic") if name in layouts}
     run += ", ".join(f"{name} {count:,}" for name, count in steps.items())
@@ -110,14 +112,14 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
 
 
 _BATCH_ROWS = {
-    "data-parallel shards": lambda cut: f"{cut.shards:,}",
-    "mini-batches per epoch": lambda cut: f"{cut.mini_batches:,}",
-    "epochs": lambda cut: f"{cut.epochs:,}",
-    "optimizer steps": lambda cut: f"{cut.optimizer_steps:,}",
-    "trajectories per mini-batch": lambda cut: f"{cut.trajectories:,}",
-    "per shard, about": lambda cut: _range(cut.shard_trajectories),
-    "micro-batches per rank and mini-batch, at best": lambda cut: f"{cut.micro_batches[0]:,}",
-    "at worst": lambda cut: f"{cut.micro_batches[1]:,}",
+    "data-parallel shards": lambda split: f"{split.shards:,}",
+    "mini-batches per epoch": lambda split: f"{split.mini_batches:,}",
+    "epochs": lambda split: f"{split.epochs:,}",
+    "optimizer steps": lambda split: f"{split.optimizer_steps:,}",
+    "trajectories per mini-batch": lambda split: f"{split.trajectories:,}",
+    "per shard, about": lambda split: _range(split.shard_trajectories),
+    "micro-batches per rank and mini-batch, at best": lambda split: f"{split.micro_batches[0]:,}",
+    "at worst": lambda split: f"{split.micro_batches[1]:,}",
 }
 
 

@@ -1,4 +1,4 @@
-"""How a step's batch is cut: trajectories, mini-batches, micro-batches. Without torch."""
+"""How a step's batch is split: trajectories, mini-batches, micro-batches. Without torch."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ SHORTEST_ROW = 2
 
 
 @dataclass(frozen=True)
-class BatchCut:
+class BatchSplit:
     """What one component makes of a step's trajectories.
 
     Attributes:
@@ -38,8 +38,8 @@ class BatchCut:
         return self.mini_batches * self.epochs
 
 
-def batch_cuts(config: Config, layouts: dict[str, Layout]) -> dict[str, BatchCut]:
-    """The cut of actor, critic and, where there is one, ref."""
+def batch_splits(config: Config, layouts: dict[str, Layout]) -> dict[str, BatchSplit]:
+    """How the batch is split for actor, critic and, where there is one, ref."""
     prompts = config.data.train_batch_size
     actor, critic = config.actor, config.critic
     settings = {
@@ -47,7 +47,7 @@ def batch_cuts(config: Config, layouts: dict[str, Layout]) -> dict[str, BatchCut
         "critic": (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.max_tokens_per_micro_batch),
         "ref": (prompts, 0, config.ref.max_tokens_per_micro_batch or actor.max_tokens_per_micro_batch),
     }
-    cuts = {}
+    splits = {}
     for name, (mini_batch, epochs, max_tokens) in settings.items():
         if name not in layouts:
             continue
@@ -56,8 +56,8 @@ def batch_cuts(config: Config, layouts: dict[str, Layout]) -> dict[str, BatchCut
         shard = (trajectories // shards, _ceil(trajectories, shards))
         fewest, most = _ceil(shard[0] * SHORTEST_ROW, max_tokens), _ceil(shard[1], max_tokens // longest_row(config))
         micro = (_ceil(fewest, group) * group, _ceil(most, group) * group)
-        cuts[name] = BatchCut(shards, prompts // mini_batch, epochs, trajectories, shard, micro)
-    return cuts
+        splits[name] = BatchSplit(shards, prompts // mini_batch, epochs, trajectories, shard, micro)
+    return splits
 
 
 def _ceil(number: int, size: int) -> int:

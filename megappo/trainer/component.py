@@ -1,4 +1,4 @@
-"""A model and the rows it borrows: the same calls on every rank, whether the component lives there or not.
+"""A model and the rows scattered to it: the same calls on every rank, whether the component lives there or not.
 
 What exchanges rows, all ranks do together; what computes waits for no rank of another component, so that components on
 different ranks compute at once.
@@ -24,18 +24,18 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a component cuts a step's rows: `mini_batches[i][shard]` are row numbers."""
+class MiniBatches:
+    """How a component splits a step's rows: `rows[i][shard]` are the row numbers of mini-batch i."""
 
-    mini_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
     def shards(self) -> tuple[tuple[int, ...], ...]:
         """All rows of each data-parallel shard, mini-batch after mini-batch."""
-        return tuple(tuple(row for part in parts for row in part) for parts in zip(*self.mini_batches, strict=True))
+        return tuple(tuple(row for part in parts for row in part) for parts in zip(*self.rows, strict=True))
 
 
-def cut_rows(table: RowTable, layout: Layout, num_mini_batches: int) -> Cut:
+def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches:
     """Consecutive mini-batches (the data's order is random already), each spread over the shards by tokens."""
     lengths = table.total_lengths()
     bounds = [len(table) * i // num_mini_batches for i in range(num_mini_batches + 1)]
@@ -43,7 +43,7 @@ def cut_rows(table: RowTable, layout: Layout, num_mini_batches: int) -> Cut:
     for start, stop in zip(bounds, bounds[1:], strict=False):
         parts = balanced_partitions(lengths[start:stop], layout.data)
         mini_batches.append(tuple(tuple(start + i for i in sorted(part)) for part in parts))
-    return Cut(tuple(mini_batches))
+    return MiniBatches(tuple(mini_batches))
 
 
 class Component:
@@ -59,29 +59,29 @@ class Component:
         self.engine = engine
         self.exchange = exchange
 
-    def borrow(self, batch: Batch, num_mini_batches: int = 1) -> "Borrowed":
+    def scatter(self, batch: Batch, num_mini_batches: int = 1) -> "Scattered":
         """Bring a step's rows, tokens and mask only, to the component's shards."""
-        cut = cut_rows(batch.table, self.layout, num_mini_batches)
-        takers = shard_holdings(self.layout, cut.shards, self.exchange.world_size)
+        mini_batches = split(batch.table, self.layout, num_mini_batches)
+        takers = shard_holdings(self.layout, mini_batches.shards, self.exchange.world_size)
         rows = self.exchange.move(batch.rows, batch.table, batch.homes, takers, ["response_mask"])
-        return Borrowed(self, batch, cut, takers, rows)
+        return Scattered(self, batch, mini_batches, takers, rows)
 
 
-class Borrowed:
-    """A step's rows at a component. Every rank calls every method, in the same order."""
+class Scattered:
+    """A step's rows at a component's shards. Every rank calls every method, in the same order."""
 
-    def __init__(self, component: Component, batch: Batch, cut: Cut, takers: Holdings, rows: Rows):
+    def __init__(self, component: Component, batch: Batch, split: MiniBatches, takers: Holdings, rows: Rows):
         self.component = component
         self.batch = batch
-        self.cut = cut
+        self.split = split
         self.takers = takers
         self.rows = rows
 
-    def passed_to(self, component: Component) -> "Borrowed":
+    def passed_to(self, component: Component) -> "Scattered":
         """The same rows at another component; in the same layout they are there already."""
         if component.layout != self.component.layout:
-            return component.borrow(self.batch)
-        return Borrowed(component, self.batch, self.cut, self.takers, self.rows)
+            return component.scatter(self.batch)
+        return Scattered(component, self.batch, self.split, self.takers, self.rows)
 
     def forward(self) -> Outputs:
         """The head's outputs for the rows here; {} but on the component's last stages. Waits for no other component.
@@ -94,11 +94,11 @@ class Borrowed:
         _check_finite(self.component.name, outputs)
         return outputs
 
-    def give_back(self, outputs: Outputs, home: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
+    def gather(self, outputs: Outputs, home: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
         """`home` with the outputs of `forward` added: `names` maps an output per token to the field it becomes; those
         of `per_row`, one number per row, keep their names."""
         component = self.component
-        holders = output_holdings(component.layout, self.cut.shards, component.exchange.world_size)
+        holders = output_holdings(component.layout, self.split.shards, component.exchange.world_size)
         reports = component.engine is not None and component.engine.is_output
         results = self.rows if reports else empty_rows((), self.batch.table)
         wanted = names | {name: name for name in per_row}
@@ -107,8 +107,8 @@ class Borrowed:
             results, home, self.batch.table, holders, self.batch.homes, list(names.values()), per_row
         )
 
-    def receive(self, home: Rows, names: Sequence[str]) -> None:
-        """Bring fields of the rows at home to the borrowed ones."""
+    def scatter_fields(self, home: Rows, names: Sequence[str]) -> None:
+        """Bring fields of the rows at home to the scattered ones."""
         self.rows = self.component.exchange.move_fields(
             home, self.rows, self.batch.table, self.batch.homes, self.takers, names
         )
@@ -118,7 +118,7 @@ class Borrowed:
         shard = self.component.layout.shard_of(self.component.exchange.rank)
         parts = []
         start = 0
-        for shards in self.cut.mini_batches:
+        for shards in self.split.rows:
             lengths = self.batch.table.policy_lengths[[row for part in shards for row in part]]
             size = len(shards[shard]) if shard is not None else 0
             parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), int((lengths > 0).sum())))

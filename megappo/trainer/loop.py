@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.trainer.component import Borrowed
+from megappo.trainer.component import Scattered
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.probe import check_log_probs
 from megappo.trainer.run import Run
@@ -14,22 +14,22 @@ from megappo.trainer.update import VALUE_FIELDS, actor_fields, update_actor, upd
 
 
 @dataclass(frozen=True)
-class Look:
+class ForwardPass:
     """A forward pass of a step.
 
     Attributes:
         at: the component, which has the rows.
-        names, per_row: what becomes of the outputs, see `Borrowed.give_back`.
+        names, per_row: what becomes of the outputs, see `Scattered.gather`.
     """
 
     phase: str
-    at: Borrowed
+    at: Scattered
     names: dict[str, str]
     per_row: Sequence[str] = ()
 
 
 class Trainer:
-    """PPO: roll out, score, look at the rollouts with actor, reference and critic, update both, resynchronise.
+    """PPO: roll out, score, forward passes of actor, reference and critic, update both, resynchronise.
 
     Steps are counted from 1; step 0 stands for the model as it was given.
     """
@@ -76,20 +76,20 @@ class Trainer:
             run.engine_sleep()
         with run.timers("reward"):
             batch, metrics = run.rollouts.collect(responses, prompts)
-        with run.timers("borrow"):
-            at_actor = run.actor.borrow(batch, config.num_mini_batches("actor"))
+        with run.timers("scatter"):
+            at_actor = run.actor.scatter(batch, config.num_mini_batches("actor"))
             at_ref = at_actor.passed_to(run.ref) if run.ref and config.needs_ref_log_probs else None
-            at_critic = run.critic.borrow(batch, config.num_mini_batches("critic")) if run.critic else None
-        rows = self.look_at(batch.rows, at_actor, at_ref, at_critic)
+            at_critic = run.critic.scatter(batch, config.num_mini_batches("critic")) if run.critic else None
+        rows = self.forward(batch.rows, at_actor, at_ref, at_critic)
         with run.timers("advantages"):
             judged = add_advantages(run, rows)
             check_log_probs("the rollouts", judged.log_prob_diff, config)
         actor_trains = step > config.critic.warmup_steps
-        with run.timers("lend"):
+        with run.timers("scatter_fields"):
             if at_critic is not None:
-                at_critic.receive(judged.rows, VALUE_FIELDS)
+                at_critic.scatter_fields(judged.rows, VALUE_FIELDS)
             if actor_trains:
-                at_actor.receive(judged.rows, actor_fields(config))
+                at_actor.scatter_fields(judged.rows, actor_fields(config))
         with run.timers("update_critic"):
             critic_steps = update_critic(at_critic, config) if at_critic else []
         with run.timers("update_actor"):
@@ -105,7 +105,7 @@ class Trainer:
             run.kl.update(judged.kl_penalty, config.data.train_batch_size * config.rollout.n)
         return metrics
 
-    def look_at(self, rows: Rows, at_actor: Borrowed, at_ref: Borrowed | None, at_critic: Borrowed | None) -> Rows:
+    def forward(self, rows: Rows, at_actor: Scattered, at_ref: Scattered | None, at_critic: Scattered | None) -> Rows:
         """Adds to the rows at home what the models say of them, as far as the config needs it."""
         timers, algorithm = self.run.timers, self.config.algorithm
         policy, values = {"log_probs": "old_log_probs"}, {"values": "values"}
@@ -113,18 +113,20 @@ class Trainer:
             policy["full_kl"] = "full_kl"
         per_row = ["bootstrap_values"] if algorithm.bootstrap_truncated else []
         shared = algorithm.shared_backbone
-        looks = [Look("old_log_probs", at_actor, policy | (values if shared else {}), per_row if shared else ())]
+        passes = [
+            ForwardPass("old_log_probs", at_actor, policy | (values if shared else {}), per_row if shared else ())
+        ]
         if at_ref is not None:
-            looks.append(Look("ref_log_probs", at_ref, {"log_probs": "ref_log_probs"}))
+            passes.append(ForwardPass("ref_log_probs", at_ref, {"log_probs": "ref_log_probs"}))
         if at_critic is not None:
-            looks.append(Look("values", at_critic, values, per_row))
+            passes.append(ForwardPass("values", at_critic, values, per_row))
         outputs = []
-        for look in looks:
-            with timers(look.phase):
-                outputs.append(look.at.forward())
-        with timers("give_back"):
-            for look, found in zip(looks, outputs, strict=True):
-                rows = look.at.give_back(found, rows, look.names, look.per_row)
+        for one in passes:
+            with timers(one.phase):
+                outputs.append(one.at.forward())
+        with timers("gather"):
+            for one, found in zip(passes, outputs, strict=True):
+                rows = one.at.gather(found, rows, one.names, one.per_row)
         return rows
 
     def evaluate(self, step: int) -> dict[str, float]:

@@ -40,8 +40,8 @@ class Probe:
         if interval == 0 or (self._calls - 1) % interval:
             return {}
         batch = self.rollouts.probe(self.prompts)
-        at_actor = self.actor.borrow(batch)
-        rows = at_actor.give_back(at_actor.forward(), batch.rows, {"log_probs": "old_log_probs"})
+        at_actor = self.actor.scatter(batch)
+        rows = at_actor.gather(at_actor.forward(), batch.rows, {"log_probs": "old_log_probs"})
         difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs() * rows.response_mask
         engines = rows.ids % self.rollouts.num_engines
         zeros = torch.zeros(self.rollouts.num_engines)

@@ -1,4 +1,4 @@
-"""The updates of a step: PPO's epochs over the mini-batches that a component has borrowed.
+"""The updates of a step: PPO's epochs over the mini-batches of the rows at a component.
 
 They begin with rows that have the fields of the loss (`actor_fields`, VALUE_FIELDS), and wait for no rank of another
 component.
@@ -12,7 +12,7 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.models.train_engine import OptimizerStep, TrainedEngine
 from megappo.ppo.losses import select_by_covariance
-from megappo.trainer.component import Borrowed
+from megappo.trainer.component import Scattered
 from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
 
 Steps = list[OptimizerStep]
@@ -21,14 +21,14 @@ Steps = list[OptimizerStep]
 VALUE_FIELDS = ("values", "returns")
 
 
-def update_actor(borrowed: Borrowed, config: Config) -> Steps:
+def update_actor(scattered: Scattered, config: Config) -> Steps:
     """Train the actor; the rest of the step is skipped once its KL to the old policy passes actor.target_kl."""
-    engine = borrowed.component.engine
+    engine = scattered.component.engine
     if not isinstance(engine, TrainedEngine):
         return []
     actor = config.actor
     steps: Steps = []
-    for rows, *counts in _mini_batches(borrowed, actor.ppo_epochs):
+    for rows, *counts in _mini_batches(scattered, actor.ppo_epochs):
         loss = ActorLoss(config, *counts)
         if actor.method.selects_tokens:
             rows = _with_selection(engine, rows, config)
@@ -38,12 +38,12 @@ def update_actor(borrowed: Borrowed, config: Config) -> Steps:
     return steps if engine.is_output else []
 
 
-def update_critic(borrowed: Borrowed, config: Config) -> Steps:
+def update_critic(scattered: Scattered, config: Config) -> Steps:
     """Train the critic."""
-    engine = borrowed.component.engine
+    engine = scattered.component.engine
     if not isinstance(engine, TrainedEngine):
         return []
-    mini_batches = _mini_batches(borrowed, config.critic.ppo_epochs)
+    mini_batches = _mini_batches(scattered, config.critic.ppo_epochs)
     steps = [engine.train_batch(rows, critic_loss(config, *counts)) for rows, *counts in mini_batches]
     return steps if engine.is_output else []
 
@@ -56,10 +56,10 @@ def actor_fields(config: Config) -> list[str]:
     return fields + (list(VALUE_FIELDS) if config.algorithm.shared_backbone else [])
 
 
-def _mini_batches(borrowed: Borrowed, ppo_epochs: int) -> Iterator[tuple[Rows, int, int]]:
-    """As `Borrowed.mini_batches`, epoch after epoch."""
+def _mini_batches(scattered: Scattered, ppo_epochs: int) -> Iterator[tuple[Rows, int, int]]:
+    """As `Scattered.mini_batches`, epoch after epoch."""
     for _ in range(ppo_epochs):
-        yield from borrowed.mini_batches()
+        yield from scattered.mini_batches()
 
 
 def _with_selection(engine: TrainedEngine, rows: Rows, config: Config) -> Rows:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
-from megappo.placement.arithmetic import batch_cuts
+from megappo.placement.arithmetic import batch_splits
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks, layout_errors, parse_ranks, placement_layouts, smallest_world
 
@@ -214,15 +214,15 @@ def test_the_smallest_world_of_no_list_of_ranks():
         smallest_world(make(placement={"critic": "x"}))
 
 
-def test_the_cut_of_the_batch():
+def test_how_the_batch_is_split():
     config = make(
         actor={"ppo_mini_batch_size": 6, "ppo_epochs": 2, "max_tokens_per_micro_batch": 32},
         critic={"ppo_mini_batch_size": 12, "max_tokens_per_micro_batch": 20},
         rollout={"n": 3, "max_response_length": 6},
         data={"train_batch_size": 12, "max_prompt_length": 4},
     )
-    cuts = batch_cuts(config, placement_layouts(config, 4))
-    actor, critic, ref = cuts["actor"], cuts["critic"], cuts["ref"]
+    splits = batch_splits(config, placement_layouts(config, 4))
+    actor, critic, ref = splits["actor"], splits["critic"], splits["ref"]
     assert (actor.mini_batches, actor.optimizer_steps, actor.trajectories) == (2, 4, 18)
     assert actor.shard_trajectories == (4, 5)
     assert actor.micro_batches == (1, 2)  # 32 tokens hold 3 rows of 10
@@ -230,6 +230,6 @@ def test_the_cut_of_the_batch():
     assert critic.micro_batches == (1, 5)  # 9 rows, 2 at a time
     interleaved = config.critic.model_copy(update={"parallel": Parallel(pipeline=2, virtual_pipeline=2)})
     config = config.model_copy(update={"critic": interleaved})
-    filled = batch_cuts(config, placement_layouts(config, 4))["critic"]
+    filled = batch_splits(config, placement_layouts(config, 4))["critic"]
     assert filled.micro_batches == (2, 10)  # 18 rows, 2 at a time: 9, filled up to whole groups of 2
     assert (ref.optimizer_steps, ref.trajectories, ref.micro_batches) == (0, 36, (1, 3))

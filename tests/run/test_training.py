@@ -23,8 +23,8 @@ PROMISED = {
     *("reward/kl_coef", "rollout/truncated_frac", "rollout/num_tokens", "rollout/tokens_per_second"),
     *("sync/bytes", "sync/seconds", "sync/gib_per_second", "memory/host_peak_gib/sum"),
 }
-PHASES = ("rollout", "reward", "borrow", "old_log_probs", "ref_log_probs", "values", "advantages")
-PHASES += ("give_back", "lend", "update_critic", "update_actor", "sync")
+PHASES = ("rollout", "reward", "scatter", "old_log_probs", "ref_log_probs", "values", "advantages")
+PHASES += ("gather", "scatter_fields", "update_critic", "update_actor", "sync")
 
 pytestmark = pytest.mark.timeout(600)
 

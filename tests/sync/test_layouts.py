@@ -132,8 +132,8 @@ class Actor:
     def differences(self, expected: list[list[float]]) -> tuple[float, float]:
         """Largest and mean distance of the engines' log-probs from the trainer's, which must be those expected."""
         batch = at_home(self.exchange, sequences_as_rows(), rows_per_prompt=1)
-        borrowed = self.component.borrow(batch)
-        rows = borrowed.give_back(borrowed.forward(), batch.rows, {"log_probs": "old_log_probs"})
+        scattered = self.component.scatter(batch)
+        rows = scattered.gather(scattered.forward(), batch.rows, {"log_probs": "old_log_probs"})
         shared = self.exchange.share([row[row != 0] for row in rows.fields["old_log_probs"]])
         trainer = torch.cat([row for part in shared for row in part])
         torch.testing.assert_close(trainer, torch.tensor(sum(expected, [])), rtol=0, atol=TOLERANCE)

@@ -1,4 +1,4 @@
-"""Cutting a step's rows, borrowing them, and results coming home, against Hugging Face and plain arithmetic."""
+"""Splitting a step's rows, scattering them, and gathering results, against Hugging Face and plain arithmetic."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from megappo.batch.exchange import Exchange, RowTable
 from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.component import Component, cut_rows
+from megappo.trainer.component import Component, split
 
-# --- cutting ---
+# --- splitting ---
 
 
 @settings(max_examples=200, deadline=None)
@@ -34,32 +34,32 @@ def test_mini_batches_are_consecutive_prompts_spread_over_the_shards(
     size = prompts * rows_per_prompt
     lengths = torch.randint(1, 50, (3, size * num_mini_batches), generator=torch.Generator().manual_seed(seed))
     table = RowTable(*lengths)
-    cut = cut_rows(table, Layout(tuple(range(shards))), num_mini_batches)
-    assert len(cut.mini_batches) == num_mini_batches
-    for number, mini_batch in enumerate(cut.mini_batches):
+    found = split(table, Layout(tuple(range(shards))), num_mini_batches)
+    assert len(found.rows) == num_mini_batches
+    for number, mini_batch in enumerate(found.rows):
         assert len(mini_batch) == shards
         rows = sorted(row for part in mini_batch for row in part)
         assert rows == list(range(number * size, (number + 1) * size)), "every row once, in consecutive prompts"
         tokens = [sum(table.total_lengths()[row] for row in part) for part in mini_batch]
         assert max(tokens) - min(tokens) <= max(table.total_lengths()[row] for row in rows), "balanced by tokens"
-    assert cut.shards == tuple(
-        tuple(row for mini_batch in cut.mini_batches for row in mini_batch[shard]) for shard in range(shards)
+    assert found.shards == tuple(
+        tuple(row for mini_batch in found.rows for row in mini_batch[shard]) for shard in range(shards)
     )
 
 
-# --- borrowing ---
+# --- scattering ---
 
 
-def check_borrowed(rank: int, world_size: int, rows_per_prompt: int, num_mini_batches: int) -> None:
+def check_scattered(rank: int, world_size: int, rows_per_prompt: int, num_mini_batches: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     every = make_rows(91)
     batch = at_home(exchange, every, rows_per_prompt)
     layouts = [Layout((3, 1)), Layout((0, 1, 2, 3), tensor=2), Layout((2, 0), pipeline=2)]
     for layout in [*layouts, Layout((0, 1, 2, 3), context=2)]:
         component = Component("actor", layout, None, exchange)
-        borrowed = component.borrow(batch, num_mini_batches)
-        borrowed.receive(batch.rows, ["advantages", "returns"])
-        parts = borrowed.mini_batches()
+        scattered = component.scatter(batch, num_mini_batches)
+        scattered.scatter_fields(batch.rows, ["advantages", "returns"])
+        parts = scattered.mini_batches()
         held = exchange.share([part.ids.tolist() for part, _, _ in parts])
         size = len(every) // num_mini_batches
         for number, (part, num_tokens, num_sequences) in enumerate(parts):
@@ -88,7 +88,7 @@ def assert_rows(part: Rows, every: Rows, names: set[str]) -> None:
 
 @pytest.mark.parametrize(("rows_per_prompt", "num_mini_batches"), [(1, 3), (2, 1)])
 def test_every_shard_gets_its_rows_of_each_mini_batch(rows_per_prompt: int, num_mini_batches: int) -> None:
-    run_ranks(4, check_borrowed, rows_per_prompt, num_mini_batches)
+    run_ranks(4, check_scattered, rows_per_prompt, num_mini_batches)
 
 
 # --- forward ---
@@ -118,8 +118,8 @@ def check_forward(
         engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
         component = Component(kind, case.layout, engine, exchange)
         for num_mini_batches in (1, 3):
-            borrowed = component.borrow(batch, num_mini_batches)
-            home = borrowed.give_back(borrowed.forward(), batch.rows, names)
+            scattered = component.scatter(batch, num_mini_batches)
+            home = scattered.gather(scattered.forward(), batch.rows, names)
             assert home.ids.tolist() == batch.rows.ids.tolist()
             assert torch.equal(home.fields["advantages"], batch.rows.fields["advantages"]), "other fields stay"
             for field, output in zip(names.values(), range(len(names)), strict=True):

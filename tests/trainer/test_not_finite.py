@@ -116,12 +116,12 @@ def _spoiled(rank: int, world_size: int, folder: Path) -> None:
     for kind, output in (("actor", "log_probs"), ("critic", "values")):
         engine = make_engine(folder, ONE_RANK, groups[kind], kind)
         component = Component(kind, ONE_RANK.layout, engine, exchange)
-        borrowed = component.borrow(at_home(exchange, rows, 1))
-        assert output in borrowed.forward()
+        scattered = component.scatter(at_home(exchange, rows, 1))
+        assert output in scattered.forward()
         with torch.no_grad():
             engine.chunks[0].decoder.final_layernorm.weight[0] = NAN
         with pytest.raises(FloatingPointError, match=f"the {kind}'s {output} are not finite: .*, the first nan"):
-            borrowed.forward()
+            scattered.forward()
 
 
 def test_what_a_spoiled_model_says_of_the_rows_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The same batch gives the same update in every layout and cut: borrowed, looked at, trained on, as in a step of PPO.
+"""The same batch gives the same update in every layout and split: scattered, forward pass, update, as in a step of PPO.
 
 tests/models/test_train_engine.py compares single steps with Hugging Face; here one rank is the measure of all layouts.
 """
@@ -59,14 +59,14 @@ METHODS = {
 def update(component: Component, batch: Batch, method: str | None) -> dict[str, float]:
     """What a PPO step does with a component once the advantages are known; the update's metrics, on every rank."""
     kind = component.name
-    borrowed, config = component.borrow(batch, MINI_BATCHES), make_config(kind, EPOCHS)
+    scattered, config = component.scatter(batch, MINI_BATCHES), make_config(kind, EPOCHS)
     actor = config.actor.model_copy(update=METHODS[method] if method else {})
     config = config.model_copy(update={"actor": actor})
     names = {"log_probs": "old_log_probs"} if kind == "actor" else {"values": "values"}
     names = {"log_probs": "old_log_probs", "values": "values"} if kind == "shared" else names
-    rows = borrowed.give_back(borrowed.forward(), batch.rows, names)
-    borrowed.receive(rows, VALUE_FIELDS if kind == "critic" else actor_fields(config))
-    steps = update_critic(borrowed, config) if kind == "critic" else update_actor(borrowed, config)
+    rows = scattered.gather(scattered.forward(), batch.rows, names)
+    scattered.scatter_fields(rows, VALUE_FIELDS if kind == "critic" else actor_fields(config))
+    steps = update_critic(scattered, config) if kind == "critic" else update_actor(scattered, config)
     return training_metrics(component.exchange, steps, component.name)
 
 
