@@ -23,7 +23,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from megappo import platform
+from megappo import megatron_setup, platform
 from megappo.checkpoint.durable import write_durably
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_help
@@ -37,7 +37,7 @@ from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
 from megappo.trainer.resuming import already_finished
 
-platform.install()  # must come before the first import of megatron.core
+megatron_setup.install()  # must come before the first import of megatron.core
 
 from megappo.trainer.build import build_run  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402

@@ -13,15 +13,16 @@ BOTTOM = frozenset(
 )
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "plan", "serve"})
-FROM_TOOLS = frozenset({"batch", "weights", "checkpoint", "models", "placement"}) | BOTTOM
-FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "ppo", "trainer"}
+FROM_TOOLS = frozenset({"batch", "weights", "checkpoint", "models", "placement", "megatron_setup"}) | BOTTOM
+FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "ppo", "trainer", "megatron_setup"}
 HEAVY = {
     "megatron": (
         "megappo/models/",
         "megappo/weights/",
         "megappo/checkpoint/",
         "megappo/placement/groups.py",
-        "megappo/platform.py",
+        "megappo/megatron_setup.py",
+        "megappo/megatron_on_cpu.py",
     ),
     "sglang": ("megappo/rollout/",),
 }
@@ -59,7 +60,7 @@ def allowed(package: str) -> frozenset[str]:
     if package in ("torchrun", "launcher"):
         return BOTTOM | {"launcher"}
     if package in ENTRIES:
-        return MIDDLE | BOTTOM | {"trainer", "sync", "ppo"}
+        return MIDDLE | BOTTOM | {"trainer", "sync", "ppo", "megatron_setup"}
     if package == "trainer":
         return MIDDLE | BOTTOM | {"sync", "ppo", "trainer"}
     if package == "sync":
@@ -67,12 +68,13 @@ def allowed(package: str) -> frozenset[str]:
     if package in MIDDLE:
         return (MIDDLE - (APART if package in APART else frozenset())) | BOTTOM | {package}
     within = {
-        "ppo": frozenset({"ppo"}),
-        "config": frozenset({"config"}),
-        "architecture": frozenset({"architecture", "config"}),
-        "keeper": frozenset({"lifetime"}),
+        "ppo": {"ppo"},
+        "config": {"config", "table"},
+        "architecture": {"architecture", "config", "table"},
+        "keeper": {"lifetime"},
+        "megatron_setup": {"megatron_on_cpu", "platform"},
     }
-    return within.get(package, frozenset())
+    return frozenset(within.get(package, ()))
 
 
 def permitted_in(path: str) -> frozenset[str]:

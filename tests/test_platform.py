@@ -23,14 +23,14 @@ def test_capabilities_name_every_package_and_path() -> None:
 
 def test_install_refuses_when_megatron_came_first() -> None:
     code = "import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
-    code += "import megappo.platform; megappo.platform.install()"
+    code += "import megappo.megatron_setup; megappo.megatron_setup.install()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "call install() first" in done.stderr
 
 
 def test_importing_platform_imports_no_megatron() -> None:
-    code = "import sys, megappo.platform; assert not any(name.startswith('megatron') for name in sys.modules)"
+    code = "import sys, megappo.megatron_setup; assert not any(name.startswith('megatron') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -26,9 +26,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the machine's memory is larger, and i
 
 import torch.distributed as dist
 
-from megappo import platform
+from megappo import megatron_setup
 
-platform.install()  # must come before the first import of megatron.core
+megatron_setup.install()  # must come before the first import of megatron.core
 
 from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
 from conversion.verify import verify  # noqa: E402

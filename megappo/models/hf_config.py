@@ -20,6 +20,7 @@ from megappo.architecture.families import (
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Model, Parallel
 from megappo.models.latent_attention import latent_arguments
+from megappo.models.layer_specs import layer_kind
 from megappo.models.rope import rotary_base
 from megappo.models.routing import expert_arguments, unsupported_routing
 
@@ -85,7 +86,7 @@ def transformer_config(hf: dict[str, Any], model: Model, parallel: Parallel, rec
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         **expert_arguments(hf, parallel),
-        **FUSIONS_OFF,
+        **_fusions(model, family),
         **RECOMPUTE[recompute],
     )
 
@@ -115,18 +116,11 @@ def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
     return chunks
 
 
-FUSIONS_OFF = dict.fromkeys(
-    (
-        "persist_layer_norm",
-        "bias_dropout_fusion",
-        "bias_activation_fusion",
-        "masked_softmax_fusion",
-        "apply_rope_fusion",
-        "gradient_accumulation_fusion",
-        "cross_entropy_loss_fusion",
-    ),
-    False,
-)
+def _fusions(model: Model, family: Family) -> dict[str, bool]:
+    """TransformerConfig's fused kernels, which megatron-core leaves off: those that gain something without biases and
+    dropout. They need TransformerEngine; with latent attention it rotates by YaRN alone."""
+    fused = layer_kind(model.layer_spec) == "transformer_engine"
+    return {"bias_activation_fusion": fused, "apply_rope_fusion": fused and not family.latent_attention}
 
 
 def gpt_arguments(hf: dict[str, Any], tensor: int, head: HeadKind) -> dict[str, Any]:

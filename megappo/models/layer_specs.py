@@ -18,27 +18,36 @@ from megappo.models.context_parallel import whole_pack
 from megappo.models.latent_attention import LatentAttention
 
 
-def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> TransformerBlockSubmodules:
-    """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are
-    active.
+def layer_kind(wanted: str) -> str:
+    """Whose layers model.layer_spec asks for: "torch" or "transformer_engine".
 
     Args:
-        kind: "auto" (TransformerEngine where it is installed with CUDA, else torch), "torch" or "transformer_engine".
-        stage, chunk: pipeline rank and the chunk's index on it, which say how many layers to build.
+        wanted: "auto" (TransformerEngine where it is installed with CUDA, else torch), "torch" or "transformer_engine".
     Raises:
         ConfigError: "transformer_engine" is asked for and cannot run here.
     """
-    if kind == "auto":
-        kind = "transformer_engine" if platform.has_transformer_engine() else "torch"
-    if kind == "torch":
-        return _torch_decoder(config, stage, chunk)
-    if not platform.has_transformer_engine():
+    if wanted == "auto":
+        return "transformer_engine" if platform.has_transformer_engine() else "torch"
+    if wanted == "transformer_engine" and not platform.has_transformer_engine():
         raise ConfigError(
             [
                 "model.layer_spec is transformer_engine, but TransformerEngine is not installed or CUDA is missing: "
                 "install transformer-engine, or set model.layer_spec=torch"
             ]
         )
+    return wanted
+
+
+def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> TransformerBlockSubmodules:
+    """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are
+    active.
+
+    Args:
+        kind: see `layer_kind`.
+        stage, chunk: pipeline rank and the chunk's index on it, which say how many layers to build.
+    """
+    if layer_kind(kind) == "torch":
+        return _torch_decoder(config, stage, chunk)
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import megappo.megatron_setup
 import megappo.platform
 
 # Ranks are forked from a server that has imported the program (and so made megatron-core usable) once, and what their
@@ -35,7 +36,7 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any, timeou
     """
     with tempfile.TemporaryDirectory() as folder:
         module = sys.modules[function.__module__]
-        # Pickled here: unpickling imports the test module, which must come after platform.install().
+        # Pickled here: unpickling imports the test module, which must come after megatron_setup.install().
         call = pickle.dumps((function, args))
         arguments = (world_size, folder, timeout, module.__name__, module.__file__, call)
         context = mp.start_processes(_rank_main, arguments, nprocs=world_size, join=False, start_method=START_METHOD)
@@ -60,7 +61,7 @@ def _rank_main(rank: int, world_size: int, folder: str, timeout: float, name: st
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
     )
-    megappo.platform.install()
+    megappo.megatron_setup.install()
     dist.init_process_group(
         megappo.platform.backend(),
         init_method=f"file://{folder}/store",

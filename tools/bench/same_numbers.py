@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megappo import platform
+from megappo import megatron_setup
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
-platform.install()
+megatron_setup.install()
 define_torchvision_operators()
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402

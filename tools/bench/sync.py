@@ -20,10 +20,10 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine runs on the CPU, as the ra
 
 import torch
 
-from megappo import platform
+from megappo import megatron_setup
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
-platform.install()
+megatron_setup.install()
 define_torchvision_operators()
 
 from conversion.world import World  # noqa: E402

@@ -30,9 +30,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 
-from megappo import platform
+from megappo import megatron_setup
 
-platform.install()  # must come before the first import of megatron.core
+megatron_setup.install()  # must come before the first import of megatron.core
 
 from conversion.world import World  # noqa: E402
 
