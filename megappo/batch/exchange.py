@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megappo.batch.rows import Rows
 from megappo.placement.layout import Layout
 
-Holdings = tuple[tuple[int, ...], ...]
-"""Row numbers held by (or wanted at) each world rank, in the order in which the rank keeps them."""
+RankRows = tuple[tuple[int, ...], ...]
+"""Row numbers at each world rank, now or to be, in the order in which the rank keeps them."""
 
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
@@ -46,20 +46,20 @@ class RowTable:
         return (self.prompt_lengths + self.response_lengths).tolist()
 
 
-def homes(num_rows: int, world_size: int, rows_per_prompt: int) -> Holdings:
-    """Give every row one home rank: contiguous prompts, as evenly as they divide, a prompt's responses together."""
+def owners(num_rows: int, world_size: int, rows_per_prompt: int) -> RankRows:
+    """The rank that owns each row: contiguous prompts, as evenly as they divide, a prompt's responses together."""
     prompts = num_rows // rows_per_prompt
     bounds = [prompts * rank // world_size * rows_per_prompt for rank in range(world_size + 1)]
     return tuple(tuple(range(start, stop)) for start, stop in zip(bounds, bounds[1:], strict=False))
 
 
-def shard_holdings(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> Holdings:
+def shard_destinations(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
     """Rows wanted at each world rank when data-parallel shard i of a component works on rows `shards[i]`."""
     of_rank = [layout.shard_of(rank) for rank in range(world_size)]
     return tuple(() if shard is None else tuple(shards[shard]) for shard in of_rank)
 
 
-def output_holdings(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> Holdings:
+def output_sources(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
     """Where a component's results are: each shard's rows on its output rank alone."""
     held: list[tuple[int, ...]] = [()] * world_size
     for shard, rows in enumerate(shards):
@@ -94,7 +94,7 @@ class Exchange:
             if message is not None:
                 raise OtherRankError(f"rank {rank} failed: {message}")
 
-    def table(self, rows: Rows) -> tuple[RowTable, Holdings]:
+    def table(self, rows: Rows) -> tuple[RowTable, RankRows]:
         """Lengths of all rows and who holds them, from what each rank holds.
 
         Raises:
@@ -103,77 +103,84 @@ class Exchange:
         policy_lengths = rows.response_mask.sum(dim=1).long()
         columns = (rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
         shared = self.share(tuple(column.tolist() for column in columns))
-        holders = tuple(tuple(ids) for ids, *_ in shared)
+        sources = tuple(tuple(ids) for ids, *_ in shared)
         entries = sorted(entry for part in shared for entry in zip(*part, strict=True))
         if [entry[0] for entry in entries] != list(range(len(entries))):
             raise ValueError(f"rows must be numbered 0..B-1 and held once each; got {[entry[0] for entry in entries]}")
         lengths = torch.tensor([entry[1:] for entry in entries], dtype=torch.int64).reshape(-1, 3)
-        return RowTable(*lengths.unbind(dim=1)), holders
+        return RowTable(*lengths.unbind(dim=1)), sources
 
     def move(
         self,
         rows: Rows,
         table: RowTable,
-        holders: Holdings,
-        takers: Holdings,
+        sources: RankRows,
+        destinations: RankRows,
         names: Sequence[str],
         per_row: Sequence[str] = (),
     ) -> Rows:
-        """Rows `takers[rank]` with their tokens and the named fields.
+        """Rows `destinations[rank]` with their tokens and the named fields.
 
         Args:
-            rows: the rows this rank holds, in the order of `holders[rank]`.
-            holders: each row once. takers: each row on any number of ranks.
+            rows: the rows here, in the order of `sources[rank]`.
+            sources: each row once. destinations: each row on any number of ranks.
             names: fields to move, the same on every rank, each [b, R] float32 per response token.
             per_row: the same for fields of [b] float32.
         """
-        moved = empty_rows(takers[self.rank], table)
+        moved = empty_rows(destinations[self.rank], table)
         lengths = table.total_lengths()
         sent = {int(row): tokens for row, tokens in zip(rows.ids, rows.input_ids, strict=True)}
-        received = self._move_ragged(sent, lengths, holders, takers, torch.int64)
-        moved = replace(moved, input_ids=[received[row] for row in takers[self.rank]])
-        return self.move_fields(rows, moved, table, holders, takers, names, per_row)
+        received = self._move_ragged(sent, lengths, sources, destinations, torch.int64)
+        moved = replace(moved, input_ids=[received[row] for row in destinations[self.rank]])
+        return self.move_fields(rows, moved, table, sources, destinations, names, per_row)
 
     def move_fields(
         self,
         rows: Rows,
         into: Rows,
         table: RowTable,
-        holders: Holdings,
-        takers: Holdings,
+        sources: RankRows,
+        destinations: RankRows,
         names: Sequence[str],
         per_row: Sequence[str] = (),
     ) -> Rows:
-        """`into`, the rows `takers[rank]` this rank already has, with the named fields of `rows` added."""
+        """`into`, the rows `destinations[rank]` this rank already has, with the named fields of `rows` added."""
         fields = dict(into.fields)
         for name in names:
-            fields[name] = self._move_field(rows, name, table, holders, takers)
+            fields[name] = self._move_field(rows, name, table, sources, destinations)
         for name in per_row:
             sent = dict(zip(rows.ids.tolist(), rows.fields[name][:, None], strict=True)) if len(rows) else {}
-            received = self._move_ragged(sent, [1] * len(table), holders, takers, torch.float32)
-            fields[name] = torch.cat([torch.empty(0), *(received[row] for row in takers[self.rank])])
+            received = self._move_ragged(sent, [1] * len(table), sources, destinations, torch.float32)
+            fields[name] = torch.cat([torch.empty(0), *(received[row] for row in destinations[self.rank])])
         return replace(into, fields=fields)
 
-    def _move_field(self, rows: Rows, name: str, table: RowTable, holders: Holdings, takers: Holdings) -> torch.Tensor:
+    def _move_field(
+        self, rows: Rows, name: str, table: RowTable, sources: RankRows, destinations: RankRows
+    ) -> torch.Tensor:
         lengths = table.response_lengths.tolist()
         sent = {row: rows.fields[name][i, : lengths[row]] for i, row in enumerate(rows.ids.tolist())}
-        received = self._move_ragged(sent, lengths, holders, takers, torch.float32)
-        mine = takers[self.rank]
+        received = self._move_ragged(sent, lengths, sources, destinations, torch.float32)
+        mine = destinations[self.rank]
         field = torch.zeros(len(mine), table.max_response_length)
         for i, row in enumerate(mine):
             field[i, : lengths[row]] = received[row]
         return field
 
     def _move_ragged(
-        self, sent: dict[int, torch.Tensor], lengths: list[int], holders: Holdings, takers: Holdings, dtype: torch.dtype
+        self,
+        sent: dict[int, torch.Tensor],
+        lengths: list[int],
+        sources: RankRows,
+        destinations: RankRows,
+        dtype: torch.dtype,
     ) -> dict[int, torch.Tensor]:
         """All-to-all of one ragged value per row: row number -> its `lengths[row]` elements."""
-        mine = set(holders[self.rank])
-        outgoing = [[row for row in taker if row in mine] for taker in takers]
-        holder_of = {row: rank for rank, held in enumerate(holders) for row in held}
+        mine = set(sources[self.rank])
+        outgoing = [[row for row in destination if row in mine] for destination in destinations]
+        source_of = {row: rank for rank, held in enumerate(sources) for row in held}
         incoming: list[list[int]] = [[] for _ in range(self.world_size)]
-        for row in takers[self.rank]:
-            incoming[holder_of[row]].append(row)
+        for row in destinations[self.rank]:
+            incoming[source_of[row]].append(row)
         parts = [sent[row].to(dtype=dtype, device="cpu") for rows in outgoing for row in rows]
         send = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
         sizes = [sum(lengths[row] for row in rows) for rows in incoming]

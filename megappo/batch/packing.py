@@ -10,7 +10,7 @@ from megappo.batch.zigzag import granularity, held_positions
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedBatch:
     """Rows laid end to end, as Megatron's "thd" format takes them, or one context-parallel rank's share of them.
 
     Attributes:
@@ -47,7 +47,7 @@ class Packed:
         return flat.new_zeros(self.ended.shape).masked_scatter(self.ended, flat)
 
 
-def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, context_rank: int = 0) -> Packed:
+def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, context_rank: int = 0) -> PackedBatch:
     """Pack rows, or a rank's share of them.
 
     Args:
@@ -65,7 +65,7 @@ def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, c
     held = held_positions(starts, context, context_rank)
     place = torch.full((len(tokens),), -1).index_copy(0, held, torch.arange(len(held)))
     predictors, last_tokens = place[responses - 1], place[first + rows.response_lengths - 1]
-    return Packed(
+    return PackedBatch(
         rows=rows,
         input_ids=tokens[held][None].to(device),
         position_ids=torch.cat([torch.arange(length) for length in lengths])[held][None].to(device),

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from megappo.batch.packing import Packed
+from megappo.batch.packing import PackedBatch
 from megappo.models.train_engine import Head, Outputs
 from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
@@ -15,7 +15,7 @@ def policy_head(
     tensor_group: dist.ProcessGroup,
     vocab_size: int,
     temperature: float,
-    reference: Callable[[Packed], torch.Tensor] | None = None,
+    reference: Callable[[PackedBatch], torch.Tensor] | None = None,
 ) -> Head:
     """`log_probs` of the response tokens and `entropy` of their distributions, at the sampling temperature (nats).
 
@@ -28,7 +28,7 @@ def policy_head(
             reference on the policy's ranks and in its layout, which costs a forward pass of it each time.
     """
 
-    def head(output: torch.Tensor, packed: Packed) -> Outputs:
+    def head(output: torch.Tensor, packed: PackedBatch) -> Outputs:
         logits = output[0, packed.predictors]
         log_probs, entropy = vocab_parallel_log_probs_and_entropy(
             logits, packed.targets, tensor_group, vocab_size=vocab_size, temperature=temperature
@@ -51,7 +51,7 @@ def value_head(*, bootstrap: bool = False) -> Head:
             the response not been truncated there.
     """
 
-    def head(output: torch.Tensor, packed: Packed) -> Outputs:
+    def head(output: torch.Tensor, packed: PackedBatch) -> Outputs:
         values = output[0, :, 0].float()
         outputs = {"values": packed.responses(values[packed.predictors])}
         return outputs | ({"bootstrap_values": packed.ends(values[packed.last_tokens])} if bootstrap else {})
@@ -67,7 +67,7 @@ def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
         model: the last chunk, built with head="policy_value"; the one whose outputs the head is given.
     """
 
-    def head(output: torch.Tensor, packed: Packed) -> Outputs:
+    def head(output: torch.Tensor, packed: PackedBatch) -> Outputs:
         return policy(output, packed) | value(model.value_head.take(), packed)
 
     return head

@@ -25,7 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from megappo import platform
 from megappo.batch.balance import micro_batches
 from megappo.batch.exchange import OtherRankError
-from megappo.batch.packing import Packed, pack
+from megappo.batch.packing import PackedBatch, pack
 from megappo.batch.rows import Rows
 from megappo.config.schema import Optim
 from megappo.models.build import ModelChunks
@@ -35,7 +35,7 @@ from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
 """Per response token, each [b, R] float32, 0 on padding; or per row, [b] float32."""
-Head = Callable[[torch.Tensor, Packed], Outputs]
+Head = Callable[[torch.Tensor, PackedBatch], Outputs]
 """Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
 LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """Outputs and their rows -> loss and metrics, both partial sums of the mini-batch's: they add up over micro-batches
@@ -101,7 +101,7 @@ class MegatronEngine:
         return {name: torch.cat([part[name] for part in parts])[order].cpu() for name in parts[0]}
 
     @torch.no_grad()
-    def logits(self, packed: Packed) -> torch.Tensor:
+    def logits(self, packed: PackedBatch) -> torch.Tensor:
         """The model's output for the tokens of a micro-batch that are held here, [T, V/tp], without a gradient.
 
         A policy's head may call it of a reference: both then live on the same ranks in the same layout, which also
@@ -131,11 +131,11 @@ class MegatronEngine:
         dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
         return float(total)
 
-    def _collect(self, packed: Packed, output: torch.Tensor, non_loss_data: bool) -> Outputs:
+    def _collect(self, packed: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> Outputs:
         """What the schedule calls, with non_loss_data=True, and collects."""
         return self._read(self.head, output, packed)
 
-    def _read(self, head: Head, output: torch.Tensor, packed: Packed) -> Outputs:
+    def _read(self, head: Head, output: torch.Tensor, packed: PackedBatch) -> Outputs:
         """A head's outputs for all tokens of the micro-batch, the same on every context-parallel rank."""
         context = self.groups.collection.cp
         return {name: sum_of_shares(share, context) for name, share in head(output, packed).items()}
@@ -183,7 +183,7 @@ class MegatronEngine:
 
     def _packs(
         self, rows: Rows, bins: Sequence[Sequence[int]], num_idle: int, on_last_stage: Callable, on_idle: Callable
-    ) -> Iterator[tuple[Packed, Callable]]:
+    ) -> Iterator[tuple[PackedBatch, Callable]]:
         """Every micro-batch, and what to call with its output; the idle ones hold the shortest row."""
         multiple = self.groups.layout.tensor if self.config.sequence_parallel else 1
         shortest = [min(range(len(rows)), key=lambda row: len(rows.input_ids[row]))] if num_idle else []
@@ -194,11 +194,11 @@ class MegatronEngine:
             packed = pack(rows.select(rows_of_bin), multiple, platform.device(), **share)
             yield packed, partial(call, packed)
 
-    def _forward_step(self, packs: Iterator[tuple[Packed, Callable]], model: torch.nn.Module) -> tuple:
+    def _forward_step(self, packs: Iterator[tuple[PackedBatch, Callable]], model: torch.nn.Module) -> tuple:
         packed, on_output = next(packs)
         return self._output(packed, model), on_output
 
-    def _output(self, packed: Packed, model: torch.nn.Module) -> torch.Tensor:
+    def _output(self, packed: PackedBatch, model: torch.nn.Module) -> torch.Tensor:
         # The heads cast to fp32 what they need: do not let Megatron copy all logits.
         keep_dtype = {"fp32_output": False} if self.config.bf16 else {}
         return model(
@@ -325,7 +325,9 @@ class TrainedEngine(MegatronEngine):
         """Makes the component's group the default one: dist_checkpointing is hard-wired to that."""
         return self.groups.as_world()
 
-    def _loss(self, loss_fn: LossFn, packed: Packed, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+    def _loss(
+        self, loss_fn: LossFn, packed: PackedBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict]:
         loss, metrics = loss_fn(self._read(self.loss_head, output, packed), packed.rows)
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
         return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics | {LOSS: loss}

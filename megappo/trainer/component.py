@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megappo.batch.balance import balanced_partitions
-from megappo.batch.exchange import Exchange, Holdings, RowTable, empty_rows, output_holdings, shard_holdings
+from megappo.batch.exchange import Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import MegatronEngine, Outputs
 from megappo.placement.layout import Layout
@@ -16,11 +16,11 @@ from megappo.placement.layout import Layout
 
 @dataclass(frozen=True)
 class Batch:
-    """A step's rows at their homes, and what every rank knows about all of them."""
+    """A step's rows at their owners, and what every rank knows about all of them."""
 
     rows: Rows
     table: RowTable
-    homes: Holdings
+    owners: RankRows
 
 
 @dataclass(frozen=True)
@@ -62,26 +62,26 @@ class Component:
     def scatter(self, batch: Batch, num_mini_batches: int = 1) -> "Scattered":
         """Bring a step's rows, tokens and mask only, to the component's shards."""
         mini_batches = split(batch.table, self.layout, num_mini_batches)
-        takers = shard_holdings(self.layout, mini_batches.shards, self.exchange.world_size)
-        rows = self.exchange.move(batch.rows, batch.table, batch.homes, takers, ["response_mask"])
-        return Scattered(self, batch, mini_batches, takers, rows)
+        destinations = shard_destinations(self.layout, mini_batches.shards, self.exchange.world_size)
+        rows = self.exchange.move(batch.rows, batch.table, batch.owners, destinations, ["response_mask"])
+        return Scattered(self, batch, mini_batches, destinations, rows)
 
 
 class Scattered:
     """A step's rows at a component's shards. Every rank calls every method, in the same order."""
 
-    def __init__(self, component: Component, batch: Batch, split: MiniBatches, takers: Holdings, rows: Rows):
+    def __init__(self, component: Component, batch: Batch, split: MiniBatches, destinations: RankRows, rows: Rows):
         self.component = component
         self.batch = batch
         self.split = split
-        self.takers = takers
+        self.destinations = destinations
         self.rows = rows
 
     def passed_to(self, component: Component) -> "Scattered":
         """The same rows at another component; in the same layout they are there already."""
         if component.layout != self.component.layout:
             return component.scatter(self.batch)
-        return Scattered(component, self.batch, self.split, self.takers, self.rows)
+        return Scattered(component, self.batch, self.split, self.destinations, self.rows)
 
     def forward(self) -> Outputs:
         """The head's outputs for the rows here; {} but on the component's last stages. Waits for no other component.
@@ -94,23 +94,23 @@ class Scattered:
         _check_finite(self.component.name, outputs)
         return outputs
 
-    def gather(self, outputs: Outputs, home: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
-        """`home` with the outputs of `forward` added: `names` maps an output per token to the field it becomes; those
+    def gather(self, outputs: Outputs, owned: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
+        """`owned` with the outputs of `forward` added: `names` maps an output per token to the field it becomes; those
         of `per_row`, one number per row, keep their names."""
         component = self.component
-        holders = output_holdings(component.layout, self.split.shards, component.exchange.world_size)
+        sources = output_sources(component.layout, self.split.shards, component.exchange.world_size)
         reports = component.engine is not None and component.engine.is_output
         results = self.rows if reports else empty_rows((), self.batch.table)
         wanted = names | {name: name for name in per_row}
         results = replace(results, fields={field: outputs[output] for output, field in wanted.items() if reports})
         return component.exchange.move_fields(
-            results, home, self.batch.table, holders, self.batch.homes, list(names.values()), per_row
+            results, owned, self.batch.table, sources, self.batch.owners, list(names.values()), per_row
         )
 
-    def scatter_fields(self, home: Rows, names: Sequence[str]) -> None:
-        """Bring fields of the rows at home to the scattered ones."""
+    def scatter_fields(self, owned: Rows, names: Sequence[str]) -> None:
+        """Bring fields of the owned rows to the scattered ones."""
         self.rows = self.component.exchange.move_fields(
-            home, self.rows, self.batch.table, self.batch.homes, self.takers, names
+            owned, self.rows, self.batch.table, self.batch.owners, self.destinations, names
         )
 
     def mini_batches(self) -> list[tuple[Rows, int, int]]:

@@ -43,7 +43,7 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     """From scored rows to advantages; all ranks together.
 
     Args:
-        rows: at their homes, where all responses to a prompt are together.
+        rows: at their owners, where all responses to a prompt are together.
     """
     penalty = _kl_penalty(run, rows) if run.config.algorithm.use_kl_in_reward else None
     rewards, metrics = _token_level_rewards(run, rows, penalty)

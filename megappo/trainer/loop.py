@@ -106,7 +106,7 @@ class Trainer:
         return metrics
 
     def forward(self, rows: Rows, at_actor: Scattered, at_ref: Scattered | None, at_critic: Scattered | None) -> Rows:
-        """Adds to the rows at home what the models say of them, as far as the config needs it."""
+        """Adds to the owned rows what the models say of them, as far as the config needs it."""
         timers, algorithm = self.run.timers, self.config.algorithm
         policy, values = {"log_probs": "old_log_probs"}, {"values": "values"}
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":

@@ -1,4 +1,4 @@
-"""From prompts to scored rows at their homes: sampling by the engines, scoring by the reward function."""
+"""From prompts to scored rows at their owners: sampling by the engines, scoring by the reward function."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ import torch
 from torch.distributed import distributed_c10d
 from transformers import PreTrainedTokenizerBase
 
-from megappo.batch.exchange import Exchange, homes
+from megappo.batch.exchange import Exchange, owners
 from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
@@ -120,7 +120,7 @@ class Rollouts:
         return torch.tensor(scores, dtype=torch.float32)
 
     def collect(self, responses: Responses, prompts: Sequence[Prompt]) -> tuple[Batch, dict[str, float]]:
-        """Scores the step's responses; its rows at their homes, and metrics.
+        """Scores the step's responses; its rows at their owners, and metrics.
 
         Fields: per token `response_mask` and `rollout_log_probs`; per row `scores`, `truncated` (1 where
         rollout.max_response_length cut the response off) and, where the estimator needs them, `baselines`.
@@ -128,32 +128,33 @@ class Rollouts:
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
         scores = self.score(samples, prompts)
-        rows, batch = self._at_home(samples, scores, prompts, n)
-        home, table = batch.rows, batch.table
+        rows, batch = self._at_owners(samples, scores, prompts, n)
+        owned, table = batch.rows, batch.table
         if self.config.algorithm.method.needs_greedy_baseline:
-            home = replace(home, fields=home.fields | {"baselines": self._baselines(responses.greedy, prompts, home)})
+            baselines = self._baselines(responses.greedy, prompts, owned)
+            owned = replace(owned, fields=owned.fields | {"baselines": baselines})
         lengths = {"rollout/response_length": rows.response_lengths.float()}
         metrics = as_metrics(value_statistics(self.exchange, {"reward/score": scores} | lengths))
         num_truncated = sum(self.exchange.share(float(rows.fields["truncated"].sum())))
         metrics["rollout/truncated_frac"] = num_truncated / len(table)
         num_greedy_tokens = sum(self.exchange.share(sum(len(one.tokens) for one in responses.greedy)))
         metrics["rollout/num_tokens"] = int(table.response_lengths.sum()) + num_greedy_tokens
-        return replace(batch, rows=home), metrics
+        return replace(batch, rows=owned), metrics
 
-    def _at_home(
+    def _at_owners(
         self, samples: Sequence[Sample], scores: torch.Tensor, prompts: Sequence[Prompt], n: int
     ) -> tuple[Rows, Batch]:
-        """Samples, n to each prompt, as rows with the fields of `_with_fields`: this rank's, and all at their homes."""
+        """Samples, n to each prompt, as rows with the fields of `_with_fields`: here, and at their owners."""
         rows = _rows(samples, prompts, n)
-        table, holders = self.exchange.table(rows)
+        table, sources = self.exchange.table(rows)
         rows = _with_fields(rows, samples, scores, table.max_response_length)
-        at_home = homes(len(table), self.exchange.world_size, n)
+        owned_by = owners(len(table), self.exchange.world_size, n)
         per_token, per_row = ["response_mask", "rollout_log_probs"], ["scores", "truncated"]
-        home = self.exchange.move(rows, table, holders, at_home, per_token, per_row)
-        return rows, Batch(home, table, at_home)
+        owned = self.exchange.move(rows, table, sources, owned_by, per_token, per_row)
+        return rows, Batch(owned, table, owned_by)
 
     def probe(self, prompts: Sequence[Prompt]) -> Batch:
-        """A short response of every engine to each prompt, at their homes; all ranks call it together.
+        """A short response of every engine to each prompt, at their owners; all ranks call it together.
 
         Fields per token: `response_mask` and `rollout_log_probs`; the scores are 0.
         """
@@ -166,9 +167,9 @@ class Rollouts:
                 Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
                 for i, one in enumerate(generations)
             ]
-        return self._at_home(samples, torch.zeros(len(samples)), prompts, self.num_engines)[1]
+        return self._at_owners(samples, torch.zeros(len(samples)), prompts, self.num_engines)[1]
 
-    def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], home: Rows) -> torch.Tensor:
+    def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], owned: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""
         indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
         shaped, _ = shape_scores(
@@ -182,7 +183,7 @@ class Rollouts:
         )
         mine = dict(zip(indices.tolist(), shaped.tolist(), strict=True))
         baselines = {index: score for part in self.exchange.share(mine) for index, score in part.items()}
-        return torch.tensor([baselines[i] for i in (home.ids // self.config.rollout.n).tolist()], dtype=torch.float32)
+        return torch.tensor([baselines[i] for i in (owned.ids // self.config.rollout.n).tolist()], dtype=torch.float32)
 
     def evaluate(self, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """Scores of one response to each prompt that this rank sampled, and the first prompts' responses to show."""

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spawn import run_ranks
 
-from megappo.batch.exchange import Exchange, Holdings, RowTable, homes, output_holdings, shard_holdings
+from megappo.batch.exchange import Exchange, RankRows, RowTable, output_sources, owners, shard_destinations
 from megappo.batch.rows import Rows
 from megappo.placement.layout import Layout
 
@@ -20,11 +20,11 @@ Oracle = dict[int, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of some (prompt, response) lengths, each on one rank of `holders`, wanted at any ranks of `takers`."""
+    """Rows of some (prompt, response) lengths, each on one rank of `sources`, to go to any ranks of `destinations`."""
 
     lengths: tuple[tuple[int, int], ...]
-    holders: Holdings
-    takers: Holdings
+    sources: RankRows
+    destinations: RankRows
 
 
 def oracle(lengths: tuple[tuple[int, int], ...]) -> Oracle:
@@ -70,15 +70,15 @@ def assert_rows(found: Rows, case: Case, held: tuple[int, ...], names: set[str])
 
 @st.composite
 def generated_cases(draw: st.DrawFn, world_size: int) -> Case:
-    """Any holdings: ranks without rows, rows wanted nowhere or everywhere, in any order; empty responses; no rows."""
+    """Ranks without rows, rows that go nowhere or everywhere, in any order; empty responses; no rows."""
     size = draw(st.integers(0, 7))
     lengths = tuple((draw(st.integers(1, 4)), draw(st.integers(0, 5))) for _ in range(size))
     of_row = [draw(st.integers(0, world_size - 1)) for _ in range(size)]
     order = draw(st.permutations(range(size)))
-    holders = tuple(tuple(row for row in order if of_row[row] == rank) for rank in range(world_size))
+    sources = tuple(tuple(row for row in order if of_row[row] == rank) for rank in range(world_size))
     wanted = st.lists(st.sampled_from(range(size)), unique=True) if size else st.just([])
-    takers = tuple(tuple(draw(wanted)) for _ in range(world_size))
-    return Case(lengths, holders, takers)
+    destinations = tuple(tuple(draw(wanted)) for _ in range(world_size))
+    return Case(lengths, sources, destinations)
 
 
 def generate(world_size: int) -> list[Case]:
@@ -98,27 +98,27 @@ def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
     exchange = Exchange(dist.group.WORLD)
     for case in cases:
         width = max((response for _, response in case.lengths), default=0)
-        mine = rows_of(case, case.holders[rank], ("values", "returns", "advantages"), width)
-        table, holders = exchange.table(mine)
-        assert holders == case.holders
+        mine = rows_of(case, case.sources[rank], ("values", "returns", "advantages"), width)
+        table, sources = exchange.table(mine)
+        assert sources == case.sources
         assert list(zip(table.prompt_lengths.tolist(), table.response_lengths.tolist(), strict=True)) == list(
             case.lengths
         )
         assert table.max_response_length == width
-        moved = exchange.move(mine, table, holders, case.takers, ["values", "returns"])
-        assert_rows(moved, case, case.takers[rank], {"values", "returns"})
-        more = exchange.move_fields(mine, moved, table, holders, case.takers, ["advantages"])
-        assert_rows(more, case, case.takers[rank], {"values", "returns", "advantages"})
+        moved = exchange.move(mine, table, sources, case.destinations, ["values", "returns"])
+        assert_rows(moved, case, case.destinations[rank], {"values", "returns"})
+        more = exchange.move_fields(mine, moved, table, sources, case.destinations, ["advantages"])
+        assert_rows(more, case, case.destinations[rank], {"values", "returns", "advantages"})
         scored = replace(mine, fields=mine.fields | {"scores": torch.tensor([row + 0.5 for row in mine.ids])})
-        score = exchange.move_fields(scored, moved, table, holders, case.takers, [], per_row=["scores"])
-        assert score.fields["scores"].tolist() == [row + 0.5 for row in case.takers[rank]]
+        score = exchange.move_fields(scored, moved, table, sources, case.destinations, [], per_row=["scores"])
+        assert score.fields["scores"].tolist() == [row + 0.5 for row in case.destinations[rank]]
         assert score.fields["scores"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_any_holdings_become_any_others(world_size: int) -> None:
+def test_rows_go_from_any_sources_to_any_destinations(world_size: int) -> None:
     cases = generate(world_size)
-    assert any(() in case.holders and case.lengths for case in cases) == (world_size > 1)
+    assert any(() in case.sources and case.lengths for case in cases) == (world_size > 1)
     run_ranks(world_size, check_moves, cases)
 
 
@@ -126,21 +126,21 @@ LENGTHS = ((3, 4), (1, 6), (5, 1), (2, 2), (4, 5), (2, 3), (1, 1), (2, 7))
 
 
 def through_two_components(rank: int, world_size: int) -> None:
-    """Home -> dp2, whose results go home from its output ranks; with them to tp2."""
+    """Owners -> dp2, whose results go back from its output ranks; with them to tp2."""
     exchange = Exchange(dist.group.WORLD)
     dp2, tp2 = Layout((1, 3)), Layout((2, 0), tensor=2)
     shards = ((7, 0, 3), (1, 2, 4, 5, 6))
-    home = homes(len(LENGTHS), world_size, rows_per_prompt=2)
-    case = Case(LENGTHS, home, shard_holdings(dp2, shards, world_size))
-    at_home = rows_of(case, home[rank], (), 7)
-    table, holders = exchange.table(at_home)
-    at_dp2 = exchange.move(at_home, table, holders, case.takers, [])
+    owned_by = owners(len(LENGTHS), world_size, rows_per_prompt=2)
+    case = Case(LENGTHS, owned_by, shard_destinations(dp2, shards, world_size))
+    owned = rows_of(case, owned_by[rank], (), 7)
+    table, sources = exchange.table(owned)
+    at_dp2 = exchange.move(owned, table, sources, case.destinations, [])
     assert_rows(at_dp2, case, ((), shards[0], (), shards[1])[rank], set())
-    results = rows_of(case, output_holdings(dp2, shards, world_size)[rank], ("values",), 7)
-    back = exchange.move_fields(results, at_home, table, output_holdings(dp2, shards, world_size), home, ["values"])
-    assert_rows(back, case, home[rank], {"values"})
+    results = rows_of(case, output_sources(dp2, shards, world_size)[rank], ("values",), 7)
+    back = exchange.move_fields(results, owned, table, output_sources(dp2, shards, world_size), owned_by, ["values"])
+    assert_rows(back, case, owned_by[rank], {"values"})
     everything = (tuple(range(len(LENGTHS))),)
-    at_tp2 = exchange.move(back, table, home, shard_holdings(tp2, everything, world_size), ["values"])
+    at_tp2 = exchange.move(back, table, owned_by, shard_destinations(tp2, everything, world_size), ["values"])
     assert_rows(at_tp2, case, everything[0] if rank in (0, 2) else (), {"values"})
 
 
@@ -148,14 +148,14 @@ def test_results_of_one_layout_reach_another() -> None:
     run_ranks(4, through_two_components)
 
 
-def wrong_numbers(rank: int, world_size: int, held: Holdings) -> None:
+def wrong_numbers(rank: int, world_size: int, held: RankRows) -> None:
     case = Case(LENGTHS, held, ())
     with pytest.raises(ValueError, match="numbered 0..B-1 and held once each; got"):
         Exchange(dist.group.WORLD).table(rows_of(case, held[rank], (), 7))
 
 
 @pytest.mark.parametrize("held", [((0, 1), (1, 2)), ((0, 1), (3,))], ids=["held twice", "one missing"])
-def test_rows_held_twice_or_missing_are_refused_on_every_rank(held: Holdings) -> None:
+def test_rows_held_twice_or_missing_are_refused_on_every_rank(held: RankRows) -> None:
     run_ranks(2, wrong_numbers, held)
 
 
@@ -180,10 +180,10 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
 
 
 @given(prompts=st.integers(0, 40), world_size=st.integers(1, 9), rows_per_prompt=st.integers(1, 5))
-def test_homes_are_contiguous_even_and_keep_a_prompt_together(
+def test_owners_are_contiguous_even_and_keep_a_prompt_together(
     prompts: int, world_size: int, rows_per_prompt: int
 ) -> None:
-    held = homes(prompts * rows_per_prompt, world_size, rows_per_prompt)
+    held = owners(prompts * rows_per_prompt, world_size, rows_per_prompt)
     assert len(held) == world_size
     assert [row for rows in held for row in rows] == list(range(prompts * rows_per_prompt))
     prompts_of = [{row // rows_per_prompt for row in rows} for rows in held]
@@ -203,8 +203,8 @@ LAYOUTS = {
 def test_shards_are_on_all_their_ranks_and_results_on_one(name: str) -> None:
     layout, shard_of, output_of = LAYOUTS[name]
     shards = [(5, 0, 2), (1, 3, 4)][: layout.data]
-    for holdings, expected in ((shard_holdings, shard_of), (output_holdings, output_of)):
-        found = holdings(layout, shards, 6)
+    for where, expected in ((shard_destinations, shard_of), (output_sources, output_of)):
+        found = where(layout, shards, 6)
         assert found == tuple(shards[expected[rank]] if rank in expected else () for rank in range(6))
 
 

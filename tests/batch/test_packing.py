@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.batch.packing import Packed, pack
+from megappo.batch.packing import PackedBatch, pack
 from megappo.batch.rows import Rows
 
 CPU = torch.device("cpu")
@@ -111,6 +111,6 @@ def test_every_token_is_predicted_by_one_of_the_ranks_that_share_the_rows_out(
 
 def test_rows_in_another_order_are_packed_in_that_order() -> None:
     rows = make_rows([(2, 3), (1, 2), (3, 1)]).select([2, 0])
-    packed: Packed = pack(rows, 1, CPU)
+    packed: PackedBatch = pack(rows, 1, CPU)
     assert packed.input_ids.tolist() == [[9, 10, 11, 12, 1, 2, 3, 4, 5]]
     assert packed.responses(packed.targets.float()).tolist() == [[12, 0, 0], [3, 4, 5]]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megappo.architecture.families import HeadKind
-from megappo.batch.exchange import Exchange, homes
+from megappo.batch.exchange import Exchange, owners
 from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config, Critic, Model, Optim, Parallel
 from megappo.models.build import build_model
@@ -98,13 +98,13 @@ def make_rows(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> 
     return Rows(torch.arange(len(lengths)), prompts, responses, tokens, fields)
 
 
-def at_home(exchange: Exchange, rows: Rows, rows_per_prompt: int) -> Batch:
-    """A step's batch of rows that every rank knows: each keeps those whose home it is."""
-    home_of = homes(len(rows), exchange.world_size, rows_per_prompt)
-    mine = rows.select(home_of[exchange.rank])
-    table, holders = exchange.table(mine)
-    assert holders == home_of
-    return Batch(mine, table, home_of)
+def at_owners(exchange: Exchange, rows: Rows, rows_per_prompt: int) -> Batch:
+    """A step's batch of rows that every rank knows: each keeps those that it owns."""
+    owned_by = owners(len(rows), exchange.world_size, rows_per_prompt)
+    mine = rows.select(owned_by[exchange.rank])
+    table, sources = exchange.table(mine)
+    assert sources == owned_by
+    return Batch(mine, table, owned_by)
 
 
 def with_score(folder: Path) -> Path:

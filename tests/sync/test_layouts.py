@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_oracle import log_probs_of
-from ppo_engines import Case, at_home, make_engine, read_config
+from ppo_engines import Case, at_owners, make_engine, read_config
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -131,7 +131,7 @@ class Actor:
 
     def differences(self, expected: list[list[float]]) -> tuple[float, float]:
         """Largest and mean distance of the engines' log-probs from the trainer's, which must be those expected."""
-        batch = at_home(self.exchange, sequences_as_rows(), rows_per_prompt=1)
+        batch = at_owners(self.exchange, sequences_as_rows(), rows_per_prompt=1)
         scattered = self.component.scatter(batch)
         rows = scattered.gather(scattered.forward(), batch.rows, {"log_probs": "old_log_probs"})
         shared = self.exchange.share([row[row != 0] for row in rows.fields["old_log_probs"]])

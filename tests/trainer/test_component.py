@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ppo_engines import Case, at_home, hf_outputs, hf_value_head, make_engine, make_rows, read_config, with_score
+from ppo_engines import Case, at_owners, hf_outputs, hf_value_head, make_engine, make_rows, read_config, with_score
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
 
@@ -53,7 +53,7 @@ def test_mini_batches_are_consecutive_prompts_spread_over_the_shards(
 def check_scattered(rank: int, world_size: int, rows_per_prompt: int, num_mini_batches: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     every = make_rows(91)
-    batch = at_home(exchange, every, rows_per_prompt)
+    batch = at_owners(exchange, every, rows_per_prompt)
     layouts = [Layout((3, 1)), Layout((0, 1, 2, 3), tensor=2), Layout((2, 0), pipeline=2)]
     for layout in [*layouts, Layout((0, 1, 2, 3), context=2)]:
         component = Component("actor", layout, None, exchange)
@@ -94,7 +94,7 @@ def test_every_shard_gets_its_rows_of_each_mini_batch(rows_per_prompt: int, num_
 # --- forward ---
 
 CASES = {
-    "one rank that is nobody's home": Case(Layout((0,))),
+    "one rank that owns nothing": Case(Layout((0,))),
     "dp2 on some ranks": Case(Layout((1, 3)), max_tokens=9),
     "pp2 on some ranks": Case(Layout((0, 2), pipeline=2), max_tokens=9),
     "tp2 dp2": Case(Layout((0, 1, 2, 3), tensor=2), max_tokens=14),
@@ -110,7 +110,7 @@ def check_forward(
 ) -> None:
     exchange = Exchange(dist.group.WORLD)
     every = make_rows(read_config(folder)["vocab_size"])
-    batch = at_home(exchange, every, rows_per_prompt=2)
+    batch = at_owners(exchange, every, rows_per_prompt=2)
     assert len(batch.rows) == (0, 2, 2, 2)[rank], "one rank must be without rows"
     groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
     names = {"log_probs": "old_log_probs", "entropy": "entropy"} if kind == "actor" else {"values": "values"}
@@ -119,15 +119,15 @@ def check_forward(
         component = Component(kind, case.layout, engine, exchange)
         for num_mini_batches in (1, 3):
             scattered = component.scatter(batch, num_mini_batches)
-            home = scattered.gather(scattered.forward(), batch.rows, names)
-            assert home.ids.tolist() == batch.rows.ids.tolist()
-            assert torch.equal(home.fields["advantages"], batch.rows.fields["advantages"]), "other fields stay"
+            owned = scattered.gather(scattered.forward(), batch.rows, names)
+            assert owned.ids.tolist() == batch.rows.ids.tolist()
+            assert torch.equal(owned.fields["advantages"], batch.rows.fields["advantages"]), "other fields stay"
             for field, output in zip(names.values(), range(len(names)), strict=True):
-                assert_field(home, field, [expected[row][output] for row in home.ids.tolist()], name)
+                assert_field(owned, field, [expected[row][output] for row in owned.ids.tolist()], name)
 
 
-def assert_field(home: Rows, field: str, expected: list[torch.Tensor], name: str) -> None:
-    for found, values in zip(home.fields[field], expected, strict=True):
+def assert_field(owned: Rows, field: str, expected: list[torch.Tensor], name: str) -> None:
+    for found, values in zip(owned.fields[field], expected, strict=True):
         torch.testing.assert_close(found[: len(values)], values, rtol=1e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")
         assert not found[len(values) :].any(), "padding must be 0"
 

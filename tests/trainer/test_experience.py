@@ -1,4 +1,4 @@
-"""From rows at their homes on two ranks to advantages, against plain loops over all rows."""
+"""From rows at their owners on two ranks to advantages, against plain loops over all rows."""
 
 import math
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_engines import at_home
+from ppo_engines import at_owners
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
@@ -142,18 +142,18 @@ def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[floa
 def check(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     every = make_rows()
-    home = at_home(exchange, every, N).rows
+    owned = at_owners(exchange, every, N).rows
     for name, algorithm in METHODS.items():
         config = make_config(algorithm)
         kl = kl_controller(config.algorithm.kl_ctrl)
         run = SimpleNamespace(config=config, exchange=exchange, kl=kl, reward_moments=RunningMoments())
-        kept = {key: x for key, x in home.fields.items() if key != "bootstrap_values" or "decoupled" in name}
-        judged = add_advantages(run, Rows(home.ids, home.prompt_lengths, home.response_lengths, [], kept))
+        kept = {key: x for key, x in owned.fields.items() if key != "bootstrap_values" or "decoupled" in name}
+        judged = add_advantages(run, Rows(owned.ids, owned.prompt_lengths, owned.response_lengths, [], kept))
         rows, metrics = judged.rows, judged.metrics
         assert metrics["rollout/log_prob_diff/mean"] == judged.log_prob_diff
         assert metrics.get("reward/kl_penalty/mean") == judged.kl_penalty
         advantages, returns = plain(every, config)
-        for i, row in enumerate(home.ids.tolist()):
+        for i, row in enumerate(owned.ids.tolist()):
             padding = [0.0] * (3 - LENGTHS[row])
             assert rows.fields["advantages"][i].tolist() == pytest.approx(advantages[row] + padding, abs=1e-5), name
             if config.has_values:

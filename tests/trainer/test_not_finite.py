@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_engines import Case, at_home, exported, make_config, make_engine, make_rows, read_config
+from ppo_engines import Case, at_owners, exported, make_config, make_engine, make_rows, read_config
 from spawn import run_ranks
 from tiny_models import hf_folder
 
@@ -116,7 +116,7 @@ def _spoiled(rank: int, world_size: int, folder: Path) -> None:
     for kind, output in (("actor", "log_probs"), ("critic", "values")):
         engine = make_engine(folder, ONE_RANK, groups[kind], kind)
         component = Component(kind, ONE_RANK.layout, engine, exchange)
-        scattered = component.scatter(at_home(exchange, rows, 1))
+        scattered = component.scatter(at_owners(exchange, rows, 1))
         assert output in scattered.forward()
         with torch.no_grad():
             engine.chunks[0].decoder.final_layernorm.weight[0] = NAN

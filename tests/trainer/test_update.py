@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ppo_engines import (
     OPTIM,
     Case,
-    at_home,
+    at_owners,
     exported,
     make_config,
     make_engine,
@@ -73,7 +73,7 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
 def check_updates(rank: int, world_size: int, folder: Path, kind: str, method: str | None) -> None:
     exchange = Exchange(dist.group.WORLD)
     hf_config = read_config(folder)
-    batch = at_home(exchange, make_rows(hf_config["vocab_size"], LENGTHS), ROWS_PER_PROMPT)
+    batch = at_owners(exchange, make_rows(hf_config["vocab_size"], LENGTHS), ROWS_PER_PROMPT)
     groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
     before, expected = {}, ()
     for name, case in CASES.items():
