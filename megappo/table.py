@@ -1,7 +1,8 @@
 """Tables that a person may add to: of methods, families, components, transports, metrics."""
 
-from collections.abc import Iterator, Mapping
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import Any, Generic, TypeVar
 
 Entry = TypeVar("Entry")
 
@@ -35,3 +36,11 @@ class Table(Mapping[str, Entry], Generic[Entry]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def resolved(function: str | Callable[..., Any]) -> Callable[..., Any]:
+    """The function that an entry names: "module:function", of a module that the table must not import, or itself."""
+    if callable(function):
+        return function
+    module, _, name = function.partition(":")
+    return getattr(import_module(module), name)

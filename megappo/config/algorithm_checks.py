@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from megappo.config.describe import show
-from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
+from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Method
 from megappo.config.schema import Actor, Algorithm, Config, Critic, Reward, RolloutCorrection
 
 
@@ -27,7 +27,7 @@ def _clipping(config: Config) -> Iterator[str]:
     key = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
     if actor.method.clips_below and getattr(actor, key) >= 1:
         yield f"actor.{key} {getattr(actor, key)} must be below 1: lower it, as the ratio is clipped to 1 - {key}"
-    if actor.policy_loss == "clip_cov" and actor.clip_cov_lb >= actor.clip_cov_ub:
+    if "clip_cov_lb" in actor.method.reads and actor.clip_cov_lb >= actor.clip_cov_ub:
         yield f"actor.clip_cov_lb {actor.clip_cov_lb} must be below actor.clip_cov_ub {actor.clip_cov_ub}: lower it"
 
 
@@ -65,9 +65,7 @@ def _unused(config: Config) -> Iterator[str]:
             yield f"{key} {show(value)} has no effect, as {reason}: drop it"
 
 
-def _unread_by(
-    section: str, methods: Mapping[str, Estimator | PolicyLoss], method: Estimator | PolicyLoss, name: str
-) -> dict[str, tuple[bool, str]]:
+def _unread_by(section: str, methods: Mapping[str, Method], method: Method, name: str) -> dict[str, tuple[bool, str]]:
     """The keys that some of the methods read: whether this one does not, and a reason."""
     keys = {key: None for one in methods.values() for key in one.reads}
     return {f"{section}.{key}": (key not in method.reads, f"{name} does not read it") for key in keys}

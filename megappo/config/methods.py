@@ -1,27 +1,49 @@
-"""The methods of PPO: what each advantage estimator and each policy loss reads, needs and averages by. One entry each.
+"""The methods of PPO: the function of each advantage estimator and policy loss, and what it reads, needs, averages by.
 
-The values that the config's keys may have, the checks for keys that nothing reads and what a step does follow from it.
-Without torch: the functions stand in megappo.ppo, in ESTIMATORS and POLICY_LOSSES, under the same names.
+One entry each, in tables that may be added to until the config is read. The values that the config's keys may have, the
+checks for keys that nothing reads and what a step does follow from it. Without torch: functions of this package are
+named, and imported when they are called.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from megappo.table import Table, resolved
+
+Function = str | Callable[..., Any]
+"""A function, or its "module:name"."""
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 
 @dataclass(frozen=True)
-class Estimator:
-    """An algorithm.adv_estimator.
+class Method:
+    """What estimators and policy losses have in common.
 
     Attributes:
-        reads: keys of `algorithm` that not all estimators read.
+        source: the function.
+        reads: keys of its section of the config that not all methods of its kind read.
+    """
+
+    source: Function
+    reads: tuple[str, ...] = ()
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return resolved(self.source)
+
+
+@dataclass(frozen=True)
+class Estimator(Method):
+    """An algorithm.adv_estimator: its function takes some of the inputs of `megappo.ppo.advantages.estimate`.
+
+    Attributes:
         needs_values: and so a critic, or a shared backbone.
         compares_responses: to a prompt, with each other; there must be several.
         needs_greedy_baseline: the score of the greedy response to each prompt.
         whitens: the method whitens the advantages over the whole batch.
     """
 
-    reads: tuple[str, ...] = ()
     needs_values: bool = False
     compares_responses: bool = False
     needs_greedy_baseline: bool = False
@@ -29,44 +51,64 @@ class Estimator:
 
 
 @dataclass(frozen=True)
-class PolicyLoss:
-    """An actor.policy_loss.
+class PolicyLoss(Method):
+    """An actor.policy_loss: its function takes `megappo.ppo.surrogate.Tokens` and the actor section.
 
     Attributes:
-        reads: keys of `actor` that not all policy losses read.
         loss_agg_mode: the averaging that belongs to the method, for a config that leaves it open.
         clips_below: the ratio is clipped to 1 - epsilon, so that epsilon must be below 1.
-        selects_tokens: it treats some tokens of the whole mini-batch apart, which takes a forward pass of their own.
+        selection: chooses tokens of the whole mini-batch that the loss treats apart, which takes a forward pass of
+            their own; a function as `megappo.ppo.covariance.select_for_clip_cov`.
     """
 
-    reads: tuple[str, ...] = ()
     loss_agg_mode: str | None = None
     clips_below: bool = False
-    selects_tokens: bool = False
+    selection: Function | None = None
+
+    @property
+    def select(self) -> Callable[..., Any] | None:
+        return None if self.selection is None else resolved(self.selection)
 
 
-ESTIMATORS = {
-    "gae": Estimator(("gamma", "lam"), needs_values=True, whitens=True),
-    "grpo": Estimator(("norm_adv_by_std_in_grpo",), compares_responses=True),
-    "rloo": Estimator(compares_responses=True),
-    "reinforce_plus_plus": Estimator(("gamma",), whitens=True),
-    "reinforce_plus_plus_baseline": Estimator(compares_responses=True, whitens=True),
-    "remax": Estimator(needs_greedy_baseline=True),
-    "opo": Estimator(compares_responses=True),
-    "gpg": Estimator(compares_responses=True),
-}
+GAE, ESTIMATES = "megappo.ppo.gae", "megappo.ppo.estimators"
+TOKEN, SEQUENCE, COVARIANCE = "megappo.ppo.policy_losses", "megappo.ppo.sequence_losses", "megappo.ppo.covariance"
+
+ESTIMATORS = Table(
+    "advantage estimator",
+    {
+        "gae": Estimator(f"{GAE}:gae", ("gamma", "lam"), needs_values=True, whitens=True),
+        "grpo": Estimator(f"{ESTIMATES}:grpo", ("norm_adv_by_std_in_grpo",), compares_responses=True),
+        "rloo": Estimator(f"{ESTIMATES}:rloo", compares_responses=True),
+        "reinforce_plus_plus": Estimator(f"{ESTIMATES}:reinforce_plus_plus", ("gamma",), whitens=True),
+        "reinforce_plus_plus_baseline": Estimator(
+            f"{ESTIMATES}:reinforce_plus_plus_baseline", compares_responses=True, whitens=True
+        ),
+        "remax": Estimator(f"{ESTIMATES}:remax", needs_greedy_baseline=True),
+        "opo": Estimator(f"{ESTIMATES}:opo", compares_responses=True),
+        "gpg": Estimator(f"{ESTIMATES}:gpg", compares_responses=True),
+    },
+)
 """By algorithm.adv_estimator."""
 
-POLICY_LOSSES = {
-    "clip": PolicyLoss((*CLIP_RANGE, "clip_ratio_c"), clips_below=True),
-    "gspo": PolicyLoss(CLIP_RANGE, loss_agg_mode="seq-mean-token-mean", clips_below=True),
-    "cispo": PolicyLoss(CLIP_RANGE),
-    "sapo": PolicyLoss(("tau_pos", "tau_neg"), loss_agg_mode="seq-mean-token-mean"),
-    "gpg": PolicyLoss(),
-    "clip_cov": PolicyLoss(
-        (*CLIP_RANGE, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"), clips_below=True, selects_tokens=True
-    ),
-    "kl_cov": PolicyLoss(("kl_cov_ratio", "ppo_kl_coef"), selects_tokens=True),
-    "gmpo": PolicyLoss(CLIP_RANGE, loss_agg_mode="seq-mean-token-mean"),
-}
+BY_SEQUENCE = "seq-mean-token-mean"
+POLICY_LOSSES = Table(
+    "policy loss",
+    {
+        "clip": PolicyLoss(f"{TOKEN}:clip", (*CLIP_RANGE, "clip_ratio_c"), clips_below=True),
+        "gspo": PolicyLoss(f"{SEQUENCE}:gspo", CLIP_RANGE, BY_SEQUENCE, clips_below=True),
+        "cispo": PolicyLoss(f"{TOKEN}:cispo", CLIP_RANGE),
+        "sapo": PolicyLoss(f"{TOKEN}:sapo", ("tau_pos", "tau_neg"), BY_SEQUENCE),
+        "gpg": PolicyLoss(f"{TOKEN}:gpg"),
+        "clip_cov": PolicyLoss(
+            f"{COVARIANCE}:clip_cov",
+            (*CLIP_RANGE, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
+            clips_below=True,
+            selection=f"{COVARIANCE}:select_for_clip_cov",
+        ),
+        "kl_cov": PolicyLoss(
+            f"{COVARIANCE}:kl_cov", ("kl_cov_ratio", "ppo_kl_coef"), selection=f"{COVARIANCE}:select_for_kl_cov"
+        ),
+        "gmpo": PolicyLoss(f"{SEQUENCE}:gmpo", CLIP_RANGE, BY_SEQUENCE),
+    },
+)
 """By actor.policy_loss."""

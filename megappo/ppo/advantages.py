@@ -9,15 +9,7 @@ import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.conventions import DEFAULT, Whitening
-from megappo.ppo.estimators import (
-    gpg,
-    grpo,
-    opo,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    rloo,
-)
+from megappo.ppo.estimators import ESTIMATORS, Estimates
 from megappo.ppo.gae import gae, length_adaptive_lam
 from megappo.ppo.ragged import add_to_last_token
 
@@ -27,51 +19,29 @@ __all__ = [
     "estimate",
     "explained_variance",
     "gae",
-    "gpg",
-    "grpo",
     "length_adaptive_lam",
-    "opo",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
     "whiten",
 ]
 
-ESTIMATORS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
-    "gae": gae,
-    "grpo": grpo,
-    "rloo": rloo,
-    "reinforce_plus_plus": reinforce_plus_plus,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-    "remax": remax,
-    "opo": opo,
-    "gpg": gpg,
-}
-"""algorithm.adv_estimator -> function returning (advantages, returns), neither whitened; `megappo.config.methods` says
-what each reads and needs."""
 
-
-def estimate(name: str, **inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns of ESTIMATORS[name], called with those of the inputs that it takes.
+def estimate(estimator: Callable[..., Estimates], **inputs: Any) -> Estimates:
+    """Advantages and returns, neither whitened, of an estimator called with those of the inputs that it takes.
 
     Args:
-        name: an algorithm.adv_estimator.
+        estimator: one of ESTIMATORS, or of their kind.
         inputs: whatever any estimator may need, by the names of their arguments; None = not there.
 
     Raises:
-        ValueError: an unknown name, or an input without which the estimator cannot do.
+        ValueError: an input without which the estimator cannot do.
     """
-    if name not in ESTIMATORS:
-        raise ValueError(f"unknown advantage estimator {name!r}: choose one of {', '.join(ESTIMATORS)}")
-    parameters = inspect.signature(ESTIMATORS[name]).parameters
+    parameters = inspect.signature(estimator).parameters
     given = {key: value for key, value in inputs.items() if key in parameters and value is not None}
     missing = [
         key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in given
     ]
     if missing:
-        raise ValueError(f"advantage estimator {name} needs {', '.join(missing)}")
-    return ESTIMATORS[name](**given)
+        raise ValueError(f"advantage estimator {estimator.__name__} needs {', '.join(missing)}")
+    return estimator(**given)
 
 
 def compute_token_level_rewards(

@@ -1,7 +1,7 @@
 """From token losses to a number: how a mini-batch's losses are averaged, however the mini-batch is cut."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -34,15 +34,9 @@ class Normaliser:
         return cls(int(valid.sum()), int(valid.any(dim=1).sum()), mask.shape[1])
 
 
-class AggregationConfig(Protocol):
-    """The key of the actor and critic sections that says how token losses are averaged."""
-
-    @property
-    def loss_agg_mode(self) -> str | None: ...
-
-
-def agg_mode(config: AggregationConfig, conventions: Conventions, method_mode: str | None = None) -> str:
-    """The config's aggregation; where it leaves that open the method's own, and without one the conventions'."""
+def agg_mode(config: Any, conventions: Conventions, method_mode: str | None = None) -> str:
+    """The aggregation of a section of the config (actor, critic); where it leaves that open the method's own, and
+    without one the conventions'."""
     return config.loss_agg_mode or method_mode or conventions.loss_agg_mode
 
 

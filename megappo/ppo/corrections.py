@@ -5,7 +5,7 @@ policy loss assumes. All tensors [B, R] float32 over padded responses; the mask 
 """
 
 import math
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,29 +19,12 @@ LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +- this before exp (verl's SAFETY_BOUND)."""
 
 
-class CorrectionConfig(Protocol):
-    """The keys of algorithm.rollout_correction."""
-
-    @property
-    def level(self) -> str: ...
-    @property
-    def mode(self) -> str: ...
-    @property
-    def threshold(self) -> float: ...
-    @property
-    def threshold_lower(self) -> float | None: ...
-    @property
-    def reject_geometric(self) -> tuple[float, float] | None: ...
-    @property
-    def veto_threshold(self) -> float | None: ...
-
-
 @torch.no_grad()
 def rollout_is_weights(
     old_log_probs: torch.Tensor,
     rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
-    config: CorrectionConfig,
+    config: Any,
     *,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -126,7 +109,7 @@ def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def _bounded(ratio: torch.Tensor, config: CorrectionConfig) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounded(ratio: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights within the thresholds, and where these made a difference."""
     if config.level == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)

@@ -11,11 +11,8 @@ import torch.distributed as dist
 
 from megappo.ppo.surrogate import PolicyConfig, Result, Tokens, clipped_surrogate
 
-ANY = (float("-inf"), float("inf"))
-"""The band of covariances of KL-Cov: all."""
 
-
-def select_by_covariance(
+def select_for_clip_cov(
     log_probs: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
@@ -23,18 +20,17 @@ def select_by_covariance(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Choose the tokens of a mini-batch that clip_cov takes out of the gradient, or that kl_cov gives a KL penalty.
+    """Choose the tokens of a mini-batch that clip_cov takes out of the gradient.
 
     The covariance of a token is (A - mean A) x (log_prob - mean log_prob), with means over the mini-batch's tokens.
-    Chosen are the max(1, floor(share x tokens)) largest: of all under kl_cov (share kl_cov_ratio), of those with
-    clip_cov_lb < covariance < clip_cov_ub under clip_cov (clip_cov_ratio); none with a share of 0. The paper and verl
-    draw clip_cov's at random inside the band; the largest come first here, so that the choice depends neither on the
-    cut into ranks and micro-batches nor on a seed. Ties are common (a sure token has log_prob 0) and are broken by the
-    sum of the row's log-probs, then by the position, earlier first.
+    Chosen are the max(1, floor(clip_cov_ratio x tokens)) largest of those with clip_cov_lb < covariance < clip_cov_ub;
+    none with a ratio of 0. The paper and verl draw them at random inside the band; the largest come first here, so that
+    the choice depends neither on the cut into ranks and micro-batches nor on a seed. Ties are common (a sure token has
+    log_prob 0) and are broken by the sum of the row's log-probs, then by the position, earlier first.
 
     Args:
         log_probs, advantages, response_mask: [B, R]; whole rows.
-        config: the actor section; policy_loss is clip_cov or kl_cov.
+        config: the actor section.
         group: ranks whose rows make up the mini-batch; each must call, with its own rows (none is allowed). None =
             these rows alone.
 
@@ -42,31 +38,39 @@ def select_by_covariance(
         [B, R] bool; nothing where the mini-batch has no token.
 
     Raises:
-        ValueError: another policy_loss.
         FloatingPointError: on all ranks alike, values on mask tokens that are not finite.
     Source: Cui et al. 2025 (The Entropy Mechanism of RL for Reasoning LMs), section 4.2.
     """
-    if config.policy_loss == "clip_cov":
-        return _select(log_probs, advantages, response_mask, config.clip_cov_ratio, _band(config), group)
-    if config.policy_loss == "kl_cov":
-        return _select(log_probs, advantages, response_mask, config.kl_cov_ratio, ANY, group)
-    raise ValueError(f"policy_loss {config.policy_loss!r} selects no tokens: only clip_cov and kl_cov do")
+    band = config.clip_cov_lb, config.clip_cov_ub
+    return _select(log_probs, advantages, response_mask, config.clip_cov_ratio, band, group)
+
+
+def select_for_kl_cov(
+    log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: PolicyConfig,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Choose the tokens of a mini-batch that kl_cov gives a KL penalty: the kl_cov_ratio of them with the largest
+    covariance, whatever it is; otherwise as `select_for_clip_cov`."""
+    return _select(log_probs, advantages, response_mask, config.kl_cov_ratio, (-math.inf, math.inf), group)
 
 
 def clip_cov(tokens: Tokens, config: PolicyConfig) -> Result:
     """Clip-Cov: PPO's clip, and the selected tokens give no gradient.
 
     Args and Returns: as `clip`; clip_ratio_c is not read (no dual clip).
-    Where no tokens are selected yet they are, among this call's own. The loss of a selected token is 0, unless its
-    ratio is clipped already: that keeps its constant, as in verl (which leaves those out of the draw, too).
+    The loss of a selected token is 0, unless its ratio is clipped already: that keeps its constant, as in verl (which
+    leaves those out of the draw, too).
     pg_clipfrac is the fraction of tokens set to 0, as in verl. log_ratio_clamp bounds the log-ratio (verl: nothing
     does, for this loss).
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_clip_cov.
     """
-    selected = _selected(tokens, config)
     ratios = tokens.ratios()
     loss, clipped = clipped_surrogate(tokens.advantages, ratios, config)
-    taken_out = selected & ~clipped & tokens.mask
+    taken_out = tokens.selected & ~clipped & tokens.mask
     loss = torch.where(taken_out, 0.0, loss)
     return tokens.result(tokens.weighted(loss), config, ratios=ratios, clipped=taken_out)
 
@@ -77,24 +81,12 @@ def kl_cov(tokens: Tokens, config: PolicyConfig) -> Result:
     Args and Returns: as `clip`; the clip bounds are not read and nothing counts as clipped. ppo_kl is signed, as
     everywhere here (verl reports the mean of |log-ratio| for this loss). log_ratio_clamp bounds the log-ratio before
     exp, but not in the penalty (verl: nowhere).
-    Where no tokens are selected yet they are, among this call's own.
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_kl_cov.
     """
-    selected = _selected(tokens, config)
     ratios = tokens.ratios()
-    penalty = torch.where(selected, config.ppo_kl_coef * tokens.log_ratios.abs(), 0.0)
+    penalty = torch.where(tokens.selected, config.ppo_kl_coef * tokens.log_ratios.abs(), 0.0)
     loss = -tokens.advantages * ratios + penalty
     return tokens.result(tokens.weighted(loss), config, ratios=ratios)
-
-
-def _selected(tokens: Tokens, config: PolicyConfig) -> torch.Tensor:
-    if tokens.selected is not None:
-        return tokens.selected
-    return select_by_covariance(tokens.log_probs, tokens.advantages, tokens.mask, config)
-
-
-def _band(config: PolicyConfig) -> tuple[float, float]:
-    return config.clip_cov_lb, config.clip_cov_ub
 
 
 @torch.no_grad()

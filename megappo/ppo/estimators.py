@@ -10,6 +10,8 @@ prompt also where a prompt has one response only (verl takes the score of a sing
 FloatingPointError for a reward on a token with mask 1 that is not finite.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -17,9 +19,19 @@ from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.gae import gae
 
 Estimates = tuple[torch.Tensor, torch.Tensor]
+Estimator = Callable[..., Estimates]
+
+ESTIMATORS: dict[str, Estimator] = {"gae": gae}
+"""The estimators of this package by algorithm.adv_estimator; `megappo.config.methods` says what each reads, needs."""
 
 
-@torch.no_grad()
+def _estimator(function: Estimator) -> Estimator:
+    """Makes a function one of ESTIMATORS, and compute without gradients."""
+    ESTIMATORS[function.__name__] = torch.no_grad()(function)
+    return ESTIMATORS[function.__name__]
+
+
+@_estimator
 def grpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -45,7 +57,7 @@ def grpo(
     return _on_tokens(centred, response_mask)
 
 
-@torch.no_grad()
+@_estimator
 def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
     """Score minus the mean score of the other responses to the prompt, on each token.
 
@@ -59,7 +71,7 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups:
     return _on_tokens(centred * (counts / (counts - 1))[rows], response_mask)
 
 
-@torch.no_grad()
+@_estimator
 def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> Estimates:
     """Discounted sum of the rewards from each token on. The method whitens it over the batch.
 
@@ -76,7 +88,7 @@ def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.
     return returns, returns
 
 
-@torch.no_grad()
+@_estimator
 def reinforce_plus_plus_baseline(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor
 ) -> Estimates:
@@ -89,7 +101,7 @@ def reinforce_plus_plus_baseline(
     return grpo(token_level_rewards, response_mask, groups, norm_adv_by_std_in_grpo=False)
 
 
-@torch.no_grad()
+@_estimator
 def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baselines: torch.Tensor) -> Estimates:
     """Sum of the rewards from each token on minus the score of the prompt's greedy response.
 
@@ -112,7 +124,7 @@ def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baseli
     return torch.where(response_mask.bool(), returns - baselines.float()[:, None], 0.0), returns
 
 
-@torch.no_grad()
+@_estimator
 def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
     """Score minus the mean of the prompt's scores weighted by length, on each token; a length counts mask 1.
 
@@ -128,7 +140,7 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: 
     return _on_tokens(scores - baselines[rows], response_mask)
 
 
-@torch.no_grad()
+@_estimator
 def gpg(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

@@ -7,46 +7,26 @@ over tokens, whatever the loss's aggregation. Whatever stands where the mask is 
 gradient.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from megappo.ppo.aggregation import AGGREGATIONS, Metrics, Normaliser, agg_mode, aggregate, token_mean
 from megappo.ppo.conventions import DEFAULT, Conventions
-from megappo.ppo.covariance import clip_cov, kl_cov, select_by_covariance
 from megappo.ppo.kl import kl_estimate
-from megappo.ppo.policy_losses import cispo, clip, gpg, sapo
-from megappo.ppo.sequence_losses import gmpo, gspo
 from megappo.ppo.surrogate import PolicyConfig, Result, Tokens
-from megappo.ppo.value_losses import ValueConfig, value_loss
+from megappo.ppo.value_losses import value_loss
 
 __all__ = [
     "AGGREGATIONS",
-    "POLICY_LOSSES",
     "Metrics",
     "Normaliser",
     "PolicyConfig",
     "Tokens",
-    "ValueConfig",
     "aggregate",
     "entropy_loss",
     "kl_loss",
     "policy_loss",
-    "select_by_covariance",
     "value_loss",
 ]
-
-POLICY_LOSSES: dict[str, Callable[[Tokens, PolicyConfig], Result]] = {
-    "clip": clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "gpg": gpg,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "gmpo": gmpo,
-}
-"""By actor.policy_loss; `megappo.config.methods` says what each reads and needs."""
 
 
 def policy_loss(
@@ -64,12 +44,16 @@ def policy_loss(
     """The loss that config.policy_loss names.
 
     Args:
-        config: the actor section.
+        config: the actor section; `method` is the loss's entry in the table of methods.
+        selected: None = chosen as the method does, among this call's own tokens.
         The others: see `Tokens`.
 
     Returns:
         (loss, metrics): see `clip`.
     """
+    method = config.method
+    if selected is None and method.select is not None:
+        selected = method.select(log_probs, advantages, response_mask, config)
     tokens = Tokens(
         log_probs,
         old_log_probs,
@@ -80,7 +64,7 @@ def policy_loss(
         normaliser=normaliser,
         conventions=conventions,
     )
-    return POLICY_LOSSES[config.policy_loss](tokens, config)
+    return method.function(tokens, config)
 
 
 def entropy_loss(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,23 +14,6 @@ NORMALIZATIONS = ("none", "running", "batch", "group")
 
 EPS = 1e-6
 """Added to standard deviations."""
-
-
-class RewardConfig(Protocol):
-    """The keys of the reward section that shape scores."""
-
-    @property
-    def scale(self) -> float: ...
-    @property
-    def clip(self) -> float | None: ...
-    @property
-    def normalize(self) -> str: ...
-    @property
-    def length_penalty(self) -> str: ...
-    @property
-    def overlong_buffer(self) -> int: ...
-    @property
-    def length_penalty_factor(self) -> float: ...
 
 
 def no_penalty(response_lengths: torch.Tensor, max_response_length: int, buffer: int, factor: float) -> torch.Tensor:
@@ -175,7 +158,7 @@ def shape_scores(
     scores: torch.Tensor,
     response_lengths: torch.Tensor,
     groups: torch.Tensor,
-    config: RewardConfig,
+    config: Any,
     running: RunningMoments,
     *,
     max_response_length: int,

@@ -1,7 +1,7 @@
 """What the policy losses share: cleaned inputs, ratios, PPO's clip, and the way from token losses to a result."""
 
 from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -12,50 +12,9 @@ Result = tuple[torch.Tensor, Metrics]
 """(loss, metrics), this call's share of the mini-batch's."""
 
 
-class PolicyConfig(Protocol):
-    """The keys of the actor section that the policy's losses read."""
-
-    @property
-    def policy_loss(self) -> str: ...
-    @property
-    def clip_ratio(self) -> float: ...
-    @property
-    def clip_ratio_low(self) -> float | None: ...
-    @property
-    def clip_ratio_high(self) -> float | None: ...
-    @property
-    def clip_ratio_c(self) -> float | None: ...
-    @property
-    def tau_pos(self) -> float: ...
-    @property
-    def tau_neg(self) -> float: ...
-    @property
-    def clip_cov_ratio(self) -> float: ...
-    @property
-    def clip_cov_lb(self) -> float: ...
-    @property
-    def clip_cov_ub(self) -> float: ...
-    @property
-    def kl_cov_ratio(self) -> float: ...
-    @property
-    def ppo_kl_coef(self) -> float: ...
-    @property
-    def entropy_coeff(self) -> float: ...
-    @property
-    def kl_loss_coef(self) -> float: ...
-    @property
-    def kl_loss_type(self) -> str: ...
-    @property
-    def loss_agg_mode(self) -> str | None: ...
-    @property
-    def method(self) -> "PolicyMethod": ...
-
-
-class PolicyMethod(Protocol):
-    """What the config's table of methods says of a policy loss."""
-
-    @property
-    def loss_agg_mode(self) -> str | None: ...
+PolicyConfig = Any
+"""The actor section, or whatever has the keys that the loss declares in the table of methods, loss_agg_mode, and as
+`method` its entry there."""
 
 
 class Tokens:
@@ -66,7 +25,7 @@ class Tokens:
         old_log_probs: of the policy before the update.
         advantages, response_mask: float32.
         rollout_is_weights: importance weights, detached and multiplied in after clipping; None = 1.
-        selected: bool, the tokens that a method treats apart, of `select_by_covariance`; None = not chosen yet.
+        selected: bool, the tokens that a method treats apart; None = none.
         normaliser: of the mini-batch; None = counted from response_mask.
         conventions: their log_ratio_clamp bounds the log-ratio before exp.
 
@@ -90,7 +49,7 @@ class Tokens:
         self.advantages = torch.where(self.mask, advantages.detach(), 0.0)
         self.log_ratios = self.log_probs - torch.where(self.mask, old_log_probs.detach(), 0.0)
         self.weights = None if rollout_is_weights is None else torch.where(self.mask, rollout_is_weights.detach(), 0.0)
-        self.selected = selected
+        self.selected = torch.zeros_like(self.mask) if selected is None else selected
         self.normaliser = Normaliser.of(response_mask) if normaliser is None else normaliser
         self.conventions = conventions
 

@@ -1,6 +1,6 @@
 """The critic's loss. All tensors [B, R] float32; the mask is 1 on policy tokens."""
 
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -8,23 +8,12 @@ from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, to
 from megappo.ppo.conventions import DEFAULT, Conventions
 
 
-class ValueConfig(Protocol):
-    """The keys of the critic section that the value loss reads."""
-
-    @property
-    def value_clip(self) -> float | None: ...
-    @property
-    def huber_delta(self) -> float | None: ...
-    @property
-    def loss_agg_mode(self) -> str | None: ...
-
-
 def value_loss(
     values: torch.Tensor,
     old_values: torch.Tensor,
     returns: torch.Tensor,
     response_mask: torch.Tensor,
-    config: ValueConfig,
+    config: Any,
     *,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,

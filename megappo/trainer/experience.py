@@ -114,15 +114,15 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
         "bootstrap_values": fields["bootstrap_values"] * fields["truncated"] if "bootstrap_values" in fields else None,
         "baselines": fields.get("baselines"),
         "groups": _prompts(run, rows),
-        "gamma": algorithm.gamma,
-        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         "group": run.exchange.group,
+        **{key: getattr(algorithm, key) for key in algorithm.method.reads},
     }
+    estimator = algorithm.method.function
     lam = algorithm.lam if algorithm.lam_alpha is None else length_adaptive_lam(mask, algorithm.lam_alpha)
     critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
-    advantages, returns = estimate(algorithm.adv_estimator, lam=lam, **inputs)
+    advantages, returns = estimate(estimator, **(inputs | {"lam": lam}))
     if algorithm.lam_alpha is not None or algorithm.critic_lam is not None:
-        _, returns = estimate(algorithm.adv_estimator, lam=critic_lam, **inputs)
+        _, returns = estimate(estimator, **(inputs | {"lam": critic_lam}))
     return advantages, returns
 
 

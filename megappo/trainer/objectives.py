@@ -6,9 +6,9 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.models.train_engine import LossFn, Outputs
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import POLICY_LOSSES, Metrics, Normaliser, Tokens, entropy_loss, kl_loss, value_loss
+from megappo.ppo.losses import Metrics, Normaliser, Tokens, entropy_loss, kl_loss, value_loss
 
-SELECTED = "selected_by_covariance"
+SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""
 
 
@@ -39,7 +39,7 @@ class ActorLoss:
         mask, fields = _on(outputs["log_probs"].device, rows)
         tokens = _tokens(config, outputs, fields, mask, normaliser)
         self._policy_kl.append(tokens.policy_kl.double())
-        loss, metrics = POLICY_LOSSES[config.actor.policy_loss](tokens, config.actor)
+        loss, metrics = config.actor.method.function(tokens, config.actor)
         metrics = {"pg_loss": loss, **metrics}
         for part, part_metrics in (
             _entropy_loss(config, outputs, mask, normaliser),

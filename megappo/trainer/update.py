@@ -4,14 +4,15 @@ They begin with rows that have the fields of the loss (`actor_fields`, VALUE_FIE
 component.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+
+import torch
 
 from megappo import platform
 from megappo.batch.rows import Rows
-from megappo.config.schema import Config
+from megappo.config.schema import Actor, Config
 from megappo.models.train_engine import OptimizerStep, TrainedEngine
-from megappo.ppo.losses import select_by_covariance
 from megappo.trainer.component import Scattered
 from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
 
@@ -30,8 +31,8 @@ def update_actor(scattered: Scattered, config: Config) -> Steps:
     steps: Steps = []
     for rows, *counts in _mini_batches(scattered, actor.ppo_epochs):
         loss = ActorLoss(config, *counts)
-        if actor.method.selects_tokens:
-            rows = _with_selection(engine, rows, config)
+        if actor.method.select is not None:
+            rows = _with_selection(engine, rows, actor.method.select, actor)
         steps.append(engine.train_batch(rows, loss))
         if actor.target_kl is not None and engine.total(loss.policy_kl) > actor.target_kl:
             break
@@ -62,18 +63,18 @@ def _mini_batches(scattered: Scattered, ppo_epochs: int) -> Iterator[tuple[Rows,
         yield from scattered.mini_batches()
 
 
-def _with_selection(engine: TrainedEngine, rows: Rows, config: Config) -> Rows:
+def _with_selection(engine: TrainedEngine, rows: Rows, select: Callable[..., torch.Tensor], actor: Actor) -> Rows:
     """The rows with the tokens that the loss treats apart. Choosing them takes the whole mini-batch's log-probs as they
     are now, so a forward pass more, and makes the choice independent of how the mini-batch is cut."""
     outputs = engine.forward(rows)
     if not outputs:  # not the last stage: no loss here
         return rows
     device = platform.device()
-    chosen = select_by_covariance(
+    chosen = select(
         outputs["log_probs"].to(device),
         rows.fields["advantages"].to(device),
         rows.response_mask.to(device),
-        config.actor,
+        actor,
         group=engine.groups.collection.dp,
     )
     return replace(rows, fields=rows.fields | {SELECTED: chosen.float().cpu()})

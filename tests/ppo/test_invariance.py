@@ -9,18 +9,16 @@ import torch.distributed as dist
 from ragged import Case
 from spawn import run_ranks
 
-from megappo.config import methods
+from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor, Critic
 from megappo.ppo.conventions import DEFAULT, PRESETS
 from megappo.ppo.kl import KINDS
 from megappo.ppo.losses import (
     AGGREGATIONS,
-    POLICY_LOSSES,
     Normaliser,
     entropy_loss,
     kl_loss,
     policy_loss,
-    select_by_covariance,
     value_loss,
 )
 
@@ -46,7 +44,7 @@ def actor(name: str, mode: str | None) -> Actor:
 def policy(name: str, mode: str | None) -> Loss:
     def loss(tensors, normaliser, selected):
         *inputs, weights, mask = tensors
-        chosen = selected if methods.POLICY_LOSSES[name].selects_tokens else None
+        chosen = selected if POLICY_LOSSES[name].select else None
         keywords = {"rollout_is_weights": weights, "normaliser": normaliser, "selected": chosen}
         return policy_loss(*inputs, mask, actor(name, mode), **keywords)
 
@@ -119,7 +117,7 @@ def in_parts(loss: Loss, tensors, normaliser, selected, parts: list[torch.Tensor
 
 
 def select(tensors: list[torch.Tensor], name: str, group: dist.ProcessGroup | None) -> torch.Tensor:
-    return select_by_covariance(tensors[0], tensors[2], tensors[4], actor(name, None), group=group)
+    return POLICY_LOSSES[name].select(tensors[0], tensors[2], tensors[4], actor(name, None), group=group)
 
 
 def random_parts(rows: torch.Tensor, generator: torch.Generator) -> list[torch.Tensor]:
@@ -144,7 +142,7 @@ def check_case(tensors, mine: torch.Tensor, parts: list[torch.Tensor], group: di
     """Compare this rank's parts, summed over the ranks, with all rows in one call. `mine`: this rank's rows."""
     mask = tensors[4]
     normaliser = Normaliser(int(mask.sum()), int(mask.any(dim=1).sum()), MAX_LENGTH)
-    selecting = [name for name, method in methods.POLICY_LOSSES.items() if method.selects_tokens]
+    selecting = [name for name, method in POLICY_LOSSES.items() if method.select]
     choices = {name: select(tensors, name, None) for name in selecting}
     for name, choice in choices.items():
         assert torch.equal(select([x[mine] for x in tensors], name, group), choice[mine])

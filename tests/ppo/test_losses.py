@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from policy_oracles import SEQUENCE_METHODS, Inputs, all_conventions, configs, expected
 from ragged import CASES, Case, cases
 
-from megappo.config import methods
+from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import POLICY_LOSSES, Normaliser, policy_loss
+from megappo.ppo.losses import Normaliser, Tokens, policy_loss
 
 EVERY = pytest.mark.parametrize("name", POLICY_LOSSES)
 
@@ -214,8 +214,7 @@ def test_a_given_normaliser_counts_in_the_masks_place(name: str):
     torch.testing.assert_close(halved_metrics, {key: value / 2 for key, value in metrics.items()})
 
 
-def test_every_loss_of_the_config_is_there():
-    assert list(POLICY_LOSSES) == list(methods.POLICY_LOSSES)
+def test_a_loss_that_is_not_in_the_table_is_refused():
     with pytest.raises(ValueError, match="policy_loss"):
         Actor(policy_loss="absent")
 
@@ -231,4 +230,37 @@ def test_a_loss_reads_the_keys_that_it_declares_and_no_others(name: str):
 
     ones = torch.ones(2, 3)
     policy_loss(-ones, -ones, ones, ones, Reading())
-    assert read - {"policy_loss", "method", "loss_agg_mode"} == set(methods.POLICY_LOSSES[name].reads)
+    assert read - {"method", "loss_agg_mode"} == set(POLICY_LOSSES[name].reads)
+
+
+@EVERY
+def test_a_loss_whose_ratio_is_clipped_to_1_minus_epsilon_says_so(name: str):
+    config = Actor(policy_loss=name, clip_ratio_low=0.25, clip_ratio_high=0.5)
+    loss, _ = policy_loss(one(-4.0), one(0.0), one(-1.0), one(1.0), config)
+    assert (float(loss) == 0.75) == POLICY_LOSSES[name].clips_below
+
+
+@EVERY
+def test_a_loss_that_treats_tokens_apart_says_which(name: str):
+    def loss(selected: float) -> float:
+        config = Actor(policy_loss=name, ppo_kl_coef=0.5)
+        tokens = torch.full((1, 2), selected).bool()
+        half = torch.full((1, 2), 0.1)
+        return float(policy_loss(half, 0 * half, half, torch.ones(1, 2), config, selected=tokens)[0])
+
+    assert (loss(0.0) != loss(1.0)) == (POLICY_LOSSES[name].select is not None)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_without_a_selection_the_door_selects_among_the_calls_own_tokens_and_the_loss_none(name: str):
+    config = Actor(policy_loss=name, clip_cov_ratio=0.5, clip_cov_lb=-9.0, kl_cov_ratio=0.5)
+    case = Case(4, 6, seed=3)
+    inputs = Inputs.of(case, 0.3, weighted=False)
+    tensors = (inputs.log_probs, inputs.old_log_probs, inputs.advantages, case.mask)
+    chosen = config.method.select(inputs.log_probs, inputs.advantages, case.mask, config)
+    assert 0 < chosen.sum() < case.mask.sum()
+    assert torch.equal(policy_loss(*tensors, config)[0], policy_loss(*tensors, config, selected=chosen)[0])
+    none = torch.zeros_like(chosen)
+    alone = config.method.function(Tokens(*tensors), config)[0]
+    assert torch.equal(alone, policy_loss(*tensors, config, selected=none)[0])
+    assert not torch.equal(alone, policy_loss(*tensors, config)[0])

@@ -7,9 +7,10 @@ import torch
 from hypothesis import strategies as st
 from ragged import Case
 
+from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import AGGREGATIONS, POLICY_LOSSES
+from megappo.ppo.losses import AGGREGATIONS
 
 SEQUENCE_METHODS = ("gspo", "gmpo", "sapo")
 """Methods that mean seq-mean-token-mean where the config leaves the aggregation open."""
