@@ -29,6 +29,7 @@ HEAVY = {
 WITHOUT_TORCH = (
     "megappo/plan.py",
     "megappo/architecture/",
+    "megappo/batch/fields.py",
     "megappo/config/",
     "megappo/placement/arithmetic.py",
     "megappo/placement/layout.py",

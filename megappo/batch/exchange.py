@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from megappo.batch.fields import field_of
 from megappo.batch.rows import Rows
 from megappo.placement.layout import Layout
 
@@ -117,22 +118,20 @@ class Exchange:
         sources: RankRows,
         destinations: RankRows,
         names: Sequence[str],
-        per_row: Sequence[str] = (),
     ) -> Rows:
         """Rows `destinations[rank]` with their tokens and the named fields.
 
         Args:
             rows: the rows here, in the order of `sources[rank]`.
             sources: each row once. destinations: each row on any number of ranks.
-            names: fields to move, the same on every rank, each [b, R] float32 per response token.
-            per_row: the same for fields of [b] float32.
+            names: fields to move, the same on every rank.
         """
         moved = empty_rows(destinations[self.rank], table)
         lengths = table.total_lengths()
         sent = {int(row): tokens for row, tokens in zip(rows.ids, rows.input_ids, strict=True)}
         received = self._move_ragged(sent, lengths, sources, destinations, torch.int64)
         moved = replace(moved, input_ids=[received[row] for row in destinations[self.rank]])
-        return self.move_fields(rows, moved, table, sources, destinations, names, per_row)
+        return self.move_fields(rows, moved, table, sources, destinations, names)
 
     def move_fields(
         self,
@@ -142,29 +141,23 @@ class Exchange:
         sources: RankRows,
         destinations: RankRows,
         names: Sequence[str],
-        per_row: Sequence[str] = (),
     ) -> Rows:
         """`into`, the rows `destinations[rank]` this rank already has, with the named fields of `rows` added."""
-        fields = dict(into.fields)
-        for name in names:
-            fields[name] = self._move_field(rows, name, table, sources, destinations)
-        for name in per_row:
-            sent = dict(zip(rows.ids.tolist(), rows.fields[name][:, None], strict=True)) if len(rows) else {}
-            received = self._move_ragged(sent, [1] * len(table), sources, destinations, torch.float32)
-            fields[name] = torch.cat([torch.empty(0), *(received[row] for row in destinations[self.rank])])
-        return replace(into, fields=fields)
+        moved = {name: self._move_field(rows, name, table, sources, destinations) for name in names}
+        return replace(into, fields=into.fields | moved)
 
     def _move_field(
         self, rows: Rows, name: str, table: RowTable, sources: RankRows, destinations: RankRows
     ) -> torch.Tensor:
-        lengths = table.response_lengths.tolist()
-        sent = {row: rows.fields[name][i, : lengths[row]] for i, row in enumerate(rows.ids.tolist())}
+        per_token = field_of(name).per_token
+        lengths = table.response_lengths.tolist() if per_token else [1] * len(table)
+        sent = {row: rows.field(name)[i].reshape(-1)[: lengths[row]] for i, row in enumerate(rows.ids.tolist())}
         received = self._move_ragged(sent, lengths, sources, destinations, torch.float32)
         mine = destinations[self.rank]
-        field = torch.zeros(len(mine), table.max_response_length)
+        field = torch.zeros(len(mine), table.max_response_length if per_token else 1)
         for i, row in enumerate(mine):
             field[i, : lengths[row]] = received[row]
-        return field
+        return field if per_token else field[:, 0]
 
     def _move_ragged(
         self,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megappo.batch.fields import field_of
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -14,11 +16,11 @@ class Rows:
         ids: [B] int64, row numbers, unique over all ranks.
         prompt_lengths, response_lengths: [B] int64, in tokens.
         input_ids: B tensors [prompt + response] int64, unpadded; empty list = the tokens are not here.
-        fields: float32 values by name, [B] (per row) or [B, R] (per response token, right-padded with 0). R is the
-            longest response of the whole step, so it is the same on all ranks.
+        fields: those of `FIELDS` that have been written, by name: float32, [B] (per row) or [B, R] (per response token,
+            right-padded with 0). R is the longest response of the whole step, so it is the same on all ranks.
 
     Raises:
-        ValueError: a length or shape does not fit the rest; the message names the field.
+        ValueError: a length or shape does not fit the rest, or there is no such field; the message names it.
     """
 
     ids: torch.Tensor
@@ -38,11 +40,15 @@ class Rows:
         self._check_fields(size)
 
     def _check_fields(self, size: int) -> None:
-        longest, width = int(self.response_lengths.max()) if size else 0, self.max_response_length
+        longest = int(self.response_lengths.max()) if size else 0
+        width = max(longest, self.max_response_length)
         for name, values in self.fields.items():
-            if values.shape not in ((size,), (size, width)) or width < longest:
-                expected = f"[{size}] or [{size}, R] with one R >= {longest}"
-                raise ValueError(f"field {name} has shape {list(values.shape)}; expected {expected}")
+            field = field_of(name)
+            expected = [size, width] if field.per_token else [size]
+            if list(values.shape) != expected:
+                raise ValueError(
+                    f"field {name} has shape {list(values.shape)}; expected {expected}, for it is {field.meaning}"
+                )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -50,7 +56,7 @@ class Rows:
     @property
     def max_response_length(self) -> int:
         """R: the width of the per-token fields; without any, this rank's longest response."""
-        widths = [values.shape[1] for values in self.fields.values() if values.dim() == 2]
+        widths = [values.shape[-1] for name, values in self.fields.items() if field_of(name).per_token]
         return widths[0] if widths else int(self.response_lengths.max()) if len(self) else 0
 
     @property
@@ -59,6 +65,16 @@ class Rows:
         if "response_mask" in self.fields:
             return self.fields["response_mask"]
         return (torch.arange(self.max_response_length) < self.response_lengths[:, None]).float()
+
+    def field(self, name: str) -> torch.Tensor:
+        """A field's values.
+
+        Raises:
+            ValueError: they have not been written, or there is no such field.
+        """
+        if name not in self.fields:
+            raise ValueError(f"rows have no {name} yet: expected them of {field_of(name).writer}")
+        return self.fields[name]
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> "Rows":
         """The rows at these positions (not row numbers), in this order; R stays."""

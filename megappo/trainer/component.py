@@ -94,17 +94,15 @@ class Scattered:
         _check_finite(self.component.name, outputs)
         return outputs
 
-    def gather(self, outputs: Outputs, owned: Rows, names: dict[str, str], per_row: Sequence[str] = ()) -> Rows:
-        """`owned` with the outputs of `forward` added: `names` maps an output per token to the field it becomes; those
-        of `per_row`, one number per row, keep their names."""
+    def gather(self, outputs: Outputs, owned: Rows, names: dict[str, str]) -> Rows:
+        """`owned` with the outputs of `forward` added: `names` maps an output to the field that it becomes."""
         component = self.component
         sources = output_sources(component.layout, self.split.shards, component.exchange.world_size)
         reports = component.engine is not None and component.engine.is_output
         results = self.rows if reports else empty_rows((), self.batch.table)
-        wanted = names | {name: name for name in per_row}
-        results = replace(results, fields={field: outputs[output] for output, field in wanted.items() if reports})
+        results = replace(results, fields={field: outputs[output] for output, field in names.items() if reports})
         return component.exchange.move_fields(
-            results, owned, self.batch.table, sources, self.batch.owners, list(names.values()), per_row
+            results, owned, self.batch.table, sources, self.batch.owners, list(names.values())
         )
 
     def scatter_fields(self, owned: Rows, names: Sequence[str]) -> None:

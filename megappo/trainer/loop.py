@@ -1,6 +1,5 @@
 """The training loop. Every rank runs the same lines; what does not live on a rank is a null object there."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo.batch.rows import Rows
@@ -19,13 +18,12 @@ class ForwardPass:
 
     Attributes:
         at: the component, which has the rows.
-        names, per_row: what becomes of the outputs, see `Scattered.gather`.
+        names: what becomes of the outputs, see `Scattered.gather`.
     """
 
     phase: str
     at: Scattered
     names: dict[str, str]
-    per_row: Sequence[str] = ()
 
 
 class Trainer:
@@ -111,22 +109,21 @@ class Trainer:
         policy, values = {"log_probs": "old_log_probs"}, {"values": "values"}
         if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
             policy["full_kl"] = "full_kl"
-        per_row = ["bootstrap_values"] if algorithm.bootstrap_truncated else []
+        if algorithm.bootstrap_truncated:
+            values["bootstrap_values"] = "bootstrap_values"
         shared = algorithm.shared_backbone
-        passes = [
-            ForwardPass("old_log_probs", at_actor, policy | (values if shared else {}), per_row if shared else ())
-        ]
+        passes = [ForwardPass("old_log_probs", at_actor, policy | (values if shared else {}))]
         if at_ref is not None:
             passes.append(ForwardPass("ref_log_probs", at_ref, {"log_probs": "ref_log_probs"}))
         if at_critic is not None:
-            passes.append(ForwardPass("values", at_critic, values, per_row))
+            passes.append(ForwardPass("values", at_critic, values))
         outputs = []
         for one in passes:
             with timers(one.phase):
                 outputs.append(one.at.forward())
         with timers("gather"):
             for one, found in zip(passes, outputs, strict=True):
-                rows = one.at.gather(found, rows, one.names, one.per_row)
+                rows = one.at.gather(found, rows, one.names)
         return rows
 
     def evaluate(self, step: int) -> dict[str, float]:

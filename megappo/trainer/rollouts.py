@@ -120,10 +120,9 @@ class Rollouts:
         return torch.tensor(scores, dtype=torch.float32)
 
     def collect(self, responses: Responses, prompts: Sequence[Prompt]) -> tuple[Batch, dict[str, float]]:
-        """Scores the step's responses; its rows at their owners, and metrics.
+        """Scores the step's responses; its rows at their owners, with the fields that the rollout writes, and metrics.
 
-        Fields: per token `response_mask` and `rollout_log_probs`; per row `scores`, `truncated` (1 where
-        rollout.max_response_length cut the response off) and, where the estimator needs them, `baselines`.
+        `baselines` are among them where the estimator needs them.
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
@@ -149,14 +148,13 @@ class Rollouts:
         table, sources = self.exchange.table(rows)
         rows = _with_fields(rows, samples, scores, table.max_response_length)
         owned_by = owners(len(table), self.exchange.world_size, n)
-        per_token, per_row = ["response_mask", "rollout_log_probs"], ["scores", "truncated"]
-        owned = self.exchange.move(rows, table, sources, owned_by, per_token, per_row)
+        owned = self.exchange.move(rows, table, sources, owned_by, list(rows.fields))
         return rows, Batch(owned, table, owned_by)
 
     def probe(self, prompts: Sequence[Prompt]) -> Batch:
         """A short response of every engine to each prompt, at their owners; all ranks call it together.
 
-        Fields per token: `response_mask` and `rollout_log_probs`; the scores are 0.
+        Fields as of `collect`; the scores are 0.
         """
         samples = []
         if self.client is not None:

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange, RankRows, RowTable, output_sources, owners, shard_destinations
+from megappo.batch.fields import FIELDS, Field
 from megappo.batch.rows import Rows
 from megappo.placement.layout import Layout
 
 NUM_CASES = 60
+FIELDS.register("ages", Field(per_token=False, writer="this test", meaning="a field from outside"))
 Oracle = dict[int, dict[str, torch.Tensor]]
 """Row number -> its tokens ("input_ids", unpadded) and fields (one value per response token)."""
 
@@ -109,10 +111,9 @@ def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
         assert_rows(moved, case, case.destinations[rank], {"values", "returns"})
         more = exchange.move_fields(mine, moved, table, sources, case.destinations, ["advantages"])
         assert_rows(more, case, case.destinations[rank], {"values", "returns", "advantages"})
-        scored = replace(mine, fields=mine.fields | {"scores": torch.tensor([row + 0.5 for row in mine.ids])})
-        score = exchange.move_fields(scored, moved, table, sources, case.destinations, [], per_row=["scores"])
-        assert score.fields["scores"].tolist() == [row + 0.5 for row in case.destinations[rank]]
-        assert score.fields["scores"].dtype == torch.float32
+        aged = replace(mine, fields=mine.fields | {"ages": torch.tensor([row + 0.5 for row in mine.ids])})
+        found = exchange.move_fields(aged, moved, table, sources, case.destinations, ["ages"]).fields["ages"]
+        assert found.tolist() == [row + 0.5 for row in case.destinations[rank]] and found.dtype == torch.float32
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -12,7 +12,7 @@ def rows(ids: list[int], prompts: list[int], responses: list[int], width: int) -
     """Rows whose tokens and fields name their row, so that a mix-up shows."""
     tokens = [torch.full((p + r,), i) for i, p, r in zip(ids, prompts, responses, strict=True)]
     mask = (torch.arange(width) < torch.tensor(responses)[:, None]).float()
-    fields = {"log_probs": mask * torch.tensor(ids)[:, None], "scores": torch.tensor(ids).float()}
+    fields = {"old_log_probs": mask * torch.tensor(ids)[:, None], "scores": torch.tensor(ids).float()}
     return Rows(torch.tensor(ids), torch.tensor(prompts), torch.tensor(responses), tokens, fields)
 
 
@@ -20,7 +20,7 @@ def test_select_keeps_everything_of_a_row_together_and_the_width():
     picked = rows([5, 6, 7], [1, 2, 3], [4, 1, 2], width=6).select([2, 0])
     assert picked.ids.tolist() == [7, 5]
     assert [x.tolist() for x in picked.input_ids] == [[7] * 5, [5] * 5]
-    assert picked.fields["log_probs"].tolist() == [[7, 7, 0, 0, 0, 0], [5, 5, 5, 5, 0, 0]]
+    assert picked.fields["old_log_probs"].tolist() == [[7, 7, 0, 0, 0, 0], [5, 5, 5, 5, 0, 0]]
     assert picked.fields["scores"].tolist() == [7, 5]
     assert picked.max_response_length == 6
 
@@ -50,11 +50,26 @@ def test_without_fields_the_longest_response_is_the_width():
     [
         ({"prompt_lengths": torch.tensor([1])}, "2 ids, 1 prompt_lengths, 2 response_lengths"),
         ({"input_ids": [torch.zeros(3), torch.zeros(9)]}, r"input_ids have \[3, 9\] tokens; expected .* \[3, 2\]"),
-        ({"fields": {"values": torch.zeros(2, 1)}}, r"field values has shape \[2, 1\]; expected \[2\] or \[2, R\]"),
-        ({"fields": {"a": torch.zeros(2, 3), "b": torch.zeros(2, 4)}}, r"field b has shape \[2, 4\]"),
-        ({"fields": {"score": torch.zeros(3)}}, r"field score has shape \[3\]"),
+        (
+            {"fields": {"values": torch.zeros(2, 1)}},
+            r"field values has shape \[2, 1\]; expected \[2, 2\], for it is the",
+        ),
+        ({"fields": {"values": torch.zeros(2, 3), "returns": torch.zeros(2, 4)}}, r"field returns has shape \[2, 4\]"),
+        ({"fields": {"values": torch.zeros(2)}}, r"field values has shape \[2\]; expected \[2, 2\]"),
+        ({"fields": {"scores": torch.zeros(2, 2)}}, r"field scores has shape \[2, 2\]; expected \[2\], for it is the"),
+        ({"fields": {"scores": torch.zeros(3)}}, r"field scores has shape \[3\]; expected \[2\]"),
+        ({"fields": {"score": torch.zeros(2)}}, "unknown field 'score' of rows: choose one of response_mask, "),
     ],
 )
 def test_rows_that_do_not_fit_together_are_refused(change: dict, message: str):
     with pytest.raises(ValueError, match=message):
         replace(rows([0, 1], [1, 1], [2, 1], width=3), **change)
+
+
+def test_a_field_that_nobody_has_written_is_asked_for():
+    batch = rows([0, 1], [1, 1], [2, 1], width=3)
+    assert batch.field("scores") is batch.fields["scores"]
+    with pytest.raises(ValueError, match="rows have no returns yet: expected them of the advantages"):
+        batch.field("returns")
+    with pytest.raises(ValueError, match="unknown field 'return' of rows"):
+        batch.field("return")

@@ -113,7 +113,7 @@ def check_forward(
     batch = at_owners(exchange, every, rows_per_prompt=2)
     assert len(batch.rows) == (0, 2, 2, 2)[rank], "one rank must be without rows"
     groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
-    names = {"log_probs": "old_log_probs", "entropy": "entropy"} if kind == "actor" else {"values": "values"}
+    names = {"log_probs": "old_log_probs", "entropy": "full_kl"} if kind == "actor" else {"values": "values"}
     for name, case in CASES.items():
         engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
         component = Component(kind, case.layout, engine, exchange)

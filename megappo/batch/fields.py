@@ -1,0 +1,56 @@
+"""What rows carry beside their tokens: every field, by name. Torch-free."""
+
+from dataclasses import dataclass
+
+from megappo.table import Table
+
+
+@dataclass(frozen=True)
+class Field:
+    """A float32 number of each row, or of each of its response tokens.
+
+    Attributes:
+        per_token: [B, R], right-padded with 0; else [B].
+        writer: the part of a step that adds it to the rows.
+        meaning: for people.
+    """
+
+    per_token: bool
+    writer: str
+    meaning: str
+
+
+FIELDS: Table[Field] = Table(
+    "field of rows",
+    {
+        "response_mask": Field(True, "the rollout", "1 on tokens that the policy wrote, 0 on an environment's"),
+        "rollout_log_probs": Field(True, "the rollout", "the engine's log-probs of the policy's tokens"),
+        "scores": Field(False, "the rollout", "the reward function's score of the response"),
+        "truncated": Field(False, "the rollout", "1 where rollout.max_response_length cut the response off"),
+        "baselines": Field(False, "the rollout", "the shaped score of the greedy response to the prompt"),
+        "old_log_probs": Field(True, "the actor's forward pass", "log-probs before the step's updates"),
+        "full_kl": Field(True, "the actor's forward pass", "KL to the reference, over the whole vocabulary"),
+        "ref_log_probs": Field(True, "the reference's forward pass", "log-probs of the frozen reference"),
+        "values": Field(True, "the critic's forward pass", "the return expected before the token"),
+        "bootstrap_values": Field(False, "the critic's forward pass", "the return expected after the last token"),
+        "advantages": Field(True, "the advantages", "how much better than expected, whitened where the method does"),
+        "returns": Field(True, "the advantages", "what the values are trained towards"),
+        "rollout_is_weights": Field(True, "the advantages", "importance weights of the trainer against the engine"),
+        "selected_by_covariance": Field(True, "the actor's update", "1 on tokens that the policy loss treats apart"),
+    },
+)
+"""Name -> field; a component or method from outside registers what it adds: `FIELDS.register(name, Field(...))`."""
+
+
+def field_of(name: str) -> Field:
+    """The field of this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in FIELDS:
+        raise ValueError(
+            f"unknown field {name!r} of rows: choose one of {', '.join(FIELDS)}, or register it in "
+            "megappo.batch.fields.FIELDS"
+        )
+    return FIELDS[name]
