@@ -29,7 +29,7 @@ EXPLAINED = (
     *(FloatingPointError, MemoryError),
 )
 """Errors whose message says all; others come with a traceback."""
-MEMORY = "lower max_tokens_per_micro_batch, or see 'out of memory' under Troubleshooting in the README"
+MEMORY = "lower max_tokens_per_micro_batch, or see 'out of memory' in docs/troubleshooting.md"
 GO_ON = "start again: the run goes on from its newest checkpoint"
 REMEDIES = {
     errno.ENOSPC: f"make room on that disk, then {GO_ON}",
