@@ -1,0 +1,213 @@
+"""The pages say what the program does: what exists is described, and what is described exists."""
+
+import ast
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args, get_origin
+
+import pytest
+import torch
+
+from megappo.architecture.families import FAMILIES
+from megappo.config.describe import keys
+from megappo.config.loading import load_config
+from megappo.config.methods import ESTIMATORS, POLICY_LOSSES
+from megappo.config.schema import Actor, Aggregation, Algorithm, Config, Critic, KLKind, Sync
+from megappo.placement.ranks import smallest_world
+from megappo.ppo.conventions import PRESETS
+from megappo.ppo.corrections import rollout_is_weights
+from megappo.ppo.losses import entropy_loss, kl_loss, policy_loss, value_loss
+from megappo.rewards.builtin import BUILTIN
+from megappo.trainer.preflight import arrangement_errors
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text("utf-8")
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").iterdir()))
+}
+OF_EVERY_PAGE = pytest.mark.parametrize("page", PAGES)
+KEYS = {key.path for key in keys()}
+OWN_FOLDERS = ("megappo/", "tests/", "tools/", "launch/", "configs/", "docs/")
+
+
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"^ *```\w*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of every command shown, without variables before it, comments and what it is piped to."""
+    for line in "\n".join(code_blocks(text)).replace("\\\n", " ").splitlines():
+        line = line.strip().removeprefix("$ ")
+        if re.match(r"([A-Z_]+=\S* )*(bash|sbatch|\.venv|torchrun|python)", line):
+            words = shlex.split(line.split(" | ")[0], comments=True)
+            yield list(itertools.dropwhile(lambda word: re.fullmatch(r"[A-Z_]+=.*", word), words))
+
+
+def braces(text: str) -> list[str]:
+    """`{a,b}.c` as `a.c`, `b.c`."""
+    found = re.match(r"(.*?)\{([^{}]*)\}(.*)", text)
+    return [text] if not found else [one for part in found[2].split(",") for one in braces(found[1] + part + found[3])]
+
+
+def literals(annotation: object) -> tuple[str, ...]:
+    """The words that a key may be."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(word for part in get_args(annotation) for word in literals(part))
+
+
+def metric_names() -> set[str]:
+    """Of losses and corrections, by calling them; of the rest, as the source writes them, without what is computed."""
+    ones = torch.ones(1, 2)
+    actor = {"pg_loss", *entropy_loss(ones, ones, Actor())[1], *kl_loss(ones, ones, ones, Actor())[1]}
+    for name in POLICY_LOSSES:
+        actor |= policy_loss(ones, ones, ones, ones, Actor(policy_loss=name))[1].keys()
+    critic = {"vf_loss", *value_loss(ones, ones, ones, ones, Critic())[1]}
+    corrections = rollout_is_weights(ones, ones, ones, Algorithm().rollout_correction)[1]
+    written = {f"actor/{name}" for name in actor} | {f"critic/{name}" for name in critic} | corrections.keys()
+    return written | set(literal_metrics())
+
+
+def literal_metrics() -> Iterator[str]:
+    """Names that the source writes as they are; of a statistic without its kind, of a timer the phase alone."""
+    name = re.compile(r"(actor|critic|reward|rollout|advantages|sync|timing_s|memory)/[a-z_/]*[a-z_]")
+    for path in sorted((ROOT / "megappo").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and name.fullmatch(str(node.value)):
+                yield re.sub(r"^timing_s/|/(mean|max|min)$", "", str(node.value))
+
+
+def phases() -> set[str]:
+    found = re.findall(r'timers\("(\w+)"\)', (ROOT / "megappo" / "trainer" / "loop.py").read_text("utf-8"))
+    assert {"rollout", "sync"} <= set(found)
+    return set(found)
+
+
+def rooms() -> set[str]:
+    entries = (path for path in (ROOT / "megappo").iterdir() if not path.name.startswith("__"))
+    return {f"megappo/{path.name}" + ("/" if path.is_dir() else "") for path in entries}
+
+
+def mentioned(page: str) -> str:
+    """All code of a page: what a name must stand in to be described."""
+    return " ".join([*code_spans(PAGES[page]), *code_blocks(PAGES[page])])
+
+
+def undescribed(page: str, names: set[str]) -> list[str]:
+    text = mentioned(page)
+    return sorted(name for name in names if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text))
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("docs/methods.md", {*ESTIMATORS, *POLICY_LOSSES, *PRESETS}),
+        ("docs/methods.md", {*literals(KLKind), *literals(Aggregation)}),
+        ("docs/methods.md", {f"algorithm.{key}" for method in ESTIMATORS.values() for key in method.reads}),
+        ("docs/methods.md", {f"actor.{key}" for method in POLICY_LOSSES.values() for key in method.reads}),
+        ("docs/configuration.md", {*literals(Sync.model_fields["transport"].annotation), *BUILTIN}),
+        ("docs/configuration.md", set(Config.model_fields) - {"ref"}),
+        ("docs/converting.md", set(FAMILIES)),
+        ("docs/metrics.md", metric_names() | phases()),
+        ("docs/design.md", rooms()),
+        ("docs/design.md", phases() - {"evaluate", "save"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else min(value),
+)
+def test_what_exists_is_described(page, names):
+    assert undescribed(page, names) == []
+
+
+def test_the_readme_stays_what_a_newcomer_reads():
+    assert len(PAGES["README.md"].splitlines()) < 250
+    assert [page for page in PAGES if page.startswith("docs/") and f"({page})" not in PAGES["README.md"]] == []
+
+
+@OF_EVERY_PAGE
+def test_pages_are_ascii_and_their_lines_short(page):
+    assert PAGES[page].isascii()
+    assert [line for line in PAGES[page].splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@OF_EVERY_PAGE
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text("utf-8"))):
+            broken.append(link)
+    assert broken == []
+
+
+@OF_EVERY_PAGE
+def test_named_files_exist(page):
+    named = {span.partition(":")[0] for span in code_spans(PAGES[page]) if span.startswith(OWN_FOLDERS)}
+    assert [name for name in sorted(named) if " " not in name and not (ROOT / name).exists()] == []
+
+
+@OF_EVERY_PAGE
+def test_named_keys_exist(page):
+    sections = tuple(f"{name}." for name in Config.model_fields)
+    words = [word for span in code_spans(PAGES[page]) for word in re.split(r",? (?!\w+[,}])", span)]
+    words += [word for command in commands(PAGES[page]) for word in command]
+    named = {key for word in words for key in braces(re.split(r"[=:]", word)[0]) if key.startswith(sections)}
+    assert sorted(key for key in named if key not in KEYS) == []
+
+
+SHOWN_OVERRIDES = sorted(
+    {span for text in PAGES.values() for span in code_spans(text) if re.fullmatch(r"(\w+\.[\w.]+=\S+ ?)+", span)}
+)
+
+
+@pytest.mark.parametrize("overrides", SHOWN_OVERRIDES)
+def test_overrides_that_are_shown_load(overrides):
+    load_config(ROOT / "configs" / "quickstart.yaml", overrides.split())
+
+
+COMMANDS = [(page, command) for page, text in PAGES.items() for command in commands(text)]
+
+
+def script(command: list[str]) -> str | None:
+    """The file of this repository that a command starts."""
+    if command[0] == "bash":
+        return command[1]
+    own = [word for word in command[1:] if word.startswith(("megappo.", *OWN_FOLDERS))]
+    return f"{own[0].replace('.', '/')}.py" if own and own[0].startswith("megappo.") else next(iter(own), None)
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: " ".join(value)[:60])
+def test_commands_start_what_exists_with_configs_that_fit(page, command):
+    started = script(command)
+    assert started is None or (ROOT / started).is_file(), f"{page} starts {started}"
+    configs = [word for word in command if word.startswith("configs/")]
+    for path in ["configs/quickstart.yaml"] if started == "launch/quickstart.sh" else configs:
+        config = load_config(ROOT / path, [word for word in command if re.match(r"[a-z_]+\.[a-z_.]+=", word)])
+        assert arrangement_errors(config, smallest_world(config) or 8) == []
+
+
+def test_options_that_are_shown_exist():
+    own = {"tools/convert.py", "tools/inspect_checkpoint.py", "megappo/plan.py"}
+    parsers = [ROOT / "megappo" / "plan.py", *(ROOT / "tools").rglob("*.py")]
+    source = "".join(path.read_text("utf-8") for path in parsers)
+    shown = {word for _, command in COMMANDS if script(command) in own for word in command if word.startswith("--")}
+    assert "--hf-config" in shown
+    assert sorted(option for option in shown - {"--help"} if f'"{option}"' not in source) == []
+
+
+def test_every_script_is_described():
+    scripts = [path.relative_to(ROOT) for folder in ("launch", "tools") for path in (ROOT / folder).glob("*.*")]
+    assert [str(path) for path in scripts if str(path) not in "".join(PAGES.values())] == []
