@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     escape_unprintable()
     try:
         config = load_config(args.config, args.overrides)
+        _hide_torch()
         with config.locating():
             world_size = args.world_size or _world_size(config)
     except ConfigError as error:
@@ -180,8 +181,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _hide_torch() -> None:
+    """transformers would import torch, which takes seconds, wherever it can: a tokenizer needs none. Where it has been
+    imported already, by a file of trainer.extensions, it stays."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it found none
+
+
 if __name__ == "__main__":
-    # transformers would import torch, which takes seconds, wherever it can: a tokenizer needs none.
-    sys.modules["torch"] = None  # type: ignore[assignment]
-    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # that it found none
     sys.exit(main())

@@ -25,7 +25,7 @@ class Table(Mapping[str, Entry], Generic[Entry]):
             ValueError: there is one of this name.
         """
         if name in self._entries:
-            raise ValueError(f"there is a {self.kind} called {name!r} already: choose another name")
+            raise ValueError(f"the {self.kind} {name!r} exists already: choose another name")
         self._entries[name] = entry
 
     def __getitem__(self, name: str) -> Entry:

@@ -15,6 +15,7 @@ from megappo.config.bases import read_file
 from megappo.config.coercion import TOO_LARGE
 from megappo.config.describe import REQUIRED, Key, keys, nearest_key, show
 from megappo.config.errors import MOST_ERRORS, ConfigError, shorten
+from megappo.config.extensions import run_extensions
 from megappo.config.origins import Origins
 from megappo.config.reading import KeyPath, Layer, read_override
 from megappo.config.schema import Config
@@ -26,6 +27,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Args:
         path: YAML file. `base:` in it names one file or a list, merged deeply below it.
         overrides: `key=value`, dotted keys, values written as in YAML; they win over files, later ones over earlier.
+            Files of trainer.extensions are run first.
     Raises:
         ConfigError: with everything wrong in files, overrides, key names and values.
     """
@@ -33,6 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         layer = read_override(override).over(layer)
     errors, origins = list(layer.errors), Origins(str(path), layer.origins)
+    errors += map(origins.located, run_extensions(layer.values))
     try:
         config = Config.written(layer.values, origins)
     except ValidationError as error:

@@ -254,6 +254,7 @@ class Trainer(Section):
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
     num_samples: NonNegative = Field(4, description="rollouts printed and logged per evaluation")
+    extensions: tuple[str, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
     process_group_timeout_seconds: PositiveFloat = Field(1800.0, description="a collective that waits longer than this ends the run")
 
 

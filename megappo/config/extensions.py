@@ -1,0 +1,51 @@
+"""People's own Python files, run before a config is read: what they register belongs to it like the program's own."""
+
+import functools
+import importlib.util
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from megappo.config.coercion import as_declared
+from megappo.config.errors import shorten
+
+KEY = "trainer.extensions"
+
+
+def run_extensions(values: Mapping[str, object]) -> list[str]:
+    """Run the files that a config's values name, each once in a process; what went wrong, one line each.
+
+    Values of a wrong kind are left to the schema.
+    """
+    trainer = values.get("trainer")
+    files = as_declared(trainer.get("extensions"), tuple[str, ...]) if isinstance(trainer, dict) else ()
+    named = [file for file in files if isinstance(file, str)] if isinstance(files, tuple) else []
+    errors = []
+    for file in named:
+        path = Path(file)
+        if not path.is_file():
+            errors.append(f"{KEY}: no file {shorten(file)}: create it or correct the path")
+            continue
+        try:
+            _run(str(path.resolve()))
+        except (Exception, SystemExit) as error:
+            errors.append(f"{KEY}: {file} raised {_told(error, str(path.resolve()))}: correct the file")
+    return errors
+
+
+@functools.cache
+def _run(path: str) -> None:
+    """Import a file under its path as the module's name, which no other module has."""
+    spec = importlib.util.spec_from_file_location(path, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{Path(path).name} is no Python file")
+    sys.modules[path] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[path])
+
+
+def _told(error: BaseException, path: str) -> str:
+    """An exception, and the last line of the file that it came through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    where = f" (line {lines[-1]})" if lines else ""
+    return shorten(f"{type(error).__name__}: {error}") + where

@@ -1,0 +1,59 @@
+"""Files of trainer.extensions run once, before the config is read; a fault of one is told like any other error."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+
+REGISTERS = """
+from megappo.config.methods import ESTIMATORS, Estimator
+ESTIMATORS.register({name!r}, Estimator("own:estimate", compares_responses=True))
+"""
+
+
+def config_file(folder: Path, *extensions: Path) -> Path:
+    file = folder / "run.yaml"
+    names = ", ".join(map(str, extensions))
+    file.write_text(
+        f"model: {{path: m}}\ndata: {{train_files: [d]}}\nalgorithm: {{adv_estimator: own}}\n"
+        f"trainer: {{output_dir: o, extensions: [{names}]}}\n"
+    )
+    return file
+
+
+def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
+    """In a process of its own, as tables are for the whole process; read twice, as a launcher's check and a run do."""
+    extension = tmp_path / "mine.py"
+    extension.write_text(REGISTERS.format(name="own"))
+    code = "import sys; from megappo.config.loading import load_config as load\n"
+    code += "for _ in range(2): assert load(sys.argv[1]).algorithm.adv_estimator == 'own'\n"
+    code += "try: load(sys.argv[1], ['algorithm.adv_estimator=owm'])\nexcept Exception as error: print(error)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, config_file(tmp_path, extension)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gpg | own, found" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no file"),
+        ("x = 1\nraise OSError('gone')\n", "raised OSError: gone (line 2): correct the file"),
+        ("def f(:\n", "raised SyntaxError: "),
+        ("import sys\nsys.exit('stop')\n", "raised SystemExit: stop (line 2)"),
+        (REGISTERS.format(name="gae"), "the advantage estimator 'gae' exists already"),
+    ],
+)
+def test_a_fault_of_an_extension_is_told_with_its_key(tmp_path, text, said):
+    extension = tmp_path / "mine.py"
+    if text is not None:
+        extension.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_file(tmp_path, extension))
+    [error] = [line for line in caught.value.errors if "trainer.extensions" in line]
+    assert said in error and str(extension)[:20] in error and error.startswith(str(tmp_path)), error
