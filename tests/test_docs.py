@@ -189,7 +189,9 @@ def script(command: list[str]) -> str | None:
     return f"{own[0].replace('.', '/')}.py" if own and own[0].startswith("megappo.") else next(iter(own), None)
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: " ".join(value)[:60])
+@pytest.mark.parametrize(
+    ("page", "command"), COMMANDS, ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60]
+)
 def test_commands_start_what_exists_with_configs_that_fit(page, command):
     started = script(command)
     assert started is None or (ROOT / started).is_file(), f"{page} starts {started}"
