@@ -33,10 +33,13 @@ FIELDS: Table[Field] = Table(
         "ref_log_probs": Field(True, "the reference's forward pass", "log-probs of the frozen reference"),
         "values": Field(True, "the critic's forward pass", "the return expected before the token"),
         "bootstrap_values": Field(False, "the critic's forward pass", "the return expected after the last token"),
+        "shaped_scores": Field(False, "the advantages", "the scores after scale, clip, normalising and length penalty"),
+        "kl_penalty": Field(True, "the advantages", "KL to the reference, before its coefficient"),
         "advantages": Field(True, "the advantages", "how much better than expected, whitened where the method does"),
+        "clipped_advantages": Field(True, "the advantages", "1 where algorithm.advantages_clip made a difference"),
         "returns": Field(True, "the advantages", "what the values are trained towards"),
         "rollout_is_weights": Field(True, "the advantages", "importance weights of the trainer against the engine"),
-        "selected_by_covariance": Field(True, "the actor's update", "1 on tokens that the policy loss treats apart"),
+        "selected": Field(True, "the actor's update", "1 on tokens that the policy loss treats apart"),
     },
 )
 """Name -> field; a component or method from outside registers what it adds: `FIELDS.register(name, Field(...))`."""

@@ -7,7 +7,7 @@ into values per response token, and a `LossFn` turns those into a loss.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,15 +31,16 @@ from megappo.config.schema import Optim
 from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
 from megappo.models.routing import router_bias_kept
+from megappo.observe.metrics import Metric, merge_metrics
 from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
 """Per response token, each [b, R] float32, 0 on padding; or per row, [b] float32."""
 Head = Callable[[torch.Tensor, PackedBatch], Outputs]
 """Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
-LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""Outputs and their rows -> loss and metrics, both partial sums of the mini-batch's: they add up over micro-batches
-and data-parallel shards to what one pass over the whole mini-batch would give."""
+LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, Mapping[str, Metric]]]
+"""Outputs and their rows -> loss and metrics, both parts of the mini-batch's: losses added up, and metrics merged, over
+micro-batches and data-parallel shards are what one pass over the whole mini-batch would give."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,12 @@ class OptimizerStep:
 
     Attributes:
         grad_norm: before clipping. lr: learning rate. Both are the same on every rank of the component.
-        metrics: of the loss function, summed over micro-batches: this shard's part; {} but on the last stage.
+        metrics: of the loss function, merged over micro-batches: this shard's part; {} but on the last stage.
     """
 
     grad_norm: float
     lr: float
-    metrics: dict[str, float]
+    metrics: dict[str, Metric]
 
 
 LOSS = "loss"
@@ -271,7 +272,7 @@ class TrainedEngine(MegatronEngine):
         bins = self._bins(rows)
         on_idle = partial(self._loss, _no_loss)
         parts = self._run(rows, bins, partial(self._loss, loss_fn), on_idle, forward_only=False)
-        metrics = _summed(parts)
+        metrics = _on_host(merge_metrics(parts))
         self._check_finite(metrics)
         with self.groups.active():
             updated, grad_norm, _ = self.optimizer.step()
@@ -282,13 +283,14 @@ class TrainedEngine(MegatronEngine):
         metrics.pop(LOSS, None)
         return OptimizerStep(float(grad_norm), lr, metrics)
 
-    def _check_finite(self, found: Mapping[str, float]) -> None:
+    def _check_finite(self, found: Mapping[str, Metric]) -> None:
         """Raises on all ranks of the component where any of them has a loss that is not finite.
 
         An infinite or undefined loss may well have a finite gradient, so the gradient's norm does not tell; and as only
         the last stage has a loss, and a data-parallel shard only its own, the others would go on into the update.
         """
-        broken = [f"{name} {value}" for name, value in found.items() if not math.isfinite(value)]
+        sums = {name: float(metric.part) for name, metric in found.items() if metric.reduction == "sum"}
+        broken = [f"{name} {value}" for name, value in sums.items() if not math.isfinite(value)]
         anywhere = torch.tensor(float(bool(broken)), device=platform.device())
         dist.all_reduce(anywhere, group=self.groups.collection.intra_dist_opt)
         if broken:
@@ -330,7 +332,7 @@ class TrainedEngine(MegatronEngine):
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
         loss, metrics = loss_fn(self._read(self.loss_head, output, packed), packed.rows)
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
-        return loss, torch.ones((), dtype=torch.int, device=loss.device), metrics | {LOSS: loss}
+        return loss, torch.ones((), dtype=torch.int, device=loss.device), {**metrics, LOSS: Metric.of(loss, "sum")}
 
 
 def _runner(chunk: GPTModel) -> torch.nn.Module:
@@ -407,14 +409,18 @@ def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, 
     finalize_model_grads(model, None, **kwargs)
 
 
-def _no_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _no_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, Metric]]:
     """A loss of 0 that runs the backward pass all the same."""
     return 0 * sum(output.sum() for output in outputs.values()), {}
 
 
-def _summed(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-    """Each metric's sum over the micro-batches, brought to the host at once."""
-    if not parts:
+def _on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The same metrics, brought to the host at once."""
+    if not metrics:
         return {}
-    sums = [torch.stack([part[name].detach().double() for part in parts]).sum() for name in parts[0]]
-    return dict(zip(parts[0], torch.stack(sums).tolist(), strict=True))
+    parts = [metric.part for metric in metrics.values()]
+    host = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
+    return {
+        name: replace(metric, part=part.view_as(metric.part))
+        for (name, metric), part in zip(metrics.items(), host, strict=True)
+    }

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
 from megappo.config.errors import ConfigError
@@ -18,21 +20,110 @@ METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
+_POSITIVE = 1e-6 * 1.25 ** torch.arange(125, dtype=torch.float64)
+BUCKETS = torch.cat([-_POSITIVE.flip(0), _POSITIVE, torch.tensor([sys.float_info.max], dtype=torch.float64)])
+"""Upper limits of a histogram's buckets, the same for all, so that histograms add up."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """A metric for TensorBoard alone: the sum and the sum of squares of its values, and how many lie in each bucket."""
+
+    numbers: tuple[float, ...]
+
+    def write(self, tensorboard: SummaryWriter, name: str, step: int) -> None:
+        total, squares, *counts = self.numbers
+        filled = [i for i, count in enumerate(counts) if count]
+        limits = BUCKETS.tolist()
+        low, high = limits[max(filled[0] - 1, 0)], limits[min(filled[-1], len(limits) - 2)]
+        tensorboard.add_histogram_raw(name, low, high, sum(counts), total, squares, limits, counts, step)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How values, in whatever parts they lie, become one.
+
+    Attributes:
+        part: what stands for values [n] float64, of which there may be none.
+        merge: what stands for all of several such parts, stacked.
+        value: the outcome, from what stands for all values.
+    """
+
+    part: Callable[[torch.Tensor], torch.Tensor]
+    merge: Callable[[torch.Tensor], torch.Tensor]
+    value: Callable[[torch.Tensor], float | Histogram] = float
+
+
+def _histogram_part(values: torch.Tensor) -> torch.Tensor:
+    found = torch.bucketize(values, BUCKETS.to(values.device)).bincount(minlength=len(BUCKETS))
+    return torch.cat([torch.stack([values.sum(), values.square().sum()]), found.double()])
+
+
+def _add(parts: torch.Tensor) -> torch.Tensor:
+    return parts.sum(dim=0)
+
+
+REDUCTIONS = {
+    "sum": Reduction(torch.sum, _add),
+    "mean": Reduction(
+        lambda values: torch.stack([values.sum(), values.new_tensor(len(values))]),
+        _add,
+        lambda part: float(part[0] / part[1]),
+    ),
+    "max": Reduction(lambda values: values.max() if len(values) else values.new_tensor(-math.inf), torch.max),
+    "min": Reduction(lambda values: values.min() if len(values) else values.new_tensor(math.inf), torch.min),
+    "histogram": Reduction(_histogram_part, _add, lambda part: Histogram(tuple(part.tolist()))),
+}
+
+
 @dataclass(frozen=True)
 class Metric:
-    """A rank's part of a metric, and how the parts of the ranks become one: `sum`, `max` or `min`."""
+    """A micro-batch's, a rank's or a step's part of a metric, and how parts become one.
 
-    value: float
-    reduction: Callable[[Iterable[float]], float]
+    Attributes:
+        part: float64, as the reduction has it.
+        reduction: one of REDUCTIONS.
+    """
+
+    part: torch.Tensor
+    reduction: str
+
+    @classmethod
+    def of(cls, values: torch.Tensor | float, reduction: str) -> "Metric":
+        """Of all these values."""
+        flat = torch.as_tensor(values, dtype=torch.float64).detach().flatten()
+        return cls(REDUCTIONS[reduction].part(flat), reduction)
+
+    @classmethod
+    def merged(cls, parts: Sequence["Metric"]) -> "Metric":
+        reduction = parts[0].reduction
+        return cls(REDUCTIONS[reduction].merge(torch.stack([one.part for one in parts])), reduction)
+
+    @property
+    def value(self) -> float | Histogram:
+        return REDUCTIONS[self.reduction].value(self.part)
 
 
-def reduce_ranks(of_ranks: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Each name's parts as one, over the ranks that have it."""
+def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Each name's parts as one, over the micro-batches, ranks or steps that have it."""
     parts: dict[str, list[Metric]] = defaultdict(list)
-    for metrics in of_ranks:
+    for metrics in several:
         for name, metric in metrics.items():
             parts[name].append(metric)
-    return {name: found[0].reduction(part.value for part in found) for name, found in parts.items()}
+    return {name: Metric.merged(found) for name, found in parts.items()}
+
+
+def reduce_ranks(of_ranks: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
+    """The values of metrics of which every rank has a part, or none.
+
+    Raises:
+        ValueError: a mean of no values.
+    """
+    metrics = merge_metrics(of_ranks)
+    for name, metric in metrics.items():
+        if metric.reduction == "mean" and not metric.part[1]:
+            raise ValueError(f"no value of {name!r} on any rank")
+    return {name: metric.value for name, metric in metrics.items()}
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
@@ -84,14 +175,18 @@ class MetricsWriter:
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
         self._tensorboard = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_step)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step. NaN and infinity, which JSON lacks, become null in metrics.jsonl."""
-        values = {name: float(value) for name, value in metrics.items()}
+    def write(self, step: int, metrics: Mapping[str, float | Histogram]) -> None:
+        """Write one step. NaN and infinity, which JSON lacks, become null in metrics.jsonl; histograms are only in
+        TensorBoard."""
+        values = {name: float(value) for name, value in metrics.items() if not isinstance(value, Histogram)}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
         for name, value in values.items():
             self._tensorboard.add_scalar(name, value, step)
+        for name, value in metrics.items():
+            if isinstance(value, Histogram):
+                value.write(self._tensorboard, name, step)
         self._tensorboard.flush()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class Observer:
         self._writer = MetricsWriter(output_dir, resume_step)
         self._console = Console(total_steps)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log a step once; `timing_s/*` are this rank's, all else is of all ranks."""
         self._writer.write(step, metrics)
         self._console.step(step, metrics)
@@ -63,7 +63,7 @@ class Observer:
 class NullObserver:
     """The observer of the ranks that stay silent; same methods as Observer."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Nothing."""
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

@@ -7,8 +7,8 @@ import torch
 
 from megappo.ppo.conventions import Conventions
 
-Metrics = dict[str, torch.Tensor]
-"""Name -> partial sum, 0-dim float32, detached."""
+Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, str]]
+"""Name -> partial sum, 0-dim float32, detached; or values of any number and how to reduce them: max, min, histogram."""
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

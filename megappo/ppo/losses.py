@@ -20,6 +20,7 @@ __all__ = [
     "Metrics",
     "Normaliser",
     "PolicyConfig",
+    "Result",
     "Tokens",
     "aggregate",
     "entropy_loss",

@@ -100,8 +100,8 @@ class Tokens:
             "pg_clipfrac_lower": none if held is None else held,
             "ratio": ratios,
         }
-        metrics = {name: token_mean(x, self.mask, self.normaliser) for name, x in shown.items()}
-        metrics["ppo_kl"] = self.policy_kl
+        metrics: Metrics = {name: token_mean(x, self.mask, self.normaliser) for name, x in shown.items()}
+        metrics |= {"ppo_kl": self.policy_kl, "ratio_max": (ratios.detach()[self.mask], "max")}
         return aggregate(loss, self.mask, mode, normaliser=self.normaliser), metrics
 
 

@@ -41,7 +41,7 @@ def value_loss(
         clipped = torch.clamp(values, old_values - config.value_clip, old_values + config.value_clip)
         worse = _error(clipped - returns, config.huber_delta, conventions)
     normaliser = Normaliser.of(mask) if normaliser is None else normaliser
-    metrics = {"vf_clipfrac": token_mean(worse > error, mask, normaliser)}
+    metrics: Metrics = {"vf_clipfrac": token_mean(worse > error, mask, normaliser)}
     loss = torch.maximum(error, worse)
     return aggregate(loss, mask, agg_mode(config, conventions), normaliser=normaliser), metrics
 

@@ -1,6 +1,7 @@
 """From rollouts that were scored and looked at to advantages: rewards per token, corrections, estimate, whitening."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -17,9 +18,9 @@ from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
 from megappo.trainer.objectives import conventions
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import as_metrics, field_statistics, value_statistics
+from megappo.trainer.statistics import mean_over_ranks, row_metrics
 
-Metrics = dict[str, float]
+Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,9 @@ class Judged:
     """A step's rows with their advantages, and what is known of all rows of all ranks.
 
     Attributes:
-        rows: this rank's, with `advantages`, `returns` where there are values, and `rollout_is_weights` where they are
-            not all 1.
+        rows: this rank's, with `shaped_scores` and `advantages`; `kl_penalty` where the rewards have one in them,
+            `clipped_advantages` where they are clipped, `returns` where there are values, and `rollout_is_weights`
+            where they are not all 1.
         log_prob_diff: the mean over the tokens of |old_log_probs - rollout_log_probs|.
         kl_penalty: the mean over the tokens of the KL to the reference; None where the rewards have none in them.
     """
@@ -45,35 +47,29 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     Args:
         rows: at their owners, where all responses to a prompt are together.
     """
-    penalty = _kl_penalty(run, rows) if run.config.algorithm.use_kl_in_reward else None
-    rewards, metrics = _token_level_rewards(run, rows, penalty)
-    advantages, returns = _estimate(run, rows, rewards)
-    whitened = _whitened(run, advantages, rows.response_mask)
-    limit = run.config.algorithm.advantages_clip
-    added = {"advantages": whitened if limit is None else whitened.clamp(-limit, limit)}
-    added |= {"returns": returns} if run.config.has_values else {}
+    penalty = {"kl_penalty": _kl_penalty(run, rows)} if run.config.algorithm.use_kl_in_reward else {}
+    rows = replace(rows, fields=rows.fields | penalty)
+    scores, metrics = _shaped_scores(run, rows)
+    advantages, returns = _estimate(run, rows, _token_level_rewards(run, rows, scores))
     weights, correction_metrics = _correct(run, rows)
-    rows = replace(rows, fields=rows.fields | added | weights)
-    names = [name for name in ("advantages", "returns", "values") if name in rows.fields]
-    difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()
-    shown = {name: rows.fields[name] for name in names} | {"rollout/log_prob_diff": difference}
-    if limit is not None:
-        shown["advantages/clipped"] = (whitened.abs() > limit).float()
-    if penalty is not None:
-        shown["reward/kl_penalty"] = penalty
-    found = field_statistics(run.exchange, rows, shown)
-    metrics |= as_metrics(found) | correction_metrics
+    added = {"shaped_scores": scores} | weights | _whitened(run, advantages, rows.response_mask)
+    added |= {"returns": returns} if run.config.has_values else {}
+    rows = replace(rows, fields=rows.fields | added)
+    metrics |= correction_metrics | row_metrics(run.exchange, rows)
+    if penalty:
+        metrics["reward/kl_coef"] = run.kl.value
     if run.config.has_values:
         metrics["critic/vf_explained_var"] = explained_variance(
             rows.fields["values"], returns, rows.response_mask, group=run.exchange.group
         )
-    kl_penalty = None if penalty is None else found["reward/kl_penalty"].mean
-    return Judged(rows, found["rollout/log_prob_diff"].mean, kl_penalty, metrics)
+    mask = rows.response_mask.bool()
+    difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()
+    kl_penalty = mean_over_ranks(run.exchange, rows.fields["kl_penalty"][mask]) if penalty else None
+    return Judged(rows, mean_over_ranks(run.exchange, difference[mask]), kl_penalty, metrics)
 
 
-def _token_level_rewards(run: Run, rows: Rows, penalty: torch.Tensor | None) -> tuple[torch.Tensor, Metrics]:
-    """Shaped scores on each response's last token, minus the KL penalty of each token where there is one."""
-    scores, metrics = shape_scores(
+def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+    return shape_scores(
         rows.fields["scores"],
         rows.response_lengths,
         _prompts(run, rows),
@@ -82,17 +78,15 @@ def _token_level_rewards(run: Run, rows: Rows, penalty: torch.Tensor | None) -> 
         max_response_length=run.config.rollout.max_response_length,
         group=run.exchange.group,
     )
-    shown = {"reward/shaped": scores}
-    if "baselines" in rows.fields:
-        shown["reward/baseline"] = rows.fields["baselines"]
-    metrics |= as_metrics(value_statistics(run.exchange, shown))
-    if penalty is None:
-        return compute_token_level_rewards(scores, rows.response_mask), metrics
-    metrics["reward/kl_coef"] = run.kl.value
-    return compute_token_level_rewards(scores, rows.response_mask, penalty, run.kl.value), metrics
+
+
+def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor) -> torch.Tensor:
+    """Shaped scores on each response's last token, minus the KL penalty of each token where there is one."""
+    return compute_token_level_rewards(scores, rows.response_mask, rows.fields.get("kl_penalty"), run.kl.value)
 
 
 def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
+    """Of each token, before its coefficient."""
     kind, fields = run.config.algorithm.kl_penalty, rows.fields
     if kind == "full":
         return fields["full_kl"]
@@ -126,14 +120,18 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
     return advantages, returns
 
 
-def _whitened(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Whitened over the tokens of all ranks where the config says so, or, left open, the estimator's method."""
+def _whitened(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`advantages`, whitened over the tokens of all ranks where the config says so, or, left open, the estimator's
+    method; and clipped where it says so, with `clipped_advantages`, 1 where that made a difference."""
     algorithm = run.config.algorithm
     chosen = algorithm.whiten_advantages
     if algorithm.method.whitens if chosen is None else chosen:
         whitening = conventions(run.config).whitening_of(algorithm.adv_estimator)
-        return whiten(advantages, mask, group=run.exchange.group, whitening=whitening)
-    return advantages
+        advantages = whiten(advantages, mask, group=run.exchange.group, whitening=whitening)
+    limit = algorithm.advantages_clip
+    if limit is None:
+        return {"advantages": advantages}
+    return {"advantages": advantages.clamp(-limit, limit), "clipped_advantages": (advantages.abs() > limit).float()}
 
 
 def _correct(run: Run, rows: Rows) -> tuple[dict[str, torch.Tensor], Metrics]:

@@ -1,6 +1,7 @@
 """The training loop. Every rank runs the same lines; what does not live on a rank is a null object there."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
@@ -8,7 +9,7 @@ from megappo.trainer.component import Scattered
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.probe import check_log_probs
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import as_metrics, training_metrics, value_statistics
+from megappo.trainer.statistics import training_metrics, value_metrics
 from megappo.trainer.update import VALUE_FIELDS, actor_fields, update_actor, update_critic
 
 
@@ -65,7 +66,7 @@ class Trainer:
         last = step == self.config.trainer.total_steps
         return last or (interval > 0 and step % interval == 0)
 
-    def step(self, step: int) -> dict[str, float]:
+    def step(self, step: int) -> dict[str, Any]:
         """One PPO step; returns its metrics, the same on every rank."""
         run, config = self.run, self.config
         prompts = run.train_prompts.batch(step - 1)
@@ -126,11 +127,11 @@ class Trainer:
                 rows = one.at.gather(found, rows, one.names)
         return rows
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int) -> dict[str, Any]:
         """`val/<dataset>/score/*` on every held-out prompt of each file, and a few samples logged."""
         metrics = {}
         for name, prompts in self.run.val_prompts.items():
             scores, samples = self.run.rollouts.evaluate(prompts.all)
-            metrics |= as_metrics(value_statistics(self.run.exchange, {f"val/{name}/score": scores}))
+            metrics |= value_metrics(self.run.exchange, f"val/{name}/score", scores)
             self.run.observer.samples(step, samples)
         return metrics

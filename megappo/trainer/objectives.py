@@ -5,11 +5,15 @@ import torch
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.models.train_engine import LossFn, Outputs
+from megappo.observe.metrics import Metric
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import Metrics, Normaliser, Tokens, entropy_loss, kl_loss, value_loss
+from megappo.ppo.losses import Metrics, Normaliser, Result, Tokens, entropy_loss, kl_loss, value_loss
 
 SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""
+
+Fields = dict[str, torch.Tensor]
+Part = tuple[torch.Tensor, dict[str, Metric]]
 
 
 def conventions(config: Config) -> Conventions:
@@ -34,19 +38,19 @@ class ActorLoss:
         """This shard's part of the mean KL to the policy before the update, of the micro-batches so far."""
         return float(sum(self._policy_kl))
 
-    def __call__(self, outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+    def __call__(self, outputs: Outputs, rows: Rows) -> Part:
         config, normaliser = self.config, self.normaliser
         mask, fields = _on(outputs["log_probs"].device, rows)
         tokens = _tokens(config, outputs, fields, mask, normaliser)
         self._policy_kl.append(tokens.policy_kl.double())
-        loss, metrics = config.actor.method.function(tokens, config.actor)
-        metrics = {"pg_loss": loss, **metrics}
+        loss, found = config.actor.method.function(tokens, config.actor)
+        found = {"pg_loss": loss, **found}
         for part, part_metrics in (
             _entropy_loss(config, outputs, mask, normaliser),
             *([_kl_loss(config, outputs, fields, mask, normaliser)] if config.actor.use_kl_loss else []),
         ):
-            loss, metrics = loss + part, metrics | part_metrics
-        metrics = {f"actor/{name}": value for name, value in metrics.items()}
+            loss, found = loss + part, found | part_metrics
+        metrics = _named("actor", found)
         if config.algorithm.shared_backbone:
             value_part, value_metrics = _value_loss(config, outputs, fields, mask, normaliser)
             loss, metrics = loss + config.algorithm.value_coef * value_part, metrics | value_metrics
@@ -57,15 +61,11 @@ def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
     """The critic's value loss; arguments as in `ActorLoss`."""
     normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
 
-    def loss_fn(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+    def loss_fn(outputs: Outputs, rows: Rows) -> Part:
         mask, fields = _on(outputs["values"].device, rows)
         return _value_loss(config, outputs, fields, mask, normaliser)
 
     return loss_fn
-
-
-Fields = dict[str, torch.Tensor]
-Part = tuple[torch.Tensor, Metrics]
 
 
 def _tokens(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Tokens:
@@ -81,13 +81,13 @@ def _tokens(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor
     )
 
 
-def _entropy_loss(config: Config, outputs: Outputs, mask: torch.Tensor, normaliser: Normaliser) -> Part:
+def _entropy_loss(config: Config, outputs: Outputs, mask: torch.Tensor, normaliser: Normaliser) -> Result:
     # Without a bonus the entropy is only a metric: keep it out of the backward pass.
     entropy = outputs["entropy"] if config.actor.entropy_coeff else outputs["entropy"].detach()
     return entropy_loss(entropy, mask, config.actor, normaliser=normaliser, conventions=conventions(config))
 
 
-def _kl_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Part:
+def _kl_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Result:
     log_probs = outputs["log_probs"]
     return kl_loss(
         log_probs,
@@ -110,7 +110,13 @@ def _value_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Te
         normaliser=normaliser,
         conventions=conventions(config),
     )
-    return loss, {f"critic/{name}": value for name, value in {"vf_loss": loss, **metrics}.items()}
+    return loss, _named("critic", {"vf_loss": loss, **metrics})
+
+
+def _named(component: str, metrics: Metrics) -> dict[str, Metric]:
+    """A loss's metrics under a component's name."""
+    parts = {name: part if isinstance(part, tuple) else (part, "sum") for name, part in metrics.items()}
+    return {f"{component}/{name}": Metric.of(*part) for name, part in parts.items()}
 
 
 def _on(device: torch.device, rows: Rows) -> tuple[torch.Tensor, Fields]:

@@ -19,7 +19,6 @@ from megappo.rewards.pool import RewardPool
 from megappo.rollout.client import EngineClient, SamplingParams
 from megappo.rollout.sampler import Sample, StoreCounter, sample
 from megappo.trainer.component import Batch
-from megappo.trainer.statistics import as_metrics, value_statistics
 
 PROBE_TOKENS = 4
 
@@ -126,30 +125,21 @@ class Rollouts:
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
-        scores = self.score(samples, prompts)
-        rows, batch = self._at_owners(samples, scores, prompts, n)
-        owned, table = batch.rows, batch.table
+        batch = self._at_owners(samples, self.score(samples, prompts), prompts, n)
         if self.config.algorithm.method.needs_greedy_baseline:
-            baselines = self._baselines(responses.greedy, prompts, owned)
-            owned = replace(owned, fields=owned.fields | {"baselines": baselines})
-        lengths = {"rollout/response_length": rows.response_lengths.float()}
-        metrics = as_metrics(value_statistics(self.exchange, {"reward/score": scores} | lengths))
-        num_truncated = sum(self.exchange.share(float(rows.fields["truncated"].sum())))
-        metrics["rollout/truncated_frac"] = num_truncated / len(table)
+            baselines = {"baselines": self._baselines(responses.greedy, prompts, batch.rows)}
+            batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
         num_greedy_tokens = sum(self.exchange.share(sum(len(one.tokens) for one in responses.greedy)))
-        metrics["rollout/num_tokens"] = int(table.response_lengths.sum()) + num_greedy_tokens
-        return replace(batch, rows=owned), metrics
+        return batch, {"rollout/num_tokens": int(batch.table.response_lengths.sum()) + num_greedy_tokens}
 
-    def _at_owners(
-        self, samples: Sequence[Sample], scores: torch.Tensor, prompts: Sequence[Prompt], n: int
-    ) -> tuple[Rows, Batch]:
-        """Samples, n to each prompt, as rows with the fields of `_with_fields`: here, and at their owners."""
+    def _at_owners(self, samples: Sequence[Sample], scores: torch.Tensor, prompts: Sequence[Prompt], n: int) -> Batch:
+        """Samples, n to each prompt, as rows with the fields of `_with_fields` at their owners."""
         rows = _rows(samples, prompts, n)
         table, sources = self.exchange.table(rows)
         rows = _with_fields(rows, samples, scores, table.max_response_length)
         owned_by = owners(len(table), self.exchange.world_size, n)
         owned = self.exchange.move(rows, table, sources, owned_by, list(rows.fields))
-        return rows, Batch(owned, table, owned_by)
+        return Batch(owned, table, owned_by)
 
     def probe(self, prompts: Sequence[Prompt]) -> Batch:
         """A short response of every engine to each prompt, at their owners; all ranks call it together.
@@ -165,7 +155,7 @@ class Rollouts:
                 Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
                 for i, one in enumerate(generations)
             ]
-        return self._at_owners(samples, torch.zeros(len(samples)), prompts, self.num_engines)[1]
+        return self._at_owners(samples, torch.zeros(len(samples)), prompts, self.num_engines)
 
     def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], owned: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""

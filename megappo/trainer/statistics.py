@@ -1,76 +1,115 @@
 """Metrics over all ranks from each rank's part, in one small exchange each."""
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
+from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
+from megappo.table import Table
+
+SPREAD = ("mean", "max", "min")
 
 
 @dataclass(frozen=True)
-class Statistics:
-    """Of the values of all ranks."""
+class RowMetric:
+    """A metric of the rows of a step.
 
-    mean: float
-    max: float
-    min: float
+    Attributes:
+        values: of this rank's rows, [n], n may be 0; None where the run has none.
+        reductions: the metrics are `<name>/<reduction>`; a single reduction without a name: the metric is `<name>`.
+    """
 
-
-def field_statistics(exchange: Exchange, rows: Rows, fields: Mapping[str, torch.Tensor]) -> dict[str, Statistics]:
-    """By name, over the response tokens of all rows of all ranks; fields are [b, R]."""
-    mask = rows.response_mask.bool()
-    return value_statistics(exchange, {name: field[mask] for name, field in fields.items()})
+    values: Callable[[Rows], torch.Tensor | None]
+    reductions: tuple[str, ...] | str = SPREAD
 
 
-def value_statistics(exchange: Exchange, values: Mapping[str, torch.Tensor]) -> dict[str, Statistics]:
-    """By name, over all ranks' values, [n] each; n may differ and be 0 on some ranks.
+def of_rows(field: str) -> Callable[[Rows], torch.Tensor | None]:
+    """A field with one number per row."""
+    return lambda rows: rows.fields.get(field)
+
+
+def of_tokens(field: str) -> Callable[[Rows], torch.Tensor | None]:
+    """A field with one number per response token, at those with mask 1."""
+    return lambda rows: rows.fields[field][rows.response_mask.bool()] if field in rows.fields else None
+
+
+def _log_prob_diff(rows: Rows) -> torch.Tensor:
+    return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[rows.response_mask.bool()]
+
+
+ROW_METRICS = Table(
+    "metric",
+    {
+        "reward/score": RowMetric(of_rows("scores")),
+        "reward/shaped": RowMetric(of_rows("shaped_scores")),
+        "reward/baseline": RowMetric(of_rows("baselines")),
+        "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
+        "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float()),
+        "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
+        "rollout/log_prob_diff": RowMetric(_log_prob_diff),
+        "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, "histogram")),
+        "advantages/clipped": RowMetric(of_tokens("clipped_advantages")),
+        "returns": RowMetric(of_tokens("returns")),
+        "values": RowMetric(of_tokens("values")),
+    },
+)
+"""By name: the metrics of a step's rows with their advantages."""
+
+
+def row_metrics(exchange: Exchange, rows: Rows) -> dict[str, Any]:
+    """Those of ROW_METRICS that the run has, over the rows of all ranks."""
+    parts: dict[str, Metric] = {}
+    for name, metric in ROW_METRICS.items():
+        values = metric.values(rows)
+        if values is not None:
+            parts |= _parts(name, values, metric.reductions)
+    return reduce_ranks(exchange.share(parts))
+
+
+def value_metrics(exchange: Exchange, name: str, values: torch.Tensor) -> dict[str, float]:
+    """`<name>/{mean,max,min}` over all ranks' values, [n] each; n may differ and be 0 on some ranks.
 
     Raises:
-        ValueError: no rank has any value of a name.
+        ValueError: no rank has any value.
     """
-    parts = {name: _part(value) for name, value in values.items()}
-    shared = exchange.share(parts)
-    statistics = {}
-    for name in parts:
-        of_ranks = [part[name] for part in shared if part[name] is not None]
-        if not of_ranks:
-            raise ValueError(f"no value of {name!r} on any rank")
-        counts, sums, maxima, minima = zip(*of_ranks, strict=True)
-        statistics[name] = Statistics(sum(sums) / sum(counts), max(maxima), min(minima))
-    return statistics
+    return reduce_ranks(exchange.share(_parts(name, values, SPREAD)))
 
 
-def as_metrics(statistics: Mapping[str, Statistics]) -> dict[str, float]:
-    """`<name>/{mean,max,min}`."""
-    return {f"{name}/{kind}": value for name, found in statistics.items() for kind, value in asdict(found).items()}
+def mean_over_ranks(exchange: Exchange, values: torch.Tensor) -> float:
+    """The mean of all ranks' values, [n] each."""
+    return reduce_ranks(exchange.share({"mean": Metric.of(values, "mean")}))["mean"]
 
 
-def _part(value: torch.Tensor) -> tuple[int, float, float, float] | None:
-    if value.numel() == 0:
-        return None
-    return value.numel(), float(value.double().sum()), float(value.max()), float(value.min())
+def _parts(name: str, values: torch.Tensor, reductions: tuple[str, ...] | str) -> dict[str, Metric]:
+    if isinstance(reductions, str):
+        return {name: Metric.of(values, reductions)}
+    return {f"{name}/{reduction}": Metric.of(values, reduction) for reduction in reductions}
 
 
-def training_metrics(exchange: Exchange, steps: list[OptimizerStep], name: str) -> dict[str, float]:
-    """Metrics of a component's optimizer steps, averaged over the steps, and their number.
+def training_metrics(exchange: Exchange, steps: list[OptimizerStep], name: str) -> dict[str, Any]:
+    """Metrics of a component's optimizer steps, sums averaged over the steps, and their number.
 
     Args:
-        steps: on the component's output ranks, else empty. The parts of the data-parallel shards are added up.
+        steps: on the component's output ranks, else empty. The parts of the data-parallel shards are merged.
         name: the component's.
     """
     shards = [of_rank for of_rank in exchange.share(steps) if of_rank]
     if not shards:
         return {}
-    num_steps = len(shards[0])
-    totals: dict[str, float] = defaultdict(float)
-    for of_step in zip(*shards, strict=True):
-        totals[f"{name}/grad_norm"] += of_step[0].grad_norm
-        totals[f"{name}/lr"] += of_step[0].lr
-        for metric in of_step[0].metrics:
-            totals[metric] += sum(shard.metrics[metric] for shard in of_step)
-    means = {metric: total / num_steps for metric, total in totals.items()}
-    return means | {f"{name}/num_optimizer_steps": num_steps}
+    of_steps = [merge_metrics(shard.metrics for shard in of_step) for of_step in zip(*shards, strict=True)]
+    for found, step in zip(of_steps, shards[0], strict=True):
+        found |= {f"{name}/grad_norm": Metric.of(step.grad_norm, "sum"), f"{name}/lr": Metric.of(step.lr, "sum")}
+    found = {key: _over_steps([metrics[key] for metrics in of_steps]) for key in of_steps[0]}
+    return found | {f"{name}/num_optimizer_steps": len(of_steps)}
+
+
+def _over_steps(parts: list[Metric]) -> Any:
+    """The mean of sums, which are means over a mini-batch; anything else as over ranks."""
+    if parts[0].reduction == "sum":
+        return sum(float(one.part) for one in parts) / len(parts)
+    return Metric.merged(parts).value

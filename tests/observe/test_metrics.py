@@ -3,9 +3,10 @@ import math
 import os
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megappo.observe.metrics import MetricsWriter, read_metrics
+from megappo.observe.metrics import Metric, MetricsWriter, read_metrics
 
 
 def lines(folder):
@@ -55,6 +56,26 @@ def test_nan_stays_readable_json(tmp_path):
     writer.write(1, {"bad": math.nan, "good": 1})
     writer.close()
     assert lines(tmp_path) == [{"step": 1, "bad": None, "good": 1.0}]
+
+
+def test_a_histogram_of_several_parts_is_in_tensorboard_alone(tmp_path):
+    values = torch.tensor([-2.0, 0.0, 0.0, 0.5, 3.0, 1e9])
+    parts = [Metric.of(part, "histogram") for part in values.split(2)] + [Metric.of(values[:0], "histogram")]
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"advantages": Metric.merged(parts).value, "good": 1.0})
+    writer.close()
+    assert lines(tmp_path) == [{"step": 1, "good": 1.0}]
+    [event] = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Histograms("advantages")
+    found = event.histogram_value
+    assert (event.step, found.num, found.sum) == (1, 6, 1e9 + 1.5)
+    assert found.sum_squares == pytest.approx(1e18)
+    below = 0.0
+    for value, count in ((-2.0, 1), (0.0, 2), (0.5, 1), (3.0, 1), (1e9, 1)):
+        [bucket] = [i for i, limit in enumerate(found.bucket_limit) if value <= limit][:1]
+        assert found.bucket[bucket] == count and found.bucket_limit[bucket - 1] < value
+        below += count
+    assert below == sum(found.bucket)
+    assert found.min < -2.0 and found.max > 3.0
 
 
 @pytest.mark.parametrize("broken", ["not json", "\udcff\x00", "[" * 100_000, "[1]", '{"x": 1}', '{"step": "1"}'])

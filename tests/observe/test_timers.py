@@ -89,7 +89,7 @@ def test_the_peak_of_a_phase_holds_what_was_allocated_in_it_and_not_in_the_next(
     assert memory["memory/host_peak_gib/sum"].value == large
     assert "memory/large_peak_gib" not in next_step
 
-    others = {"memory/large_peak_gib": Metric(large + 1, max), "memory/host_peak_gib/sum": Metric(2.0, sum)}
+    others = {"memory/large_peak_gib": Metric.of(large + 1, "max"), "memory/host_peak_gib/sum": Metric.of(2.0, "sum")}
     assert reduce_ranks([memory, others, {}]) == {
         "memory/large_peak_gib": large + 1,
         "memory/small_peak_gib": small,

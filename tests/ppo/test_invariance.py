@@ -99,11 +99,12 @@ def tensors_of(case: Case) -> list[torch.Tensor]:
 
 
 def numbers_of(loss: Loss, tensors: list[torch.Tensor], normaliser: Normaliser, selected: torch.Tensor):
-    """[1 + metrics] loss and metrics, and the gradient in the first tensor."""
+    """[1 + metrics] loss and metrics that are sums, and the gradient in the first tensor."""
     leaf = tensors[0].clone().requires_grad_()
     total, metrics = loss([leaf, *tensors[1:]], normaliser, selected)
     total.backward()
-    return torch.stack([total.detach(), *metrics.values()]).double(), leaf.grad
+    sums = [part for part in metrics.values() if not isinstance(part, tuple)]
+    return torch.stack([total.detach(), *sums]).double(), leaf.grad
 
 
 def in_parts(loss: Loss, tensors, normaliser, selected, parts: list[torch.Tensor]):

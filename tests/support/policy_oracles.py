@@ -9,8 +9,9 @@ from ragged import Case
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
+from megappo.observe.metrics import Metric
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import AGGREGATIONS
+from megappo.ppo.losses import AGGREGATIONS, Metrics
 
 SEQUENCE_METHODS = ("gspo", "gmpo", "sapo")
 """Methods that mean seq-mean-token-mean where the config leaves the aggregation open."""
@@ -53,6 +54,12 @@ class Inputs:
             ratio = log_prob - float(self.old_log_probs[i, t])
             rows[i].append((log_prob, ratio, float(self.advantages[i, t]), weight))
         return rows
+
+
+def numbers_of(metrics: Metrics) -> dict[str, float]:
+    """Sums as they are, and the maxima of what is to be reduced so; -inf of nothing."""
+    parts = {name: part if isinstance(part, tuple) else (part, "sum") for name, part in metrics.items()}
+    return {name: Metric.of(*part).value for name, part in parts.items()}
 
 
 def on_grid(x: torch.Tensor) -> torch.Tensor:
@@ -246,6 +253,7 @@ def expected(name: str, inputs: Inputs, config: Actor, conventions: Conventions)
         "pg_clipfrac_lower": sum(token.held for token in flat) / len(flat),
         "ppo_kl": sum(kl) / len(flat),
         "ratio": sum(token.ratio for token in flat) / len(flat),
+        "ratio_max": max(token.ratio for token in flat),
     }
     return sum(terms), sum(map(abs, terms)), metrics, gradient
 

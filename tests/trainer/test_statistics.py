@@ -8,7 +8,8 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
-from megappo.trainer.statistics import as_metrics, field_statistics, training_metrics, value_statistics
+from megappo.observe.metrics import Histogram, Metric
+from megappo.trainer.statistics import ROW_METRICS, RowMetric, row_metrics, training_metrics, value_metrics
 
 SCORES = ([3.0, -1.5, 4.0], [], [0.25])
 LENGTHS = ([1, 2], [2, 2, 3], [])
@@ -20,49 +21,73 @@ def plain_statistics(name: str, values: list[float]) -> dict[str, float]:
 
 def check_values(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
-    values = {"score": torch.tensor(SCORES[rank]), "length": torch.tensor(LENGTHS[rank], dtype=torch.float32)}
-    found = as_metrics(value_statistics(exchange, values))
-    expected = plain_statistics("score", sum(SCORES, [])) | plain_statistics("length", sum(LENGTHS, []))
-    assert found == pytest.approx(expected)
-    with pytest.raises(ValueError, match="no value of 'score' on any rank"):
-        value_statistics(exchange, {"length": torch.ones(1), "score": torch.zeros(0)})
+    for name, values in (("score", SCORES), ("length", LENGTHS)):
+        found = value_metrics(exchange, name, torch.tensor(values[rank], dtype=torch.float32))
+        assert found == pytest.approx(plain_statistics(name, sum(values, [])))
+    with pytest.raises(ValueError, match="no value of 'score/mean' on any rank"):
+        value_metrics(exchange, "score", torch.zeros(0))
 
 
 def test_values_of_all_ranks_count_alike() -> None:
     run_ranks(3, check_values)
 
 
-def make_fields() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A mask [5, 4] with a hole, and fields whose padding would win if it counted."""
+def make_rows() -> Rows:
+    """Five rows; a mask with a hole, and fields whose padding would win if it counted."""
     mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1], [1, 0, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]).float()
     generator = torch.Generator().manual_seed(0)
-    fields = {name: torch.randn(5, 4, generator=generator) + 100 * (1 - mask) for name in ("values", "returns")}
-    return mask, fields
+    names = ("values", "returns", "old_log_probs", "rollout_log_probs")
+    fields = {name: torch.randn(5, 4, generator=generator) + 100 * (1 - mask) for name in names}
+    fields |= {"response_mask": mask, "scores": torch.randn(5), "truncated": torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])}
+    lengths = (mask * torch.arange(1, 5)).amax(1).long()
+    return Rows(torch.arange(5), torch.ones_like(lengths), lengths, [], fields)
 
 
-def check_fields(rank: int, world_size: int) -> None:
-    mask, fields = make_fields()
-    mine = [[0, 1, 2], [], [3, 4]][rank]
-    lengths = (mask[mine] * torch.arange(1, 5)).amax(1).long() if mine else torch.zeros(0, dtype=torch.int64)
-    rows = Rows(torch.tensor(mine), torch.ones_like(lengths), lengths, [], {"response_mask": mask[mine]})
-    mine_of = {name: field[mine] for name, field in fields.items()}
-    found = as_metrics(field_statistics(Exchange(dist.group.WORLD), rows, mine_of))
-    expected: dict[str, float] = {}
-    for name, field in fields.items():
-        tokens = [float(field[row, t]) for row in range(5) for t in range(4) if mask[row, t]]
-        expected |= plain_statistics(name, tokens)
-    assert found == pytest.approx(expected)
+def of_tokens(rows: Rows, field: torch.Tensor) -> list[float]:
+    mask = rows.fields["response_mask"]
+    return [float(field[row, t]) for row in range(5) for t in range(4) if mask[row, t]]
 
 
-def test_only_response_tokens_of_all_ranks_count() -> None:
-    run_ranks(3, check_fields)
+def check_rows(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    rows = make_rows()
+    ROW_METRICS.register(
+        "values/first", RowMetric(lambda rows: rows.fields["values"][:, 0], ("min", "sum", "histogram"))
+    )
+    ROW_METRICS.register("absent", RowMetric(lambda rows: None))
+    found = row_metrics(Exchange(dist.group.WORLD), rows.select([[0, 1, 2], [], [3, 4]][rank]))
+    fields = rows.fields
+    difference = (fields["old_log_probs"] - fields["rollout_log_probs"]).abs()
+    first = fields["values"][:, 0].tolist()
+    histogram = found.pop("values/first/histogram")
+    assert histogram.numbers[:2] == pytest.approx((sum(first), sum(x * x for x in first)))
+    assert sum(histogram.numbers[2:]) == 5
+    assert found == pytest.approx(
+        plain_statistics("reward/score", fields["scores"].tolist())
+        | plain_statistics("rollout/response_length", rows.response_lengths.tolist())
+        | {"rollout/truncated_frac": 2 / 5}
+        | plain_statistics("rollout/log_prob_diff", of_tokens(rows, difference))
+        | plain_statistics("returns", of_tokens(rows, fields["returns"]))
+        | plain_statistics("values", of_tokens(rows, fields["values"]))
+        | {"values/first/min": min(first), "values/first/sum": sum(first)}
+    )
+
+
+def test_metrics_of_rows_are_of_all_ranks_response_tokens_and_one_registration_adds_one() -> None:
+    run_ranks(3, check_rows)
+
+
+def step(grad_norm: float, lr: float, loss: float, ratio: float, ratios: list[float]) -> OptimizerStep:
+    parts = {"loss": (loss, "sum"), "ratio_max": (ratio, "max"), "ratio_min": (ratio, "min")}
+    parts |= {"ratios": (torch.tensor(ratios), "histogram"), "length": (torch.tensor(ratios), "mean")}
+    return OptimizerStep(grad_norm, lr, {f"actor/{name}": Metric.of(*part) for name, part in parts.items()})
 
 
 # Two optimizer steps on two output ranks; rank 1 reports nothing.
 STEPS = (
-    [OptimizerStep(2.0, 0.1, {"actor/pg_loss": 0.5}), OptimizerStep(4.0, 0.2, {"actor/pg_loss": -1.0})],
+    [step(2.0, 0.1, 0.5, 1.5, [1.0]), step(4.0, 0.2, -1.0, 1.2, [])],
     [],
-    [OptimizerStep(2.0, 0.1, {"actor/pg_loss": 0.25}), OptimizerStep(4.0, 0.2, {"actor/pg_loss": 3.0})],
+    [step(2.0, 0.1, 0.25, 0.5, [2.0, 4.0]), step(4.0, 0.2, 3.0, 1.1, [5.0])],
 )
 
 
@@ -70,10 +95,13 @@ def check_training(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     found = training_metrics(exchange, STEPS[rank], "actor")
     loss = ((0.5 + 0.25) + (-1.0 + 3.0)) / 2
+    histogram = found.pop("actor/ratios")
+    assert isinstance(histogram, Histogram) and histogram.numbers[:2] == (12.0, 46.0)
     of_component = {"actor/grad_norm": 3.0, "actor/lr": 0.15, "actor/num_optimizer_steps": 2}
-    assert found == pytest.approx({"actor/pg_loss": loss} | of_component)
+    of_loss = {"actor/loss": loss, "actor/ratio_max": 1.5, "actor/ratio_min": 0.5, "actor/length": 3.0}
+    assert found == pytest.approx(of_loss | of_component)
     assert training_metrics(exchange, [], "critic") == {}
 
 
-def test_parts_of_shards_add_up_and_steps_are_averaged() -> None:
+def test_parts_of_shards_are_merged_and_the_sums_of_steps_averaged() -> None:
     run_ranks(3, check_training)

@@ -224,7 +224,7 @@ def numbers_of(config: Config) -> dict[str, object]:
     found: dict[str, object] = {}
     for step in range(1, STEPS + 1):
         metrics = {name: value for name, value in trainer.step(step).items() if not name.startswith(("timing", "sync"))}
-        found |= {f"{step}/{name}": float(value) for name, value in metrics.items()}
+        found |= {f"{step}/{name}": float(value) for name, value in metrics.items() if isinstance(value, float | int)}
     heads = {"actor": "policy_value" if config.algorithm.shared_backbone else "policy", "critic": "value"}
     for component, engine in run.trained.items():
         if engine is None:
@@ -303,11 +303,11 @@ def difference(before: object, after: object) -> float:
 
 
 def compare(before: dict[str, dict], after: dict[str, dict]) -> int:
-    """Print what differs; 1 if anything does by more than TOLERANCE."""
+    """Print what differs of what was recorded; 1 if anything does by more than TOLERANCE."""
     worst = {}
-    for name in before.keys() | after.keys():
-        one, other = before.get(name, {}), after.get(name, {})
-        differences = {key: difference(one.get(key), other.get(key)) for key in one.keys() | other.keys()}
+    for name, one in before.items():
+        other = after.get(name, {})
+        differences = {key: difference(one[key], other.get(key)) for key in one}
         key = max(differences, key=lambda key: differences[key])
         worst[name] = (differences[key], key)
     equal = [name for name, (found, _) in worst.items() if found == 0]
