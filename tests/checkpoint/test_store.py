@@ -373,7 +373,7 @@ def go_on(rank: int, world_size: int, folders: dict[str, Path], folder: Path) ->
 
 
 def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(folders: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ProcessExitedException, match="process 1 terminated with signal SIGKILL"):
+    with pytest.raises(ProcessExitedException, match="rank 1 was ended by SIGKILL"):
         run_ranks(2, save_and_die, folders, tmp_path / "checkpoints", 1)
     run_ranks(2, go_on, folders, tmp_path / "checkpoints")
 

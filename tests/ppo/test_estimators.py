@@ -21,7 +21,9 @@ class Prompts(Case):
 
     def __init__(self, sizes: list[int], width: int, seed: int):
         super().__init__(sum(sizes), width, seed)
-        self.mask[torch.arange(len(self.mask)), torch.randint(0, width, self.mask[:, 0].shape)] = 1.0
+        self.mask[
+            torch.arange(len(self.mask)), torch.randint(0, width, (len(self.mask),), generator=self.generator)
+        ] = 1.0
         order = torch.randperm(sum(sizes), generator=self.generator)
         self.groups = torch.arange(7, 7 + len(sizes)).repeat_interleave(torch.tensor(sizes))[order]
         self.rewards = (self.numbers() * 64).round() / 64

@@ -1,86 +1,122 @@
 """Real gloo ranks for tests: `run_ranks(2, function)` calls `function(rank, world_size)` in two processes."""
 
-import importlib.util
+import atexit
 import multiprocessing
-import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any
 
-import pytest
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+import rank_process
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-import megappo.megatron_setup
 import megappo.platform
 
 # Ranks are forked from a server that has imported the program (and so made megatron-core usable) once, and what their
-# oracles need: more than half of a small test's time otherwise. A process that has touched CUDA cannot be forked.
+# oracles need. A process that has touched CUDA cannot be forked.
 START_METHOD = "spawn" if megappo.platform.has_cuda() else "forkserver"
 multiprocessing.set_forkserver_preload(["megappo.train", "transformers.models.auto.modeling_auto"])
+MOST_CALLS = 50
+"""After as many, ranks give way to fresh ones: what tests leave in them must not pile up."""
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, timeout: float = 120) -> None:
-    """Call `function(rank, world_size, *args)` on `world_size` spawned ranks of one default process group.
+    """Call `function(rank, world_size, *args)` on `world_size` processes, the ranks of a new default process group.
 
-    `function` stands at the top level of a test module and `args` are picklable. No process outlives the call.
+    `function` stands at the top level of a test module and `args` are picklable. The processes live on and make calls
+    of other tests, unless this one fails; none outlives the test run.
 
     Raises:
         ProcessRaisedException: the first failing rank's traceback.
+        ProcessExitedException: the first rank that ended.
         TimeoutError: the ranks did not finish within `timeout` seconds.
     """
+    module = sys.modules[function.__module__]
     with tempfile.TemporaryDirectory() as folder:
-        module = sys.modules[function.__module__]
-        # Pickled here: unpickling imports the test module, which must come after megatron_setup.install().
+        # Pickled here: unpickling needs the test module, which no path leads to.
         call = pickle.dumps((function, args))
-        arguments = (world_size, folder, timeout, module.__name__, module.__file__, call)
-        context = mp.start_processes(_rank_main, arguments, nprocs=world_size, join=False, start_method=START_METHOD)
+        POOL.call(world_size, (world_size, folder, timeout, module.__name__, module.__file__, call), timeout)
+
+
+class Rank:
+    """A process that makes one call after another."""
+
+    def __init__(self, number: int):
+        context = multiprocessing.get_context(START_METHOD)
+        self.number = number
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=rank_process.serve, args=(number, theirs))
+        self.process.start()
+        theirs.close()
+
+    def check(self) -> None:
+        """Its answer to a call.
+
+        Raises:
+            ProcessRaisedException, ProcessExitedException: the call failed.
+        """
         try:
-            _join(context, timeout)
-        finally:
-            for process in context.processes:
-                process.kill()
-                process.join()
+            error = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            raise _exited(self.number, self.process) from None
+        if error is not None:
+            message = f"rank {self.number} failed with the following error:\n{error}"
+            raise ProcessRaisedException(message, self.number, self.process.pid)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
 
 
-def _join(context: mp.ProcessContext, timeout: float) -> None:
+def _exited(number: int, process: Any) -> ProcessExitedException:
+    code = process.exitcode
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return ProcessExitedException(f"rank {number} {how}", number, process.pid, code)
+
+
+class Pool:
+    """The ranks of this process's tests. Whatever fails in them takes all of them along."""
+
+    def __init__(self) -> None:
+        self.ranks: list[Rank] = []
+        self.num_calls = 0
+
+    def call(self, world_size: int, call: tuple[Any, ...], timeout: float) -> None:
+        if self.num_calls == MOST_CALLS:
+            self.clear()
+        self.num_calls += 1
+        try:
+            self.ranks += [Rank(number) for number in range(len(self.ranks), world_size)]
+            for rank in self.ranks[:world_size]:
+                rank.connection.send(call)
+            _await(self.ranks[:world_size], timeout)
+        except BaseException:
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+        self.ranks, self.num_calls = [], 0
+
+
+def _await(ranks: list[Rank], timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            alive = [rank for rank, process in enumerate(context.processes) if process.is_alive()]
-            raise TimeoutError(f"ranks {alive} did not finish within {timeout} seconds")
+    working = {rank.connection: rank for rank in ranks}
+    while working:
+        ready = wait(list(working), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [rank.number for rank in working.values()]
+            raise TimeoutError(f"ranks {late} did not finish within {timeout} seconds")
+        for connection in ready:
+            working.pop(connection).check()
 
 
-def _rank_main(rank: int, world_size: int, folder: str, timeout: float, name: str, file: str, call: bytes) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
-    megappo.megatron_setup.install()
-    dist.init_process_group(
-        megappo.platform.backend(),
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    _import(name, file)
-    function, args = pickle.loads(call)
-    try:
-        function(rank, world_size, *args)
-    except pytest.fail.Exception as failure:  # "DID NOT RAISE" is no Exception: torch would not report it
-        raise AssertionError(str(failure)) from failure
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _import(name: str, file: str) -> None:
-    """Import the test module under the name pytest's importlib mode gave it, which no path leads to."""
-    spec = importlib.util.spec_from_file_location(name, file)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
+POOL = Pool()
+atexit.register(POOL.clear)

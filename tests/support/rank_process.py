@@ -1,0 +1,82 @@
+"""A rank of the pool of `spawn`: makes one call after another, each in a process group of its own."""
+
+import contextlib
+import gc
+import importlib.util
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+import megappo.megatron_setup
+import megappo.platform
+
+
+def serve(number: int, connection: Connection) -> None:
+    """Make the calls that come, and answer each with None or a traceback, until the other end is closed."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number))
+    megappo.megatron_setup.install()
+    gc.freeze()  # what is there by now stays: collecting after each call need not look at it
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            call = connection.recv()
+            connection.send(_answer(number, call))
+            gc.collect()
+
+
+def _answer(number: int, call: tuple) -> str | None:
+    try:
+        with _left_as_found():
+            _make(number, *call)
+    except BaseException:  # pytest's "DID NOT RAISE" is no Exception
+        return traceback.format_exc()
+    return None
+
+
+@contextlib.contextmanager
+def _left_as_found() -> Iterator[None]:
+    """Undo what a call may leave behind that another would meet: this is no part of what is tested."""
+    from megatron.core import parallel_state  # only after megatron_setup.install()
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    environment, folder, random = dict(os.environ), os.getcwd(), torch.get_rng_state()
+    yield
+    dist.destroy_process_group()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_global_memory_buffer()
+    get_cuda_rng_tracker().reset()
+    torch.set_rng_state(random)
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _make(number: int, world_size: int, folder: str, timeout: float, name: str, file: str, call: bytes) -> None:
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        megappo.platform.backend(),
+        init_method=f"file://{folder}/store",
+        rank=number,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    if name not in sys.modules:
+        _import(name, file)
+    function, args = pickle.loads(call)
+    function(number, world_size, *args)
+    dist.barrier()
+
+
+def _import(name: str, file: str) -> None:
+    """Import the test module under the name pytest's importlib mode gave it, which no path leads to."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
