@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megappo.config.text_files import TextFileError, read_json
+from megappo.architecture.files import CONFIG_FILE, named_architecture
+from megappo.config.text_files import TextFileError
 from megappo.rollout import launch
 from megappo.rollout.keeper import remove_traces
 
@@ -38,15 +39,15 @@ def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
     """Why a folder cannot be served, as far as its files' names and config.json tell; None if it can."""
     if not folder.is_dir():
         return f"no folder {folder}: expected a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
-    needed = ["config.json", "*.safetensors", *(["tokenizer_config.json"] if with_tokenizer else [])]
+    needed = [CONFIG_FILE, "*.safetensors", *(["tokenizer_config.json"] if with_tokenizer else [])]
     missing = [pattern for pattern in needed if not any(folder.glob(pattern))]
     if missing:
         return f"{folder} is not a complete Hugging Face folder: it has no {', no '.join(missing)}"
     try:
-        named = read_json(folder / "config.json").get("architectures")
+        named = named_architecture(folder)
     except TextFileError as error:
-        return f"{folder / 'config.json'} is not a model's: {error}"
-    return None if named else f"{folder / 'config.json'} names no architecture: expected one in 'architectures'"
+        return str(error)
+    return None if named else f"{folder / CONFIG_FILE} names no architecture: expected one in 'architectures'"
 
 
 def _serve(command_line: list[str]) -> int:

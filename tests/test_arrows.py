@@ -53,6 +53,8 @@ WITHOUT_TORCH = (
     "megappo/data/token_bounds.py",
     "megappo/data/tokenizer.py",
 )
+ARCHITECTURE = "megappo/architecture/"
+RAW_CONFIG = ("hf_config", "HFConfig", "read_model_config", "raw_config")
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80
 
 
@@ -100,9 +102,21 @@ def faults(path: str, source: str) -> list[str]:
     tree = ast.parse(source)
     found = [f"line {node.lineno}: {fault}" for node, name in imports(tree) for fault in _import_faults(path, name)]
     found += [f"line {node.lineno}: imports {name} inside a function" for node, name in _first_party_inside(tree)]
+    found += list(_raw_configs(tree)) if not path.startswith(ARCHITECTURE) else []
     if path.startswith("megappo/"):
         found += list(_sizes(tree, source))
     return found
+
+
+def _raw_configs(tree: ast.AST) -> Iterator[str]:
+    """Where config.json is read, written, or handed on as a dictionary."""
+    for node in ast.walk(tree):
+        names = {getattr(node, field, None) for field in ("id", "arg", "attr", "name")}  # of a name, ..., an import
+        is_flag = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"
+        if names & set(RAW_CONFIG) and not is_flag:
+            yield f"line {node.lineno}: has {', '.join(names & set(RAW_CONFIG))}, a raw config.json"
+        if isinstance(node, ast.Constant) and node.value == "config.json":
+            yield f"line {node.lineno}: names config.json, which only {ARCHITECTURE} reads and writes"
 
 
 def _import_faults(path: str, name: str) -> Iterator[str]:
@@ -187,6 +201,10 @@ def test_packages_do_not_import_in_circles():
         ("megappo/data/x.py", "\n" * 501, "501 lines, more than 500"),
         ("megappo/data/x.py", "def f():\n" + "    pass\n" * 80, "line 1: f has 81 lines, more than 80"),
         ("tools/x.py", "from megappo.trainer import loop", "imports megappo.trainer.loop;"),
+        ("megappo/models/x.py", "def f(hf_config):\n    pass", "has hf_config, a raw config.json"),
+        ("megappo/models/x.py", "architecture.hf_config()", "has hf_config, a raw config.json"),
+        ("tools/x.py", "from megappo.architecture.files import read_model_config", "has read_model_config, a raw"),
+        ("tools/x.py", "(folder / 'config.json').read_text()", "names config.json, which only"),
     ],
 )
 def test_a_breach_is_found(path, source, fault):

@@ -16,14 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megappo.architecture.dtypes import BY_SAFETENSORS, DTYPES
+from megappo.architecture.files import named_architecture
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.errors import CheckpointError, no_folder
 from megappo.checkpoint.folders import STATE, candidates, read_state
 from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component
-from megappo.config.text_files import TextFileError, read_json
+from megappo.config.text_files import TextFileError
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError
 
-DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16", "I64": "int64", "I32": "int32"}
 BITS = re.compile(r"\d+")  # float8_e4m3fn, F8_E4M3, int64, U8: the first number of a dtype's name
 Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 
@@ -90,7 +91,7 @@ def _entries(tensors: dict[str, TensorInfo]) -> list[Entry]:
 def _hugging_face(folder: Path) -> Iterator[str]:
     with HFFolder(folder) as source:
         names = sorted(source.names())
-        entries = [(name, source.shape(name), DTYPES.get(source.dtype(name), source.dtype(name))) for name in names]
+        entries = [(name, source.shape(name), _in_torch(source.dtype(name))) for name in names]
     yield f"{folder}: Hugging Face, architecture {_architecture(folder)}"
     yield from _summary("model", entries)
     yield from _table(entries)
@@ -98,10 +99,14 @@ def _hugging_face(folder: Path) -> Iterator[str]:
 
 def _architecture(folder: Path) -> str:
     try:
-        named = read_json(folder / "config.json").get("architectures")
+        return named_architecture(folder) or "unknown"
     except TextFileError as error:
-        return f"unknown (config.json: {error})"
-    return str(named[0]) if isinstance(named, list) and named else "unknown"
+        return f"unknown ({error})"
+
+
+def _in_torch(dtype: str) -> str:
+    """torch's name of a dtype, where it is a common one."""
+    return DTYPES[BY_SAFETENSORS[dtype]].torch if dtype in BY_SAFETENSORS else dtype
 
 
 def _summary(what: str, entries: list[Entry]) -> Iterator[str]:

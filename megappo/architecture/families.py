@@ -1,14 +1,20 @@
-"""The model families this version trains, by the first of `architectures` in config.json."""
+"""The model families this version trains, by the first of `architectures` in config.json. Data only."""
 
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megappo.config.schema import Parallel
+from megappo.table import Table
+
+HeadKind = Literal["policy", "value", "policy_value"]
+"""What reads a model's last hidden states: the language model's output layer, a critic's value head in its place, or
+both side by side (a shared backbone)."""
+REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
+LANGUAGE_MODEL = "ForCausalLM"
 
 
 @dataclass(frozen=True)
-class SharedExpert:
+class SharedExpertFormat:
     """An expert that every token goes through besides.
 
     Attributes:
@@ -25,22 +31,26 @@ class SharedExpert:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What in config.json says how large it is."""
+        """What in config.json says how large it is: the product of these."""
         return (self.ffn, self.count) if self.count else (self.ffn,)
-
-    @property
-    def label(self) -> str:
-        """Its inner size, in words of config.json."""
-        return " x ".join(self.keys)
-
-    def ffn_size(self, hf_config: dict[str, Any]) -> int:
-        """Its inner size."""
-        return prod(hf_config[key] for key in self.keys)
 
 
 @dataclass(frozen=True)
-class Experts:
-    """How a family's mixture of experts is described and stored; every layer is one but the first few of DeepSeek's.
+class ExpertGroups:
+    """Experts in groups, `n_group` in config.json, of which a token reaches the best few, `topk_group`.
+
+    Attributes:
+        rated_by: a group is as good as the sum of its best so many experts.
+        method: the value of `topk_method` that switches the groups on; None = always.
+    """
+
+    rated_by: int
+    method: str | None = None
+
+
+@dataclass(frozen=True)
+class ExpertFormat:
+    """How a family's mixture of experts is described and stored.
 
     Attributes:
         ffn: key of config.json with an expert's inner size.
@@ -50,6 +60,10 @@ class Experts:
         shared: None where there is no shared expert.
         router_bias: scores are sigmoids, not a softmax, and a bias that no gradient reaches has a say in the choice.
         count: keys of config.json with the number of experts, as Hugging Face writes one or the other.
+        dense_layers: key with the number of first layers that have none; None = every layer has experts.
+        scaling: key with what the probabilities are multiplied by; None = nothing.
+        groups: None where a token may go to any expert.
+        fp32_router: routers compute in fp32.
     """
 
     ffn: str = "moe_intermediate_size"
@@ -58,20 +72,13 @@ class Experts:
     up: str = "up_proj"
     down: str = "down_proj"
     renormalizes: bool | None = None
-    shared: SharedExpert | None = None
+    shared: SharedExpertFormat | None = None
     router_bias: bool = False
     count: tuple[str, ...] = ("num_local_experts", "num_experts")
-
-    def renormalized(self, hf_config: dict[str, Any]) -> bool:
-        """Whether the chosen experts' probabilities add up to 1."""
-        return bool(hf_config.get("norm_topk_prob", False) if self.renormalizes is None else self.renormalizes)
-
-
-HeadKind = Literal["policy", "value", "policy_value"]
-"""What reads a model's last hidden states: the language model's output layer, a critic's value head in its place, or
-both side by side (a shared backbone)."""
-BIAS_KEY = "value_head_bias"
-REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
+    dense_layers: str | None = None
+    scaling: str | None = None
+    groups: ExpertGroups | None = None
+    fp32_router: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,103 +91,67 @@ class Family:
         rope_theta: rotary base where config.json is silent.
         latent_attention: keys and values are made of one latent vector for all heads, queries perhaps of another
             (multi-head latent attention, DeepSeek-V2's report, section 2.1).
+        only: keys of config.json with the values that are computed here, besides those of every family (see
+            `parsing.ONLY`); a config.json that is silent means one of them.
     """
 
     qkv_bias: bool = False
     qk_layernorm: bool = False
     sliding_window: bool = False
-    experts: Experts | None = None
+    experts: ExpertFormat | None = None
     rope_theta: float = 10000.0
     latent_attention: bool = False
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-_DEEPSEEK_SHARED = SharedExpert("shared_experts", "moe_intermediate_size", "n_shared_experts", gated=False)
-FAMILIES = {
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(sliding_window=True),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qk_layernorm=True),
-    "MixtralForCausalLM": Family(
-        sliding_window=True,
-        experts=Experts("intermediate_size", "block_sparse_moe", "w1", "w3", "w2", renormalizes=True),
-        rope_theta=1e6,
-    ),
-    "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=Experts(shared=SharedExpert())),
-    "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=Experts()),
-    "DeepseekV2ForCausalLM": Family(
+def _deepseek(renormalizes: bool, scores: str, methods: tuple[str, ...], **experts: Any) -> Family:
+    return Family(
         latent_attention=True,
-        experts=Experts(renormalizes=False, shared=_DEEPSEEK_SHARED, count=("n_routed_experts",)),
-    ),
-    "DeepseekV3ForCausalLM": Family(
-        latent_attention=True,
-        experts=Experts(renormalizes=True, shared=_DEEPSEEK_SHARED, router_bias=True, count=("n_routed_experts",)),
-    ),
-}
+        experts=ExpertFormat(
+            renormalizes=renormalizes,
+            shared=SharedExpertFormat("shared_experts", "moe_intermediate_size", "n_shared_experts", gated=False),
+            count=("n_routed_experts",),
+            dense_layers="first_k_dense_replace",
+            scaling="routed_scaling_factor",
+            fp32_router=True,
+            **experts,
+        ),
+        only={
+            "rope_interleave": (True,),
+            "scoring_func": (scores,),
+            "topk_method": methods,
+            "norm_topk_prob": (renormalizes,),
+        },
+    )
 
 
-def family_of(hf_config: dict[str, Any]) -> Family:
-    """The family of a config.json that is of one of FAMILIES."""
-    return FAMILIES[hf_config["architectures"][0]]
-
-
-def sliding_window(hf_config: dict[str, Any]) -> int | None:
-    """Tokens that some layer attends to at most; None where nothing limits them. `hf_config` is of one of FAMILIES."""
-    is_on = family_of(hf_config).sliding_window or hf_config.get("use_sliding_window")
-    return hf_config.get("sliding_window") or None if is_on else None
-
-
-def num_experts(hf_config: dict[str, Any]) -> int:
-    """Experts of each layer that has them, 0 in a dense model. `hf_config` is of one of FAMILIES."""
-    experts = family_of(hf_config).experts
-    return 0 if experts is None else next(hf_config[key] for key in experts.count if hf_config.get(key))
-
-
-def num_dense_layers(hf_config: dict[str, Any]) -> int:
-    """The first layers, which have no experts: all of a dense model's. `hf_config` is of one of FAMILIES."""
-    family = family_of(hf_config)
-    if family.experts is None:
-        return hf_config["num_hidden_layers"]
-    return min(hf_config["first_k_dense_replace"], hf_config["num_hidden_layers"]) if family.latent_attention else 0
-
-
-def num_key_value_heads(hf_config: dict[str, Any]) -> int:
-    """Heads of keys and values, where they are not made of a latent vector."""
-    return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
-
-
-def divided_sizes(hf_config: dict[str, Any], parallel: Parallel) -> dict[str, tuple[int, str, int]]:
-    """What a layout divides: key of config.json -> its size, the dimension of the layout, and its ranks.
-
-    `hf_config` is of one of FAMILIES.
-    """
-    family = family_of(hf_config)
-    divided = {"num_attention_heads": (hf_config["num_attention_heads"], "tensor", parallel.tensor)}
-    if not family.latent_attention:  # whose heads all make their keys and values of the same vector
-        divided["num_key_value_heads"] = (num_key_value_heads(hf_config), "tensor", parallel.tensor)
-    if num_dense_layers(hf_config):
-        divided["intermediate_size"] = (hf_config["intermediate_size"], "tensor", parallel.tensor)
-    experts = family.experts
-    if experts:
-        divided[experts.count[-1]] = (num_experts(hf_config), "expert", parallel.expert)
-        divided[experts.ffn] = (hf_config[experts.ffn], "expert_tensor", parallel.expert_tensor)
-    if experts and experts.shared:
-        divided[experts.shared.label] = (experts.shared.ffn_size(hf_config), "tensor", parallel.tensor)
-    return divided
+FAMILIES = Table(
+    "model family",
+    {
+        "LlamaForCausalLM": Family(),
+        "MistralForCausalLM": Family(sliding_window=True),
+        "Qwen2ForCausalLM": Family(qkv_bias=True),
+        "Qwen3ForCausalLM": Family(qk_layernorm=True),
+        "MixtralForCausalLM": Family(
+            sliding_window=True,
+            experts=ExpertFormat("intermediate_size", "block_sparse_moe", "w1", "w3", "w2", renormalizes=True),
+            rope_theta=1e6,
+        ),
+        "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=ExpertFormat(shared=SharedExpertFormat())),
+        "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=ExpertFormat()),
+        "DeepseekV2ForCausalLM": _deepseek(
+            False, "softmax", ("greedy", "group_limited_greedy"), groups=ExpertGroups(1, "group_limited_greedy")
+        ),
+        "DeepseekV3ForCausalLM": _deepseek(
+            True, "sigmoid", ("noaux_tc",), router_bias=True, groups=ExpertGroups(rated_by=2)
+        ),
+    },
+)
 
 
 def language_model(architecture: str) -> str:
     """The architecture with a language model's head: a critic's, or a reward model's, differs in its head alone."""
     for ending in REWARD_MODELS:
         if architecture.endswith(ending):
-            return architecture.removesuffix(ending) + "ForCausalLM"
+            return architecture.removesuffix(ending) + LANGUAGE_MODEL
     return architecture
-
-
-def is_tied(hf_config: dict[str, Any]) -> bool:
-    """Whether the output layer is the embedding. Hugging Face's default, where config.json is silent, is no."""
-    return bool(hf_config.get("tie_word_embeddings", False))
-
-
-def has_bias(hf_config: dict[str, Any]) -> bool:
-    """Whether the value head of a model of this config has a bias: where it comes from a reward model that has one."""
-    return bool(hf_config.get(BIAS_KEY, False))

@@ -1,4 +1,4 @@
-"""What this program reads of a Hugging Face folder's JSON files, each value of the kind that the readers expect."""
+"""The JSON files of a Hugging Face folder: reading them, each value of the kind that is expected, and writing them."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.dtypes import DTYPES
 from megappo.config.errors import shorten
 from megappo.config.text_files import TextFileError, read_json
 
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 LARGEST_SIZE = 2**31 - 1
@@ -51,7 +55,7 @@ CONFIG = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), SIZE),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "n_group", "topk_group"), SIZE),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE),
-    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "sliding_window"), COUNT),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "sliding_window"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "routed_scaling_factor"), POSITIVE),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), FLAG),
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "rope_interleave"), FLAG),
@@ -75,11 +79,34 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     Raises:
         TextFileError: it cannot be read, or holds wrong values.
     """
-    file = folder / "config.json"
+    file = folder / CONFIG_FILE
     found = _read(file, CONFIG)
     for name in ("rope_parameters", "rope_scaling"):
         _check(file, found.get(name) or {}, ROPE, f"{name}.")
     return found
+
+
+def named_architecture(folder: Path) -> str | None:
+    """The first of `architectures` in config.json, whatever else it holds.
+
+    Raises:
+        TextFileError: it cannot be read.
+    """
+    named = _read(folder / CONFIG_FILE, {}).get("architectures")
+    return str(named[0]) if isinstance(named, list) and named else None
+
+
+def write_model_config(architecture: Architecture, folder: Path, dtype: str | None = None) -> None:
+    """Write config.json of a model that is exported.
+
+    Args:
+        dtype: of the weights, one of DTYPES; None = what was read says it.
+    Raises:
+        OSError: it cannot be written.
+    """
+    name = DTYPES[dtype].torch if dtype else None
+    written = architecture.hf_config() | ({"torch_dtype": name, "dtype": name} if name else {})
+    (folder / CONFIG_FILE).write_text(json.dumps(written, indent=2) + "\n")
 
 
 def end_tokens(folder: Path) -> list[int]:
@@ -88,7 +115,7 @@ def end_tokens(folder: Path) -> list[int]:
     Raises:
         TextFileError: as `read_model_config`.
     """
-    file = folder / "generation_config.json"
+    file = folder / GENERATION_FILE
     found = _read(file, {"eos_token_id": TOKENS}) if file.is_file() else {}
     return [token for token in _listed(found.get("eos_token_id")) if token is not None]
 

@@ -1,22 +1,10 @@
-"""Model families as tables: which Hugging Face tensors each Megatron parameter is made of. Data only."""
+"""What parameters a model has: which Hugging Face tensors each Megatron parameter is made of, and how it is cut."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from megappo.architecture.families import (
-    FAMILIES,
-    Experts,
-    Family,
-    HeadKind,
-    SharedExpert,
-    family_of,
-    has_bias,
-    is_tied,
-    num_dense_layers,
-    num_experts,
-    num_key_value_heads,
-)
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.families import ExpertFormat, SharedExpertFormat
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -153,11 +141,20 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Composition:
-    """What one Megatron parameter holds: `groups` times (a slice of every piece), along dimension 0."""
+class Parameter:
+    """One Megatron parameter: it holds `groups` times (a slice of every piece), along dimension 0.
 
+    Attributes:
+        names: with layers and experts numbered over the whole model, one for each layer spec that has its own.
+        layer: None outside the layers.
+        is_buffer: a router's bias, which is no parameter to torch and stays in fp32.
+    """
+
+    names: tuple[str, ...]
+    layer: int | None
     pieces: tuple[Piece, ...]
     groups: int
+    is_buffer: bool
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
@@ -165,66 +162,59 @@ class Composition:
         return (sum(piece.shard_shape[0] for piece in self.pieces), *self.pieces[0].shard_shape[1:])
 
 
-def compositions(
-    hf_config: dict[str, Any], *, tensor: int, padded_vocab_size: int, head: HeadKind, expert_tensor: int = 1
-) -> dict[str, Composition]:
-    """Composition of every Megatron parameter and of routers' biases, by its name with global layer and expert numbers,
-    under both specs.
+def list_parameters(architecture: Architecture, *, tensor: int = 1, expert_tensor: int = 1) -> list[Parameter]:
+    """Every parameter of the model under its head, and routers' biases, in the order of the rules.
 
     Args:
-        hf_config: the model's config.json.
-        tensor: tensor-parallel size.
-        padded_vocab_size: rows of Megatron's embedding over all ranks, a multiple of `tensor`.
-        head: what reads the last hidden states. A value head is replicated, [1, hidden], and its bias, if any, [1].
+        tensor: tensor-parallel ranks, for which the vocabulary is padded.
         expert_tensor: ranks that cut each expert.
-    Raises:
-        ValueError: an unknown family.
     """
-    layer_rules = _layer_rules(hf_config)
-    sizes = _sizes(hf_config)
-    padded = {**sizes, "vocab": padded_vocab_size}
-    rules = {"": _MODEL + _output_rules(hf_config, head)}
-    rules.update({f"layers.{number}.": table for number, table in enumerate(layer_rules)})
-    return {
-        (f"decoder.{prefix}" if prefix else "") + name: _compose(
-            rule, prefix, sizes, padded, tensor if rule.expert is None else expert_tensor
-        )
-        for prefix, table in rules.items()
-        for rule in table
-        for name in rule.megatron
-    }
+    sizes = _sizes(architecture)
+    shard_sizes = {**sizes, "vocab": padded_vocab_size(architecture.vocab_size, tensor)}
+    rules: list[tuple[int | None, Rule]] = [(None, rule) for rule in _MODEL + _output_rules(architecture)]
+    rules += [(number, rule) for number, table in enumerate(_layer_rules(architecture)) for rule in table]
+    return [
+        _parameter(rule, layer, sizes, shard_sizes, tensor if rule.expert is None else expert_tensor)
+        for layer, rule in rules
+    ]
 
 
-def pieces_of(table: Mapping[str, Composition]) -> dict[str, Piece]:
+def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
+    """Parameters by their names under either layer spec."""
+    return {name: parameter for parameter in parameters for name in parameter.names}
+
+
+def pieces_of(parameters: Iterable[Parameter]) -> dict[str, Piece]:
     """Every Hugging Face tensor of the model by name, once, in the order of the rules."""
-    return {piece.name: piece for composition in table.values() for piece in composition.pieces}
+    return {piece.name: piece for parameter in parameters for piece in parameter.pieces}
 
 
-def hf_shapes(hf_config: dict[str, Any], head: HeadKind = "policy") -> dict[str, tuple[int, ...]]:
+def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's Hugging Face tensors; a tied head, being the embedding, is not among them."""
-    table = compositions(hf_config, tensor=1, padded_vocab_size=hf_config["vocab_size"], head=head)
-    return {name: piece.shape for name, piece in pieces_of(table).items()}
+    return {name: piece.shape for name, piece in pieces_of(list_parameters(architecture)).items()}
 
 
-def _layer_rules(hf_config: dict[str, Any]) -> list[tuple[Rule, ...]]:
+def padded_vocab_size(vocab_size: int, tensor: int) -> int:
+    """The next multiple of `tensor`; rows from vocab_size on are padding."""
+    return -(-vocab_size // tensor) * tensor
+
+
+def _layer_rules(architecture: Architecture) -> list[tuple[Rule, ...]]:
     """The rules of every layer."""
-    architecture = (hf_config.get("architectures") or ["no architecture"])[0]
-    if architecture not in FAMILIES:
-        raise ValueError(f"config.json names {architecture}, whose weights are not known; known: {', '.join(FAMILIES)}")
-    family = FAMILIES[architecture]
-    attention = _NORMS + _attention_rules(family, hf_config)
-    num_dense = num_dense_layers(hf_config)
-    experts = _expert_rules(family.experts, num_experts(hf_config)) if family.experts else ()
-    return [attention + _MLP] * num_dense + [attention + experts] * (hf_config["num_hidden_layers"] - num_dense)
+    attention = _NORMS + _attention_rules(architecture)
+    num_dense, written = architecture.num_dense_layers, architecture.family.experts
+    experts = _expert_rules(written, architecture.num_experts) if written else ()
+    return [attention + _MLP] * num_dense + [attention + experts] * (architecture.num_layers - num_dense)
 
 
-def _attention_rules(family: Family, hf_config: dict[str, Any]) -> tuple[Rule, ...]:
-    if family.latent_attention:
-        return (_QUERY if hf_config["q_lora_rank"] is None else _LATENT_QUERY) + _LATENT_ATTENTION
+def _attention_rules(architecture: Architecture) -> tuple[Rule, ...]:
+    latent, family = architecture.latent, architecture.family
+    if latent:
+        return (_QUERY if latent.q_rank is None else _LATENT_QUERY) + _LATENT_ATTENTION
     return _ATTENTION + (_QKV_BIAS if family.qkv_bias else ()) + (_QK_NORMS if family.qk_layernorm else ())
 
 
-def _expert_rules(experts: Experts, count: int) -> tuple[Rule, ...]:
+def _expert_rules(experts: ExpertFormat, count: int) -> tuple[Rule, ...]:
     router = Rule(("mlp.router.weight",), ((f"{experts.block}.gate.weight", ("experts", "hidden")),))
     rules = [router, *(_shared_expert_rules(experts.shared) if experts.shared else ())]
     if experts.router_bias:
@@ -238,7 +228,7 @@ def _expert_rules(experts: Experts, count: int) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def _shared_expert_rules(shared: SharedExpert) -> tuple[Rule, ...]:
+def _shared_expert_rules(shared: SharedExpertFormat) -> tuple[Rule, ...]:
     megatron, hf = "mlp.shared_experts", f"mlp.{shared.module}"
     gate_up = tuple((f"{hf}.{name}_proj.weight", ("shared_ffn", "hidden")) for name in ("gate", "up"))
     down = ((f"{hf}.down_proj.weight", ("hidden", "shared_ffn")),)
@@ -250,64 +240,50 @@ def _shared_expert_rules(shared: SharedExpert) -> tuple[Rule, ...]:
     return (*matrices, gate) if shared.gated else matrices
 
 
-def _output_rules(hf_config: dict[str, Any], head: HeadKind) -> tuple[Rule, ...]:
+def _output_rules(architecture: Architecture) -> tuple[Rule, ...]:
     def value_head(module: str) -> tuple[Rule, ...]:
         weight = Rule((f"{module}.weight",), ((VALUE_HEAD, ("one", "hidden")),))
         bias = Rule((f"{module}.bias",), ((VALUE_BIAS, ("one",)),))
-        return (weight, bias) if has_bias(hf_config) else (weight,)
+        return (weight, bias) if architecture.value_bias else (weight,)
 
-    if head == "value":
+    if architecture.head == "value":
         return value_head(OUTPUT_LAYER)
     # Tied, with pipeline stages: the last stage has a copy of the embedding for its output layer.
-    source = EMBEDDING if is_tied(hf_config) else LM_HEAD
+    source = EMBEDDING if architecture.tied else LM_HEAD
     output_layer = Rule((f"{OUTPUT_LAYER}.weight",), ((source, ("vocab", "hidden")),), shard_dim=0)
-    return (output_layer, *value_head(SECOND_HEAD)) if head == "policy_value" else (output_layer,)
+    return (output_layer, *value_head(SECOND_HEAD)) if architecture.head == "policy_value" else (output_layer,)
 
 
-def _sizes(hf_config: dict[str, Any]) -> dict[str, int]:
-    family = family_of(hf_config)
-    return {
-        "one": 1,
-        "hidden": hf_config["hidden_size"],
-        "vocab": hf_config["vocab_size"],
-        **(_latent_sizes(hf_config) if family.latent_attention else _head_sizes(hf_config)),
-        **(_expert_sizes(hf_config, family.experts) if family.experts else {}),
-        **({"ffn": hf_config["intermediate_size"]} if num_dense_layers(hf_config) else {}),
-    }
+def _sizes(architecture: Architecture) -> dict[str, int]:
+    """What the symbols in the rules stand for."""
+    experts, latent, heads = architecture.experts, architecture.latent, architecture.num_heads
+    sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
+    sizes["ffn"] = architecture.ffn_size
+    if latent:
+        sizes["q"], sizes["q_latent"] = heads * (latent.plain_size + latent.rope_size), latent.q_rank or 0
+        sizes["kv_latent"], sizes["kv_latent_and_rope"] = latent.kv_rank, latent.kv_rank + latent.rope_size
+        sizes["k_and_v"], sizes["v"] = heads * (latent.plain_size + latent.v_size), heads * latent.v_size
+    else:
+        head, kv_heads = architecture.head_size, architecture.num_kv_heads
+        sizes |= {"head": head, "q": heads * head, "kv": kv_heads * head, "kv_heads": kv_heads}
+    if experts:
+        sizes |= {"experts": experts.count, "expert_ffn": experts.ffn_size, "shared_ffn": experts.shared_ffn_size or 0}
+    return sizes
 
 
-def _head_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
-    heads = hf_config["num_attention_heads"]
-    head = hf_config.get("head_dim") or hf_config["hidden_size"] // heads
-    kv_heads = num_key_value_heads(hf_config)
-    return {"head": head, "q": heads * head, "kv": kv_heads * head, "kv_heads": kv_heads}
-
-
-def _latent_sizes(hf_config: dict[str, Any]) -> dict[str, int]:
-    heads, rope, v = hf_config["num_attention_heads"], hf_config["qk_rope_head_dim"], hf_config["v_head_dim"]
-    return {
-        "q": heads * (hf_config["qk_nope_head_dim"] + rope),
-        "q_latent": hf_config["q_lora_rank"] or 0,
-        "kv_latent": hf_config["kv_lora_rank"],
-        "kv_latent_and_rope": hf_config["kv_lora_rank"] + rope,
-        "k_and_v": heads * (hf_config["qk_nope_head_dim"] + v),
-        "v": heads * v,
-    }
-
-
-def _expert_sizes(hf_config: dict[str, Any], experts: Experts) -> dict[str, int]:
-    shared = {"shared_ffn": experts.shared.ffn_size(hf_config)} if experts.shared else {}
-    return {"experts": num_experts(hf_config), "expert_ffn": hf_config[experts.ffn], **shared}
-
-
-def _compose(rule: Rule, prefix: str, sizes: Mapping[str, int], padded: Mapping[str, int], ways: int) -> Composition:
-    """A rule's composition in one layer, cut over `ways` ranks."""
+def _parameter(
+    rule: Rule, layer: int | None, sizes: Mapping[str, int], shard_sizes: Mapping[str, int], ways: int
+) -> Parameter:
+    """A rule's parameter in one layer, cut over `ways` ranks."""
+    prefix = "" if layer is None else f"layers.{layer}."
     pieces = []
     for name, symbols in rule.hf:
-        shard = [padded[symbol] for symbol in symbols]
+        shard = [shard_sizes[symbol] for symbol in symbols]
         if rule.shard_dim is not None:
             shard[rule.shard_dim] //= ways
         shape = tuple(sizes[symbol] for symbol in symbols)
         full_name = f"model.{prefix}{name}" if prefix else name
         pieces.append(Piece(full_name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
-    return Composition(tuple(pieces), sizes["kv_heads"] // ways if rule.by_kv_head else 1)
+    names = tuple(f"decoder.{prefix}{name}" if prefix else name for name in rule.megatron)
+    groups = sizes["kv_heads"] // ways if rule.by_kv_head else 1
+    return Parameter(names, layer, tuple(pieces), groups, names[0].endswith(ROUTER_BIAS))

@@ -11,11 +11,11 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
 from megappo.architecture.families import HeadKind
+from megappo.architecture.parameters import padded_vocab_size
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
 from megappo.models.build import ModelChunks
-from megappo.models.hf_config import padded_vocab_size
 from megappo.models.train_engine import load_chunks, sharded_chunks
 from megappo.placement.groups import ComponentGroups
 

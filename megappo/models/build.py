@@ -1,16 +1,13 @@
 """One rank's part of a model: the chunks of its pipeline stage, its tensor shard of each, without weights."""
 
-from typing import Any
-
-import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megappo import platform
-from megappo.architecture.families import HeadKind, has_bias
+from megappo.architecture.architecture import Architecture
 from megappo.config.schema import Model, Parallel
-from megappo.models.hf_config import gpt_arguments, transformer_config
 from megappo.models.layer_specs import layer_spec
+from megappo.models.megatron_config import gpt_arguments, transformer_config
 from megappo.models.rope import scale_rope
 from megappo.models.routing import router_bias_kept
 from megappo.models.value_head import ValueHead, add_value_head
@@ -22,30 +19,30 @@ piece i * pipeline + s. One chunk without virtual pipeline stages."""
 
 
 def build_model(
-    hf_config: dict[str, Any],
+    architecture: Architecture,
     model: Model,
     parallel: Parallel,
     groups: ComponentGroups,
     *,
-    head: HeadKind,
     recompute: str,
     trained: bool,
 ) -> ModelChunks:
     """This rank's part of the model, on its device, in `model.dtype`. Its weights are not set: load them before use.
 
     Args:
-        hf_config: config.json.
+        architecture: the model and its head: "policy" is GPTModel's own output layer; "value" puts a ValueHead in its
+            place, and the embeddings are then not tied; "policy_value" has both, the ValueHead as `value_head` (see
+            `add_value_head`).
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
-        head: "policy" is GPTModel's own output layer; "value" puts a ValueHead in its place, and the embeddings are
-            then not tied; "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
         recompute: "none", "selective" or "full".
         trained: False freezes every parameter.
+    Raises:
+        ConfigError: the model does not fit the layout.
     """
-    config = transformer_config(hf_config, model, parallel, recompute)
+    config = transformer_config(architecture, model, parallel, recompute)
     with groups.active():
         chunks = [
-            _chunk(hf_config, config, model.layer_spec, groups, head, index)
-            for index in range(parallel.virtual_pipeline)
+            _chunk(architecture, config, model.layer_spec, groups, index) for index in range(parallel.virtual_pipeline)
         ]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -55,16 +52,15 @@ def build_model(
                 parameter.allreduce = False
         chunk.requires_grad_(trained)
         with router_bias_kept(chunk):
-            chunk.to(platform.device(), torch.bfloat16 if config.bf16 else torch.float32)
+            chunk.to(platform.device(), config.params_dtype)
     return chunks
 
 
 def _chunk(
-    hf_config: dict[str, Any],
+    architecture: Architecture,
     config: TransformerConfig,
     layer_kind: str,
     groups: ComponentGroups,
-    head: HeadKind,
     index: int,
 ) -> GPTModel:
     """Chunk `index` of this rank's stage: the first of all has the embedding, the last of all the head."""
@@ -76,11 +72,11 @@ def _chunk(
         post_process=index == layout.virtual_pipeline - 1 and stage == layout.pipeline - 1,
         pg_collection=groups.collection,
         vp_stage=index,
-        **gpt_arguments(hf_config, layout.tensor, head),
+        **gpt_arguments(architecture, layout.tensor),
     )
-    scale_rope(gpt, hf_config)
-    if gpt.post_process and head == "value":
-        gpt.output_layer = ValueHead(config, groups.collection.tp, has_bias(hf_config))
-    elif gpt.post_process and head == "policy_value":
-        add_value_head(gpt, has_bias(hf_config))
+    scale_rope(gpt, architecture)
+    if gpt.post_process and architecture.head == "value":
+        gpt.output_layer = ValueHead(config, groups.collection.tp, architecture.value_bias)
+    elif gpt.post_process and architecture.head == "policy_value":
+        add_value_head(gpt, architecture.value_bias)
     return gpt

@@ -7,24 +7,39 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from megappo.models.rope import latent_rope
+from megappo.architecture.architecture import Architecture, Rope
 
 
-def latent_arguments(hf: dict[str, Any]) -> dict[str, Any]:
-    """MLATransformerConfig's arguments of the attention of `hf`, config.json of a family with latent attention.
+def latent_arguments(architecture: Architecture) -> dict[str, Any]:
+    """MLATransformerConfig's arguments of the attention of a model that has latent attention.
 
     The norms of the latent vectors take the layers' `rms_norm_eps`, as SGLang's do; transformers fixes theirs at 1e-6,
     which is what published models have for both.
     """
+    latent = architecture.latent
     return {
-        "q_lora_rank": hf["q_lora_rank"],
-        "kv_lora_rank": hf["kv_lora_rank"],
-        "qk_head_dim": hf["qk_nope_head_dim"],
-        "qk_pos_emb_head_dim": hf["qk_rope_head_dim"],
-        "v_head_dim": hf["v_head_dim"],
-        "kv_channels": hf["v_head_dim"],
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.plain_size,
+        "qk_pos_emb_head_dim": latent.rope_size,
+        "v_head_dim": latent.v_size,
+        "kv_channels": latent.v_size,
         "qk_layernorm": True,
-        **latent_rope(hf),
+        **_rope_arguments(architecture.rope),
+    }
+
+
+def _rope_arguments(rope: Rope) -> dict[str, Any]:
+    """Rotary positions, with YaRN's factors on cosines and sines (mscale over mscale_all_dim) and on the softmax
+    (mscale_all_dim)."""
+    if rope.kind == "default":
+        return {"rope_type": "rope", "rotary_base": rope.base, "rotary_scaling_factor": 1.0}
+    numbers = dict(rope.numbers)
+    return {
+        "rope_type": rope.kind,
+        "rotary_base": rope.base,
+        "rotary_scaling_factor": numbers.pop("factor"),
+        **numbers,
     }
 
 

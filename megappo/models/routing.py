@@ -1,4 +1,4 @@
-"""How a mixture of experts routes tokens: Megatron's settings, what they cannot express, the routers' biases."""
+"""How a mixture of experts routes tokens: Megatron's settings, and the routers' biases."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,35 +6,39 @@ from typing import Any
 
 import torch
 
-from megappo.architecture.families import Experts, family_of, num_dense_layers, num_experts
+from megappo.architecture.architecture import Architecture
 from megappo.config.schema import Parallel
 
 
-def expert_arguments(hf: dict[str, Any], parallel: Parallel) -> dict[str, Any]:
+def expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[str, Any]:
     """TransformerConfig's arguments of a mixture of experts; none of a dense model.
 
     The router softmaxes over all experts and keeps the largest probabilities, or (the same as dividing these by their
     sum) softmaxes over the largest logits. Nothing is added to the loss and no token is dropped.
     """
-    experts = family_of(hf).experts
-    if experts is None:
+    experts, written = architecture.experts, architecture.family.experts
+    if experts is None or written is None:
         return {}
-    num_dense = num_dense_layers(hf)
+    dense, layers = experts.num_dense_layers, architecture.num_layers
+    num_groups, group_top_k = experts.groups or (None, None)
     return {
-        "num_moe_experts": num_experts(hf),
+        "num_moe_experts": experts.count,
         # A list, even of equal layers, makes Megatron name each layer in a checkpoint instead of stacking them.
-        "moe_layer_freq": [int(layer >= num_dense) for layer in range(hf["num_hidden_layers"])] if num_dense else 1,
-        "moe_ffn_hidden_size": hf[experts.ffn],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_router_pre_softmax": not experts.renormalized(hf),
+        "moe_layer_freq": [int(layer >= dense) for layer in range(layers)] if dense else 1,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_topk": experts.top_k,
+        "moe_router_pre_softmax": not experts.renormalizes,
         "moe_router_load_balancing_type": "none",
-        "moe_shared_expert_intermediate_size": experts.shared.ffn_size(hf) if experts.shared else None,
-        "moe_shared_expert_gate": bool(experts.shared and experts.shared.gated),
+        "moe_router_topk_scaling_factor": experts.scaling,
+        "moe_router_dtype": "fp32" if written.fp32_router else None,
+        "moe_router_num_groups": num_groups,
+        "moe_router_group_topk": group_top_k,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size,
+        "moe_shared_expert_gate": bool(written.shared and written.shared.gated),
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
-        **(_bias_arguments() if experts.router_bias else {}),
-        **(_group_arguments(hf) if family_of(hf).latent_attention else {}),
+        **(_bias_arguments() if written.router_bias else {}),
     }
 
 
@@ -46,52 +50,6 @@ def _bias_arguments() -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,
     }
-
-
-def _group_arguments(hf: dict[str, Any]) -> dict[str, Any]:
-    """DeepSeek's: probabilities are scaled, routers compute in fp32, and a token's experts are in few groups."""
-    grouped = {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
-    return {
-        "moe_router_topk_scaling_factor": hf["routed_scaling_factor"],
-        "moe_router_dtype": "fp32",
-        **(grouped if _is_grouped(hf) else {}),
-    }
-
-
-def _is_grouped(hf: dict[str, Any]) -> bool:
-    """Whether some groups of experts are out of reach of a token."""
-    if not family_of(hf).experts.router_bias and hf.get("topk_method") != "group_limited_greedy":
-        return False
-    return hf["topk_group"] < hf["n_group"]
-
-
-def unsupported_routing(hf: dict[str, Any], experts: Experts) -> dict[str, bool]:
-    """Keys of config.json about routing, and whether Megatron cannot do what they say."""
-    found = {
-        "decoder_sparse_step": hf.get("decoder_sparse_step", 1) != 1,
-        "mlp_only_layers": bool(hf.get("mlp_only_layers")),
-        "router_jitter_noise": bool(hf.get("router_jitter_noise")),
-        # Its probability would always be 1, and the router could not learn.
-        "num_experts_per_tok": experts.renormalized(hf) and hf["num_experts_per_tok"] == 1,
-        "moe_layer_freq": hf.get("moe_layer_freq", 1) != 1,
-    }
-    if not family_of(hf).latent_attention:
-        return found
-    methods = ("noaux_tc",) if experts.router_bias else ("greedy", "group_limited_greedy")
-    rated_by = 2 if experts.router_bias else 1
-    return found | {
-        "n_shared_experts": not hf["n_shared_experts"],
-        "scoring_func": hf.get("scoring_func", _scores(experts)) != _scores(experts),
-        "topk_method": hf.get("topk_method", methods[0]) not in methods,
-        "norm_topk_prob": hf.get("norm_topk_prob", experts.renormalizes) != experts.renormalizes,
-        # The score of a group is its best expert's (V2) or its best two's (V3); to Megatron that of as many as a token
-        # gets in each of its groups.
-        "topk_group": _is_grouped(hf) and hf["num_experts_per_tok"] // hf["topk_group"] != rated_by,
-    }
-
-
-def _scores(experts: Experts) -> str:
-    return "sigmoid" if experts.router_bias else "softmax"
 
 
 @contextmanager

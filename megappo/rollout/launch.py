@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import IO, Any
 
+from megappo.architecture.dtypes import DTYPES
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineError
@@ -25,7 +26,6 @@ CPU_ARGUMENTS = {
     "sleep_on_idle": True,  # else an idle engine takes a core from the trainer
     "max_total_tokens": 65536,
 }
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 TRACES_PREFIX = "megappo-engine-"
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
@@ -45,7 +45,7 @@ def server_arguments(
         raise ConfigError(errors)
     return {
         "model_path": str(model_path),
-        "dtype": DTYPES[dtype],
+        "dtype": DTYPES[dtype].torch,
         "random_seed": seed,
         "tp_size": rollout.tensor_parallel,
         "skip_tokenizer_init": True,  # token ids in, token ids out

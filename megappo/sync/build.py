@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo import platform
+from megappo.architecture.architecture import Architecture
 from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
@@ -37,7 +38,7 @@ def engine_sleeps(layouts: Mapping[str, Layout], engine: int) -> bool:
 def build_weight_sync(
     config: Config,
     layouts: dict[str, Layout],
-    hf_config: dict[str, Any],
+    architecture: Architecture,
     actor: MegatronEngine | None,
     client: EngineClient | None,
     exchange: Exchange,
@@ -45,17 +46,18 @@ def build_weight_sync(
     """The way of the actor's weights to the engines; all ranks together, once the engines are up.
 
     Args:
+        architecture: the language model's.
         actor: this rank's part. client: of the engine that this rank owns.
     """
-    export = Export(actor.chunks, hf_config, actor.groups) if actor is not None else None
+    export = Export(actor.chunks, architecture, actor.groups) if actor is not None else None
     sender = sending_rank(config, layouts)
     shared = exchange.share([tensor.spec for tensor in export.tensors] if export and exchange.rank == sender else None)
     bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if platform.has_cuda() else CPU_BUCKET_BYTES)
     return WeightSync(
         export.tensors if export else shared[sender],
         export,
-        _hand_overs(config, layouts, hf_config, client, exchange, bucket_bytes),
-        folder_shapes(config.model.path, hf_config),
+        _hand_overs(config, layouts, architecture, client, exchange, bucket_bytes),
+        folder_shapes(config.model.path, architecture),
         bucket_bytes=bucket_bytes,
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(layouts, engine) for engine in range(layouts["rollout"].data)),
@@ -99,7 +101,7 @@ def verified_sync(
 def _hand_overs(
     config: Config,
     layouts: dict[str, Layout],
-    hf_config: dict[str, Any],
+    architecture: Architecture,
     client: EngineClient | None,
     exchange: Exchange,
     bucket_bytes: int,
@@ -115,7 +117,7 @@ def _hand_overs(
         group = _join_group(config, layouts, engines, client if way == "broadcast" else None, exchange)
         found += [broadcast.BroadcastSender(*group)] if group else []
     if "disk" in ways and is_sender:
-        found.append(DiskWriter(folder, hf_config, bucket_bytes))
+        found.append(DiskWriter(folder, architecture, bucket_bytes))
     if client is not None and way == "ipc":
         found.append(HandleSender(client, rollout.tensor))
     if client is not None and way == "broadcast":

@@ -1,13 +1,13 @@
 """Weights for engines through a Hugging Face folder, on a file system that all nodes share. Slow; the last resort."""
 
 import contextlib
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.files import write_model_config
 from megappo.sync.handover import HandOver, Receiver
 from megappo.weights.buckets import Bucket, views
 from megappo.weights.safetensors_io import ShardedWriter
@@ -17,9 +17,9 @@ from megappo.weights.staging import staged, temporary_folder
 class DiskWriter(HandOver):
     """Writes the folder, in files of up to `shard_bytes`; the rank is the actor's."""
 
-    def __init__(self, folder: Path, hf_config: dict[str, Any], shard_bytes: int):
+    def __init__(self, folder: Path, architecture: Architecture, shard_bytes: int):
         self.folder = folder
-        self.hf_config = hf_config
+        self.architecture = architecture
         self.shard_bytes = shard_bytes
         self._staged = contextlib.ExitStack()
 
@@ -34,7 +34,7 @@ class DiskWriter(HandOver):
 
     def close(self) -> None:
         self._writer.finish()
-        (self._temporary / "config.json").write_text(json.dumps(self.hf_config, indent=2) + "\n")
+        write_model_config(self.architecture, self._temporary)
         self._staged.close()
 
     def abort(self) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from megappo import platform
-from megappo.architecture.files import read_model_config
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, STATE, read_state, step_of
@@ -47,7 +47,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     layouts = placement_layouts(config, dist.get_world_size())
-    hf_config = read_model_config(Path(config.model.path))
+    architecture = read_architecture(config.model.path)
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     exchange = Exchange(dist.group.WORLD)
@@ -62,7 +62,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     models = {name: layout for name, layout in layouts.items() if name != "rollout"}
     groups = build_groups(models, config.trainer.seed, timeout)
-    engines = build_engines(config, hf_config, groups)
+    engines = build_engines(config, architecture, groups)
     components = {name: Component(name, layout, engines[name], exchange) for name, layout in models.items()}
     kl, reward_moments = kl_controller(config.algorithm.kl_ctrl), RunningMoments()
     start_step = load_checkpoint(config, checkpoint, store, components, {"kl": kl, "reward_moments": reward_moments})
@@ -77,7 +77,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     for line in (*([start] if start else []), *config.absences):
         observer.message(line)
     client = engine.wait_ready() if engine is not None else None
-    weight_sync = build_weight_sync(config, layouts, hf_config, engines["actor"], client, exchange)
+    weight_sync = build_weight_sync(config, layouts, architecture, engines["actor"], client, exchange)
     own_engine = layouts["rollout"].shard_of(exchange.rank) if client is not None else None
     rollouts = Rollouts(
         config,
@@ -93,7 +93,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     )
     return Run(
         config=config,
-        hf_config=hf_config,
+        architecture=architecture,
         exchange=exchange,
         actor=components["actor"],
         critic=components.get("critic"),

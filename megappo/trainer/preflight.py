@@ -1,8 +1,6 @@
 """Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
 
-from pathlib import Path
-
-from megappo.architecture.files import read_model_config
+from megappo.architecture.parsing import read_architecture
 from megappo.config.checks import config_errors
 from megappo.config.errors import shorten
 from megappo.config.schema import Config
@@ -45,4 +43,4 @@ def shared_vocabulary(config: Config) -> int:
     folders = [config.model.path]
     if config.has_critic and config.critic.model_path:
         folders.append(config.critic.model_path)
-    return min(read_model_config(Path(folder))["vocab_size"] for folder in folders)
+    return min(read_architecture(folder, head="value").vocab_size for folder in folders)

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megappo import platform
+from megappo.architecture.architecture import Architecture
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Config
@@ -45,6 +46,7 @@ class Run:
     """A run's parts. The same on every rank, but for null objects where a part is absent.
 
     Attributes:
+        architecture: the language model's.
         critic: None when the estimator does without values, or the actor has a value head of its own.
         ref: None when no KL needs a reference.
         reward_moments: of all scores so far, for reward.normalize running.
@@ -57,7 +59,7 @@ class Run:
     """
 
     config: Config
-    hf_config: dict[str, Any]
+    architecture: Architecture
     exchange: Exchange
     actor: Component
     critic: Component | None
@@ -134,7 +136,11 @@ class Run:
             target = Path(self.config.trainer.output_dir) / HF_ACTOR
             if self.actor.engine is not None:
                 write_hf_folder(
-                    self.actor.engine.chunks, self.hf_config, self.actor.engine.groups, self.config.model.path, target
+                    self.actor.engine.chunks,
+                    self.architecture,
+                    self.actor.engine.groups,
+                    self.config.model.path,
+                    target,
                 )
         self.exchange.share(None)
         self.observer.finish()

@@ -1,67 +1,40 @@
 """Critics in Hugging Face folders: the heads of language and reward models they start from, and what they become."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megappo.architecture.families import BIAS_KEY, REWARD_MODELS, language_model
-from megappo.architecture.files import read_model_config
+from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import LM_HEAD, VALUE_BIAS, VALUE_HEAD
-from megappo.config.text_files import TextFileError
+from megappo.architecture.parsing import read_architecture
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 
 HEAD_MODULES = ("score", "classifier", "v_head", "v_head.summary")
 """What reward models call the layer that reads the last hidden states; the last is TRL's value head."""
-_EXPORTED = "ForTokenClassification"
-_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_LABELS = ("id2label", "label2id", BIAS_KEY)
 
 
-def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-        WeightsError: it cannot be read, or lacks a size, or a value is of the wrong kind.
-    """
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"no {path}; name a complete Hugging Face folder")
-    try:
-        hf_config = read_model_config(path.parent)
-    except TextFileError as error:
-        raise WeightsError(str(error)) from error
-    missing = [key for key in _SIZES if hf_config.get(key) is None]
-    if missing:
-        raise WeightsError(f"{path} lacks {', '.join(missing)}; it is no config of a language model, or incomplete")
-    return hf_config
-
-
-def critic_config(folder: str | Path) -> dict[str, Any]:
-    """config.json of the model a critic starts from, as the models and the name tables take it.
-
-    A reward model's architecture is replaced by its language model's, and a key says whether its head has a bias that
-    is not zero: the critic then has one. A bias of zero adds nothing, and is not carried along.
+def critic_architecture(folder: str | Path) -> Architecture:
+    """The model a critic starts from, under a value head: with a bias where that of a reward model's head is not zero.
+    A bias of zero adds nothing, and is not carried along.
 
     Args:
         folder: a language model, or a reward model: *ForSequenceClassification, *ForTokenClassification, or a language
             model with a value head besides (see `HEAD_MODULES`).
     Raises:
+        ArchitectureError: its config.json cannot be used.
         WeightsError: a reward model without a known head, or one of several labels.
     """
-    hf_config = read_hf_config(folder)
-    architecture = (hf_config.get("architectures") or ["no architecture"])[0]
+    architecture = read_architecture(folder, head="value")
     with HFFolder(folder) as source:
         name_value_head(source)
-        if architecture.endswith(REWARD_MODELS) and VALUE_HEAD not in source.names():
+        if architecture.is_reward_model and VALUE_HEAD not in source.names():
             raise WeightsError(
-                f"{folder} is a {architecture} without a head: expected {VALUE_HEAD}, or the weight of one of "
+                f"{folder} is a {architecture.named} without a head: expected {VALUE_HEAD}, or the weight of one of "
                 f"{', '.join(HEAD_MODULES[1:])}; its files are incomplete, or it is no reward model"
             )
-        has_bias = has_value_bias(source)
-    return {**hf_config, "architectures": [language_model(architecture)], BIAS_KEY: has_bias}
+        return replace(architecture, value_bias=has_value_bias(source))
 
 
 def name_value_head(source: HFFolder) -> None:
@@ -92,13 +65,6 @@ def has_value_head(source: HFFolder) -> bool:
 def has_value_bias(source: HFFolder) -> bool:
     """Whether the folder's value head adds something other than zero."""
     return VALUE_BIAS in source.names() and bool(source.read(VALUE_BIAS).any())
-
-
-def exported_config(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a critic's Hugging Face folder: transformers gives one number per token."""
-    architecture = hf_config["architectures"][0].removesuffix("ForCausalLM") + _EXPORTED
-    kept = {key: value for key, value in hf_config.items() if key not in _LABELS}
-    return {**kept, "architectures": [architecture], "num_labels": 1}
 
 
 def critic_buckets(

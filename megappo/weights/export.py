@@ -9,15 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.architecture.families import HeadKind
-from megappo.architecture.parameters import SECOND_HEAD, Piece, pieces_of
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.parameters import SECOND_HEAD, Piece, by_name, pieces_of
 from megappo.models.build import ModelChunks
+from megappo.models.dtypes import TORCH_DTYPES
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
-from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, parameters_of
 
 PORTION_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = tuple(TORCH_DTYPES.values())  # numbered, for ranks to agree on one
 _NOBODY = 2**31
 
 
@@ -62,28 +63,26 @@ class Export:
 
     Args:
         chunks: unwrapped.
-        head: "policy" is the language model, without the value head that a shared backbone has besides; "value" a
-            critic; "policy_value" the whole of a shared backbone. A value head is exported as `score.weight`, and
-            `score.bias` if it has one.
+        architecture: under the head that is exported: "policy" is the language model, without the value head that a
+            shared backbone has besides; "value" a critic; "policy_value" the whole of a shared backbone. A value head
+            is exported as `score.weight`, and `score.bias` if it has one.
     Attributes:
         tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
     Raises:
         ValueError: a parameter without Hugging Face name, or a tensor that no stage holds; each named.
     """
 
-    def __init__(
-        self, chunks: ModelChunks, hf_config: dict[str, Any], groups: ComponentGroups, *, head: HeadKind = "policy"
-    ):
+    def __init__(self, chunks: ModelChunks, architecture: Architecture, groups: ComponentGroups):
         self.groups = groups
-        self._table = table_of(chunks, hf_config, groups, head)
-        parameters = global_parameters(chunks)
-        if head == "policy":
+        listed = parameters_of(architecture, groups)
+        self._table, parameters = by_name(listed), global_parameters(chunks)
+        if architecture.head == "policy":
             parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}
         check_parameters(parameters, self._table)
         self._parameters = parameters
         self._held = {piece.name: name for name in parameters for piece in self._table[name].pieces}
         self._device = next(chunks[0].parameters()).device
-        tensors = _plan(list(pieces_of(self._table).values()), self._held, parameters, groups)
+        tensors = _plan(list(pieces_of(listed).values()), self._held, parameters, groups)
         # Like ones together: fewer messages, and fewer buckets, each of one dtype.
         self.tensors = sorted(tensors, key=lambda tensor: (tensor.cut, str(tensor.dtype)))
         self._takers = self._takers_of(needs=True)

@@ -7,11 +7,10 @@ transformers 5 holds a mixture of experts so, and writes it so where it is asked
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megappo.architecture.families import Experts, family_of, num_experts
+from megappo.architecture.architecture import Architecture
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 
 
@@ -32,12 +31,11 @@ class PerExpertFolder(HFFolder):
         WeightsError: also when a fused tensor has another shape than config.json gives.
     """
 
-    def __init__(self, folder: str | Path, hf_config: dict[str, Any]):
+    def __init__(self, folder: str | Path, architecture: Architecture):
         super().__init__(folder)
         self._views: dict[str, _View] = {}
-        experts = family_of(hf_config).experts
-        for layer in range(hf_config["num_hidden_layers"] if experts else 0):
-            self._views |= self._views_of(f"model.layers.{layer}.", hf_config, experts)
+        for layer in range(architecture.num_layers if architecture.experts else 0):
+            self._views |= self._views_of(f"model.layers.{layer}.", architecture)
         self._stored = {view.stored for view in self._views.values()}
 
     def names(self) -> set[str]:
@@ -58,19 +56,20 @@ class PerExpertFolder(HFFolder):
         part[dim] = slice(first + start, part[dim].stop if stop is None else first + stop)
         return self._slice(view.stored)[view.expert, part[0], part[1]]
 
-    def _views_of(self, layer: str, hf_config: dict[str, Any], experts: Experts) -> dict[str, _View]:
-        stored, hub = f"{layer}mlp.experts.", f"{layer}{experts.block}."
+    def _views_of(self, layer: str, architecture: Architecture) -> dict[str, _View]:
+        experts, written = architecture.experts, architecture.family.experts
+        stored, hub = f"{layer}mlp.experts.", f"{layer}{written.block}."
         if f"{stored}gate_up_proj" not in super().names():
             return {}
-        count, ffn, hidden = num_experts(hf_config), hf_config[experts.ffn], hf_config["hidden_size"]
+        count, ffn, hidden = experts.count, experts.ffn_size, architecture.hidden_size
         self._check(f"{stored}gate_up_proj", (count, 2 * ffn, hidden))
         self._check(f"{stored}down_proj", (count, hidden, ffn))
         views = {}
         for expert in range(count):
             name = f"{hub}experts.{expert}."
-            views[f"{name}{experts.gate}.weight"] = _View(f"{stored}gate_up_proj", expert, 0, ffn)
-            views[f"{name}{experts.up}.weight"] = _View(f"{stored}gate_up_proj", expert, ffn, 2 * ffn)
-            views[f"{name}{experts.down}.weight"] = _View(f"{stored}down_proj", expert, 0, hidden)
+            views[f"{name}{written.gate}.weight"] = _View(f"{stored}gate_up_proj", expert, 0, ffn)
+            views[f"{name}{written.up}.weight"] = _View(f"{stored}gate_up_proj", expert, ffn, 2 * ffn)
+            views[f"{name}{written.down}.weight"] = _View(f"{stored}down_proj", expert, 0, hidden)
         router = f"{layer}mlp.gate.weight"
         return views | ({f"{hub}gate.weight": _View(router)} if router in super().names() else {})
 

@@ -2,19 +2,19 @@
 
 import collections
 import contextlib
-import json
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megappo.architecture.families import HeadKind
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.files import GENERATION_FILE, write_model_config
 from megappo.models.build import ModelChunks
+from megappo.models.dtypes import NAMES
 from megappo.placement.groups import ComponentGroups
-from megappo.weights.critic import critic_buckets, exported_config
+from megappo.weights.critic import critic_buckets
 from megappo.weights.export import Export
 from megappo.weights.safetensors_io import ShardedWriter
 from megappo.weights.staging import staged
@@ -22,7 +22,7 @@ from megappo.weights.staging import staged
 Bucket = list[tuple[str, torch.Tensor]]
 
 COMPANIONS = (
-    "generation_config.json",
+    GENERATION_FILE,
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -37,25 +37,24 @@ COMPANIONS = (
 
 def write_hf_folder(
     chunks: ModelChunks,
-    hf_config: dict[str, Any],
+    architecture: Architecture,
     groups: ComponentGroups,
     source: str | Path,
     target: str | Path,
     *,
-    head: HeadKind = "policy",
     bucket_bytes: int = 512 * 2**20,
     max_shard_bytes: int = 4 * 2**30,
 ) -> None:
     """Write a model's weights to `target`, with config, tokenizer and generation config of `source`.
 
-    With head="policy" that is the language model: a value head that a shared backbone has besides is left out. With the
-    others it is the critic, as *ForTokenClassification: a language model's head is left out.
+    With the head "policy" that is the language model: a value head that a shared backbone has besides is left out. With
+    the others it is the critic, as *ForTokenClassification: a language model's head is left out.
 
     Every rank of the component calls it; its first rank writes, into `<target>.tmp`, which then takes the place of
     `target`. It is there when any rank returns.
 
     Args:
-        hf_config: config.json of `source`, written with the dtype of the weights.
+        architecture: of `source`, under the head that is exported; written with the dtype of the weights.
         bucket_bytes: weights gathered at a time, on the device.
         max_shard_bytes: bytes per safetensors file.
     Raises:
@@ -66,11 +65,10 @@ def write_hf_folder(
     with staged(Path(target)) if first else contextlib.nullcontext(Path(target)) as folder:
         write_hf_files(
             chunks,
-            hf_config,
+            architecture,
             groups,
             source,
             folder,
-            head=head,
             bucket_bytes=bucket_bytes,
             max_shard_bytes=max_shard_bytes,
         )
@@ -79,12 +77,11 @@ def write_hf_folder(
 
 def write_hf_files(
     chunks: ModelChunks,
-    hf_config: dict[str, Any],
+    architecture: Architecture,
     groups: ComponentGroups,
     source: str | Path,
     folder: Path,
     *,
-    head: HeadKind = "policy",
     bucket_bytes: int = 512 * 2**20,
     max_shard_bytes: int = 4 * 2**30,
     progress: Callable[[int], object] = lambda elements: None,
@@ -97,24 +94,22 @@ def write_hf_files(
     Raises:
         OSError: a file cannot be written.
     """
-    export, is_first = Export(chunks, hf_config, groups, head=head), dist.get_rank() == groups.layout.ranks[0]
+    export, is_first = Export(chunks, architecture, groups), dist.get_rank() == groups.layout.ranks[0]
     if not export.takes_part(is_first):
         return
     buckets: Iterable[Bucket] = export.buckets(bucket_bytes)
-    if head != "policy":
-        buckets, hf_config = critic_buckets(buckets), exported_config(hf_config)
+    if architecture.head != "policy":
+        buckets = critic_buckets(buckets)
     if not is_first:
         collections.deque(buckets, maxlen=0)
         return
-    dtype = str(chunks[0].config.params_dtype).removeprefix("torch.")
-    hf_config = {**hf_config, "torch_dtype": dtype, "dtype": dtype}
     writer = ShardedWriter(folder, max_shard_bytes)
     for bucket in buckets:
         writer.add(bucket)
         progress(sum(tensor.numel() for _, tensor in bucket))
         del bucket  # before the next one is gathered
     writer.finish()
-    (folder / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
+    write_model_config(architecture, folder, NAMES[chunks[0].config.params_dtype])
     copy_companions(Path(source), folder)
 
 

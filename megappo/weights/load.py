@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from megappo.architecture.families import HeadKind, has_bias, is_tied
+from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import (
     EMBEDDING,
     LM_HEAD,
     VALUE_BIAS,
     VALUE_HEAD,
     Piece,
+    by_name,
     pieces_of,
 )
 from megappo.models.build import ModelChunks
@@ -21,29 +21,26 @@ from megappo.weights.buckets import all_finite
 from megappo.weights.critic import has_value_bias, name_value_head
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
-from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, parameters_of
 
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
 
-def is_unused(name: str, hf_config: dict[str, Any]) -> bool:
-    """Whether a tensor is not loaded: a constant, or of the layers after the last one, which predict further tokens
-    (DeepSeek-V3's multi-token prediction). Those are neither trained nor exported; transformers leaves them out too.
-    `hf_config` may be {}, of a folder without one."""
-    first, further = hf_config.get("num_hidden_layers", 0), hf_config.get("num_nextn_predict_layers") or 0
-    prefixes = tuple(f"model.layers.{layer}." for layer in range(first, first + further))
-    return name.endswith(UNUSED_SUFFIXES) or name.startswith(prefixes)
+def is_unused(name: str, architecture: Architecture | None) -> bool:
+    """Whether a tensor is not loaded: a constant, or of the layers that predict further tokens. Those are neither
+    trained nor exported; transformers leaves them out too. `architecture` is None of a folder without config.json."""
+    return name.endswith(UNUSED_SUFFIXES) or bool(architecture and architecture.predicts_further(name))
 
 
-def folder_shapes(folder: str | Path, hf_config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def folder_shapes(folder: str | Path, architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the tensors that an engine loads from a language model's folder, from the files' headers.
 
     Raises: as `load_hf`.
     """
-    left_out = {VALUE_HEAD, VALUE_BIAS} | ({LM_HEAD} if is_tied(hf_config) else set())
-    with PerExpertFolder(folder, hf_config) as source:
+    left_out = {VALUE_HEAD, VALUE_BIAS} | ({LM_HEAD} if architecture.tied else set())
+    with PerExpertFolder(folder, architecture) as source:
         name_value_head(source)
-        names = [name for name in source.names() - left_out if not is_unused(name, hf_config)]
+        names = [name for name in source.names() - left_out if not is_unused(name, architecture)]
         return {name: source.shape(name) for name in names}
 
 
@@ -51,10 +48,9 @@ def folder_shapes(folder: str | Path, hf_config: dict[str, Any]) -> dict[str, tu
 def load_hf(
     chunks: ModelChunks,
     folder: str | Path,
-    hf_config: dict[str, Any],
+    architecture: Architecture,
     groups: ComponentGroups,
     *,
-    head: HeadKind = "policy",
     seed: int = 0,
     progress: Callable[[str], object] = lambda name: None,
 ) -> None:
@@ -63,24 +59,24 @@ def load_hf(
     Values are cast to the parameters' dtype; rows of padded vocabulary become 0. No rank talks to another.
 
     Args:
-        hf_config: the folder's config.json, of which `chunks` were built.
-        head: as `chunks` were built. A value head comes from the folder if it has one (see `critic_config`), and is
-            drawn from `seed` otherwise, the same on every rank. A critic leaves the language model's own head unused.
+        architecture: the folder's, of which `chunks` were built. A value head comes from the folder if it has one (see
+            `critic_architecture`), and is drawn from `seed` otherwise, the same on every rank. A critic leaves the
+            language model's own head unused.
         progress: called with the name of every parameter that is loaded.
     Raises:
         WeightsError: a parameter without source, a tensor missing, unused, of another shape, or with values that are
             not finite; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
-    table = table_of(chunks, hf_config, groups, head)
-    parameters = global_parameters(chunks)
+    listed = parameters_of(architecture, groups)
+    table, parameters = by_name(listed), global_parameters(chunks)
     check_parameters(parameters, table)
-    with PerExpertFolder(folder, hf_config) as source:
-        if head != "policy":
+    with PerExpertFolder(folder, architecture) as source:
+        if architecture.head != "policy":
             name_value_head(source)
-            _check_bias(source, hf_config)
-        _check_source(source, hf_config, pieces_of(table), _optional(hf_config, head))
-        if is_tied(hf_config) and LM_HEAD in source.names() and head != "value":
+            _check_bias(source, architecture)
+        _check_source(source, architecture, pieces_of(listed))
+        if architecture.ties_output and LM_HEAD in source.names():
             _check_tied(source)
         has_values = VALUE_HEAD in source.names()
         for name, parameter in parameters.items():
@@ -94,15 +90,15 @@ def load_hf(
                 _fill(parts[piece.name], source, piece, groups)
 
 
-def _optional(hf_config: dict[str, Any], head: HeadKind) -> set[str]:
+def _optional(architecture: Architecture) -> set[str]:
     """Tensors that a folder may have or lack."""
-    language_model = {LM_HEAD} if head == "value" or is_tied(hf_config) else set()
-    return language_model | (set() if head == "policy" else {VALUE_HEAD, VALUE_BIAS})
+    language_model = {LM_HEAD} if architecture.head == "value" or architecture.tied else set()
+    return language_model | (set() if architecture.head == "policy" else {VALUE_HEAD, VALUE_BIAS})
 
 
-def _check_bias(source: HFFolder, hf_config: dict[str, Any]) -> None:
+def _check_bias(source: HFFolder, architecture: Architecture) -> None:
     """A bias that the model has no place for must be zero; one it has a place for must be there."""
-    expected, found = has_bias(hf_config), has_value_bias(source)
+    expected, found = architecture.value_bias, has_value_bias(source)
     if found and not expected:
         raise WeightsError(
             f"the value head in {source.folder} has a bias that is not zero, but the model was built without one; "
@@ -112,8 +108,9 @@ def _check_bias(source: HFFolder, hf_config: dict[str, Any]) -> None:
         raise WeightsError(f"the model's value head has a bias, but {source.folder} has none; build it of this folder")
 
 
-def _check_source(source: HFFolder, hf_config: dict[str, Any], expected: dict[str, Piece], optional: set[str]) -> None:
-    found = {name for name in source.names() if not is_unused(name, hf_config)}
+def _check_source(source: HFFolder, architecture: Architecture, expected: dict[str, Piece]) -> None:
+    optional = _optional(architecture)
+    found = {name for name in source.names() if not is_unused(name, architecture)}
     missing = sorted(expected.keys() - found - optional)
     unused = sorted(found - expected.keys() - optional)
     if missing or unused:

@@ -9,10 +9,11 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.files import INDEX, SINGLE
+from megappo.models.dtypes import NAMES
 
 HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors, which then start on a page
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class WeightsError(ValueError):
@@ -199,5 +200,5 @@ class _Shard:
 
     def _entry(self, name: str, tensor: torch.Tensor) -> str:
         place = [self.num_bytes, self.num_bytes + tensor.nbytes]
-        entry = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        entry = {"dtype": DTYPES[NAMES[tensor.dtype]].safetensors, "shape": list(tensor.shape), "data_offsets": place}
         return f",{json.dumps(name)}:{json.dumps(entry)}"

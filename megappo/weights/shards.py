@@ -1,14 +1,13 @@
 """A rank's shards: the weights a model has here, and the pieces of Hugging Face tensors each is made of."""
 
 import re
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
-from megappo.architecture.families import HeadKind
-from megappo.architecture.parameters import ROUTER_BIAS, Composition, Piece, compositions
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.parameters import ROUTER_BIAS, Parameter, Piece, list_parameters
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import ComponentGroups
 
@@ -31,17 +30,9 @@ def _global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
     return {_LAYER.sub(with_global_numbers, name): tensor for name, tensor in (*model.named_parameters(), *biases)}
 
 
-def table_of(
-    chunks: ModelChunks, hf_config: dict[str, Any], groups: ComponentGroups, head: HeadKind
-) -> dict[str, Composition]:
-    """The composition of every parameter of a model in this layout; see `compositions`."""
-    return compositions(
-        hf_config,
-        tensor=groups.layout.tensor,
-        expert_tensor=groups.layout.expert_tensor,
-        padded_vocab_size=chunks[0].vocab_size,
-        head=head,
-    )
+def parameters_of(architecture: Architecture, groups: ComponentGroups) -> list[Parameter]:
+    """Every parameter of a model in this layout."""
+    return list_parameters(architecture, tensor=groups.layout.tensor, expert_tensor=groups.layout.expert_tensor)
 
 
 def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
@@ -49,8 +40,8 @@ def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
     return groups.collection.tp if piece.expert is None else groups.collection.expt_tp
 
 
-def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Composition]) -> None:
-    """See that every parameter has a composition of its shape.
+def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Parameter]) -> None:
+    """See that every parameter is in the table, with its shape.
 
     Raises:
         ValueError: names the parameters that have none, or another shape.
@@ -67,8 +58,8 @@ def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Compo
             )
 
 
-def decompose(parameter: torch.Tensor, composition: Composition) -> dict[str, torch.Tensor]:
+def decompose(tensor: torch.Tensor, parameter: Parameter) -> dict[str, torch.Tensor]:
     """Views of a parameter by piece name, each [groups, rows per group, ...]: flattened, this rank's shard of it."""
-    rows = [piece.shard_shape[0] // composition.groups for piece in composition.pieces]
-    grouped = parameter.detach().unflatten(0, (composition.groups, -1)).split(rows, dim=1)
-    return {piece.name: part for piece, part in zip(composition.pieces, grouped, strict=True)}
+    rows = [piece.shard_shape[0] // parameter.groups for piece in parameter.pieces]
+    grouped = tensor.detach().unflatten(0, (parameter.groups, -1)).split(rows, dim=1)
+    return {piece.name: part for piece, part in zip(parameter.pieces, grouped, strict=True)}

@@ -1,35 +1,36 @@
 """The tables against Hugging Face's own tensor names and shapes, and against the names of both layer specs."""
 
+from pathlib import Path
+
 import pytest
 from tiny_folders import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megappo.architecture.families import HeadKind
-from megappo.architecture.parameters import compositions, hf_shapes
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.parameters import Parameter, by_name, hf_shapes, list_parameters
+from megappo.architecture.parsing import parse
 
 
-def config(model_type: str, **changes: object) -> dict:
-    return AutoConfig.for_model(model_type, **SHAPE | changes).to_dict() | {
-        "architectures": [f"{model_type.capitalize()}ForCausalLM"]
-    }
+def architecture(model_type: str, **changes: object) -> Architecture:
+    written = AutoConfig.for_model(model_type, **SHAPE | changes).to_dict()
+    return parse(written | {"architectures": [f"{model_type.capitalize()}ForCausalLM"]}, Path("config.json"))
 
 
-def table(hf_config: dict, tensor: int = 1, head: HeadKind = "policy") -> dict:
-    return compositions(hf_config, tensor=tensor, padded_vocab_size=92, head=head)
+def table(model_type: str, tensor: int = 1, expert_tensor: int = 1, **changes: object) -> dict[str, Parameter]:
+    return by_name(list_parameters(architecture(model_type, **changes), tensor=tensor, expert_tensor=expert_tensor))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen2", "llama", "qwen3", "mistral"])
 def test_names_and_shapes_are_hugging_faces(model_type: str, tied: bool) -> None:
-    hf_config = config(model_type, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE, tie_word_embeddings=tied))
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert hf_shapes(hf_config) == expected
+    assert hf_shapes(architecture(model_type, tie_word_embeddings=tied)) == expected
 
 
 def test_names_and_shapes_of_experts_are_those_of_the_hub() -> None:
     sizes = {"num_local_experts": 3, "num_key_value_heads": 4, "head_dim": None}
-    shapes = hf_shapes(config("mixtral", **sizes))
+    shapes = hf_shapes(architecture("mixtral", **sizes))
     for layer in range(SHAPE["num_hidden_layers"]):
         moe = f"model.layers.{layer}.block_sparse_moe."
         found = {name.removeprefix(moe): shape for name, shape in shapes.items() if name.startswith(moe)}
@@ -42,7 +43,7 @@ def test_names_and_shapes_of_experts_are_those_of_the_hub() -> None:
 
 
 def test_transformer_engines_fused_norms_have_the_same_pieces() -> None:
-    of = table(config("qwen2"))
+    of = table("qwen2")
     for layer in range(SHAPE["num_hidden_layers"]):
         prefix = f"decoder.layers.{layer}."
         assert of[f"{prefix}self_attention.linear_qkv.layer_norm_weight"] == of[f"{prefix}input_layernorm.weight"]
@@ -50,7 +51,7 @@ def test_transformer_engines_fused_norms_have_the_same_pieces() -> None:
 
 
 def test_shards_of_tensor_parallelism() -> None:
-    of = table(config("qwen2"), tensor=2)
+    of = table("qwen2", tensor=2)
     layer = "decoder.layers.3."
     assert of["embedding.word_embeddings.weight"].shard_shape == (46, 32)
     assert of[f"{layer}self_attention.linear_qkv.weight"].shard_shape == ((4 + 2 + 2) * 16 // 2, 32)
@@ -62,8 +63,7 @@ def test_shards_of_tensor_parallelism() -> None:
 
 
 def test_shards_of_experts() -> None:
-    hf_config = config("mixtral", num_local_experts=3)
-    of = compositions(hf_config, tensor=1, expert_tensor=2, padded_vocab_size=92, head="policy")
+    of = table("mixtral", expert_tensor=2, num_local_experts=3)
     expert = "decoder.layers.1.mlp.experts.local_experts.2."
     assert of[f"{expert}linear_fc1.weight"].shard_shape == (48, 32)
     assert of[f"{expert}linear_fc2.weight"].shard_shape == (32, 24)
@@ -72,4 +72,4 @@ def test_shards_of_experts() -> None:
 
 def test_what_cannot_be_named_is_refused() -> None:
     with pytest.raises(ValueError, match="OPTForCausalLM.*Qwen2ForCausalLM"):
-        table({"architectures": ["OPTForCausalLM"]})
+        parse({"architectures": ["OPTForCausalLM"]}, Path("config.json"))

@@ -16,12 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from ppo_engines import OPTIM, Case, exported, make_engine, make_loss, make_rows, read_config, with_score
+from ppo_engines import OPTIM, Case, exported, make_engine, make_loss, make_rows, with_score
 from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V3
 from tiny_models import hf_folder
 from torch.multiprocessing import ProcessExitedException
 
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
@@ -80,7 +81,7 @@ def weights(engines: dict[str, TrainedEngine | None], folders: dict[str, Path]) 
         f"{kind}/{name}": tensor
         for kind, engine in engines.items()
         if engine is not None
-        for name, tensor in exported(engine, read_config(folders[kind]), kind).items()
+        for name, tensor in exported(engine, read_architecture(folders[kind]), kind).items()
     }
 
 

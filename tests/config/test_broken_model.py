@@ -73,6 +73,35 @@ def test_a_model_that_cannot_be_trained(refusals, model_config, changes, message
     assert error.startswith(f"run.yaml:7: model.path: {message}")
 
 
+OF_QWEN2 = f"{FILE} of this Qwen2ForCausalLM has "
+UNSUPPORTED = [
+    ({"attention_bias": True}, f"{OF_QWEN2}attention_bias = True, which is not supported: choose another model"),
+    ({"hidden_act": "gelu"}, f"{OF_QWEN2}hidden_act = 'gelu', which is not supported: choose another model"),
+    ({"quantization_config": {"quant_method": "fp8"}}, f"{OF_QWEN2}quantization_config = {{'quant_method': 'fp8'}}, "),
+    ({"layer_types": ["sliding_attention"]}, f"{OF_QWEN2}layer_types = ['sliding_attention'], which is not supported"),
+    (
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2}},
+        f"{FILE}: rope {{'rope_type': 'dynamic', 'factor': 2}} is not supported; supported are, over the whole head, ",
+    ),
+    (
+        QWEN3_MOE | {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+        f"{FILE} of this Qwen3MoeForCausalLM has mlp_only_layers = [0], which is not supported: choose another model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), UNSUPPORTED, ids=range(len(UNSUPPORTED)))
+def test_what_is_not_supported_is_refused_before_ranks_start(refusals, model_config, changes, message):
+    model_config(**changes)
+    (error,) = refusals()
+    assert error.startswith(f"run.yaml:7: model.path: {message}")
+
+
+def test_all_that_is_not_supported_is_told_at_once(refusals, model_config):
+    model_config(attention_bias=True, rope_scaling={"type": "yarn"}, num_key_value_heads=3)
+    assert len(refusals()) == 3
+
+
 CONFIG = "cannot use model/config.json: "
 INDEX = "model.safetensors.index.json"
 FOLDERS = [

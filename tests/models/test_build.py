@@ -10,10 +10,12 @@ from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, PLAIN_ROPE
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, run, sequences
 
-from megappo.architecture.families import HeadKind
+from megappo.architecture.families import FAMILIES, Family, HeadKind
+from megappo.architecture.parameters import padded_vocab_size
+from megappo.architecture.parsing import ArchitectureError, parse, read_architecture
 from megappo.config.schema import Parallel
-from megappo.models.hf_config import gpt_arguments, padded_vocab_size
 from megappo.models.layer_specs import layer_spec
+from megappo.models.megatron_config import gpt_arguments
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 
@@ -149,6 +151,18 @@ def test_logits_equal_hugging_face_in_every_layout(name: str, tmp_path: Path) ->
     run_ranks(4, _check_logits, [Case(layout, folder, expected, LAYOUTS[layout]) for layout in LAYOUTS])
 
 
+def test_a_family_is_added_from_outside_by_one_entry(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, "ministral", head_dim=16, sliding_window=11)
+    with pytest.raises(ArchitectureError, match="is of architecture MinistralForCausalLM; this version trains"):
+        read_architecture(folder)
+    run_ranks(2, _check_added, [Case("tp2 sp", folder, _hf_logits(folder), Layout((0, 1), tensor=2))])
+
+
+def _check_added(rank: int, world_size: int, cases: list[Case]) -> None:
+    FAMILIES.register("MinistralForCausalLM", Family(sliding_window=True))
+    _check_logits(rank, world_size, cases)
+
+
 @pytest.mark.parametrize("name", MIXTURES)
 def test_logits_of_mixtures_equal_hugging_face_in_every_layout(name: str, tmp_path: Path) -> None:
     model_type, changes = MIXTURES[name]
@@ -245,15 +259,23 @@ QWEN2 = {
     "max_position_embeddings": 64,
     "rope_theta": 1e6,
     "rms_norm_eps": 1e-6,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
 }
+
+
+def arguments(head: HeadKind = "policy", **changes: object) -> dict:
+    return gpt_arguments(parse(QWEN2 | changes, Path("config.json"), head), 1)
 
 
 def test_rope_of_either_transformers_generation() -> None:
     new = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    assert gpt_arguments(QWEN2, 1, "policy")["rotary_base"] == 1e6
-    assert gpt_arguments(QWEN2 | new, 1, "policy")["rotary_base"] == 5e5
+    assert arguments()["rotary_base"] == 1e6
+    assert arguments(**new)["rotary_base"] == 5e5
     old = LLAMA31 | {"type": LLAMA31["rope_type"], "rope_type": None, "rope_theta": None}
-    assert gpt_arguments(QWEN2 | {"rope_scaling": old}, 1, "policy")["rotary_base"] == 1e6
+    assert arguments(rope_scaling=old)["rotary_base"] == 1e6
 
 
 @pytest.mark.parametrize(
@@ -268,7 +290,7 @@ def test_rope_of_either_transformers_generation() -> None:
 def test_unknown_rope_is_refused(rope: dict) -> None:
     kind = rope.get("rope_type") or rope["type"]
     with pytest.raises(ValueError, match=f"{kind}.*not supported; supported are.*linear .factor.; llama3"):
-        gpt_arguments(QWEN2 | {"rope_scaling": rope}, 1, "policy")
+        arguments(rope_scaling=rope)
 
 
 @pytest.mark.parametrize(("size", "tensor", "padded"), [(91, 1, 91), (91, 2, 92), (92, 4, 92), (93, 4, 96)])
@@ -277,11 +299,11 @@ def test_vocabulary_is_padded_to_divide(size: int, tensor: int, padded: int) -> 
 
 
 def test_embeddings_are_tied_only_where_the_model_says_so_and_never_in_a_critic() -> None:
-    tied = QWEN2 | {"tie_word_embeddings": True}
-    assert not gpt_arguments(QWEN2, 1, "policy")["share_embeddings_and_output_weights"]
-    assert gpt_arguments(tied, 1, "policy")["share_embeddings_and_output_weights"]
-    assert not gpt_arguments(tied, 1, "value")["share_embeddings_and_output_weights"]
-    assert gpt_arguments(tied, 1, "policy_value")["share_embeddings_and_output_weights"]
+    tied = {"tie_word_embeddings": True}
+    assert not arguments()["share_embeddings_and_output_weights"]
+    assert arguments(**tied)["share_embeddings_and_output_weights"]
+    assert not arguments("value", **tied)["share_embeddings_and_output_weights"]
+    assert arguments("policy_value", **tied)["share_embeddings_and_output_weights"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be there")

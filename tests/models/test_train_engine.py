@@ -25,7 +25,6 @@ from ppo_engines import (
     make_loss,
     make_reference,
     make_rows,
-    read_config,
     with_score,
 )
 from safetensors.torch import load_file
@@ -33,6 +32,7 @@ from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_models import hf_folder, hf_model
 
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
@@ -253,15 +253,15 @@ def _matches(
 ) -> None:
     case = CASES[name]
     engine = build(folder, case, kind, reference)
-    hf_config = read_config(folder)
-    rows = make_rows(hf_config["vocab_size"], lengths)
+    architecture = read_architecture(folder)
+    rows = make_rows(architecture.vocab_size, lengths)
     mine = shard_of(rows, case.layout)
     _assert_outputs(engine, rows, mine, expected["outputs"])
     for norm in expected["grad_norms"]:
         metrics = engine.train_batch(rows.select(mine), make_loss(kind, rows))
         assert metrics.grad_norm == pytest.approx(norm, rel=2e-5)
     assert engine.total(1.0) == case.layout.data, "each shard's part counts once"
-    found = exported(engine, hf_config, kind)
+    found = exported(engine, architecture, kind)
     assert found.keys() == expected["parameters"].keys()
     for key, parameter in expected["parameters"].items():
         message = f"{key} differs from Hugging Face's after {len(expected['grad_norms'])} steps"
@@ -337,11 +337,11 @@ def test_mixture_of_experts_trains_as_hugging_face_does(name: str, family: str, 
 
 def _biases_kept(rank: int, world_size: int, folder: Path) -> None:
     engine = build(folder, Case(Layout(TWO, expert=2), dtype="bf16"), "actor")
-    rows, hf_config = make_rows(91), read_config(folder)
-    before = exported(engine, hf_config, "actor")
+    rows, architecture = make_rows(91), read_architecture(folder)
+    before = exported(engine, architecture, "actor")
     for _ in range(2):
         engine.train_batch(rows.select(shard_of(rows, engine.groups.layout)), make_loss("actor", rows))
-    after = exported(engine, hf_config, "actor")
+    after = exported(engine, architecture, "actor")
     expected = {name: bias for name, bias in load_file(folder / "model.safetensors").items() if name.endswith("_bias")}
     assert len(expected) == 3 and not any(torch.equal(bias, bias.bfloat16().float()) for bias in expected.values())
     for name, bias in expected.items():
@@ -387,22 +387,22 @@ def test_full_kl_trains_as_with_hugging_faces_two_models(name: str, tmp_path: Pa
 
 def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
     """A trained shared backbone, saved, loaded in another layout and exported with and without its value head."""
-    hf_config = read_config(folder)
-    rows = make_rows(hf_config["vocab_size"])
+    architecture = read_architecture(folder)
+    rows = make_rows(architecture.vocab_size)
     store = CheckpointStore(checkpoint, 0, Exchange(dist.group.WORLD))
     trained = build(folder, CASES["tp2 sp"], "shared")
     for _ in range(2):
         trained.train_batch(rows, make_loss("shared", rows))
     store.save(2, {"actor": trained}, {})
-    weights = exported(trained, hf_config, "shared")
+    weights = exported(trained, architecture, "shared")
     norm = trained.train_batch(rows, make_loss("shared", rows)).grad_norm
     for name in ("pp2", "pp2 vpp2", "dp2", "cp2"):
         moved = build(folder, CASES[name], "shared")
         store.load(store.latest(), {"actor": moved})
-        found = exported(moved, hf_config, "shared")
+        found = exported(moved, architecture, "shared")
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[key], weights[key]) for key in weights), name
-        buckets = Export(moved.chunks, hf_config, moved.groups).buckets(1 << 16)
+        buckets = Export(moved.chunks, architecture, moved.groups).buckets(1 << 16)
         language_model = {key: tensor for bucket in buckets for key, tensor in bucket}
         assert language_model.keys() == weights.keys() - {"score.weight"}
         assert all(torch.equal(language_model[key], weights[key]) for key in language_model), name

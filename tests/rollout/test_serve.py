@@ -133,7 +133,11 @@ def test_what_is_no_folder_of_a_model_is_refused(folder, tmp_path):
     assert "it has no config.json, no *.safetensors, no tokenizer_config.json" in refused(tmp_path)
     shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("tokenizer*"))
     assert "it has no tokenizer_config.json" in refused(tmp_path / "copy")
-    for text, fault in (("{", "is not a model's"), ("[]", "is not a model's"), ("{}", "names no architecture")):
+    for text, fault in (
+        ("{", "config.json: it is not valid JSON"),
+        ("[]", "config.json: it is not a JSON object"),
+        ("{}", "names no architecture"),
+    ):
         (tmp_path / "copy" / "config.json").write_text(text)
         assert fault in refused(tmp_path / "copy", "--skip-tokenizer-init")
 

@@ -1,6 +1,5 @@
 """Trained engines of tiny models and a batch to train them on, for tests of what stands above the models."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange, owners
 from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config, Critic, Model, Optim, Parallel
@@ -110,14 +111,10 @@ def at_owners(exchange: Exchange, rows: Rows, rows_per_prompt: int) -> Batch:
 def with_score(folder: Path) -> Path:
     """Give a Hugging Face folder a value head, so that everybody starts from the same one."""
     weights = load_file(folder / "model.safetensors")
-    hidden = read_config(folder)["hidden_size"]
+    hidden = read_architecture(folder).hidden_size
     weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(2)) * 0.1
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def read_config(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
 
 
 def make_engine(
@@ -128,21 +125,20 @@ def make_engine(
     Forward passes also report values at the end of the rows, and only a "full_kl" engine's the KL to the reference;
     every engine's training steps do.
     """
-    hf_config = read_config(folder)
+    architecture = read_architecture(folder, HEADS[kind])
     chunks = build_model(
-        hf_config,
+        architecture,
         Model(path=str(folder), dtype=case.dtype),
         case.parallel,
         groups,
-        head=HEADS[kind],
         recompute=case.recompute,
         trained=True,
     )
-    load_hf(chunks, folder, hf_config, groups, head=HEADS[kind])
+    load_hf(chunks, folder, architecture, groups)
 
     def head(trains: bool) -> Head:
         logits = reference.logits if reference and (trains or kind == "full_kl") else None
-        policy = policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature, logits)
+        policy = policy_head(groups.collection.tp, architecture.vocab_size, case.temperature, logits)
         value = value_head(bootstrap=not trains)
         both = policy_value_head(policy, value, chunks[-1])
         return {"policy": policy, "value": value, "policy_value": both}[HEADS[kind]]
@@ -154,24 +150,23 @@ def make_engine(
 
 def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> MegatronEngine:
     """This rank's part of a frozen model with the folder's weights."""
-    hf_config = read_config(folder)
+    architecture = read_architecture(folder)
     chunks = build_model(
-        hf_config,
+        architecture,
         Model(path=str(folder), dtype=case.dtype),
         case.parallel,
         groups,
-        head="policy",
         recompute="none",
         trained=False,
     )
-    load_hf(chunks, folder, hf_config, groups)
-    head = policy_head(groups.collection.tp, hf_config["vocab_size"], case.temperature)
+    load_hf(chunks, folder, architecture, groups)
+    head = policy_head(groups.collection.tp, architecture.vocab_size, case.temperature)
     return MegatronEngine(chunks, groups, head, case.max_tokens)
 
 
-def exported(engine: TrainedEngine, hf_config: dict, kind: str) -> dict[str, torch.Tensor]:
+def exported(engine: TrainedEngine, architecture: Architecture, kind: str) -> dict[str, torch.Tensor]:
     """The engine's weights under their Hugging Face names."""
-    buckets = Export(engine.chunks, hf_config, engine.groups, head=HEADS[kind]).buckets(1 << 16)
+    buckets = Export(engine.chunks, architecture.with_head(HEADS[kind]), engine.groups).buckets(1 << 16)
     return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 

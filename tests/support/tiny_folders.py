@@ -9,6 +9,7 @@ from tiny_deepseek import move_router_biases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.families import HeadKind
+from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Parallel
 from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups
@@ -66,11 +67,10 @@ def build(
         sequence=layout.tensor > 1,
     )
     return build_model(
-        read_config(folder),
+        read_architecture(folder, head),
         Model(path=str(folder), dtype=dtype),
         parallel,
         groups,
-        head=head,
         recompute="none",
         trained=True,
     )
@@ -88,5 +88,5 @@ def load(
     for chunk in chunks:
         for weight in (*chunk.parameters(), *chunk.buffers()):
             weight.data.fill_(torch.nan)
-    load_hf(chunks, folder, read_config(folder), groups, head=head)
+    load_hf(chunks, folder, read_architecture(folder, head), groups)
     return chunks

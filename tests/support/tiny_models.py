@@ -1,6 +1,5 @@
 """Tiny random Hugging Face models, and the same weights in Megatron's, for tests of layouts."""
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tiny_deepseek import move_router_biases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.families import HeadKind
+from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Parallel
 from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups
@@ -63,17 +63,16 @@ def build(
     dtype: str = "fp32",
 ) -> ModelChunks:
     """This rank's Megatron model with the folder's weights."""
-    hf_config = json.loads((folder / "config.json").read_text())
+    architecture = read_architecture(folder, head)
     chunks = build_model(
-        hf_config,
+        architecture,
         Model(path=str(folder), dtype=dtype),
         parallel,
         groups,
-        head=head,
         recompute=recompute,
         trained=trained,
     )
-    load_hf(chunks, folder, hf_config, groups, head=head)
+    load_hf(chunks, folder, architecture, groups)
     return chunks
 
 

@@ -11,8 +11,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from tiny_models import LENGTHS, VOCAB_SIZE, build, hf_model, outputs, run, sequences
 
+from megappo.architecture.parameters import padded_vocab_size
 from megappo.config.schema import Parallel
-from megappo.models.hf_config import padded_vocab_size
 from megappo.models.vocab_parallel import vocab_parallel_log_probs_and_entropy
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout

@@ -4,11 +4,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ppo_engines import OPTIM, Case, exported, make_engine, make_loss, make_rows, read_config, with_score
+from ppo_engines import OPTIM, Case, exported, make_engine, make_loss, make_rows, with_score
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_models import hf_folder
 
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.store import CheckpointStore
@@ -54,7 +55,7 @@ def train(engines: dict[str, TrainedEngine], num_steps: int) -> dict[str, float]
 
 
 def weights(engine: TrainedEngine, folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return exported(engine, read_config(folder), name)
+    return exported(engine, read_architecture(folder), name)
 
 
 def saved_weights(root: Path, name: str) -> dict[str, torch.Tensor]:

@@ -9,14 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_oracle import log_probs_of
-from ppo_engines import Case, at_owners, make_engine, read_config
+from ppo_engines import Case, at_owners, make_engine
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from tiny_folders import read_config
 from tiny_models import hf_folder, hf_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.parameters import hf_shapes
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config, Rollout
@@ -115,7 +117,7 @@ class Actor:
         self, corrupt: Callable[[Export], Source] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         """On the actor's ranks."""
-        export = Export(self.engine.chunks, read_config(self.folder), self.engine.groups)
+        export = Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups)
         WeightSync(
             export.tensors,
             corrupt(export),
@@ -197,7 +199,7 @@ def test_engines_of_every_family_agree(family: str, checkpoint: Path, tmp_path: 
         started = {size: start_engine(source, size, tmp_path, engines) for size in (1, 2)}
         for engine in started.values():
             engine.wait_ready()
-        shapes = hf_shapes(read_config(source))
+        shapes = hf_shapes(read_architecture(source))
         addresses = [Address(engine.url, engine._api_key, shapes, size) for size, engine in started.items()]
         run_ranks(4, check_synced, addresses, models, layouts)
 
@@ -236,7 +238,7 @@ def test_an_engine_of_deepseek_takes_every_weight(family: str, tmp_path: Path) -
     engine.start()
     try:
         engine.wait_ready()
-        run_ranks(2, check_received, Address(engine.url, engine._api_key, hf_shapes(read_config(folder))), folder)
+        run_ranks(2, check_received, Address(engine.url, engine._api_key, hf_shapes(read_architecture(folder))), folder)
     finally:
         engine.stop()
     assert "not found in params_dict" not in (tmp_path / "engine.log").read_text()

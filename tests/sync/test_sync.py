@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from spawn import run_ranks
-from tiny_folders import hf_folder, load, read_config
+from tiny_folders import hf_folder, load
 from weight_sources import Given, specs
 
 from megappo.architecture.parameters import hf_shapes
+from megappo.architecture.parsing import read_architecture
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.sync.handover import HandOver
@@ -198,9 +199,9 @@ def check_in_place(rank: int, world_size: int, folder: Path) -> None:
         if not groups.member:
             continue
         model, recorder = load(folder, groups), Reader()
-        export = Export(model, read_config(folder), groups)
+        export = Export(model, read_architecture(folder), groups)
         options = {"bucket_bytes": 10**4, "barrier": lambda: None, "engines_keep": False}
-        sync = WeightSync(export.tensors, export, [recorder], hf_shapes(read_config(folder)), **options)
+        sync = WeightSync(export.tensors, export, [recorder], hf_shapes(read_architecture(folder)), **options)
         assert sync().bytes == sum(tensor.nbytes for tensor in expected.values())
         gathered = {key: tensor for bucket in recorder.buckets for key, tensor in bucket.items()}
         assert not gathered.keys() & recorder.in_place.keys()

@@ -12,13 +12,14 @@ from commands import CONVERT, INSPECT, REPOSITORY, environment, run
 from slow import slow_ones
 from tiny_models import hf_folder
 
+from megappo.architecture.parsing import read_architecture
 from megappo.config.errors import ConfigError
 from megappo.config.loading import changes_since, load_config
 from megappo.config.schema import Config, Data
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import end_token_ids, load_tokenizer
 from megappo.observe.metrics import read_metrics
-from megappo.weights.critic import critic_config, read_hf_config
+from megappo.weights.critic import critic_architecture
 from megappo.weights.hf_folder import COMPANIONS
 from megappo.weights.safetensors_io import HFFolder
 
@@ -102,8 +103,8 @@ def prompts_of(file: Path, folder: Path) -> None:
 
 # What reads one file, which is in a folder where all others are as they should be.
 READERS: dict[str, Callable[[Path], object]] = {
-    "config.json": lambda path: read_hf_config(path.parent),
-    "config.json of a critic": lambda path: critic_config(path.parent),
+    "config.json": lambda path: read_architecture(path.parent),
+    "config.json of a critic": lambda path: critic_architecture(path.parent),
     "model.safetensors": lambda path: HFFolder(path.parent),
     "model.safetensors.index.json": lambda path: HFFolder(path.parent),
     "generation_config.json": lambda path: end_token_ids(str(path.parent), load_tokenizer(str(path.parent))),

@@ -206,7 +206,7 @@ def damaged(qwen2: Path, name: str, folder: Path) -> Path:
             "wrong family",
             "not hold the tensors its config.json describes: missing model.layers.0.self_attn.k_norm",
         ),
-        ("unsupported family", "OPTForCausalLM, which is not supported; supported are LlamaForCausalLM"),
+        ("unsupported family", "config.json is of architecture OPTForCausalLM; this version trains LlamaForCausalLM"),
         ("incomplete config", "config.json lacks hidden_size"),
         ("damaged config", "config.json: it is not valid JSON"),
     ],

@@ -91,8 +91,12 @@ def test_stages_of_different_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "ranks", "message"),
     [
-        (("--pipeline", 2), 2, "num_hidden_layers = 5 does not divide by --pipeline = 2, and no --pipeline-split says"),
-        (("--pipeline", 2, "--pipeline-split", "2,2"), 2, "--pipeline-split = [2, 2] is not num_hidden_layers = 5"),
+        (("--pipeline", 2), 2, "--pipeline 2 x virtual_pipeline 1 = 2 does not divide num_hidden_layers 5 of"),
+        (
+            ("--pipeline", 2, "--pipeline-split", "2,2"),
+            2,
+            "--pipeline-split [2, 2] has 4 layers together, num_hidden_layers of",
+        ),
         pytest.param(
             *(("--pipeline", 2, "--pipeline-split", "5"), 2, "--pipeline-split 5 names 1 stages, --pipeline 2"),
             marks=pytest.mark.slow,

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import CONVERT, assert_equal, contents, convert, run, tensors_of
-from ppo_engines import read_config
 from spawn import run_ranks
+from tiny_folders import read_config
 from trained_checkpoint import CASES, build, make_checkpoint, saved_weights, train, weights
 from transformers import AutoModelForTokenClassification
 

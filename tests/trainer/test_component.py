@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ppo_engines import Case, at_owners, hf_outputs, hf_value_head, make_engine, make_rows, read_config, with_score
+from ppo_engines import Case, at_owners, hf_outputs, hf_value_head, make_engine, make_rows, with_score
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
 
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange, RowTable
 from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
@@ -109,7 +110,7 @@ def check_forward(
     rank: int, world_size: int, folder: Path, kind: str, expected: list[tuple[torch.Tensor, ...]]
 ) -> None:
     exchange = Exchange(dist.group.WORLD)
-    every = make_rows(read_config(folder)["vocab_size"])
+    every = make_rows(read_architecture(folder).vocab_size)
     batch = at_owners(exchange, every, rows_per_prompt=2)
     assert len(batch.rows) == (0, 2, 2, 2)[rank], "one rank must be without rows"
     groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
@@ -137,5 +138,5 @@ def test_outputs_of_every_layout_come_home_to_their_rows(kind: str, tmp_path: Pa
     folder = hf_folder(tmp_path / "hf", "qwen2")
     head = hf_value_head(with_score(folder)) if kind == "critic" else None
     with torch.no_grad():
-        expected = hf_outputs(hf_model(folder), head, make_rows(read_config(folder)["vocab_size"]))
+        expected = hf_outputs(hf_model(folder), head, make_rows(read_architecture(folder).vocab_size))
     run_ranks(4, check_forward, folder, kind, expected)

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_engines import Case, at_owners, exported, make_config, make_engine, make_rows, read_config
+from ppo_engines import Case, at_owners, exported, make_config, make_engine, make_rows
 from spawn import run_ranks
 from tiny_models import hf_folder
 
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import LossFn, Outputs, TrainedEngine
@@ -72,17 +73,17 @@ def check_refused(
     engine: TrainedEngine, folder: Path, rows: Rows, name: str, error: type[Exception], message: str
 ) -> None:
     """The optimizer step raises, and leaves the weights alone."""
-    hf_config, kind = read_config(folder), LOSSES[name][0]
-    before = {key: tensor.clone() for key, tensor in exported(engine, hf_config, kind).items()}
+    architecture, kind = read_architecture(folder), LOSSES[name][0]
+    before = {key: tensor.clone() for key, tensor in exported(engine, architecture, kind).items()}
     with pytest.raises(error, match=message):
-        engine.train_batch(rows, loss_of(name, make_rows(hf_config["vocab_size"])))
-    after = exported(engine, hf_config, kind)
+        engine.train_batch(rows, loss_of(name, make_rows(architecture.vocab_size)))
+    after = exported(engine, architecture, kind)
     assert all(torch.equal(after[key], before[key]) for key in before), "the weights have been changed"
 
 
 def _one_rank(rank: int, world_size: int, folder: Path, kind: str) -> None:
     engine = make_engine(folder, ONE_RANK, build_groups({kind: ONE_RANK.layout}, seed=0)[kind], kind)
-    rows = with_reference(make_rows(read_config(folder)["vocab_size"]))
+    rows = with_reference(make_rows(read_architecture(folder).vocab_size))
     for name, (of_kind, *_, named) in LOSSES.items():
         if of_kind == kind:
             check_refused(engine, folder, rows, name, FloatingPointError, f"the loss of .* is not finite: .*({named})")
@@ -97,7 +98,7 @@ def _stages_and_shards(rank: int, world_size: int, folder: Path) -> None:
     case = Case(Layout((0, 1, 2, 3), pipeline=2), max_tokens=10)
     engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")
     shard = case.layout.shard_of(rank)
-    rows = with_reference(make_rows(read_config(folder)["vocab_size"])).select([[0, 1, 2], [3, 4, 5]][shard])
+    rows = with_reference(make_rows(read_architecture(folder).vocab_size)).select([[0, 1, 2], [3, 4, 5]][shard])
     sees_it = engine.is_output and BROKEN_ROW in rows.ids.tolist()
     if sees_it:
         check_refused(engine, folder, rows, "gpg", FloatingPointError, "actor/pg_loss")
@@ -110,7 +111,7 @@ def test_every_stage_and_shard_ends_when_one_has_a_loss_that_is_not_finite(tmp_p
 
 
 def _spoiled(rank: int, world_size: int, folder: Path) -> None:
-    rows = make_rows(read_config(folder)["vocab_size"])
+    rows = make_rows(read_architecture(folder).vocab_size)
     exchange = Exchange(dist.group.WORLD)
     groups = build_groups(dict.fromkeys(("actor", "critic"), ONE_RANK.layout), seed=0)
     for kind, output in (("actor", "log_probs"), ("critic", "values")):

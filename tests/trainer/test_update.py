@@ -16,12 +16,12 @@ from ppo_engines import (
     make_config,
     make_engine,
     make_rows,
-    read_config,
     with_score,
 )
 from spawn import run_ranks
 from tiny_models import hf_folder
 
+from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -72,15 +72,15 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
 
 def check_updates(rank: int, world_size: int, folder: Path, kind: str, method: str | None) -> None:
     exchange = Exchange(dist.group.WORLD)
-    hf_config = read_config(folder)
-    batch = at_owners(exchange, make_rows(hf_config["vocab_size"], LENGTHS), ROWS_PER_PROMPT)
+    architecture = read_architecture(folder)
+    batch = at_owners(exchange, make_rows(architecture.vocab_size, LENGTHS), ROWS_PER_PROMPT)
     groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
     before, expected = {}, ()
     for name, case in CASES.items():
         engine = make_engine(folder, case, groups[name], kind) if groups[name].member else None
-        before = exported(engine, hf_config, kind) if name == ONE_RANK and engine else before
+        before = exported(engine, architecture, kind) if name == ONE_RANK and engine else before
         metrics = update(Component(kind, case.layout, engine, exchange), batch, method)
-        weights = exported(engine, hf_config, kind) if engine else None
+        weights = exported(engine, architecture, kind) if engine else None
         expected = expected or (exchange.share(weights)[0], metrics)
         assert_same(name, weights or expected[0], expected[0])
         assert metrics == pytest.approx(expected[1], rel=1e-4, abs=2e-6), name

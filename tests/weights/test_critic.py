@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from megappo.config.schema import Model, Parallel
 from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
-from megappo.weights.critic import HEAD_MODULES, critic_config
+from megappo.weights.critic import HEAD_MODULES, critic_architecture
 from megappo.weights.hf_folder import write_hf_folder
 from megappo.weights.load import load_hf
 from megappo.weights.safetensors_io import WeightsError
@@ -82,7 +83,7 @@ def values(folder: Path) -> torch.Tensor:
 
 
 def critic(folder: Path, groups: ComponentGroups) -> ModelChunks:
-    hf_config = critic_config(folder)
+    architecture = critic_architecture(folder)
     layout = groups.layout
     parallel = Parallel(
         tensor=layout.tensor,
@@ -91,18 +92,17 @@ def critic(folder: Path, groups: ComponentGroups) -> ModelChunks:
         sequence=layout.tensor > 1,  # experts need it
     )
     chunks = build_model(
-        hf_config,
+        architecture,
         Model(path=str(folder), dtype="fp32"),
         parallel,
         groups,
-        head="value",
         recompute="none",
         trained=True,
     )
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(torch.nan)
-    load_hf(chunks, folder, hf_config, groups, head="value")
+    load_hf(chunks, folder, architecture, groups)
     return chunks
 
 
@@ -118,7 +118,7 @@ def check_values(rank: int, world_size: int, folders: dict[Path, torch.Tensor], 
             if found is not None:
                 torch.testing.assert_close(found[0, :, 0], expected, rtol=0, atol=1e-5)
             if name != "one":
-                write_hf_folder(model, critic_config(folder), groups, folder, target / folder.name / name, head="value")
+                write_hf_folder(model, critic_architecture(folder), groups, folder, target / folder.name / name)
 
 
 def test_values_are_transformers_in_every_layout_and_after_export(tmp_path: Path) -> None:
@@ -143,32 +143,32 @@ def test_values_are_transformers_in_every_layout_and_after_export(tmp_path: Path
 
 def test_a_bias_of_zero_is_none(tmp_path: Path) -> None:
     folder = reward_model(tmp_path / "reward", "qwen2", "TokenClassification")
-    assert critic_config(folder)["value_head_bias"]
+    assert critic_architecture(folder).value_bias
     zero = renamed(folder, tmp_path / "zero", {}, **{"score.bias": torch.zeros(1)})
-    assert not critic_config(zero)["value_head_bias"]
-    assert critic_config(zero)["architectures"] == ["Qwen2ForCausalLM"]
-    assert not critic_config(reward_model(tmp_path / "lm", "qwen2", "CausalLM"))["value_head_bias"]
+    assert not critic_architecture(zero).value_bias
+    assert critic_architecture(zero).name == "Qwen2ForCausalLM"
+    assert not critic_architecture(reward_model(tmp_path / "lm", "qwen2", "CausalLM")).value_bias
 
 
 def test_what_gives_no_single_value_is_refused(tmp_path: Path) -> None:
     two = reward_model(tmp_path / "two", "qwen2", "TokenClassification", num_labels=2)
     with pytest.raises(WeightsError, match="score.weight in .* gives 2 numbers per token, a critic needs 1"):
-        critic_config(two)
+        critic_architecture(two)
     one = reward_model(tmp_path / "one", "qwen2", "TokenClassification")
     with pytest.raises(WeightsError, match="several value heads: score, v_head; remove all but one"):
-        critic_config(renamed(one, tmp_path / "several", {}, **{"v_head.weight": torch.ones(1, 32)}))
+        critic_architecture(renamed(one, tmp_path / "several", {}, **{"v_head.weight": torch.ones(1, 32)}))
     with pytest.raises(WeightsError, match="Qwen2ForTokenClassification without a head: expected score.weight"):
-        critic_config(renamed(one, tmp_path / "none", {"score.weight": "other.weight"}))
+        critic_architecture(renamed(one, tmp_path / "none", {"score.weight": "other.weight"}))
 
 
 def refuse_a_bias(rank: int, world_size: int, folder: Path) -> None:
     """A model that was built without one does not drop it."""
     groups = build_groups({"model": Layout((0,))}, seed=0)["model"]
-    hf_config = critic_config(folder) | {"value_head_bias": False}
+    architecture = replace(critic_architecture(folder), value_bias=False)
     parallel, model = Parallel(), Model(path=str(folder), dtype="fp32")
-    built = build_model(hf_config, model, parallel, groups, head="value", recompute="none", trained=False)
+    built = build_model(architecture, model, parallel, groups, recompute="none", trained=False)
     with pytest.raises(WeightsError, match="has a bias that is not zero, but the model was built without one"):
-        load_hf(built, folder, hf_config, groups, head="value")
+        load_hf(built, folder, architecture, groups)
 
 
 def test_a_bias_is_never_dropped(tmp_path: Path) -> None:

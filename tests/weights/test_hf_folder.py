@@ -9,6 +9,7 @@ from spawn import run_ranks
 from tiny_folders import hf_folder, load, read_config
 from transformers import AutoModelForCausalLM
 
+from megappo.architecture.parsing import read_architecture
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.buckets import into_buckets, num_bytes, views
@@ -32,7 +33,7 @@ def write_scaled(rank: int, world_size: int, source: Path, target: Path) -> None
                 parameter.data.mul_(2)
         write_hf_folder(
             chunks,
-            read_config(source),
+            read_architecture(source),
             groups[name],
             source,
             target / name,
@@ -86,9 +87,9 @@ def write_from_few(rank: int, world_size: int, source: Path, target: Path) -> No
     groups = build_groups({name: layout for name, (layout, _) in NEEDED.items()}, seed=0)
     for name, (_, needed) in NEEDED.items():
         model = load(source, groups[name])
-        export = Export(model, read_config(source), groups[name])
+        export = Export(model, read_architecture(source), groups[name])
         assert export.takes_part(rank == 0) == (rank in needed), name
-        write_hf_folder(model, read_config(source), groups[name], source, target / name, max_shard_bytes=30_000)
+        write_hf_folder(model, read_architecture(source), groups[name], source, target / name, max_shard_bytes=30_000)
         assert (target / name / "config.json").is_file()
 
 
@@ -99,7 +100,7 @@ def give_to_some(rank: int, world_size: int, source: Path) -> None:
     layouts["TP2xETP2"] = Layout((0, 1, 2, 3), tensor=2, expert_tensor=2, expert=2)
     expected = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for name, groups in build_groups(layouts, seed=0).items():
-        export = Export(load(source, groups), read_config(source), groups)
+        export = Export(load(source, groups), read_architecture(source), groups)
         for needing in ({0}, {3}, {1, 2}, {0, 2}, {0, 1, 3}, {0, 1, 2, 3}, set()):
             if not export.takes_part(rank in needing):
                 assert rank not in needing
@@ -114,12 +115,12 @@ def give_to_some(rank: int, world_size: int, source: Path) -> None:
 
 
 def test_tensors_go_to_the_ranks_that_need_them(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
     run_ranks(4, give_to_some, hf_folder(tmp_path / "source", "qwen3_moe", **experts))
 
 
 def test_only_ranks_that_are_needed_gather(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
     source = hf_folder(tmp_path / "source", "qwen3_moe", **experts)
     run_ranks(4, write_from_few, source, tmp_path / "target")
     expected = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}

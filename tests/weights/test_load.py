@@ -1,6 +1,7 @@
 """A folder that does not fit its config.json is refused, naming the tensor; what may be there besides is accepted."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_folders import build, hf_folder, load, read_config
 
+from megappo.architecture.parsing import read_architecture
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.load import load_hf
@@ -48,9 +50,9 @@ def refusals(rank: int, world_size: int, untied: Path, tied: Path) -> None:
         with pytest.raises(ValueError, match=message):
             load(folder, groups)
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        load_hf(build(untied, groups), untied / "nowhere", read_config(untied), groups)
+        load_hf(build(untied, groups), untied / "nowhere", read_architecture(untied), groups)
     with pytest.raises(ValueError, match=r"linear_fc1.weight has shape \[96, 32\] .*\[112, 32\]"):
-        load_hf(build(untied, groups), untied, read_config(untied) | {"intermediate_size": 56}, groups)
+        load_hf(build(untied, groups), untied, replace(read_architecture(untied), ffn_size=56), groups)
 
 
 def accepted(rank: int, world_size: int, untied: Path, tied: Path) -> None:
@@ -66,12 +68,11 @@ def accepted(rank: int, world_size: int, untied: Path, tied: Path) -> None:
         assert torch.equal(critic.output_layer.weight, score)
         (shared,) = load(rewrite(folder, {"score.weight": score}), groups, head="policy_value")
         assert torch.equal(shared.value_head.weight, score)
-    config = read_config(untied)
     critic, shared = (build(untied, groups, head=head) for head in ("value", "policy_value"))
     drawn = []
     for seed in (1, 1, 2):
-        load_hf(critic, untied, config, groups, head="value", seed=seed)
-        load_hf(shared, untied, config, groups, head="policy_value", seed=seed)
+        load_hf(critic, untied, read_architecture(untied, "value"), groups, seed=seed)
+        load_hf(shared, untied, read_architecture(untied, "policy_value"), groups, seed=seed)
         drawn.append(critic[0].output_layer.weight.detach().clone())
         assert torch.equal(shared[0].value_head.weight, drawn[-1])
     assert torch.equal(drawn[0], drawn[1])
@@ -107,7 +108,7 @@ def fused_refusals(rank: int, world_size: int, fused: Path) -> None:
 
 
 def test_fused_experts_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
     run_ranks(1, fused_refusals, hf_folder(tmp_path / "fused", "qwen3_moe", save_original_format=False, **experts))
 
 

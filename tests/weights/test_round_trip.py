@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from tiny_folders import hf_folder, load, read_config
+from tiny_folders import hf_folder, load
 
+from megappo.architecture.parsing import read_architecture
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -41,7 +43,7 @@ EXPERT_LAYOUTS = {
     "TP2xETP4": Layout(RANKS, tensor=2, expert_tensor=4),
     "TP2xPP2xETP2": Layout(RANKS, tensor=2, pipeline=2, expert_tensor=2),
 }
-EXPERTS = {"num_experts": 4, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
 MIXTURES = {
     "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
@@ -95,7 +97,7 @@ def round_trips(
         for name in layouts:
             chunks = load(fused.get(folder, folder), groups[name], dtype, split=splits.get(name))
             before = {key: parameter.detach().clone() for key, parameter in parameters_of(chunks)}
-            buckets = list(Export(chunks, read_config(folder), groups[name]).buckets(8_000))
+            buckets = list(Export(chunks, read_architecture(folder), groups[name]).buckets(8_000))
             check_buckets(buckets, 8_000)
             exported = [pair for bucket in buckets for pair in bucket]
             assert len(exported) == len(expected), (folder, name)
@@ -135,13 +137,13 @@ def test_bit_equal_with_stages_of_different_sizes(tmp_path: Path, tied: bool) ->
 def shared_backbone(rank: int, world_size: int, folder: Path) -> None:
     """With its value head it is the folder's tensors and score.weight; without, the folder's alone."""
     groups = build_groups(LAYOUTS, seed=0)
-    config, expected = read_config(folder), tensors_of(folder)
+    architecture, expected = read_architecture(folder), tensors_of(folder)
     for name in ("TP1xDP4", "TP2xPP2", "TP2xPP2xVPP2"):
         chunks = load(folder, groups[name], head="policy_value")
         language_model, whole = (
             {
                 key: tensor
-                for bucket in Export(chunks, config, groups[name], head=head).buckets(8_000)
+                for bucket in Export(chunks, architecture.with_head(head), groups[name]).buckets(8_000)
                 for key, tensor in bucket
             }
             for head in ("policy", "policy_value")
@@ -152,10 +154,10 @@ def shared_backbone(rank: int, world_size: int, folder: Path) -> None:
             assert all(torch.equal(found[key], expected[key]) for key in expected)
         chunks[-1].third_head = torch.nn.Linear(2, 2)
         with pytest.raises(ValueError, match="parameters third_head.bias, third_head.weight"):
-            next(Export(chunks, config, groups[name]).buckets(8_000))
+            next(Export(chunks, architecture, groups[name]).buckets(8_000))
         if chunks[-1].post_process:
             with pytest.raises(ValueError, match="parameters third_head.bias, third_head.weight, value_head.weight"):
-                load_hf(chunks, folder, config, groups[name])
+                load_hf(chunks, folder, architecture, groups[name])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -169,7 +171,7 @@ def values_of_critic(rank: int, world_size: int, folder: Path) -> None:
     heads = []
     for name in ("TP1xDP4", "TP2xPP2"):
         chunks = load(folder, groups[name], head="value")
-        buckets = Export(chunks, read_config(folder), groups[name], head="value").buckets(10**6)
+        buckets = Export(chunks, read_architecture(folder, "value"), groups[name]).buckets(10**6)
         exported = {key: tensor for bucket in buckets for key, tensor in bucket}
         heads.append(exported.pop("score.weight"))
         assert exported.keys() == expected.keys() - {"lm_head.weight"}
@@ -185,7 +187,7 @@ def test_critic_has_one_value_head_in_every_layout(tmp_path: Path) -> None:
 
 def inseparable(rank: int, world_size: int, folder: Path) -> None:
     groups = build_groups({"PP2": Layout((0, 1), pipeline=2)}, seed=0)["PP2"]
-    buckets = list(Export(load(folder, groups), read_config(folder), groups).buckets(1))
+    buckets = list(Export(load(folder, groups), read_architecture(folder), groups).buckets(1))
     pairs = [[name for name, _ in bucket] for bucket in buckets if len(bucket) > 1]
     attentions = [f"model.layers.{layer}.self_attn" for layer in range(2)]
     assert pairs == [[f"{name}.q_a_proj.weight", f"{name}.kv_a_proj_with_mqa.weight"] for name in attentions]
@@ -198,17 +200,17 @@ def test_what_sglang_takes_only_together_comes_in_one_bucket(tmp_path: Path) -> 
 
 def further_layers(rank: int, world_size: int, folder: Path) -> None:
     groups = build_groups({"one": Layout((0,))}, seed=0)["one"]
-    config, expected = read_config(folder), tensors_of(folder)
+    architecture, expected = read_architecture(folder), tensors_of(folder)
     further = {"model.layers.2.eh_proj.weight": torch.ones(32, 64), "model.layers.2.mlp.up_proj.weight": torch.ones(3)}
     save_file(further, folder / "further.safetensors")
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(further, "further.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     chunks = load(folder, groups)
-    exported = {name for bucket in Export(chunks, config, groups).buckets(8_000) for name, _ in bucket}
+    exported = {name for bucket in Export(chunks, architecture, groups).buckets(8_000) for name, _ in bucket}
     assert exported == expected.keys()
     with pytest.raises(ValueError, match="unknown model.layers.2.eh_proj.weight, model.layers.2.mlp.up_proj.weight"):
-        load_hf(chunks, folder, config | {"num_nextn_predict_layers": 0}, groups)
+        load_hf(chunks, folder, replace(architecture, num_further_layers=0), groups)
 
 
 def test_layers_that_predict_further_tokens_are_left_out_where_config_json_names_them(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """How a Megatron parameter is put together, against Megatron's order written out as plain loops."""
 
+from pathlib import Path
+
 import torch
 from tiny_folders import SHAPE
 
-from megappo.architecture.parameters import Composition, compositions
+from megappo.architecture.parameters import Parameter, by_name, list_parameters
+from megappo.architecture.parsing import parse
 from megappo.weights.shards import decompose
 
 HEADS, KV_HEADS, HEAD = 4, 2, 16
-CONFIG = {"architectures": ["Qwen2ForCausalLM"], **SHAPE}
+ARCHITECTURE = parse({"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6, **SHAPE}, Path("config.json"))
 
 
 def loop_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -22,32 +25,32 @@ def loop_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def filled(pieces: list[torch.Tensor], composition: Composition) -> torch.Tensor:
+def filled(pieces: list[torch.Tensor], parameter: Parameter) -> torch.Tensor:
     """The parameter after every piece was copied into the view that is its place."""
-    parameter = torch.full(composition.shard_shape, torch.nan)
-    parts = decompose(parameter, composition)
+    tensor = torch.full(parameter.shard_shape, torch.nan)
+    parts = decompose(tensor, parameter)
     for piece, part in zip(pieces, parts.values(), strict=True):
         part.copy_(piece.unflatten(0, part.shape[:2]))
-    return parameter
+    return tensor
 
 
 def test_qkv_alternates_by_kv_head() -> None:
-    table = compositions(CONFIG, tensor=1, padded_vocab_size=92, head="policy")
+    table = by_name(list_parameters(ARCHITECTURE))
     for kind, width in (("weight", (32,)), ("bias", ())):
-        composition = table[f"decoder.layers.0.self_attention.linear_qkv.{kind}"]
+        parameter = table[f"decoder.layers.0.self_attention.linear_qkv.{kind}"]
         pieces = [torch.randn(rows, *width) for rows in (HEADS * HEAD, KV_HEADS * HEAD, KV_HEADS * HEAD)]
-        parameter = filled(pieces, composition)
-        assert torch.equal(parameter, loop_qkv(*pieces))
-        back = decompose(parameter, composition)
+        tensor = filled(pieces, parameter)
+        assert torch.equal(tensor, loop_qkv(*pieces))
+        back = decompose(tensor, parameter)
         for piece, (name, part) in zip(pieces, back.items(), strict=True):
             assert name.endswith(kind)
             assert torch.equal(part.flatten(0, 1), piece)
 
 
 def test_each_rank_has_its_half_of_gate_then_of_up() -> None:
-    table = compositions(CONFIG, tensor=2, padded_vocab_size=92, head="policy")
+    table = by_name(list_parameters(ARCHITECTURE, tensor=2))
     gate, up = torch.randn(48, 32), torch.randn(48, 32)
     for rank in range(2):
         rows = slice(rank * 24, (rank + 1) * 24)
-        parameter = filled([gate[rows], up[rows]], table["decoder.layers.0.mlp.linear_fc1.weight"])
-        assert torch.equal(parameter, torch.cat([gate[rows], up[rows]]))
+        tensor = filled([gate[rows], up[rows]], table["decoder.layers.0.mlp.linear_fc1.weight"])
+        assert torch.equal(tensor, torch.cat([gate[rows], up[rows]]))

@@ -35,7 +35,7 @@ define_torchvision_operators()
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from megappo.architecture.files import read_model_config  # noqa: E402
+from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.batch.exchange import Exchange  # noqa: E402
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
@@ -56,7 +56,7 @@ from megappo.trainer.preflight import arrangement_errors  # noqa: E402
 from megappo.trainer.rollouts import Rollouts  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.train_engines import build_engines  # noqa: E402
-from megappo.weights.critic import critic_config  # noqa: E402
+from megappo.weights.critic import critic_architecture  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61
@@ -189,15 +189,15 @@ class FixedRollouts(Rollouts):
 def build(config: Config) -> Run:
     """A run without engines, checkpoints and files."""
     layouts = placement_layouts(config, WORLD_SIZE)
-    hf_config = read_model_config(Path(config.model.path))
+    architecture = read_architecture(config.model.path)
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
     models = {name: layout for name, layout in layouts.items() if name != "rollout"}
-    engines = build_engines(config, hf_config, build_groups(models, config.trainer.seed))
+    engines = build_engines(config, architecture, build_groups(models, config.trainer.seed))
     components = {name: Component(name, layout, engines[name], exchange) for name, layout in models.items()}
     numbers = {"engine_number": None, "num_engines": 1, "vocab_size": VOCABULARY, "stop_token_ids": ()}
     return Run(
         config=config,
-        hf_config=hf_config,
+        architecture=architecture,
         exchange=exchange,
         actor=components["actor"],
         critic=components.get("critic"),
@@ -229,8 +229,8 @@ def numbers_of(config: Config) -> dict[str, object]:
     for component, engine in run.trained.items():
         if engine is None:
             continue
-        hf_config = run.hf_config if component == "actor" else critic_config(config.model.path)
-        for bucket in Export(engine.chunks, hf_config, engine.groups, head=heads[component]).buckets(2**20):
+        architecture = run.architecture if component == "actor" else critic_architecture(config.model.path)
+        for bucket in Export(engine.chunks, architecture.with_head(heads[component]), engine.groups).buckets(2**20):
             for name, tensor in bucket:
                 found[f"{component}.{name}"] = described(tensor)
     agreed: dict[str, object] = {}

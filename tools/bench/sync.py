@@ -31,11 +31,11 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
 from megappo.architecture.parameters import hf_shapes  # noqa: E402
+from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.config.schema import Parallel, Rollout  # noqa: E402
 from megappo.rollout.inference_engine import Engine  # noqa: E402
 from megappo.sync.ipc import HandleSender  # noqa: E402
 from megappo.sync.sync import WeightSync  # noqa: E402
-from megappo.weights.critic import read_hf_config  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 
@@ -70,16 +70,16 @@ def seconds(action: Callable[[], object]) -> float:
 
 def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, repeats: int) -> None:
     """Print a line of figures."""
-    hf_config = read_hf_config(folder)
-    chunks = world.build(hf_config, "fp32", "policy")
-    load_hf(chunks, folder, hf_config, world.groups)
+    architecture = read_architecture(folder)
+    chunks = world.build(architecture, "fp32")
+    load_hf(chunks, folder, architecture, world.groups)
     client = engine.wait_ready() if engine is not None else None
-    export = Export(chunks, hf_config, world.groups)
+    export = Export(chunks, architecture, world.groups)
     sync = WeightSync(
         export.tensors,
         export,
         [HandleSender(client, 1)] if client is not None else [],
-        hf_shapes(hf_config),
+        hf_shapes(architecture),
         bucket_bytes=bucket_bytes,
         barrier=lambda: world.exchange.share(None),
         engines_keep=False,

@@ -36,10 +36,13 @@ megatron_setup.install()  # must come before the first import of megatron.core
 
 from conversion.world import World  # noqa: E402
 
+from megappo.architecture.architecture import Architecture  # noqa: E402
+from megappo.architecture.dtypes import DTYPES  # noqa: E402
+from megappo.architecture.files import write_model_config  # noqa: E402
 from megappo.architecture.parameters import EMBEDDING, hf_shapes  # noqa: E402
+from megappo.architecture.parsing import parse, read_architecture  # noqa: E402
 from megappo.config.schema import Parallel  # noqa: E402
-from megappo.models.hf_config import DTYPES  # noqa: E402
-from megappo.weights.critic import read_hf_config  # noqa: E402
+from megappo.models.dtypes import TORCH_DTYPES  # noqa: E402
 from megappo.weights.hf_folder import write_hf_folder  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 from megappo.weights.safetensors_io import ShardedWriter  # noqa: E402
@@ -85,34 +88,36 @@ def own_memory() -> int:
 
 def make_model(folder: Path, megabytes: int, dtype: str, tied: bool) -> None:
     """A random Hugging Face folder of about `megabytes` in safetensors of 128 MiB, an even number of layers."""
-    config = CONFIG | {"tie_word_embeddings": tied, "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype]}
-    sizes = [bytes_of(config | {"num_hidden_layers": layers}, dtype) for layers in (0, 2)]
-    pairs = max(1, round((megabytes * 10**6 - sizes[0]) / (sizes[1] - sizes[0])))
-    config["num_hidden_layers"] = 2 * pairs
+
+    def of_layers(number: int) -> Architecture:
+        return parse(CONFIG | {"tie_word_embeddings": tied, "num_hidden_layers": number}, folder)
+
+    sizes = [bytes_of(of_layers(number), dtype) for number in (0, 2)]
+    architecture = of_layers(2 * max(1, round((megabytes * 10**6 - sizes[0]) / (sizes[1] - sizes[0]))))
     folder.mkdir()
     writer = ShardedWriter(folder, 128 * MIB)
-    for name, shape in hf_shapes(config).items():
-        writer.add([(name, (0.02 * torch.randn(shape)).to(DTYPES[dtype]))])
+    for name, shape in hf_shapes(architecture).items():
+        writer.add([(name, (0.02 * torch.randn(shape)).to(TORCH_DTYPES[dtype]))])
     writer.finish()
-    (folder / "config.json").write_text(json.dumps(config))
+    write_model_config(architecture, folder, dtype)
 
 
-def bytes_of(config: dict, dtype: str) -> int:
+def bytes_of(architecture: Architecture, dtype: str) -> int:
     """Bytes of all tensors of the model."""
-    return sum(map(prod, hf_shapes(config).values())) * DTYPES[dtype].itemsize
+    return sum(map(prod, hf_shapes(architecture).values())) * DTYPES[dtype].nbytes
 
 
 def measure(args: argparse.Namespace) -> None:
     """On each rank: load, export, and write down what it took."""
     tensor, pipeline = layout_of(args.layouts[0])
     world = World(Parallel(tensor=tensor, pipeline=pipeline, sequence=tensor > 1))
-    hf_config = read_hf_config(args.folder)
+    architecture = read_architecture(args.folder)
     memory = PeakMemory()
-    chunks = world.build(hf_config, args.dtypes[0], "policy")
-    load_hf(chunks, args.folder, hf_config, world.groups)
+    chunks = world.build(architecture, args.dtypes[0])
+    load_hf(chunks, args.folder, architecture, world.groups)
     share = sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     loading = memory.take()
-    write_hf_folder(chunks, hf_config, world.groups, args.folder, args.output, bucket_bytes=args.bucket_mib * MIB)
+    write_hf_folder(chunks, architecture, world.groups, args.folder, args.output, bucket_bytes=args.bucket_mib * MIB)
     found = world.exchange.share({"share": share, "loading": loading, "exporting": memory.take()})
     if world.rank == 0:
         args.report.write_text(json.dumps(found))
@@ -133,13 +138,13 @@ def row(args: argparse.Namespace, folder: Path, layout: str, dtype: str) -> tupl
     command = ["-m", "megappo.torchrun", "--nproc-per-node", ranks, __file__, *arguments, *places]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *map(str, command)], check=True, env=environment)
-    config = read_hf_config(folder)
-    largest = prod(hf_shapes(config)[EMBEDDING]) * DTYPES[dtype].itemsize
+    architecture = read_architecture(folder)
+    largest = prod(hf_shapes(architecture)[EMBEDDING]) * DTYPES[dtype].nbytes
     found = json.loads(report.read_text())
     worst = max(found, key=lambda rank: max(rank["loading"], rank["exporting"]) - rank["share"])
     bar = worst["share"] + 2 * args.bucket_mib * MIB + largest
     held = max(worst["loading"], worst["exporting"]) <= bar
-    sizes = (bytes_of(config, dtype), worst["share"], bar, worst["loading"], worst["exporting"])
+    sizes = (bytes_of(architecture, dtype), worst["share"], bar, worst["loading"], worst["exporting"])
     return " ".join(f"{size / MIB:9.1f}" for size in sizes) + f"  {'PASS' if held else 'over'}", held
 
 

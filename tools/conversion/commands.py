@@ -2,19 +2,23 @@
 
 import argparse
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from conversion.world import DTYPE_NAMES, SAFETENSORS_DTYPES, UsageError, World, described
+from conversion.world import UsageError, World, described
 from megappo.architecture import parameters
-from megappo.architecture.families import BIAS_KEY, REWARD_MODELS, HeadKind, language_model
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.dtypes import BY_SAFETENSORS
+from megappo.architecture.families import HeadKind
+from megappo.architecture.files import CONFIG_FILE
+from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component import has_value_bias, head_of, load_model, reshard, save_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
 from megappo.models.build import ModelChunks
-from megappo.weights.critic import critic_config, has_value_head, read_hf_config
+from megappo.models.dtypes import NAMES
+from megappo.weights.critic import critic_architecture, has_value_head
 from megappo.weights.hf_folder import COMPANIONS, copy_companions, write_hf_files
 from megappo.weights.load import load_hf
 from megappo.weights.safetensors_io import HFFolder
@@ -22,39 +26,38 @@ from megappo.weights.safetensors_io import HFFolder
 
 def hf_to_megatron(args: argparse.Namespace, world: World) -> None:
     """A Hugging Face folder as a dist_checkpointing folder."""
-    head: HeadKind = "value" if args.value_model else "policy"
     if is_component(args.input):
         raise UsageError(f"{args.input} is a Megatron folder already: megatron-to-hf, or reshard, takes it")
-    hf_config = critic_config(args.input) if args.value_model else read_hf_config(args.input)
-    if any(name.endswith(REWARD_MODELS) for name in hf_config.get("architectures") or []):
+    architecture = read_architecture(args.input, head="value")
+    if architecture.is_reward_model and not args.value_model:
         raise UsageError(f"{args.input} is a critic or a reward model: --value-model converts it")
+    architecture = critic_architecture(args.input) if args.value_model else architecture.with_head("policy")
     dtype = args.dtype or stored_dtype(args.input)
-    chunks = load_from_hf(args.input, hf_config, dtype, head, world)
+    chunks = load_from_hf(args.input, architecture, dtype, world)
     with world.staged(args.output) as folder:
         save_model(chunks, world.groups, folder)
         if world.rank == 0:
             copy_config(args.input, folder)
-    world.say(f"wrote {args.output}: {described(parameters.hf_shapes(hf_config, head), dtype)}")
+    world.say(f"wrote {args.output}: {described(parameters.hf_shapes(architecture), dtype)}")
 
 
 def megatron_to_hf(args: argparse.Namespace, world: World) -> None:
     """A dist_checkpointing folder as a Hugging Face folder."""
     source = open_megatron(args.input, args.hf_config)
-    head: HeadKind = source.head
+    head = source.architecture.head
     if args.value_model and head == "policy":
         raise UsageError(f"--value-model: {args.input} has no value head")
     if head == "policy_value" and not args.value_model:
         world.say(f"{args.input} has a value head besides, which is left out: --value-model writes the critic instead")
     chunks = load_from_megatron(source, args.dtype or source.dtype, world)
     wanted: HeadKind = head if args.value_model or head == "value" else "policy"
-    shapes = parameters.hf_shapes(source.hf_config, "value" if wanted != "policy" else "policy")
+    shapes = parameters.hf_shapes(source.architecture.with_head("value" if wanted != "policy" else "policy"))
     if wanted != "policy":
         shapes[parameters.VALUE_BIAS] = (1,)
     total = sum(map(prod, shapes.values()))
     with world.staged(args.output) as folder, world.bar("writing", total, " parameters") as bar:
-        write_hf_files(
-            chunks, source.hf_config, world.groups, source.config_folder, folder, head=wanted, progress=bar.update
-        )
+        exported = source.architecture.with_head(wanted)
+        write_hf_files(chunks, exported, world.groups, source.config_folder, folder, progress=bar.update)
     world.say(f"wrote {args.output}: {described(shapes, args.dtype or source.dtype)}")
 
 
@@ -68,11 +71,11 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
         for source in sources:
             target = folder / source.folder.name if components else folder
             world.together(lambda target=target: target.mkdir(exist_ok=True))
-            chunks = world.build(source.hf_config, source.dtype, source.head)
-            reshard(chunks, world.groups, source.folder, source.info, target, source.hf_config["vocab_size"])
+            chunks = world.build(source.architecture, source.dtype)
+            reshard(chunks, world.groups, source.folder, source.info, target, source.architecture.vocab_size)
             bar.update()  # dist_checkpointing tells nothing while it works
         if world.rank == 0:
-            for name in ("state.json", "config.json", *COMPANIONS):
+            for name in ("state.json", CONFIG_FILE, *COMPANIONS):
                 if (args.input / name).is_file():
                     shutil.copyfile(args.input / name, folder / name)
         if components:
@@ -91,20 +94,16 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
 
 @dataclass(frozen=True)
 class MegatronFolder:
-    """A component's folder, and the Hugging Face config of its model."""
+    """A component's folder, and the model in it."""
 
     folder: Path
     config_folder: Path
-    hf_config: dict[str, Any]
+    architecture: Architecture
     info: ComponentInfo
 
     @property
-    def head(self) -> HeadKind:
-        return head_of(self.info)
-
-    @property
     def dtype(self) -> str:
-        return DTYPE_NAMES[self.info.tensors[EMBEDDING].dtype]
+        return NAMES[self.info.tensors[EMBEDDING].dtype]
 
 
 def refuse_step(folder: Path) -> None:
@@ -122,37 +121,34 @@ def open_megatron(folder: Path, config_folder: Path | None) -> MegatronFolder:
     """Headers of a component's folder, with the config it carries or that of `--hf-config`."""
     refuse_step(folder)
     info = read_component(folder)
-    if config_folder is None and not (folder / "config.json").is_file():
+    if config_folder is None and not (folder / CONFIG_FILE).is_file():
         raise UsageError(
             f"{folder} carries no config.json: name the Hugging Face folder the model started from with --hf-config"
         )
     config_folder = config_folder or folder
-    hf_config = read_hf_config(config_folder)
-    architectures = [language_model(name) for name in hf_config.get("architectures") or []]
-    hf_config = {**hf_config, "architectures": architectures, BIAS_KEY: has_value_bias(info)}
+    architecture = read_architecture(config_folder, head="value")  # of a reward model, too
     if EMBEDDING not in info.tensors:
         raise UsageError(f"{folder} holds no {EMBEDDING}: it is no language model of this program")
-    return MegatronFolder(folder, config_folder, hf_config, info)
+    architecture = replace(architecture, head=head_of(info), value_bias=has_value_bias(info))
+    return MegatronFolder(folder, config_folder, architecture, info)
 
 
-def load_from_hf(folder: Path, hf_config: dict[str, Any], dtype: str, head: HeadKind, world: World) -> ModelChunks:
+def load_from_hf(folder: Path, architecture: Architecture, dtype: str, world: World) -> ModelChunks:
     """The model with the folder's weights."""
-    chunks = world.build(hf_config, dtype, head)
+    chunks = world.build(architecture, dtype)
     with HFFolder(folder) as source:
-        if head == "value" and not has_value_head(source):
+        if architecture.head == "value" and not has_value_head(source):
             world.say(f"{folder} has no value head: a new one is drawn")
     num_parameters = sum(1 for chunk in chunks for _ in chunk.parameters())
     with world.bar("reading", num_parameters, " tensors") as bar:
-        world.together(
-            lambda: load_hf(chunks, folder, hf_config, world.groups, head=head, progress=lambda name: bar.update())
-        )
+        world.together(lambda: load_hf(chunks, folder, architecture, world.groups, progress=lambda name: bar.update()))
     return chunks
 
 
 def load_from_megatron(source: MegatronFolder, dtype: str, world: World) -> ModelChunks:
     """The model with the component's weights, cast to `dtype`."""
-    chunks = world.build(source.hf_config, dtype, source.head)
-    vocab_size = source.hf_config["vocab_size"]
+    chunks = world.build(source.architecture, dtype)
+    vocab_size = source.architecture.vocab_size
     world.together(lambda: load_model(chunks, world.groups, source.folder, source.info, vocab_size))
     return chunks
 
@@ -163,12 +159,12 @@ def stored_dtype(folder: Path) -> str:
         if parameters.EMBEDDING not in source.names():
             raise UsageError(f"{folder} has no {parameters.EMBEDDING}: it is no language model of this program")
         found = source.dtype(parameters.EMBEDDING)
-    if found not in SAFETENSORS_DTYPES:
+    if BY_SAFETENSORS.get(found) not in ("fp32", "bf16"):
         raise UsageError(f"the weights in {folder} are {found}: choose --dtype fp32 or bf16")
-    return SAFETENSORS_DTYPES[found]
+    return BY_SAFETENSORS[found]
 
 
 def copy_config(source: Path, target: Path) -> None:
     """config.json, tokenizer and generation config, so that the way back needs no other folder."""
-    shutil.copyfile(source / "config.json", target / "config.json")
+    shutil.copyfile(source / CONFIG_FILE, target / CONFIG_FILE)
     copy_companions(source, target)

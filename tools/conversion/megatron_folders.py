@@ -10,10 +10,11 @@ import torch
 
 from conversion.differences import Pair, difference_of_parts
 from conversion.world import UsageError, World
+from megappo.architecture.files import CONFIG_FILE
+from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
 from megappo.checkpoint.rows import read_rows
-from megappo.models.hf_config import DTYPES
-from megappo.weights.critic import read_hf_config
+from megappo.models.dtypes import TORCH_DTYPES
 
 PART_BYTES = 64 * 2**20
 OVER_VOCABULARY = (EMBEDDING, "output_layer.weight")
@@ -68,7 +69,7 @@ def _difference(name: str, args: argparse.Namespace, folders: dict[Path, Compone
     shapes = [_compared_shape(tensor.shape, name, rows) for tensor in (first, second)]
     if shapes[0] != shapes[1]:
         return f"shape {[*first.shape]} against {[*second.shape]}"
-    cast = DTYPES[args.dtype] if args.dtype else first.dtype
+    cast = TORCH_DTYPES[args.dtype] if args.dtype else first.dtype
     if cast != second.dtype:
         return f"dtype {str(cast).removeprefix('torch.')} against {str(second.dtype).removeprefix('torch.')}"
     return difference_of_parts(_parts(name, folders, shapes[0][0], cast))
@@ -91,9 +92,9 @@ def _compared_shape(shape: tuple[int, ...], name: str, rows: int | None) -> tupl
 
 def _rows_of_vocabulary(args: argparse.Namespace, folders: dict[Path, ComponentInfo], names: list[str]) -> int | None:
     """Rows of the vocabulary without padding; None if it is not known, and makes no difference."""
-    configs = [path for path in (args.hf_config, *folders) if path and (path / "config.json").is_file()]
+    configs = [path for path in (args.hf_config, *folders) if path and (path / CONFIG_FILE).is_file()]
     if configs:
-        return read_hf_config(configs[0])["vocab_size"]
+        return read_architecture(configs[0], head="value").vocab_size
     shapes = {info.tensors[EMBEDDING].shape for info in folders.values() if EMBEDDING in names}
     if len(shapes) > 1:
         raise UsageError(

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,11 +11,14 @@ from conversion.commands import load_from_megatron, open_megatron, refuse_step
 from conversion.differences import difference_of
 from conversion.megatron_folders import compare_megatron
 from conversion.world import World
-from megappo.architecture.families import FAMILIES, HeadKind, is_tied, language_model
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.families import FAMILIES, language_model
+from megappo.architecture.files import CONFIG_FILE, named_architecture
 from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS
+from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.metadata import components_of, is_component
-from megappo.models.hf_config import DTYPES
-from megappo.weights.critic import critic_buckets, has_value_head, name_value_head, read_hf_config
+from megappo.models.dtypes import TORCH_DTYPES
+from megappo.weights.critic import critic_buckets, has_value_head, name_value_head
 from megappo.weights.export import Export
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.load import is_unused
@@ -60,11 +62,11 @@ def _compare(megatron: list[Path], args: argparse.Namespace, world: World) -> "C
         refuse_step(folder)
     first = megatron[0] if megatron else args.input
     second = folders[1 - folders.index(first)]
-    hf_config = _config_of(second, args.hf_config)
-    with _opened(second, hf_config) as source:
+    architecture = _architecture_of(second, args.hf_config)
+    with _opened(second, architecture) as source:
         named = _of_megatron(first, args, source, world) if megatron else _of_hf(first, args.hf_config)
-        cast = {args.input: DTYPES[args.dtype]} if args.dtype else {}
-        comparison = Comparison(first, source, _used_names(source, hf_config), cast)
+        cast = {args.input: TORCH_DTYPES[args.dtype]} if args.dtype else {}
+        comparison = Comparison(first, source, _used_names(source, architecture), cast)
         total = sum(prod(source.shape(name)) for name in comparison.left)
         with world.bar("comparing", total, " parameters") as bar:
             for name, tensor in named:
@@ -116,28 +118,29 @@ class Comparison:
         return tensor.cpu().to(self.cast.get(folder, tensor.dtype))
 
 
-def _config_of(folder: Path, config_folder: Path | None) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder if it is of a known family, as the language model's; {} if not."""
-    configs = [path for path in (folder, config_folder) if path and (path / "config.json").is_file()]
-    hf_config = read_hf_config(configs[0]) if configs else {}
-    architectures = [language_model(name) for name in hf_config.get("architectures") or []]
-    return {**hf_config, "architectures": architectures} if FAMILIES.keys() & set(architectures[:1]) else {}
+def _architecture_of(folder: Path, config_folder: Path | None) -> Architecture | None:
+    """The model of a Hugging Face folder if it is of a known family; None if not."""
+    for path in (folder, config_folder):
+        if path and (path / CONFIG_FILE).is_file():
+            known = language_model(named_architecture(path) or "") in FAMILIES
+            return read_architecture(path, head="value") if known else None
+    return None
 
 
-def _opened(folder: Path, hf_config: dict[str, Any]) -> HFFolder:
+def _opened(folder: Path, architecture: Architecture | None) -> HFFolder:
     """A Hugging Face folder; one of fused experts has a tensor for each matrix of each, as the export does."""
-    return PerExpertFolder(folder, hf_config) if hf_config else HFFolder(folder)
+    return PerExpertFolder(folder, architecture) if architecture else HFFolder(folder)
 
 
-def _used_names(source: HFFolder, hf_config: dict[str, Any]) -> list[str]:
+def _used_names(source: HFFolder, architecture: Architecture | None) -> list[str]:
     """The tensors that are loaded."""
-    return sorted(name for name in source.names() if not is_unused(name, hf_config))
+    return sorted(name for name in source.names() if not is_unused(name, architecture))
 
 
 def _of_hf(folder: Path, config_folder: Path | None) -> Iterator[tuple[str, torch.Tensor]]:
-    hf_config = _config_of(folder, config_folder)
-    with _opened(folder, hf_config) as source:
-        for name in _used_names(source, hf_config):
+    architecture = _architecture_of(folder, config_folder)
+    with _opened(folder, architecture) as source:
+        for name in _used_names(source, architecture):
             yield name, source.read(name)
 
 
@@ -146,10 +149,12 @@ def _of_megatron(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """A Megatron folder's tensors as its export has them; what `other` leaves out or repeats rightly is left out."""
     source = open_megatron(folder, args.hf_config)
-    head: HeadKind = "policy" if source.head == "policy_value" and not has_value_head(other) else source.head
+    exported = source.architecture
+    if exported.head == "policy_value" and not has_value_head(other):
+        exported = exported.with_head("policy")
     chunks = load_from_megatron(source, source.dtype, world)
-    buckets = Export(chunks, source.hf_config, world.groups, head=head).buckets(BUCKET_BYTES)
-    if head != "policy":
+    buckets = Export(chunks, exported, world.groups).buckets(BUCKET_BYTES)
+    if exported.head != "policy":
         name_value_head(other)
         buckets = critic_buckets(buckets)
     for bucket in buckets:
@@ -157,5 +162,5 @@ def _of_megatron(
             if name == VALUE_BIAS and name not in other.names() and not tensor.any():
                 continue  # *ForSequenceClassification has none
             yield name, tensor
-            if name == EMBEDDING and head == "policy" and is_tied(source.hf_config) and LM_HEAD in other.names():
+            if name == EMBEDDING and exported.head == "policy" and exported.tied and LM_HEAD in other.names():
                 yield LM_HEAD, tensor

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import ctypes
 import os
-import re
 import shutil
 import signal
 import sys
@@ -17,22 +16,18 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megappo import platform
-from megappo.architecture.families import HeadKind
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.fit import fit_errors
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.config.schema import Model, Parallel
 from megappo.models.build import ModelChunks, build_model
-from megappo.models.hf_config import DTYPES
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.staging import staged, temporary_folder
 
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16"}
-
-
 ENDING = (signal.SIGINT, signal.SIGTERM)
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-_KEY = re.compile(r"parallel\.(\w+)")
 
 
 class UsageError(Exception):
@@ -57,6 +52,11 @@ def parallel_of(args: argparse.Namespace) -> Parallel:
             "give the layers of every stage"
         )
     return Parallel(**sizes, pipeline_split=split, sequence=args.tensor > 1)
+
+
+def _flag(dimension: str) -> str:
+    """What a dimension of a layout is called on the command line."""
+    return f"--{dimension.replace('_', '-')}"
 
 
 def _return_freed_memory() -> None:
@@ -104,13 +104,13 @@ class World:
         self.writing = False
         self.speaks = self.rank == 0
 
-    def build(self, hf_config: dict, dtype: str, head: HeadKind) -> ModelChunks:
+    def build(self, architecture: Architecture, dtype: str) -> ModelChunks:
         """This rank's part of the model, its weights not set."""
+        errors = list(fit_errors(architecture, self.parallel, _flag))
+        if errors:
+            raise UsageError("; ".join(errors))
         model = Model(path="", dtype=dtype, layer_spec="torch")
-        try:
-            return build_model(hf_config, model, self.parallel, self.groups, head=head, recompute="none", trained=False)
-        except ValueError as error:  # it names the config's keys, which here are flags
-            raise UsageError(_KEY.sub(lambda key: f"--{key[1].replace('_', '-')}", str(error))) from error
+        return build_model(architecture, model, self.parallel, self.groups, recompute="none", trained=False)
 
     def together(self, action: Callable[[], object]) -> None:
         """Do it on every rank; where one fails, all do, and the first that failed says why."""
@@ -165,6 +165,6 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 def described(shapes: dict[str, tuple[int, ...]], dtype: str) -> str:
     """How many tensors, parameters and bytes."""
     elements = sum(torch.Size(shape).numel() for shape in shapes.values())
-    size = elements * DTYPES[dtype].itemsize
+    size = elements * DTYPES[dtype].nbytes
     amount, unit = (size / 2**30, "GiB") if size >= 2**30 else (size / 2**20, "MiB")
     return f"{len(shapes)} tensors, {elements:,} parameters, {amount:.2f} {unit} in {dtype}"

@@ -1,0 +1,96 @@
+"""What of a model does not fit how it is to be cut, in words that name keys and remedies."""
+
+from collections.abc import Callable, Iterator
+
+from megappo.architecture.architecture import Architecture
+from megappo.config.checks import nearest_divisors
+from megappo.config.errors import shorten
+from megappo.config.schema import Parallel
+
+Call = Callable[[str], str]
+"""From a dimension of a layout, such as "tensor", to what the reader calls it: "actor.parallel.tensor", "--tensor"."""
+
+
+def fit_errors(architecture: Architecture, parallel: Parallel, call: Call = "parallel.{}".format) -> Iterator[str]:
+    """Why a layout, itself without contradictions, cannot be the model's; a line each."""
+    file, has_experts = architecture.file, architecture.num_experts > 0
+    for name, (size, dimension) in divided_sizes(architecture).items():
+        ways = getattr(parallel, dimension)
+        if size % ways:
+            advice = f"{nearest_divisors(size, ways)} would"
+            yield f"{call(dimension)} {ways} does not divide {name} {size} of {file}: {advice}"
+    yield from _stages(architecture, parallel, call)
+    for dimension in ("expert", "expert_tensor"):
+        if getattr(parallel, dimension) > 1 and not has_experts:
+            found = f"{call(dimension)} {getattr(parallel, dimension)}"
+            yield f"{found}: {file} is of a dense model, without experts: set it to 1"
+    if has_experts and parallel.tensor > 1 and not parallel.sequence:
+        yield (
+            f"{call('sequence')} must be true with {call('tensor')} {parallel.tensor}, as {file} is of a mixture of "
+            "experts"
+        )
+
+
+def divided_sizes(architecture: Architecture) -> dict[str, tuple[int, str]]:
+    """What a layout divides: in words of config.json -> its size, and the dimension of the layout."""
+    divided = {"num_attention_heads": (architecture.num_heads, "tensor")}
+    if architecture.latent is None:  # whose heads all make their keys and values of the same vector
+        divided["num_key_value_heads"] = (architecture.num_kv_heads, "tensor")
+    if architecture.num_dense_layers:
+        divided["intermediate_size"] = (architecture.ffn_size, "tensor")
+    experts, written = architecture.experts, architecture.family.experts
+    if experts and written:
+        divided[written.count[-1]] = (experts.count, "expert")
+        divided[written.ffn] = (experts.ffn_size, "expert_tensor")
+        if written.shared and experts.shared_ffn_size:
+            divided[" x ".join(written.shared.keys)] = (experts.shared_ffn_size, "tensor")
+    return divided
+
+
+def _stages(architecture: Architecture, parallel: Parallel, call: Call) -> Iterator[str]:
+    layers, file = architecture.num_layers, architecture.file
+    chunks, split = parallel.num_chunks, parallel.pipeline_split
+    product = f"{call('pipeline')} {parallel.pipeline} x virtual_pipeline {parallel.virtual_pipeline} = {chunks}"
+    if split is not None and sum(split) != layers:
+        yield (
+            f"{call('pipeline_split')} {list(split)} has {sum(split)} layers together, num_hidden_layers of {file} is "
+            f"{layers}: make them as many"
+        )
+    elif split is None and layers < chunks:
+        yield f"{product} is more than num_hidden_layers {layers} of {file}: lower it"
+    elif split is None and layers % chunks:
+        more = layers % chunks
+        example = shorten(str([layers // chunks + (chunk < more) for chunk in range(chunks)]))
+        yield (
+            f"{product} does not divide num_hidden_layers {layers} of {file}: "
+            f"{nearest_divisors(layers, chunks)} would, or set {call('pipeline_split')}, such as {example}"
+        )
+
+
+def dense_stage_error(architecture: Architecture, parallel: Parallel, component: str) -> str | None:
+    """Whether the component's optimizer must be sharded: without experts on it, a rank's whole Adam for experts would
+    not know the number of steps that it saves."""
+    split, dense = parallel.pipeline_split, architecture.num_dense_layers
+    first = split[0] if split else architecture.num_layers // parallel.pipeline
+    if not architecture.num_experts or parallel.pipeline == 1 or first > dense:
+        return None
+    return (
+        f"{component}.optim.distributed must be true, as the first {dense} layers of {architecture.file} have no "
+        f"experts and the first of {component}.parallel.pipeline {parallel.pipeline} stages has {first} layers"
+    )
+
+
+def engine_fit_error(architecture: Architecture, ways: int) -> str | None:
+    """Why SGLang cannot cut the model over so many ranks; it repeats key-value heads where there are fewer."""
+    heads, shared, file = architecture.num_heads, architecture.num_kv_heads, architecture.file
+    if heads % ways:
+        return (
+            f"rollout.tensor_parallel {ways} does not divide num_attention_heads {heads} of {file}: "
+            f"{nearest_divisors(heads, ways)} would"
+        )
+    if architecture.latent is None and shared % ways and ways % shared:
+        return (
+            f"rollout.tensor_parallel {ways} neither divides num_key_value_heads {shared} of {file} nor is a multiple "
+            "of it: choose one that does"
+        )
+    return None

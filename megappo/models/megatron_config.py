@@ -1,0 +1,133 @@
+"""From an Architecture to megatron-core's TransformerConfig and GPTModel arguments."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from megappo import platform
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.fit import fit_errors
+from megappo.architecture.parameters import padded_vocab_size
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Model, Parallel
+from megappo.models.dtypes import TORCH_DTYPES
+from megappo.models.latent_attention import latent_arguments
+from megappo.models.layer_specs import layer_kind
+from megappo.models.routing import expert_arguments
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
+
+def transformer_config(
+    architecture: Architecture, model: Model, parallel: Parallel, recompute: str
+) -> TransformerConfig:
+    """Megatron's description of the layers, in one layout.
+
+    Args:
+        parallel: without contradictions between its own keys.
+        recompute: "none", "selective" (attention) or "full" (every layer).
+    Raises:
+        ConfigError: the model does not fit the layout.
+    """
+    errors = list(fit_errors(architecture, parallel))
+    if errors:
+        raise ConfigError(errors)
+    dtype, interleaved = TORCH_DTYPES[model.dtype], parallel.virtual_pipeline > 1
+    kind = MLATransformerConfig if architecture.latent else TransformerConfig
+    return kind(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=architecture.ffn_size,
+        num_attention_heads=architecture.num_heads,
+        **(latent_arguments(architecture) if architecture.latent else _head_arguments(architecture)),
+        layernorm_epsilon=architecture.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tensor,
+        context_parallel_size=parallel.context,
+        pipeline_model_parallel_size=parallel.pipeline,
+        pipeline_model_parallel_layout=_pipeline_layout(parallel),
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
+        # Two stages of several chunks are each other's next and previous stage: in a batch their messages would cross.
+        batch_p2p_comm=not interleaved,
+        overlap_p2p_comm=interleaved,
+        sequence_parallel=parallel.sequence,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        calculate_per_token_loss=True,
+        # Packed micro-batches differ in length; Megatron then demands this dispatcher even of dense models.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # gloo sends asynchronously: the tensor must outlive the call.
+        deallocate_pipeline_outputs=platform.has_cuda(),
+        use_cpu_initialization=not platform.has_cuda(),
+        # Every weight is loaded later, yet only initialization marks weights as sharded: unmarked ones would be left
+        # out of the gradient norm on all but the first tensor-parallel rank. So it runs, and writes nothing: on a CPU
+        # Megatron would draw every weight whole, in float32, on each rank.
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        **expert_arguments(architecture, parallel),
+        **_fusions(model, architecture),
+        **RECOMPUTE[recompute],
+    )
+
+
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    """An initialization that initializes nothing."""
+    return weight
+
+
+def _head_arguments(architecture: Architecture) -> dict[str, Any]:
+    """TransformerConfig's arguments of attention whose heads have keys and values of their own, or share them."""
+    return {
+        "num_query_groups": architecture.num_kv_heads,
+        "kv_channels": architecture.head_size,
+        "add_qkv_bias": architecture.family.qkv_bias,
+        "qk_layernorm": architecture.family.qk_layernorm,
+    }
+
+
+def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
+    """The modules of every chunk of every stage, where the config says how many layers each has."""
+    if parallel.pipeline_split is None or parallel.pipeline == 1:
+        return None
+    chunks = [["decoder"] * layers for layers in parallel.pipeline_split]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return chunks
+
+
+def _fusions(model: Model, architecture: Architecture) -> dict[str, bool]:
+    """TransformerConfig's fused kernels, which megatron-core leaves off: those that gain something without biases and
+    dropout. They need TransformerEngine; with latent attention it rotates by YaRN alone."""
+    fused = layer_kind(model.layer_spec) == "transformer_engine"
+    return {"bias_activation_fusion": fused, "apply_rope_fusion": fused and not architecture.latent}
+
+
+def gpt_arguments(architecture: Architecture, tensor: int) -> dict[str, Any]:
+    """GPTModel's keyword arguments besides the TransformerConfig: vocabulary, positions, tied embeddings.
+
+    Args:
+        tensor: tensor-parallel ranks, into which the vocabulary is padded to divide.
+    """
+    return {
+        "vocab_size": padded_vocab_size(architecture.vocab_size, tensor),
+        "max_sequence_length": architecture.max_positions,
+        "share_embeddings_and_output_weights": architecture.ties_output,
+        "position_embedding_type": "rope",
+        "rotary_base": architecture.rope.base,
+    }
