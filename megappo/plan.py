@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.config.checks import longest_row, optimizer_steps
+from megappo.config.checks import longest_row
 from megappo.config.describe import counted, show
 from megappo.config.errors import ConfigError, printable, shorten
 from megappo.config.help import config_help
@@ -22,9 +22,10 @@ from megappo.config.plausibility import config_warnings
 from megappo.config.schema import MOST_RANKS, Config
 from megappo.observe.console import escape_unprintable
 from megappo.placement.arithmetic import batch_splits
+from megappo.placement.components import trained_components
 from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
-from megappo.placement.ranks import pipeline_splits, placement_layouts, smallest_world
+from megappo.placement.ranks import leaves_world_open, pipeline_splits, placement_layouts, smallest_world
 from megappo.rollout.server_args import known_names
 from megappo.sync.route import describe_transports
 from megappo.trainer.lock import in_use
@@ -107,7 +108,7 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
         [title, *(cell(split) for split in splits.values())] for title, cell in _BATCH_ROWS.items()
     ]
     run = f"  whole run: {config.trainer.total_steps:,} steps; optimizer steps: "
-    steps = {name: optimizer_steps(config, name) for name in ("actor", "critic") if name in layouts}
+    steps = {name: training.optimizer_steps(config) for name, training in trained_components(config).items()}
     run += ", ".join(f"{name} {count:,}" for name, count in steps.items())
     return "\n".join([*totals, aligned(rows), run])
 
@@ -136,8 +137,7 @@ def _world_size(config: Config) -> int:
     """Ranks the plan is for: torchrun's, where `all` leaves it open, else the fewest that the placement names."""
     named = smallest_world(config)
     of_launcher = os.environ.get("WORLD_SIZE", "")
-    everywhere = "all" in config.placement.model_dump().values()
-    if everywhere and _is_count(of_launcher):
+    if leaves_world_open(config) and _is_count(of_launcher):
         return int(of_launcher)
     if named is None:
         raise ConfigError(["placement: every component is on 'all' ranks: say how many with --world-size N"])

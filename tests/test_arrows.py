@@ -32,6 +32,8 @@ WITHOUT_TORCH = (
     "megappo/batch/fields.py",
     "megappo/config/",
     "megappo/placement/arithmetic.py",
+    "megappo/placement/checks.py",
+    "megappo/placement/components.py",
     "megappo/placement/layout.py",
     "megappo/placement/picture.py",
     "megappo/placement/ranks.py",

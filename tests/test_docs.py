@@ -16,6 +16,7 @@ from megappo.config.describe import keys
 from megappo.config.loading import load_config
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES
 from megappo.config.schema import Actor, Aggregation, Algorithm, Config, Critic, KLKind, Sync
+from megappo.placement.components import components_of
 from megappo.placement.ranks import smallest_world
 from megappo.ppo.conventions import PRESETS
 from megappo.ppo.corrections import rollout_is_weights
@@ -87,7 +88,11 @@ def literal_metrics() -> Iterator[str]:
 def phases() -> set[str]:
     found = re.findall(r'timers\("(\w+)"\)', (ROOT / "megappo" / "trainer" / "loop.py").read_text("utf-8"))
     assert {"rollout", "sync"} <= set(found)
-    return set(found)
+    required = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
+    components = components_of(Config.model_validate(required))
+    assert {"actor", "critic", "ref"} == components.keys()
+    of_forward = {spec.forward.phase for spec in components.values() if spec.forward}
+    return {*found, *of_forward, *(f"update_{name}" for name, spec in components.items() if spec.training)}
 
 
 def rooms() -> set[str]:

@@ -32,9 +32,11 @@ def _clipping(config: Config) -> Iterator[str]:
 
 
 def _early_stop(config: Config) -> Iterator[str]:
-    if config.actor.target_kl is not None and config.actor.ppo_epochs * config.num_mini_batches("actor") == 1:
+    actor = config.actor
+    num_steps = actor.ppo_epochs * actor.num_mini_batches(config.data.train_batch_size)
+    if actor.target_kl is not None and num_steps == 1:
         yield (
-            f"actor.target_kl {config.actor.target_kl} has nothing to skip: a step has one optimizer step only; drop "
+            f"actor.target_kl {actor.target_kl} has nothing to skip: a step has one optimizer step only; drop "
             "it, or raise actor.ppo_epochs or lower actor.ppo_mini_batch_size"
         )
 

@@ -105,6 +105,10 @@ class Trained(Section):
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
     loss_agg_mode: Aggregation | None = Field(None, description=f"how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of {_OWN_AVERAGING}")
 
+    def num_mini_batches(self, num_prompts: int) -> int:
+        """Of a step's prompts, per epoch."""
+        return num_prompts // self.ppo_mini_batch_size
+
 
 class Actor(Trained):
     policy_loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("clip", description="policy loss; clip is PPO's, with clip-higher and dual clip")
@@ -307,11 +311,6 @@ class Config(Section):
             *(() if self.has_critic else (f"critic: none (algorithm.{method})",)),
             *(() if self.eval_interval else (f"evaluation: none ({reason})",)),
         )
-
-    def num_mini_batches(self, name: Literal["actor", "critic"]) -> int:
-        """Mini-batches per epoch."""
-        trained: Trained = getattr(self, name)
-        return self.data.train_batch_size // trained.ppo_mini_batch_size
 
     @property
     def kl_kinds(self) -> tuple[str, ...]:

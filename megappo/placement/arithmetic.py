@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megappo.config.checks import longest_row
 from megappo.config.schema import Config
+from megappo.placement.components import components_of
 from megappo.placement.layout import Layout
 
 Range = tuple[int, int]
@@ -39,24 +40,19 @@ class BatchSplit:
 
 
 def batch_splits(config: Config, layouts: dict[str, Layout]) -> dict[str, BatchSplit]:
-    """How the batch is split for actor, critic and, where there is one, ref."""
-    prompts = config.data.train_batch_size
-    actor, critic = config.actor, config.critic
-    settings = {
-        "actor": (actor.ppo_mini_batch_size, actor.ppo_epochs, actor.max_tokens_per_micro_batch),
-        "critic": (critic.ppo_mini_batch_size, critic.ppo_epochs, critic.max_tokens_per_micro_batch),
-        "ref": (prompts, 0, config.ref.max_tokens_per_micro_batch or actor.max_tokens_per_micro_batch),
-    }
+    """By component."""
     splits = {}
-    for name, (mini_batch, epochs, max_tokens) in settings.items():
-        if name not in layouts:
-            continue
+    for name, spec in components_of(config).items():
+        mini_batch, max_tokens = spec.mini_batch_prompts(config).value, spec.max_tokens.value
+        epochs = spec.training.section.ppo_epochs if spec.training else 0
         trajectories = mini_batch * config.rollout.n
         shards, group = layouts[name].data, layouts[name].micro_batch_group
         shard = (trajectories // shards, _ceil(trajectories, shards))
         fewest, most = _ceil(shard[0] * SHORTEST_ROW, max_tokens), _ceil(shard[1], max_tokens // longest_row(config))
         micro = (_ceil(fewest, group) * group, _ceil(most, group) * group)
-        splits[name] = BatchSplit(shards, prompts // mini_batch, epochs, trajectories, shard, micro)
+        splits[name] = BatchSplit(
+            shards, config.data.train_batch_size // mini_batch, epochs, trajectories, shard, micro
+        )
     return splits
 
 

@@ -6,7 +6,10 @@ from megappo.config.checks import nearest_divisors
 from megappo.config.describe import counted
 from megappo.config.errors import ConfigError, shorten
 from megappo.config.schema import MOST_RANKS, Config, Parallel
+from megappo.placement.components import Setting, components_of
 from megappo.placement.layout import Layout
+
+TENSOR_OF_ENGINES = "rollout.tensor_parallel"
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
@@ -15,7 +18,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
     Raises:
         ValueError: the text is not of this form, a range runs backwards, a rank is named twice or not below world_size.
     """
-    if text.strip() == "all":
+    if _is_everywhere(text):
         return tuple(range(world_size))
     ranks: set[int] = set()
     for part in text.split(","):
@@ -50,20 +53,25 @@ def smallest_world(config: Config) -> int | None:
         ConfigError: a placement is not a list of ranks.
     """
     named, errors = [], []
-    for name, text in _texts(config).items():
+    for key, text in _texts(config).items():
         try:
-            named += [] if text.strip() == "all" else [_bounds(part, text)[1] + 1 for part in text.split(",")]
+            named += [] if _is_everywhere(text) else [_bounds(part, text)[1] + 1 for part in text.split(",")]
         except ValueError as error:
-            errors.append(f"placement.{name}: {error}")
+            errors.append(f"{key}: {error}")
     if errors:
         raise ConfigError(errors)
     return max(named, default=None)
 
 
-def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
-    """Layout of each component of the run: actor, critic and ref where the config needs them, rollout.
+def leaves_world_open(config: Config) -> bool:
+    """Whether a component is on all ranks, however many these are."""
+    return any(_is_everywhere(text) for text in _texts(config).values())
 
-    The rollout's has one data-parallel shard per SGLang engine; its `output_rank` owns the engine.
+
+def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
+    """Layout of each model of the run, by name, and of the SGLang engines, as `rollout`.
+
+    That has one data-parallel shard per engine; its `output_rank` owns the engine.
 
     Raises:
         ConfigError: with everything that is wrong in the placement.
@@ -77,7 +85,7 @@ def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
 
 def pipeline_splits(config: Config) -> dict[str, tuple[int, ...]]:
     """Layers of each chunk of the model, of the run's components whose config names them."""
-    splits = {name: _parallel(config, name)[1].pipeline_split for name in _texts(config)}
+    splits = {name: spec.parallel.value.pipeline_split for name, spec in components_of(config).items()}
     return {name: split for name, split in splits.items() if split is not None}
 
 
@@ -90,12 +98,20 @@ def layout_errors(config: Config, world_size: int) -> list[str]:
     return []
 
 
+def _placed(config: Config) -> dict[str, tuple[Setting[str], Setting[Parallel]]]:
+    """Ranks and their arrangement: of each model, and of the engines."""
+    models = {name: (spec.ranks, spec.parallel) for name, spec in components_of(config).items()}
+    tensor = Setting(TENSOR_OF_ENGINES, Parallel(tensor=config.rollout.tensor_parallel))
+    return models | {"rollout": (Setting("placement.rollout", config.placement.rollout), tensor)}
+
+
 def _texts(config: Config) -> dict[str, str]:
-    placement = config.placement
-    texts = {"actor": placement.actor} | ({"critic": placement.critic} if config.has_critic else {})
-    if config.kl_kinds:
-        texts["ref"] = placement.actor if placement.ref is None else placement.ref
-    return texts | {"rollout": placement.rollout}
+    """By key; components may share one."""
+    return {ranks.key: ranks.value for ranks, _ in _placed(config).values()}
+
+
+def _is_everywhere(text: str) -> bool:
+    return text.strip() == "all"
 
 
 def _bounds(part: str, text: str) -> tuple[int, int]:
@@ -122,30 +138,18 @@ def _quoted(text: str) -> str:
 
 def _layouts(config: Config, world_size: int) -> tuple[dict[str, Layout], list[str]]:
     layouts, errors = {}, []
-    for name, text in _texts(config).items():
+    placed = _placed(config)
+    for name, (ranks, parallel) in placed.items():
         try:
-            layouts[name] = _layout(parse_ranks(text, world_size), *_parallel(config, name))
+            layouts[name] = _layout(parse_ranks(ranks.value, world_size), *parallel)
         except ValueError as error:
-            if name != "ref" or not _ref_follows_actor(config):  # else it is said of the actor
-                errors.append(f"placement.{name}: {error}")
+            errors.append(f"{ranks.key}: {error}")
+    errors = list(dict.fromkeys(errors))  # components with the same keys have the same errors
     errors += _engine_errors(layouts["rollout"]) if "rollout" in layouts else []
     if config.rollout.sync.transport == "ipc" and "actor" in layouts and "rollout" in layouts:
         errors += _ipc_errors(layouts)
-    errors += _cover_errors(layouts, world_size) if len(layouts) == len(_texts(config)) else []
+    errors += _cover_errors(layouts, world_size) if len(layouts) == len(placed) else []
     return layouts, errors
-
-
-def _ref_follows_actor(config: Config) -> bool:
-    return config.placement.ref is None and config.ref.parallel is None
-
-
-def _parallel(config: Config, name: str) -> tuple[str, Parallel]:
-    """The key that lays a component out, and its value."""
-    if name == "rollout":
-        return "rollout.tensor_parallel", Parallel(tensor=config.rollout.tensor_parallel)
-    if name == "ref" and config.ref.parallel is None:
-        name = "actor"
-    return f"{name}.parallel", getattr(config, name).parallel
 
 
 def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
@@ -153,7 +157,7 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
     if len(ranks) % size:
         context = f" x context {parallel.context}" if parallel.context > 1 else ""
         product = f"{key}'s tensor {parallel.tensor}{context} x pipeline {parallel.pipeline} = {size}"
-        product = f"{key} {size}" if key == "rollout.tensor_parallel" else product
+        product = f"{key} {size}" if key == TENSOR_OF_ENGINES else product
         raise ValueError(
             f"{_these(len(ranks), format_ranks(ranks))} not divide by {product}: "
             f"name {_multiples(len(ranks), size)} ranks, or make it {nearest_divisors(len(ranks), size)}"
@@ -221,12 +225,8 @@ def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:
 def _batch_errors(config: Config, layouts: dict[str, Layout]) -> list[str]:
     """Every data-parallel shard needs a row of every mini-batch."""
     errors = []
-    sizes = {
-        "actor": ("actor.ppo_mini_batch_size", config.actor.ppo_mini_batch_size),
-        "critic": ("critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size),
-        "ref": ("data.train_batch_size", config.data.train_batch_size),
-    }
-    for name, (key, prompts) in sizes.items():
+    for name, spec in components_of(config).items():
+        key, prompts = spec.mini_batch_prompts(config)
         shards = layouts[name].data if name in layouts else 0
         if prompts * config.rollout.n < shards:
             errors.append(

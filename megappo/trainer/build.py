@@ -33,6 +33,7 @@ from megappo.rewards.pool import RewardPool, load_reward
 from megappo.rollout.inference_engine import Engine
 from megappo.sync.build import build_weight_sync, engine_sleeps
 from megappo.trainer.component import Component
+from megappo.trainer.models import Models
 from megappo.trainer.preflight import shared_vocabulary
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
@@ -60,12 +61,14 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         exchange.share(engine.wait_ready().url if engine is not None else None)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    models = {name: layout for name, layout in layouts.items() if name != "rollout"}
-    groups = build_groups(models, config.trainer.seed, timeout)
-    engines = build_engines(config, architecture, groups)
-    components = {name: Component(name, layout, engines[name], exchange) for name, layout in models.items()}
+    layouts_of_models = {name: layout for name, layout in layouts.items() if name != "rollout"}
+    groups = build_groups(layouts_of_models, config.trainer.seed, timeout)
+    engines = build_engines(config, groups)
+    models = Models(
+        config, {name: Component(name, layout, engines[name], exchange) for name, layout in layouts_of_models.items()}
+    )
     kl, reward_moments = kl_controller(config.algorithm.kl_ctrl), RunningMoments()
-    start_step = load_checkpoint(config, checkpoint, store, components, {"kl": kl, "reward_moments": reward_moments})
+    start_step = load_checkpoint(config, checkpoint, store, models, {"kl": kl, "reward_moments": reward_moments})
     start = starting_point(checkpoint, start_step, Path(config.trainer.output_dir))
     observer = open_observer(
         config.trainer.output_dir,
@@ -95,13 +98,11 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         config=config,
         architecture=architecture,
         exchange=exchange,
-        actor=components["actor"],
-        critic=components.get("critic"),
-        ref=components.get("ref"),
+        models=models,
         client=client,
         sleeps=own_engine is not None and engine_sleeps(layouts, own_engine),
         weight_sync=weight_sync,
-        probe=Probe(config, train_prompts, rollouts, components["actor"]),
+        probe=Probe(config, train_prompts, rollouts, models.actor),
         rollouts=rollouts,
         train_prompts=train_prompts,
         val_prompts=val_prompts,
@@ -118,20 +119,19 @@ def load_checkpoint(
     config: Config,
     checkpoint: Path | None,
     store: CheckpointStore,
-    components: dict[str, Component],
+    models: Models,
     parts: dict[str, Stateful],
 ) -> int:
     """Restore what `Run.save` saved; returns the steps done, 0 without a checkpoint."""
     if checkpoint is None:
         return 0
-    trained = {name: components[name].engine for name in ("actor", "critic") if name in components}
     state = checked_state(checkpoint, parts)
     if state["models"] != models_of(config):
         raise CheckpointError(
             f"{checkpoint} holds {state['models']}, but this run trains {models_of(config)}: set "
             "algorithm.adv_estimator and algorithm.shared_backbone as they were, or choose another trainer.output_dir"
         )
-    store.load(checkpoint, trained)
+    store.load(checkpoint, models.trained)
     for name, part in parts.items():
         part.load_state_dict(state[name])
     return state["step"]

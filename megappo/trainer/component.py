@@ -4,7 +4,7 @@ What exchanges rows, all ranks do together; what computes waits for no rank of a
 different ranks compute at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megappo.batch.balance import balanced_partitions
@@ -78,9 +78,7 @@ class Scattered:
         self.rows = rows
 
     def passed_to(self, component: Component) -> "Scattered":
-        """The same rows at another component; in the same layout they are there already."""
-        if component.layout != self.component.layout:
-            return component.scatter(self.batch)
+        """The same rows at another component of the same layout: they are there already."""
         return Scattered(component, self.batch, self.split, self.destinations, self.rows)
 
     def forward(self) -> Outputs:
@@ -94,7 +92,7 @@ class Scattered:
         _check_finite(self.component.name, outputs)
         return outputs
 
-    def gather(self, outputs: Outputs, owned: Rows, names: dict[str, str]) -> Rows:
+    def gather(self, outputs: Outputs, owned: Rows, names: Mapping[str, str]) -> Rows:
         """`owned` with the outputs of `forward` added: `names` maps an output to the field that it becomes."""
         component = self.component
         sources = output_sources(component.layout, self.split.shards, component.exchange.world_size)

@@ -12,28 +12,30 @@ from megappo.architecture.fit import dense_stage_error, engine_fit_error, fit_er
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, longest_row
 from megappo.config.errors import shorten
-from megappo.config.schema import Config, Parallel
+from megappo.config.schema import Config
 from megappo.config.text_files import TextFileError
+from megappo.placement.components import ComponentSpec, Setting, components_of
 
 DATA_FORMATS = (".jsonl", ".parquet")
 
 
 def file_errors(config: Config) -> list[str]:
     """Missing or unusable files, one line each, naming the key, the path and the remedy."""
-    actor = {"actor": config.actor.parallel}
-    if config.kl_kinds and config.ref.parallel:
-        actor["ref"] = config.ref.parallel
-    critic = {"critic": config.critic.parallel} if config.has_critic else {}
     errors: list[str] = []
-    if config.critic.model_path is None or not config.has_critic:
-        errors += _model(config, "model.path", config.model.path, actor | critic)
-    else:
-        errors += _model(config, "model.path", config.model.path, actor)
-        errors += _model(config, "critic.model_path", config.critic.model_path, critic)
+    for folder, specs in _by_folder(config).items():
+        errors += _model(config, *folder, specs)
     for key, paths in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
         errors += [error for path in paths for error in _looked_at(key, path, _data_file(key, Path(path)))]
-    folder = config.trainer.output_dir
-    return [*errors, *_looked_at("trainer.output_dir", folder, _output_folder(folder))]
+    output_dir = config.trainer.output_dir
+    return [*errors, *_looked_at("trainer.output_dir", output_dir, _output_folder(output_dir))]
+
+
+def _by_folder(config: Config) -> dict[Setting[str], list[ComponentSpec]]:
+    """The components that start from each folder; of those that share a layout the first."""
+    found: dict[Setting[str], dict[str, ComponentSpec]] = {}
+    for spec in components_of(config).values():
+        found.setdefault(spec.folder, {}).setdefault(spec.parallel.key, spec)
+    return {folder: list(specs.values()) for folder, specs in found.items()}
 
 
 def _looked_at(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
@@ -49,13 +51,13 @@ def _looked_at(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
         yield f"{key}: cannot look at {shorten(path)}: {error.strerror}: correct the path or its permissions"
 
 
-def _model(config: Config, key: str, path: str, layouts: dict[str, Parallel]) -> Iterator[str]:
+def _model(config: Config, key: str, path: str, specs: list[ComponentSpec]) -> Iterator[str]:
     if not path:
         return iter([f"{key} is empty: name the model's folder"])
-    return _looked_at(key, path, _model_folder(config, key, Path(path), layouts))
+    return _looked_at(key, path, _model_folder(config, key, Path(path), specs))
 
 
-def _model_folder(config: Config, key: str, folder: Path, layouts: dict[str, Parallel]) -> Iterator[str]:
+def _model_folder(config: Config, key: str, folder: Path, specs: list[ComponentSpec]) -> Iterator[str]:
     if not folder.is_dir():
         yield f"{key}: no folder {folder}: download the model (hf download NAME --local-dir FOLDER) or correct the path"
         return
@@ -64,11 +66,12 @@ def _model_folder(config: Config, key: str, folder: Path, layouts: dict[str, Par
     yield from _fault(key, check_weights, folder)
     yield from _fault(key, end_tokens, folder)
     try:
-        architecture = read_architecture(folder, head="value" if key == "critic.model_path" else "policy")
+        values_only = all(spec.head == "value" for spec in specs)
+        architecture = read_architecture(folder, head="value" if values_only else "policy")
     except ArchitectureError as faulty:
         yield from (f"{key}: {error}" for error in faulty.errors)
     else:
-        yield from _misfits(config, key, architecture, layouts)
+        yield from _misfits(config, key, architecture, specs)
 
 
 def _fault(key: str, read: Callable[[Path], object], folder: Path) -> Iterator[str]:
@@ -78,12 +81,14 @@ def _fault(key: str, read: Callable[[Path], object], folder: Path) -> Iterator[s
         yield f"{key}: {error}"
 
 
-def _misfits(config: Config, key: str, architecture: Architecture, layouts: dict[str, Parallel]) -> Iterator[str]:
+def _misfits(config: Config, key: str, architecture: Architecture, specs: list[ComponentSpec]) -> Iterator[str]:
     """What of the model does not fit layouts, engines and the length of rows."""
-    for component, parallel in layouts.items():
-        yield from fit_errors(architecture, parallel, f"{component}.parallel.{{}}".format)
-        optim = {"actor": config.actor.optim, "critic": config.critic.optim}.get(component)
-        if optim and not optim.distributed and (error := dense_stage_error(architecture, parallel, component)):
+    for spec in specs:
+        (parallel_key, parallel), training = spec.parallel, spec.training
+        yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
+        if training is None or training.section.optim.distributed:
+            continue
+        if error := dense_stage_error(architecture, parallel, training.key):
             yield error
     if key == "model.path" and (error := engine_fit_error(architecture, config.rollout.tensor_parallel)):
         yield error

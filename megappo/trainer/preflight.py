@@ -4,6 +4,8 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.checks import config_errors
 from megappo.config.errors import shorten
 from megappo.config.schema import Config
+from megappo.placement.checks import component_errors
+from megappo.placement.components import components_of
 from megappo.placement.ranks import layout_errors
 from megappo.rewards.pool import missing_function
 from megappo.rollout.server_args import server_args_errors
@@ -25,7 +27,7 @@ def check_run(config: Config, world_size: int) -> list[str]:
 
 def arrangement_errors(config: Config, world_size: int) -> list[str]:
     """The part of `check_run` that opens no file: contradictions between keys, placement, layouts, batch."""
-    return [*config_errors(config), *layout_errors(config, world_size)]
+    return [*component_errors(config), *config_errors(config), *layout_errors(config, world_size)]
 
 
 def _reward_errors(config: Config) -> list[str]:
@@ -39,8 +41,6 @@ def _reward_errors(config: Config) -> list[str]:
 
 
 def shared_vocabulary(config: Config) -> int:
-    """Token ids below it are known to every model of the run; a critic from another folder may know fewer."""
-    folders = [config.model.path]
-    if config.has_critic and config.critic.model_path:
-        folders.append(config.critic.model_path)
+    """Token ids below it are known to every model of the run; one from another folder may know fewer."""
+    folders = {spec.folder.value for spec in components_of(config).values()}
     return min(read_architecture(folder, head="value").vocab_size for folder in folders)

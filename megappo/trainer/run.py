@@ -10,17 +10,17 @@ from megappo.batch.exchange import Exchange
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset
-from megappo.models.train_engine import TrainedEngine
 from megappo.observe.files import HF_ACTOR
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
+from megappo.placement.components import components_of
 from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.rollout.client import EngineClient
 from megappo.sync.build import verified_sync
 from megappo.sync.sync import WeightSync
-from megappo.trainer.component import Component
+from megappo.trainer.models import Models
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 from megappo.weights.hf_folder import write_hf_folder
@@ -36,9 +36,12 @@ class Stateful(Protocol):
 
 def models_of(config: Config) -> str:
     """What a run's checkpoints hold, in words: a run with other models cannot go on from them."""
-    if config.has_critic:
-        return "an actor and a critic"
-    return "an actor with a value head" if config.algorithm.shared_backbone else "an actor alone"
+    trained = {name: spec for name, spec in components_of(config).items() if spec.training}
+    words = [
+        f"{'an' if name[0] in 'aeiou' else 'a'} {name}{' with a value head' * (spec.head == 'policy_value')}"
+        for name, spec in trained.items()
+    ]
+    return " and ".join(words) if len(words) > 1 or "with" in words[0] else f"{words[0]} alone"
 
 
 @dataclass
@@ -47,8 +50,6 @@ class Run:
 
     Attributes:
         architecture: the language model's.
-        critic: None when the estimator does without values, or the actor has a value head of its own.
-        ref: None when no KL needs a reference.
         reward_moments: of all scores so far, for reward.normalize running.
         client: of the engine this rank owns; None on the others.
         val_prompts: dataset name -> its prompts.
@@ -61,9 +62,7 @@ class Run:
     config: Config
     architecture: Architecture
     exchange: Exchange
-    actor: Component
-    critic: Component | None
-    ref: Component | None
+    models: Models
     client: EngineClient | None
     sleeps: bool
     weight_sync: WeightSync
@@ -77,12 +76,6 @@ class Run:
     observer: Observer | NullObserver
     timers: Timers
     start_step: int = field(default=0)
-
-    @property
-    def trained(self) -> dict[str, TrainedEngine | None]:
-        """What checkpoints hold."""
-        components = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-        return {name: component.engine for name, component in components.items()}
 
     def sync_weights(self, *, changed: bool = True) -> dict[str, float]:
         """Reshard the actor's weights into the engines; all ranks together.
@@ -127,20 +120,15 @@ class Run:
     def save(self, step: int) -> None:
         """Write the checkpoint of a finished step; all ranks together."""
         state = {"step": step, "kl": self.kl.state_dict(), "reward_moments": self.reward_moments.state_dict()}
-        path = self.store.save(step, self.trained, state | {"models": models_of(self.config)})
+        path = self.store.save(step, self.models.trained, state | {"models": models_of(self.config)})
         self.observer.message(f"checkpoint {path}")
 
     def finish(self) -> None:
         """Export the actor and report; all ranks together."""
         if self.config.trainer.export_hf:
             target = Path(self.config.trainer.output_dir) / HF_ACTOR
-            if self.actor.engine is not None:
-                write_hf_folder(
-                    self.actor.engine.chunks,
-                    self.architecture,
-                    self.actor.engine.groups,
-                    self.config.model.path,
-                    target,
-                )
+            actor = self.models.actor.engine
+            if actor is not None:
+                write_hf_folder(actor.chunks, self.architecture, actor.groups, self.config.model.path, target)
         self.exchange.share(None)
         self.observer.finish()

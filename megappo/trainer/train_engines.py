@@ -1,93 +1,66 @@
-"""The models of a run on this rank: built from the config, with their Hugging Face weights and their heads."""
+"""The models of a run on this rank: built from the table of components, with their Hugging Face weights and heads."""
 
 from megappo.architecture.architecture import Architecture
-from megappo.config.checks import optimizer_steps
-from megappo.config.schema import Config, Parallel
-from megappo.models.build import ModelChunks, build_model
+from megappo.architecture.parsing import read_architecture
+from megappo.config.schema import Config
+from megappo.models.build import build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
 from megappo.models.train_engine import Head, MegatronEngine, TrainedEngine
+from megappo.placement.components import ComponentSpec, components_of
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.critic import critic_architecture
 from megappo.weights.load import load_hf
 
 
-def build_engines(
-    config: Config, architecture: Architecture, groups: dict[str, ComponentGroups]
-) -> dict[str, MegatronEngine | None]:
-    """This rank's part of each component of `groups`; None outside a component."""
+def build_engines(config: Config, groups: dict[str, ComponentGroups]) -> dict[str, MegatronEngine | None]:
+    """This rank's part of each component; None outside a component."""
+    specs = components_of(config)
     engines: dict[str, MegatronEngine | None] = {}
-    if "ref" in groups:  # first: an actor's head may look at it
-        engines["ref"] = _ref(config, architecture, groups["ref"]) if groups["ref"].member else None
-    engines["actor"] = _actor(config, architecture, groups["actor"], engines) if groups["actor"].member else None
-    if "critic" in groups:
-        engines["critic"] = _critic(config, groups["critic"]) if groups["critic"].member else None
+    for name in sorted(specs, key=lambda name: specs[name].reference is not None):  # first what another's head reads
+        spec = specs[name]
+        reference = engines[spec.reference] if spec.reference is not None else None
+        engines[name] = _engine(config, spec, groups[name], reference) if groups[name].member else None
     return engines
 
 
-def _ref(config: Config, architecture: Architecture, groups: ComponentGroups) -> MegatronEngine:
-    parallel = config.ref.parallel or config.actor.parallel
-    chunks = _loaded(config, config.model.path, architecture, parallel, groups, None)
-    max_tokens = config.ref.max_tokens_per_micro_batch or config.actor.max_tokens_per_micro_batch
-    head = policy_head(groups.collection.tp, architecture.vocab_size, config.rollout.temperature)
-    return MegatronEngine(chunks, groups, head, max_tokens)
+def architecture_of(spec: ComponentSpec) -> Architecture:
+    """Of the folder that a component starts from, which for a value head may be a reward model's."""
+    folder = spec.folder.value
+    return critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
 
 
-def _actor(
-    config: Config, architecture: Architecture, groups: ComponentGroups, engines: dict[str, MegatronEngine | None]
-) -> TrainedEngine:
-    actor, algorithm = config.actor, config.algorithm
-    architecture = architecture.with_head("policy_value" if algorithm.shared_backbone else "policy")
-    chunks = _loaded(config, config.model.path, architecture, actor.parallel, groups, actor.recompute)
-
-    def head(needs_full_kl: bool, bootstrap: bool) -> Head:
-        reference = engines["ref"].logits if needs_full_kl and engines["ref"] else None
-        temperature = config.rollout.temperature
-        policy = policy_head(groups.collection.tp, architecture.vocab_size, temperature, reference)
-        if architecture.head == "policy":
-            return policy
-        return policy_value_head(policy, value_head(bootstrap=bootstrap), chunks[-1])
-
-    return TrainedEngine(
-        chunks,
-        groups,
-        head(algorithm.use_kl_in_reward and algorithm.kl_penalty == "full", algorithm.bootstrap_truncated),
-        actor.max_tokens_per_micro_batch,
-        actor.optim,
-        optimizer_steps(config, "actor"),
-        loss_head=head(actor.use_kl_loss and actor.kl_loss_type == "full", bootstrap=False),
-    )
-
-
-def _critic(config: Config, groups: ComponentGroups) -> TrainedEngine:
-    critic = config.critic
-    folder = critic.model_path or config.model.path
-    chunks = _loaded(config, folder, critic_architecture(folder), critic.parallel, groups, critic.recompute)
-    return TrainedEngine(
-        chunks,
-        groups,
-        value_head(bootstrap=config.algorithm.bootstrap_truncated),
-        critic.max_tokens_per_micro_batch,
-        critic.optim,
-        optimizer_steps(config, "critic"),
-    )
-
-
-def _loaded(
-    config: Config,
-    folder: str,
-    architecture: Architecture,
-    parallel: Parallel,
-    groups: ComponentGroups,
-    recompute: str | None,
-) -> ModelChunks:
-    """A model with the folder's weights; without `recompute` it is frozen."""
+def _engine(
+    config: Config, spec: ComponentSpec, groups: ComponentGroups, reference: MegatronEngine | None
+) -> MegatronEngine:
+    architecture, training = architecture_of(spec), spec.training
     chunks = build_model(
         architecture,
         config.model,
-        parallel,
+        spec.parallel.value,
         groups,
-        recompute=recompute or "none",
-        trained=recompute is not None,
+        recompute=training.section.recompute if training else "none",
+        trained=training is not None,
     )
-    load_hf(chunks, folder, architecture, groups, seed=config.trainer.seed)
-    return chunks
+    load_hf(chunks, spec.folder.value, architecture, groups, seed=config.trainer.seed)
+
+    def head(full_kl: bool, bootstrap: bool) -> Head:
+        value = value_head(bootstrap=bootstrap)
+        if spec.head == "value":
+            return value
+        logits = reference.logits if full_kl and reference is not None else None
+        policy = policy_head(groups.collection.tp, architecture.vocab_size, config.rollout.temperature, logits)
+        return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])
+
+    outputs = spec.forward.fields if spec.forward else {}
+    forward_head = head("full_kl" in outputs, "bootstrap_values" in outputs)
+    if training is None:
+        return MegatronEngine(chunks, groups, forward_head, spec.max_tokens.value)
+    return TrainedEngine(
+        chunks,
+        groups,
+        forward_head,
+        spec.max_tokens.value,
+        training.section.optim,
+        training.optimizer_steps(config),
+        loss_head=head(training.full_kl, bootstrap=False),
+    )

@@ -1,7 +1,7 @@
 """The updates of a step: PPO's epochs over the mini-batches of the rows at a component.
 
-They begin with rows that have the fields of the loss (`actor_fields`, VALUE_FIELDS), and wait for no rank of another
-component.
+They begin with rows that have the fields of the loss (see `placement.components.Training`), and wait for no rank of
+another component.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,8 +18,6 @@ from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
 
 Steps = list[OptimizerStep]
 """On the component's output ranks; [] elsewhere."""
-
-VALUE_FIELDS = ("values", "returns")
 
 
 def update_actor(scattered: Scattered, config: Config) -> Steps:
@@ -47,14 +45,6 @@ def update_critic(scattered: Scattered, config: Config) -> Steps:
     mini_batches = _mini_batches(scattered, config.critic.ppo_epochs)
     steps = [engine.train_batch(rows, critic_loss(config, *counts)) for rows, *counts in mini_batches]
     return steps if engine.is_output else []
-
-
-def actor_fields(config: Config) -> list[str]:
-    """The fields that the actor's loss reads."""
-    fields = ["old_log_probs", "advantages"]
-    fields += ["ref_log_probs"] if config.actor.use_kl_loss and config.actor.kl_loss_type != "full" else []
-    fields += ["rollout_is_weights"] if config.algorithm.rollout_correction.is_on else []
-    return fields + (list(VALUE_FIELDS) if config.algorithm.shared_backbone else [])
 
 
 def _mini_batches(scattered: Scattered, ppo_epochs: int) -> Iterator[tuple[Rows, int, int]]:

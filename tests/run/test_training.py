@@ -24,7 +24,7 @@ PROMISED = {
     *("sync/bytes", "sync/seconds", "sync/gib_per_second", "memory/host_peak_gib/sum"),
 }
 PHASES = ("rollout", "reward", "scatter", "old_log_probs", "ref_log_probs", "values", "advantages")
-PHASES += ("gather", "scatter_fields", "update_critic", "update_actor", "sync")
+PHASES += ("gather", "scatter_fields", "update_actor", "update_critic", "gather_metrics", "sync")
 
 pytestmark = pytest.mark.timeout(600)
 

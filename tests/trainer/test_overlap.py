@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d
 
 from megappo.config.schema import Config
 from megappo.models.train_engine import MegatronEngine
+from megappo.placement.components import trained_components
 from megappo.trainer.loop import Trainer
 
 PATIENCE = timedelta(seconds=30)
@@ -51,16 +52,16 @@ def step_with_one_held(rank: int, world_size: int, folder: str) -> None:
         bench.write_model(Path(folder))
     distributed_c10d.barrier()
     config = Config.model_validate(bench.merged(bench.settings(Path(folder)), APART))
-    updates = {name: getattr(config, name).ppo_epochs * config.num_mini_batches(name) for name in ("actor", "critic")}
+    updates = {name: one.optimizer_steps(config) // bench.STEPS for name, one in trained_components(config).items()}
     for method in ("forward", "train_batch"):
         for first in updates:
             run = bench.build(config)
             key = f"the {first}'s {method} has ended"
-            for name, component in {"actor": run.actor, "critic": run.critic}.items():
-                if component.engine and name == first:
-                    announce(component.engine, method, key, updates[first] if method == "train_batch" else 1)
-                elif component.engine:
-                    hold(component.engine, method, key)
+            for name, engine in run.models.trained.items():
+                if engine and name == first:
+                    announce(engine, method, key, updates[first] if method == "train_batch" else 1)
+                elif engine:
+                    hold(engine, method, key)
             metrics = Trainer(config, run).step(1)
             found = {name: metrics[f"{name}/num_optimizer_steps"] for name in updates}
             assert found == updates

@@ -23,11 +23,12 @@ from tiny_models import hf_folder
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
+from megappo.placement.components import trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Batch, Component
 from megappo.trainer.statistics import training_metrics
-from megappo.trainer.update import VALUE_FIELDS, actor_fields, update_actor, update_critic
+from megappo.trainer.update import update_actor, update_critic
 
 LENGTHS = ((3, 4), (3, 6), (5, 1), (5, 2), (4, 5), (4, 3), (2, 2), (2, 7), (1, 1), (1, 3), (6, 2), (6, 6))
 ROWS_PER_PROMPT, MINI_BATCHES, EPOCHS = 2, 3, 2
@@ -65,7 +66,7 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
     names = {"log_probs": "old_log_probs"} if kind == "actor" else {"values": "values"}
     names = {"log_probs": "old_log_probs", "values": "values"} if kind == "shared" else names
     rows = scattered.gather(scattered.forward(), batch.rows, names)
-    scattered.scatter_fields(rows, VALUE_FIELDS if kind == "critic" else actor_fields(config))
+    scattered.scatter_fields(rows, trained_components(config)["critic" if kind == "critic" else "actor"].fields)
     steps = update_critic(scattered, config) if kind == "critic" else update_actor(scattered, config)
     return training_metrics(component.exchange, steps, component.name)
 

@@ -52,11 +52,11 @@ from megappo.rollout.sampler import Sample  # noqa: E402
 from megappo.sync.sync import SyncStats  # noqa: E402
 from megappo.trainer.component import Component  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
+from megappo.trainer.models import Models  # noqa: E402
 from megappo.trainer.preflight import arrangement_errors  # noqa: E402
 from megappo.trainer.rollouts import Rollouts  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
-from megappo.trainer.train_engines import build_engines  # noqa: E402
-from megappo.weights.critic import critic_architecture  # noqa: E402
+from megappo.trainer.train_engines import architecture_of, build_engines  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61
@@ -191,17 +191,15 @@ def build(config: Config) -> Run:
     layouts = placement_layouts(config, WORLD_SIZE)
     architecture = read_architecture(config.model.path)
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
-    models = {name: layout for name, layout in layouts.items() if name != "rollout"}
-    engines = build_engines(config, architecture, build_groups(models, config.trainer.seed))
-    components = {name: Component(name, layout, engines[name], exchange) for name, layout in models.items()}
+    of_models = {name: layout for name, layout in layouts.items() if name != "rollout"}
+    engines = build_engines(config, build_groups(of_models, config.trainer.seed))
+    components = {name: Component(name, layout, engines[name], exchange) for name, layout in of_models.items()}
     numbers = {"engine_number": None, "num_engines": 1, "vocab_size": VOCABULARY, "stop_token_ids": ()}
     return Run(
         config=config,
         architecture=architecture,
         exchange=exchange,
-        actor=components["actor"],
-        critic=components.get("critic"),
-        ref=components.get("ref"),
+        models=Models(config, components),
         client=None,
         sleeps=False,
         weight_sync=lambda changed: SyncStats(0, 1.0),
@@ -225,12 +223,11 @@ def numbers_of(config: Config) -> dict[str, object]:
     for step in range(1, STEPS + 1):
         metrics = {name: value for name, value in trainer.step(step).items() if not name.startswith(("timing", "sync"))}
         found |= {f"{step}/{name}": float(value) for name, value in metrics.items() if isinstance(value, float | int)}
-    heads = {"actor": "policy_value" if config.algorithm.shared_backbone else "policy", "critic": "value"}
-    for component, engine in run.trained.items():
+    for component, engine in run.models.trained.items():
         if engine is None:
             continue
-        architecture = run.architecture if component == "actor" else critic_architecture(config.model.path)
-        for bucket in Export(engine.chunks, architecture.with_head(heads[component]), engine.groups).buckets(2**20):
+        spec = run.models.specs[component]
+        for bucket in Export(engine.chunks, architecture_of(spec), engine.groups).buckets(2**20):
             for name, tensor in bucket:
                 found[f"{component}.{name}"] = described(tensor)
     agreed: dict[str, object] = {}

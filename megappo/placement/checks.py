@@ -1,0 +1,77 @@
+"""What is wrong with the keys of a run's models, without a world size and without opening a file. Without torch."""
+
+from collections.abc import Iterator
+
+from megappo.config.checks import longest_row, nearest_divisors
+from megappo.config.describe import counted
+from megappo.config.errors import shorten
+from megappo.config.schema import Config, Optim, Parallel
+from megappo.placement.components import ComponentSpec, Training, components_of
+
+
+def component_errors(config: Config) -> list[str]:
+    """Every contradiction, one line each, naming the keys, their values and the remedy."""
+    errors = [error for spec in components_of(config).values() for error in _errors(config, spec)]
+    return list(dict.fromkeys(errors))  # components may share keys
+
+
+def _errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
+    yield from _mini_batch(config, spec)
+    yield from _micro_batch(config, *spec.max_tokens)
+    yield from _parallel(*spec.parallel)
+    if spec.training is not None:
+        yield from _optimizer(config, spec.training)
+
+
+def _mini_batch(config: Config, spec: ComponentSpec) -> Iterator[str]:
+    prompts, (key, size) = config.data.train_batch_size, spec.mini_batch_prompts(config)
+    if prompts % size:
+        yield f"{key} {size} does not divide data.train_batch_size {prompts}: {nearest_divisors(prompts, size)} would"
+
+
+def _micro_batch(config: Config, key: str, max_tokens: int) -> Iterator[str]:
+    if max_tokens < longest_row(config):
+        yield (
+            f"{key} {max_tokens} cannot hold one row of data.max_prompt_length {config.data.max_prompt_length} + "
+            f"rollout.max_response_length {config.rollout.max_response_length}: set it to {longest_row(config)} or more"
+        )
+
+
+def _parallel(key: str, parallel: Parallel) -> Iterator[str]:
+    split = parallel.pipeline_split
+    if split is not None and len(split) != parallel.num_chunks:
+        found = f"{shorten(str(list(split)))} is of {counted(len(split), 'chunk')}"
+        yield (
+            f"{key}.pipeline_split {found}, but {key}.pipeline {parallel.pipeline} x virtual_pipeline "
+            f"{parallel.virtual_pipeline} = {parallel.num_chunks}: name the layers of each, or drop it"
+        )
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield (
+            f"{key}.virtual_pipeline {parallel.virtual_pipeline} needs {key}.pipeline > 1, found 1: raise pipeline, or "
+            "drop it"
+        )
+    if parallel.sequence and parallel.tensor == 1:
+        yield f"{key}.sequence needs {key}.tensor > 1, found 1: raise tensor or turn sequence off"
+
+
+def _learning_rate(key: str, optim: Optim) -> Iterator[str]:
+    if optim.lr >= 1:
+        yield f"{key}.lr {optim.lr} is what Adam would change every weight by in a step: lower it, to 1e-4 or less"
+    if optim.min_lr > optim.lr:
+        yield f"{key}.min_lr {optim.min_lr} is above {key}.lr {optim.lr}: lower it"
+    if optim.min_lr and optim.lr_decay_style == "constant":
+        yield (
+            f"{key}.min_lr {optim.min_lr} has no effect with lr_decay_style constant: "
+            "choose linear or cosine, or drop min_lr"
+        )
+
+
+def _optimizer(config: Config, training: Training) -> Iterator[str]:
+    key, optim = f"{training.key}.optim", training.section.optim
+    yield from _learning_rate(key, optim)
+    steps = training.optimizer_steps(config)
+    if steps and optim.lr_warmup_steps >= steps:
+        yield (
+            f"{key}.lr_warmup_steps {optim.lr_warmup_steps} must be below the run's "
+            f"{counted(steps, 'optimizer step')}: shorten it or raise trainer.total_steps"
+        )

@@ -1,0 +1,179 @@
+"""The models of a run: which there are, where, and what they are for. One entry each. Without torch.
+
+Placement, checks, the plan, building, checkpoints and the steps of the loop iterate over it. SGLang's engines are no
+model of the trainer's: `placement.rollout` places them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from megappo.architecture.families import HeadKind
+from megappo.config.schema import Config, Parallel, Trained
+from megappo.table import Table
+
+Value = TypeVar("Value")
+VALUE_FIELDS = ("values", "returns")
+"""What a value loss reads of the rows."""
+
+
+class Setting(NamedTuple, Generic[Value]):
+    """A value, and the key to change where it is wrong."""
+
+    key: str
+    value: Value
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What a component says of a step's rows.
+
+    Attributes:
+        phase: its name among the timers.
+        fields: an output of its head -> the field of the rows that it becomes.
+    """
+
+    phase: str
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a component is trained.
+
+    Attributes:
+        key: of the section.
+        section: optimizer, epochs, mini-batch size, recompute.
+        fields: of the rows, which the loss reads.
+        update: function ("module:function") of the rows at the component and the config; returns the optimizer steps.
+        full_kl: the loss reads the KL to `Component.reference`.
+        warmup_steps: first PPO steps in which it is not trained.
+    """
+
+    key: str
+    section: Trained
+    fields: tuple[str, ...]
+    update: str | Callable[..., Any]
+    full_kl: bool = False
+    warmup_steps: int = 0
+
+    def optimizer_steps(self, config: Config) -> int:
+        """Over the whole run; early stops of a step aside."""
+        steps = config.trainer.total_steps - self.warmup_steps
+        return steps * self.section.ppo_epochs * self.section.num_mini_batches(config.data.train_batch_size)
+
+
+@dataclass(frozen=True)
+class ComponentSpec:
+    """A model of a run.
+
+    Attributes:
+        ranks: its ranks, as text. parallel: its layout over them.
+        folder: Hugging Face folder that it starts from.
+        max_tokens: of a micro-batch.
+        head: what it gives per token: the next token's probabilities, a value, or both.
+        forward: of each step; None where it has none of its own.
+        training: None for a frozen model.
+        reference: the component whose logits its head compares with its own; that one is built first.
+    """
+
+    ranks: Setting[str]
+    parallel: Setting[Parallel]
+    folder: Setting[str]
+    max_tokens: Setting[int]
+    head: HeadKind
+    forward: ForwardPass | None
+    training: Training | None = None
+    reference: str | None = None
+
+    def mini_batch_prompts(self, config: Config) -> Setting[int]:
+        """Prompts of which it needs all trajectories at a time."""
+        if self.training is None:
+            return Setting("data.train_batch_size", config.data.train_batch_size)
+        return Setting(f"{self.training.key}.ppo_mini_batch_size", self.training.section.ppo_mini_batch_size)
+
+
+def _actor(config: Config) -> ComponentSpec:
+    actor, algorithm = config.actor, config.algorithm
+    fields = {"log_probs": "old_log_probs"}
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
+        fields["full_kl"] = "full_kl"
+    fields |= _values(config) if algorithm.shared_backbone else {}
+    return ComponentSpec(
+        ranks=Setting("placement.actor", config.placement.actor),
+        parallel=Setting("actor.parallel", actor.parallel),
+        folder=Setting("model.path", config.model.path),
+        max_tokens=Setting("actor.max_tokens_per_micro_batch", actor.max_tokens_per_micro_batch),
+        head="policy_value" if algorithm.shared_backbone else "policy",
+        forward=ForwardPass("old_log_probs", fields),
+        training=Training(
+            "actor",
+            actor,
+            _actor_fields(config),
+            "megappo.trainer.update:update_actor",
+            full_kl=actor.use_kl_loss and actor.kl_loss_type == "full",
+            warmup_steps=config.critic.warmup_steps,
+        ),
+        reference="ref" if "full" in config.kl_kinds else None,
+    )
+
+
+def _actor_fields(config: Config) -> tuple[str, ...]:
+    """The fields that the actor's loss reads."""
+    fields = ["old_log_probs", "advantages"]
+    fields += ["ref_log_probs"] if config.actor.use_kl_loss and config.actor.kl_loss_type != "full" else []
+    fields += ["rollout_is_weights"] if config.algorithm.rollout_correction.is_on else []
+    return (*fields, *(VALUE_FIELDS if config.algorithm.shared_backbone else ()))
+
+
+def _critic(config: Config) -> ComponentSpec | None:
+    critic = config.critic
+    if not config.has_critic:
+        return None
+    own = critic.model_path
+    return ComponentSpec(
+        ranks=Setting("placement.critic", config.placement.critic),
+        parallel=Setting("critic.parallel", critic.parallel),
+        folder=Setting("model.path", config.model.path) if own is None else Setting("critic.model_path", own),
+        max_tokens=Setting("critic.max_tokens_per_micro_batch", critic.max_tokens_per_micro_batch),
+        head="value",
+        forward=ForwardPass("values", _values(config)),
+        training=Training("critic", critic, VALUE_FIELDS, "megappo.trainer.update:update_critic"),
+    )
+
+
+def _values(config: Config) -> dict[str, str]:
+    """What a value head says."""
+    return {name: name for name in ("values", *(["bootstrap_values"] if config.algorithm.bootstrap_truncated else []))}
+
+
+def _ref(config: Config) -> ComponentSpec | None:
+    if not config.kl_kinds:
+        return None
+    ref, actor, placement = config.ref, _actor(config), config.placement
+    tokens = ref.max_tokens_per_micro_batch
+    return ComponentSpec(
+        ranks=actor.ranks if placement.ref is None else Setting("placement.ref", placement.ref),
+        parallel=actor.parallel if ref.parallel is None else Setting("ref.parallel", ref.parallel),
+        folder=actor.folder,
+        max_tokens=actor.max_tokens if tokens is None else Setting("ref.max_tokens_per_micro_batch", tokens),
+        head="policy",
+        forward=ForwardPass("ref_log_probs", {"log_probs": "ref_log_probs"}) if config.needs_ref_log_probs else None,
+    )
+
+
+COMPONENTS: Table[Callable[[Config], ComponentSpec | None]] = Table(
+    "component", {"actor": _actor, "critic": _critic, "ref": _ref}
+)
+"""By name; None where a run has it not."""
+
+
+def components_of(config: Config) -> dict[str, ComponentSpec]:
+    """The models of a run, by name."""
+    specs = {name: entry(config) for name, entry in COMPONENTS.items()}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+def trained_components(config: Config) -> dict[str, Training]:
+    """How each trained model of a run is trained, by name."""
+    return {name: spec.training for name, spec in components_of(config).items() if spec.training is not None}

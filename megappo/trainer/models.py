@@ -1,0 +1,90 @@
+"""The models of a run, and what a step of PPO does with all of them: one call, whichever there are.
+
+What exchanges rows, all ranks do together, before and after; what computes (`forward`, `update`) waits for no rank of
+another component.
+"""
+
+from collections.abc import Mapping
+
+from megappo.batch.rows import Rows
+from megappo.config.schema import Config
+from megappo.models.train_engine import OptimizerStep, Outputs, TrainedEngine
+from megappo.observe.timers import Timers
+from megappo.placement.components import components_of
+from megappo.table import resolved
+from megappo.trainer.component import Batch, Component, Scattered
+
+AtModels = Mapping[str, Scattered]
+"""A step's rows at the components that have something to do with them, by name."""
+
+
+class Models:
+    """The components of `placement.components` that the run has.
+
+    Args:
+        components: by name, in the table's order.
+    """
+
+    def __init__(self, config: Config, components: Mapping[str, Component]):
+        self.config = config
+        self.components = components
+        self.specs = components_of(config)
+        trained = {name: spec.training for name, spec in self.specs.items()}
+        self.training = {name: training for name, training in trained.items() if training is not None}
+        self._updates = {name: resolved(training.update) for name, training in self.training.items()}
+
+    @property
+    def actor(self) -> Component:
+        """The policy, whose weights the engines take."""
+        return self.components["actor"]
+
+    @property
+    def trained(self) -> dict[str, TrainedEngine | None]:
+        """What checkpoints hold."""
+        return {name: self.components[name].engine for name in self.training}
+
+    def trained_in(self, step: int) -> tuple[str, ...]:
+        """The components that are trained in a step."""
+        return tuple(name for name, training in self.training.items() if step > training.warmup_steps)
+
+    def scatter(self, batch: Batch) -> AtModels:
+        """Bring a step's rows, tokens and mask only, to all components."""
+        found: dict[str, Scattered] = {}
+        for name, component in self.components.items():
+            training = self.training.get(name)
+            alike = [one for one in found.values() if one.component.layout == component.layout]
+            if training is not None:
+                num_mini_batches = training.section.num_mini_batches(self.config.data.train_batch_size)
+                found[name] = component.scatter(batch, num_mini_batches)
+            elif self.specs[name].forward is not None:
+                found[name] = alike[0].passed_to(component) if alike else component.scatter(batch)
+        return found
+
+    def forward(self, scattered: AtModels, timers: Timers) -> dict[str, Outputs]:
+        """The outputs of every component that has a forward pass of its own, each in its own phase."""
+        outputs = {}
+        for name, at in scattered.items():
+            if forward := self.specs[name].forward:
+                with timers(forward.phase):
+                    outputs[name] = at.forward()
+        return outputs
+
+    def gather(self, scattered: AtModels, outputs: Mapping[str, Outputs], owned: Rows) -> Rows:
+        """The owned rows with the fields that the outputs become."""
+        for name, found in outputs.items():
+            if forward := self.specs[name].forward:
+                owned = scattered[name].gather(found, owned, forward.fields)
+        return owned
+
+    def scatter_fields(self, scattered: AtModels, owned: Rows, step: int) -> None:
+        """Bring what the losses read to the components that are trained in the step."""
+        for name in self.trained_in(step):
+            scattered[name].scatter_fields(owned, self.training[name].fields)
+
+    def update(self, scattered: AtModels, step: int, timers: Timers) -> dict[str, list[OptimizerStep]]:
+        """Train the components, each in its own phase; their optimizer steps on their output ranks, [] elsewhere."""
+        steps = {}
+        for name in self.trained_in(step):
+            with timers(f"update_{name}"):
+                steps[name] = self._updates[name](scattered[name], self.config)
+        return steps

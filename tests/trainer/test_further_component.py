@@ -1,0 +1,116 @@
+"""A further model, registered from outside in one entry (and its fields in theirs), takes part in a run."""
+
+import importlib.util
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from spawn import run_ranks
+
+from megappo import plan
+from megappo.batch.fields import FIELDS, Field
+from megappo.config.schema import Config, Parallel
+from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass, Setting
+from megappo.trainer.loop import Trainer
+from megappo.trainer.preflight import arrangement_errors
+
+BENCH = Path(__file__).parents[2] / "tools" / "bench" / "same_numbers.py"
+CASE = {"placement": {"actor": "0-1", "critic": "2-3"}, "critic": {"parallel": {"tensor": 2}}}
+
+
+def judge(config: Config, ranks: str = "1-2") -> ComponentSpec:
+    """A frozen model with a value head, from the folder and the seed that the critic starts from."""
+    return ComponentSpec(
+        ranks=Setting("judge.ranks", ranks),
+        parallel=Setting("judge.parallel", Parallel(pipeline=2)),
+        folder=Setting("model.path", config.model.path),
+        max_tokens=Setting("judge.max_tokens", 30),
+        head="value",
+        forward=ForwardPass("judge", {"values": "judged", "bootstrap_values": "judged_at_the_end"}),
+    )
+
+
+def fields_of(run, step: int) -> dict[str, torch.Tensor]:
+    """Of the rows that this rank owns in a step, once all models have been asked."""
+    prompts = run.train_prompts.batch(step - 1)
+    batch, _ = run.rollouts.collect(run.rollouts.respond(prompts), prompts)
+    scattered = run.models.scatter(batch)
+    return run.models.gather(scattered, run.models.forward(scattered, run.timers), batch.rows).fields
+
+
+def with_a_judge(rank: int, world_size: int, folder: str) -> None:
+    with (
+        patch.dict(FIELDS._entries),
+        patch.dict(COMPONENTS._entries),
+    ):  # other tests' calls meet the tables as they were
+        FIELDS.register("judged", Field(True, "the judge", "what the judge expects before the token"))
+        FIELDS.register("judged_at_the_end", Field(False, "the judge", "what it expects after the last token"))
+        COMPONENTS.register("judge", judge)
+        check_steps(rank, world_size, folder)
+
+
+def check_steps(rank: int, world_size: int, folder: str) -> None:
+    spec = importlib.util.spec_from_file_location("same_numbers", BENCH)
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    if rank == 0:
+        bench.write_model(Path(folder))
+    dist.barrier()
+    changes = {"algorithm": {"bootstrap_truncated": True}}
+    config = Config.model_validate(bench.merged(bench.settings(Path(folder)), CASE, changes))
+    assert arrangement_errors(config, world_size) == []
+    run = bench.build(config)
+    before = fields_of(run, 1)
+    torch.testing.assert_close(before["judged"], before["values"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(before["judged_at_the_end"], before["bootstrap_values"], rtol=1e-5, atol=1e-5)
+    Trainer(config, run).step(1)
+    assert run.timers.lap()[0].keys() >= {"timing_s/judge", "timing_s/values"}
+    after = fields_of(run, 1)
+    assert torch.equal(after["judged"], before["judged"]), "it is frozen"
+    assert not torch.equal(after["values"], before["values"]), "the critic is not"
+    assert run.models.trained.keys() == {"actor", "critic"}, "and no part of checkpoints"
+    if rank == 0:
+        assert_planned(bench, Path(folder))
+
+
+def assert_planned(bench, folder: Path) -> None:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(bench.merged(bench.settings(folder), CASE)))
+    with redirect_stdout(io.StringIO()) as printed:
+        plan.main([str(path)])
+    assert (
+        "  judge: data 1 x tensor 1 x pipeline 2\n    stage 0  [dp0: 1]\n    stage 1  [dp0: 2]\n" in printed.getvalue()
+    )
+
+
+def test_it_takes_part_in_a_run(tmp_path):
+    run_ranks(4, with_a_judge, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "error"),
+    [
+        ("3-4", 30, "judge.ranks: '3-4' names rank 4, but this run has 4"),
+        ("1-3", 30, "judge.ranks: the 3 ranks 1-3 do not divide by judge.parallel's tensor 1 x pipeline 2 = 2: "),
+        ("1-2", 29, "judge.max_tokens 29 cannot hold one row of"),
+    ],
+)
+def test_what_is_wrong_with_it_is_told(ranks, tokens, error, monkeypatch):
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train_files": ["f"], "max_prompt_length": 20},
+            "rollout": {"max_response_length": 10},
+            "trainer": {"output_dir": "o"},
+        }
+    )
+    spec = replace(judge(config, ranks), max_tokens=Setting("judge.max_tokens", tokens))
+    monkeypatch.setitem(COMPONENTS._entries, "judge", lambda config: spec)
+    (found,) = arrangement_errors(config, 4)
+    assert found.startswith(error)
