@@ -27,7 +27,7 @@ from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import leaves_world_open, pipeline_splits, placement_layouts, smallest_world
 from megappo.rollout.server_args import known_names
-from megappo.sync.route import describe_transports
+from megappo.sync.route import find_route
 from megappo.trainer.lock import in_use
 from megappo.trainer.preflight import arrangement_errors, check_run
 from megappo.trainer.rehearsal import rehearse
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not arrangement_errors(config, world_size):
         layouts = placement_layouts(config, world_size)
         picture = placement_picture(layouts, pipeline_splits(config))
-        ways = describe_transports(config, layouts)
+        ways = find_route(config, layouts).describe()
         print(f"\nplacement\n{picture}\n  {ways}{_absent(config)}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
     errors = check_run(config, world_size)

@@ -90,7 +90,7 @@ def _describe(annotation: object, metadata: Iterable[object] = ()) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     for item in metadata:
         if isinstance(item, OneOf):
-            return " | ".join(item.table)
+            return " | ".join(item.names)
     if origin is Annotated:
         inner = [limit for item in args[1:] for limit in (item.metadata if isinstance(item, FieldInfo) else [item])]
         return _describe(args[0], [*inner, *metadata])

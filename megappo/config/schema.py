@@ -12,6 +12,7 @@ from megappo.config.coercion import as_declared
 from megappo.config.errors import ConfigError, printable
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 from megappo.config.origins import Origins
+from megappo.config.transports import AUTO, TRANSPORTS
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -35,16 +36,21 @@ KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "lo
 
 
 class OneOf:
-    """Of a text: it is one of the names of a table, which may grow until the config is read."""
+    """Of a text: it is one of the names of a table, which may grow until the config is read, or one of the others."""
 
-    def __init__(self, table: Mapping[str, object]):
+    def __init__(self, table: Mapping[str, object], *others: str):
         self.table = table
+        self.others = others
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.others, *self.table)
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_after_validator_function(self._known, handler(source))
 
     def _known(self, name: str) -> str:
-        if name not in self.table:
+        if name not in self.names:
             raise ValueError("not in the table")
         return name
 
@@ -148,7 +154,7 @@ class Ref(Section):
 
 
 class Sync(Section):
-    transport: Literal["auto", "ipc", "broadcast", "disk"] = Field("auto", description="way of the weights to the engines: ipc (CUDA handles; shared memory on a CPU) needs the engine's first rank among the actor's, broadcast that the engine is not on the GPU of the rank that sends, disk a file system that all nodes share; auto = ipc where it can be, else broadcast")
+    transport: Annotated[str, OneOf(TRANSPORTS, AUTO)] = Field(AUTO, description="way of the weights to the engines: ipc (CUDA handles; shared memory on a CPU) needs the engine's first rank among the actor's, broadcast that the engine is not on the GPU of the rank that sends, disk a file system that all nodes share; auto = ipc where it can be, else broadcast")
     bucket_bytes: Positive | None = Field(None, description="bytes of weights handed to the engine at a time, two such buckets being in flight; null = 512 MiB (on a CPU: 128 MiB, and what one rank has whole is read in place)")
     verify: bool = Field(True, description="before training, spoil the engines' weights, sync, and compare the engines' own checksums with those of the weights they had loaded")
     probe_interval: NonNegative = Field(1, description="after the first sync and every so many after it, each engine continues a few prompts, and the actor must agree about the log-probs; 0 = only the rollouts are compared")

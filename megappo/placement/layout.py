@@ -1,5 +1,6 @@
 """How one component's ranks are arranged: the arithmetic of its kinds of parallelism, without torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,3 +89,26 @@ class Layout:
     def output_rank(self, shard: int) -> int:
         """Global rank that reports a shard's results: tensor and context rank 0 of the last pipeline stage."""
         return self.block(self.pipeline - 1, shard)[0]
+
+    def sharing(self, ranks: Collection[int], ways: int) -> frozenset[int]:
+        """All in a run of `ways` ranks, as parts of tensors and experts are laid out over, with one of these."""
+        runs = {place // ways for place, rank in enumerate(self.ranks) if rank in ranks}
+        return frozenset(rank for place, rank in enumerate(self.ranks) if place // ways in runs)
+
+    def pipelines_of(self, ranks: Collection[int]) -> frozenset[int]:
+        """All in a pipeline with one of these ranks."""
+        stage = len(self.ranks) // self.pipeline
+        pipelines = {place % stage for place, rank in enumerate(self.ranks) if rank in ranks}
+        return frozenset(rank for place, rank in enumerate(self.ranks) if place % stage in pipelines)
+
+    def gathering(self, needing: Collection[int]) -> frozenset[int]:
+        """Who must join for some ranks to get the whole model: they, and whoever shares a group with one that joins.
+
+        The others are data-parallel replicas of these.
+        """
+        found, joining = frozenset[int](), frozenset(needing)
+        while found != joining:
+            found = joining
+            joining = self.pipelines_of(self.sharing(found, self.tensor))
+            joining = self.sharing(joining, self.expert * self.expert_tensor)
+        return found

@@ -146,8 +146,6 @@ def _layouts(config: Config, world_size: int) -> tuple[dict[str, Layout], list[s
             errors.append(f"{ranks.key}: {error}")
     errors = list(dict.fromkeys(errors))  # components with the same keys have the same errors
     errors += _engine_errors(layouts["rollout"]) if "rollout" in layouts else []
-    if config.rollout.sync.transport == "ipc" and "actor" in layouts and "rollout" in layouts:
-        errors += _ipc_errors(layouts)
     errors += _cover_errors(layouts, world_size) if len(layouts) == len(placed) else []
     return layouts, errors
 
@@ -196,18 +194,6 @@ def _engine_errors(rollout: Layout) -> Iterator[str]:
                 f"placement.rollout: engine {engine} of rollout.tensor_parallel {rollout.tensor} would get ranks "
                 f"{format_ranks(ranks)}, which do not follow each other: name runs of {rollout.tensor} ranks"
             )
-
-
-def _ipc_errors(layouts: dict[str, Layout]) -> Iterator[str]:
-    """Only a process with the weights in its memory can give handles to them."""
-    actor, rollout = layouts["actor"], layouts["rollout"]
-    actors = set(actor.ranks)
-    elsewhere = [rank for rank in map(rollout.output_rank, range(rollout.data)) if rank not in actors]
-    if elsewhere:
-        yield (
-            f"rollout.sync.transport is ipc, but the engines' first ranks {format_ranks(elsewhere)} are not the "
-            f"actor's ({format_ranks(actor.ranks)}): set it to auto, or place the engines there"
-        )
 
 
 def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:

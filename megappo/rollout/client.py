@@ -5,8 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import httpx
 
@@ -53,19 +52,6 @@ class Generation:
     finish_reason: Literal["stop", "length"]
 
 
-class Described(Protocol):
-    """A tensor's description."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> object: ...
-
-
 class EngineClient:
     """One SGLang server: an `Engine`'s or one started elsewhere.
 
@@ -102,7 +88,7 @@ class EngineClient:
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """One response for each prompt (token ids), in order, in one request."""
-        reply = self._post("/generate", _generate_body(prompts, params))
+        reply = self.post("/generate", _generate_body(prompts, params))
         return _generations(reply, len(prompts))
 
     def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
@@ -113,72 +99,38 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        replies = self._post("/generate", body)
+        replies = self.post("/generate", body)
         return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache (on a CPU both stay). After wake() send the weights anew."""
-        self._post("/release_memory_occupation", {})
+        self.post("/release_memory_occupation", {})
 
     def wake(self) -> None:
         """Take the memory back."""
-        self._post("/resume_memory_occupation", {})
+        self.post("/resume_memory_occupation", {})
 
     def flush_cache(self) -> None:
         """Forget all cached keys and values. Refused while requests run."""
-        self._post("/flush_cache", {})
+        self.post("/flush_cache", {})
 
     def begin_weight_update(self) -> None:
         """Open a weight update."""
-        self._post("/begin_weight_update", {})
+        self.post("/begin_weight_update", {})
 
-    def update_weights(self, payloads: Sequence[str], load_format: str | None) -> None:
-        """Load serialized tensors, one base64 payload per tensor-parallel rank of the engine.
-
-        Args:
-            load_format: what is in a payload, by SGLang's name; None = a list of (name, tensor).
-        """
-        body = {"serialized_named_tensors": list(payloads), "load_format": load_format, "flush_cache": False}
-        self._post("/update_weights_from_tensor", body)
-
-    def join_update_group(
-        self, group: str, address: str, port: int, *, rank_offset: int, world_size: int, backend: str
-    ) -> None:
-        """Take the engine's ranks, from `rank_offset` on, into a process group whose rank 0 will broadcast weights.
-
-        Returns when all members have joined.
-        """
-        body = {"group_name": group, "master_address": address, "master_port": port, "backend": backend}
-        self._post("/init_weights_update_group", body | {"rank_offset": rank_offset, "world_size": world_size})
-
-    def update_weights_from_group(self, group: str, bucket: Sequence[Described]) -> None:
-        """Load tensors of one dtype that a group's rank 0 broadcasts, one after the other in one message."""
-        body = {
-            "group_name": group,
-            "names": [tensor.name for tensor in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],
-            "shapes": [list(tensor.shape) for tensor in bucket],
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        self._post("/update_weights_from_distributed", body)
-
-    def update_weights_from_disk(self, folder: Path) -> None:
-        """Load a Hugging Face folder's weights, as a whole update of its own, and forget cached keys and values."""
-        self._post("/update_weights_from_disk", {"model_path": str(folder)})
+    def end_weight_update(self) -> None:
+        """Close the weight update opened before, and forget what is cached of the old weights."""
+        self.post("/end_weight_update", {})
+        self.flush_cache()
 
     def weight_checksums(self) -> list[dict[str, str]]:
         """For each of the engine's ranks: name in SGLang's model -> checksum of its part of the weight."""
-        ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
+        ranks = self.post("/weights_checker", {"action": "checksum"})["ranks"]
         return [rank["checksums"] for rank in ranks]
 
     def reset_weights(self) -> None:
         """Put random numbers in place of all weights."""
-        self._post("/weights_checker", {"action": "reset_tensors"})
-
-    def end_weight_update(self) -> None:
-        """Close the weight update opened before."""
-        self._post("/end_weight_update", {})
+        self.post("/weights_checker", {"action": "reset_tensors"})
 
     def open_async(self) -> httpx.AsyncClient:
         """Connections for `generate_async`; use as an async context manager."""
@@ -194,7 +146,8 @@ class EngineClient:
             raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
         return _generations(self._checked("/generate", response), len(prompts))
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Any request of SGLang's HTTP API; the reply's JSON, or None."""
         try:
             response = self._http.post(path, json=body)
         except httpx.TransportError as error:

@@ -1,14 +1,17 @@
 """Weights for engines on other GPUs, broadcast by one of the actor's ranks to all ranks of the engines."""
 
+import os
 import socket
 from datetime import timedelta
 
 import torch
 from torch.distributed import ProcessGroup, TCPStore, distributed_c10d
 
-from megappo.listening import listener
-from megappo.sync.handover import HandOver, Update
-from megappo.weights.buckets import Bucket
+from megappo import platform
+from megappo.listening import LOOPBACK, listener
+from megappo.rollout.client import EngineClient
+from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
+from megappo.weights.buckets import Bucket, NamedTensors
 
 GROUP_NAME = "megappo_weights"
 
@@ -52,29 +55,71 @@ def join(store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> 
     return group
 
 
-class BroadcastSender(HandOver):
-    """Sends buckets to all engines of a group. The rank is the actor's, and serves the group's store."""
+class BroadcastSender(Sender):
+    """Broadcasts to the ranks of all engines that take this transport. They meet here, when first opened."""
 
-    def __init__(self, group: ProcessGroup, store: TCPStore):
-        self.group = group
-        self._store = store  # kept: the members find each other there as long as it lives
+    def __init__(self, link: Link):
+        self.timeout = timedelta(seconds=link.config.trainer.process_group_timeout_seconds)
+        self.world_size = _world_size(link)
+        self._store = open_store(_own_host(), self.world_size, self.timeout)
+        self._group: ProcessGroup | None = None
+        self.address = self._store.host, self._store.port
 
-    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
-        if flat is None:
-            raise ValueError("weights are broadcast by one of the actor's ranks")
+    def open(self, in_place: NamedTensors) -> None:
+        self._group = self._group or join(self._store, self.world_size, self.timeout, _backend())
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         if not flat.is_cuda:
-            self.group.broadcast(flat, 0).wait()
+            self._group.broadcast(flat, 0).wait()
             return
         # On a stream of its own: the default one gathers the next bucket.
         with torch.cuda.device(flat.device), torch.cuda.stream(torch.cuda.Stream()):
-            self.group.broadcast(flat, 0).wait()
+            self._group.broadcast(flat, 0).wait()
             torch.cuda.current_stream().synchronize()  # else the memory might be used again meanwhile
 
 
-class BroadcastRelay(Update):
-    """Tells an engine what comes; the rank owns the engine, on whatever GPUs."""
+class BroadcastReceiver(Receiver):
+    """Tells an engine, on whatever GPUs, what comes."""
 
-    needs_weights = False
+    def __init__(self, link: Link, client: EngineClient):
+        self.client = client
+        (host, port), ranks = link.address, link.config.rollout.tensor_parallel
+        members = {"world_size": _world_size(link), "rank_offset": 1 + link.number * ranks, "backend": _backend()}
+        self._group = {"group_name": GROUP_NAME, "master_address": host, "master_port": port, **members}
+        self._joined = False
 
-    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
-        self.receiver.update_weights_from_group(GROUP_NAME, bucket)
+    def open(self) -> None:
+        if not self._joined:
+            self.client.post("/init_weights_update_group", self._group)  # returns when all have joined
+            self._joined = True
+        self.client.begin_weight_update()
+
+    def send(self, bucket: Bucket) -> None:
+        body = {
+            "group_name": GROUP_NAME,
+            "names": [tensor.name for tensor in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],
+            "shapes": [list(tensor.shape) for tensor in bucket],
+            "load_format": FLATTENED_BUCKET,
+            "flush_cache": False,
+        }
+        self.client.post("/update_weights_from_distributed", body)
+
+    def close(self) -> None:
+        self.client.end_weight_update()
+
+
+def _world_size(link: Link) -> int:
+    return 1 + link.num_engines * link.config.rollout.tensor_parallel
+
+
+def _backend() -> str:
+    return "nccl" if platform.has_cuda() else "gloo"
+
+
+def _own_host() -> str:
+    """This node's address for all ranks: torchrun's rendezvous is reached by all, and reaches all."""
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        return LOOPBACK
+    master = os.environ["MASTER_ADDR"]
+    return master if os.environ.get("GROUP_RANK", "0") == "0" else own_address(master)

@@ -2,56 +2,47 @@
 
 import contextlib
 import shutil
-from pathlib import Path
 
 import torch
 
-from megappo.architecture.architecture import Architecture
 from megappo.architecture.files import write_model_config
-from megappo.sync.handover import HandOver, Receiver
-from megappo.weights.buckets import Bucket, views
+from megappo.rollout.client import EngineClient
+from megappo.sync.transport import Link, Receiver, Sender
+from megappo.weights.buckets import Bucket, NamedTensors, views
 from megappo.weights.safetensors_io import ShardedWriter
 from megappo.weights.staging import staged, temporary_folder
 
 
-class DiskWriter(HandOver):
-    """Writes the folder, in files of up to `shard_bytes`; the rank is the actor's."""
+class DiskWriter(Sender):
+    """Writes the folder, a bucket's bytes to a file."""
 
-    def __init__(self, folder: Path, architecture: Architecture, shard_bytes: int):
-        self.folder = folder
-        self.architecture = architecture
-        self.shard_bytes = shard_bytes
+    def __init__(self, link: Link):
+        self.link = link
         self._staged = contextlib.ExitStack()
 
-    def open(self) -> None:
-        self._temporary = self._staged.enter_context(staged(self.folder))
-        self._writer = ShardedWriter(self._temporary, self.shard_bytes)
+    def open(self, in_place: NamedTensors) -> None:
+        self._temporary = self._staged.enter_context(staged(self.link.folder))
+        self._writer = ShardedWriter(self._temporary, self.link.bucket_bytes)
 
-    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
-        if flat is None:
-            raise ValueError("weights are written by one of the actor's ranks")
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self._writer.add(views(bucket, flat))
 
     def close(self) -> None:
         self._writer.finish()
-        write_model_config(self.architecture, self._temporary)
+        write_model_config(self.link.architecture, self._temporary)
         self._staged.close()
 
     def abort(self) -> None:
-        shutil.rmtree(temporary_folder(self.folder), ignore_errors=True)
+        shutil.rmtree(temporary_folder(self.link.folder), ignore_errors=True)
 
 
-class DiskReader(HandOver):
-    """Lets an engine read the folder; the rank owns the engine."""
+class DiskReader(Receiver):
+    """Lets an engine read the folder once it is there."""
 
-    needs_weights = False
+    def __init__(self, link: Link, client: EngineClient):
+        self.folder = link.folder
+        self.client = client
 
-    def __init__(self, receiver: Receiver, folder: Path):
-        self.receiver = receiver
-        self.folder = folder
-
-    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
-        pass  # it comes with the folder
-
-    def settle(self) -> None:
-        self.receiver.update_weights_from_disk(self.folder)
+    def close(self) -> None:
+        # A whole update of its own, which forgets cached keys and values.
+        self.client.post("/update_weights_from_disk", {"model_path": str(self.folder)})

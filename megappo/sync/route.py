@@ -1,47 +1,97 @@
-"""The way the actor's weights take to each engine, chosen from the placement. Without torch."""
+"""The way of the actor's weights to every engine, from config and placement. Without torch."""
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from megappo.config.schema import Config
+from megappo.config.transports import AUTO, TRANSPORTS, Transport
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks
 
-Transport = Literal["ipc", "broadcast", "disk"]
+
+@dataclass(frozen=True)
+class EngineRoute:
+    """The way to one engine.
+
+    Attributes:
+        transport: its name.
+        ranks: the engine's; the first owns it.
+        shares_gpus: a model is on one of them too, so that the engine must give its memory up while that is trained.
+    """
+
+    transport: str
+    ranks: tuple[int, ...]
+    shares_gpus: bool
+
+    @property
+    def owner(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def entry(self) -> Transport:
+        """The transport's, in the table."""
+        return TRANSPORTS[self.transport]
 
 
-def transports(config: Config, layouts: Mapping[str, Layout]) -> tuple[Transport, ...]:
-    """Of each engine: through handles where its owner is one of the actor's ranks, by broadcast where it is not, unless
-    rollout.sync.transport says otherwise."""
-    chosen = config.rollout.sync.transport
-    rollout, actor = layouts["rollout"], set(layouts["actor"].ranks)
-    here = [rollout.output_rank(engine) in actor for engine in range(rollout.data)]
-    if chosen == "auto":
-        return tuple("ipc" if is_here else "broadcast" for is_here in here)
-    return (chosen,) * rollout.data
+@dataclass(frozen=True)
+class Route:
+    """The way from the actor, on these ranks, to every engine, by its number."""
+
+    actor: tuple[int, ...]
+    engines: tuple[EngineRoute, ...]
+
+    @property
+    def sending_rank(self) -> int:
+        """The actor's rank that sends where the engines' owners do not: its first on no GPU that it must keep off."""
+        taken = {rank for engine in self.engines if engine.entry.needs_other_gpu for rank in engine.ranks}
+        return next((rank for rank in self.actor if rank not in taken), self.actor[0])
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """The actor's ranks that need whole tensors."""
+        return frozenset(self.sending_rank if engine.entry.sender else engine.owner for engine in self.engines)
+
+    @property
+    def transports(self) -> dict[str, tuple[int, ...]]:
+        """The engines of each transport."""
+        names = [engine.transport for engine in self.engines]
+        return {name: tuple(i for i, its in enumerate(names) if its == name) for name in dict.fromkeys(names)}
+
+    def describe(self) -> str:
+        """The engines of each transport, in a line."""
+        parts = []
+        for name, engines in self.transports.items():
+            sender = f"from rank {self.sending_rank} " if TRANSPORTS[name].sender else ""
+            parts.append(f"{name} {sender}to engine {format_ranks(engines)}")
+        return "weights: " + "; ".join(parts)
+
+    def errors(self, *, on_gpus: bool) -> Iterator[str]:
+        """What cannot be, one line each."""
+        for name in self.transports:
+            owners = [e.owner for e in self.engines if e.transport == name and not e.entry.sender]
+            elsewhere = [rank for rank in owners if rank not in self.actor]
+            if elsewhere:
+                yield (
+                    f"rollout.sync.transport is {name}, but the engines' first ranks {format_ranks(elsewhere)} are not "
+                    f"the actor's ({format_ranks(self.actor)}): set it to auto, or place the engines there"
+                )
+        for number, engine in enumerate(self.engines):
+            if on_gpus and engine.entry.needs_other_gpu and self.sending_rank in engine.ranks:
+                yield (
+                    f"engine {number} on ranks {format_ranks(engine.ranks)} shares the GPU of rank {self.sending_rank}"
+                    f", from which {engine.transport} cannot reach it: place the engine on other GPUs, or so that its "
+                    "first rank is one of the actor's, and leave rollout.sync.transport at auto"
+                )
 
 
-def sending_rank(config: Config, layouts: Mapping[str, Layout]) -> int:
-    """The rank that broadcasts, or writes to the disk, the weights: the actor's first that is not on a GPU of an engine
-    which takes them by broadcast. NCCL cannot have a GPU twice."""
-    rollout, actor = layouts["rollout"], layouts["actor"].ranks
-    fed = [engine for engine, way in enumerate(transports(config, layouts)) if way == "broadcast"]
-    taken = {rank for engine in fed for rank in rollout.block(0, engine)}
-    return next((rank for rank in actor if rank not in taken), actor[0])
-
-
-def describe_transports(config: Config, layouts: Mapping[str, Layout]) -> str:
-    """The engines of each transport, in a line."""
-    chosen = transports(config, layouts)
-    sender = f"from rank {sending_rank(config, layouts)} "
-    parts = []
-    for transport in dict.fromkeys(chosen):
-        engines = format_ranks(engine for engine, its in enumerate(chosen) if its == transport)
-        parts.append(f"{transport} {'' if transport == 'ipc' else sender}to engine {engines}")
-    return "weights: " + "; ".join(parts)
-
-
-def shares_gpus(layouts: Mapping[str, Layout], engine: int) -> bool:
-    """Whether a model is on an engine's GPUs too, so that the engine must give their memory up while it is trained."""
+def find_route(config: Config, layouts: Mapping[str, Layout]) -> Route:
+    """Each engine takes rollout.sync.transport, or with auto the first that is open to it."""
+    actor, rollout, chosen = layouts["actor"].ranks, layouts["rollout"], config.rollout.sync.transport
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
-    return any(rank in models for rank in layouts["rollout"].block(0, engine))
+    engines = []
+    for number in range(rollout.data):
+        ranks = rollout.block(0, number)
+        is_open = (name for name, entry in TRANSPORTS.items() if entry.sender or ranks[0] in actor)
+        name = next(is_open) if chosen == AUTO else chosen
+        engines.append(EngineRoute(name, ranks, not models.isdisjoint(ranks)))
+    return Route(actor, tuple(engines))

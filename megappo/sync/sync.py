@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megappo.sync.handover import HandOver
+from megappo.sync.transport import Receiver, Sender
 from megappo.weights.buckets import Bucket, TensorSpec, all_finite, inseparable, into_buckets, num_bytes, views
 
 
@@ -21,9 +21,7 @@ class SyncStats:
 
 
 class Source(Protocol):
-    """Whole tensors of a model on its ranks; see `Export`."""
-
-    def takes_part(self, needs: bool) -> bool: ...
+    """Whole tensors of a model; see `Export`."""
 
     def in_place(self, tensor: Any) -> torch.Tensor | None: ...
 
@@ -35,7 +33,8 @@ class WeightSync:
 
     Args:
         tensors: the model's, the same on every rank, in the order in which they are gathered.
-        source: gives them; None outside the model's ranks. hand_overs: this rank's.
+        source: gives them, on all ranks that must join in gathering.
+        senders, receivers: this rank's ends of transports.
         expected: name -> shape of every tensor the engines have.
         barrier: waits for all ranks of the run.
         engines_keep: the engines keep their weights from one sync to the next.
@@ -47,7 +46,8 @@ class WeightSync:
         self,
         tensors: Sequence[TensorSpec],
         source: Source | None,
-        hand_overs: Sequence[HandOver],
+        senders: Sequence[Sender],
+        receivers: Sequence[Receiver],
         expected: Mapping[str, tuple[int, ...]],
         *,
         bucket_bytes: int,
@@ -56,11 +56,11 @@ class WeightSync:
     ):
         check_tensors(tensors, expected)
         self._tensors = tensors
-        self._hand_overs = hand_overs
+        self._source = source
+        self._senders = senders
+        self._receivers = receivers
+        self._memory = next((sender.memory for sender in senders if sender.memory is not None), None)
         self._bucket_bytes = bucket_bytes
-        needs = any(hand_over.needs_weights for hand_over in hand_overs)
-        self._source = source if source is not None and source.takes_part(needs) else None
-        self._checks = needs
         self._barrier = barrier
         self._engines_keep = engines_keep
         self._sent = False
@@ -80,8 +80,8 @@ class WeightSync:
         if tensors:
             self._send(tensors)
             self._barrier()
-            for hand_over in self._hand_overs:
-                hand_over.settle()
+            for receiver in self._receivers:
+                receiver.close()
             self._sent = True
         return SyncStats(num_bytes(tensors), time.perf_counter() - started)
 
@@ -92,37 +92,38 @@ class WeightSync:
         return [tensor for tensor in self._tensors if not tensor.is_frozen] if changed else []
 
     def _send(self, tensors: Sequence[TensorSpec]) -> None:
-        """Two buckets are in flight: one is gathered while the one before is handed over."""
+        """Two buckets are in flight: one is gathered while the one before is sent."""
         in_place, gathered = self._apart(tensors)
         buckets = into_buckets(gathered, self._bucket_bytes)
         largest = max(map(num_bytes, buckets), default=0)
-        threads = ThreadPoolExecutor(max_workers=max(1, len(self._hand_overs)))
+        threads = ThreadPoolExecutor(max_workers=max(1, len(self._senders) + len(self._receivers)))
         try:
-            pending = [threads.submit(hand_over.open) for hand_over in self._hand_overs]
             if in_place:
-                for hand_over in self._hand_overs:
-                    hand_over.share(in_place)
+                self._memory.move(in_place)
+            pending = [threads.submit(sender.open, in_place) for sender in self._senders]
+            pending += [threads.submit(receiver.open) for receiver in self._receivers]
+            check_each_finite(in_place)
+            if not self._sent:  # a group may be made, which nothing else of torch.distributed must cross
                 wait_for(pending)
-                pending = [threads.submit(hand_over.send_in_place, in_place) for hand_over in self._hand_overs]
-                check_each_finite(in_place)
             for bucket in buckets:
                 flat = self._gathered(bucket, largest)
                 wait_for(pending)
-                pending = [threads.submit(hand_over.send, bucket, flat) for hand_over in self._hand_overs]
+                pending = [threads.submit(sender.send, bucket, flat) for sender in self._senders]
+                pending += [threads.submit(receiver.send, bucket) for receiver in self._receivers]
                 del flat
             wait_for(pending)
-            for hand_over in self._hand_overs:
-                hand_over.close()
+            for sender in self._senders:
+                sender.close()
         except BaseException:
-            for hand_over in self._hand_overs:
-                hand_over.abort()
+            for sender in self._senders:
+                sender.abort()
             raise
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # one that waits for an engine must not hold an error up
 
     def _apart(self, tensors: Sequence[TensorSpec]) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
-        """What the engines of this rank can read where it is, and what must be gathered."""
-        if self._source is None or not all(hand_over.reads_in_place for hand_over in self._hand_overs):
+        """What the engine of this rank can read where it is, and what must be gathered."""
+        if self._source is None or any(sender.memory is None for sender in self._senders):
             return [], list(tensors)
         in_place, gathered = [], []
         for together in inseparable(tensors):
@@ -136,10 +137,9 @@ class WeightSync:
     def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
         if self._source is None:
             return None
-        buffers = (hand_over.buffer(largest) for hand_over in self._hand_overs)
-        buffer = next((found[: num_bytes(bucket)] for found in buffers if found is not None), None)
+        buffer = self._memory.buffer(largest)[: num_bytes(bucket)] if self._memory is not None else None
         flat = self._source.gather(bucket, buffer)
-        if self._checks:
+        if self._senders:
             check_finite(bucket, flat)
         return flat
 
@@ -176,7 +176,7 @@ def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
     Raises:
         FloatingPointError: names a tensor with values that are not.
     """
-    # On a GPU it waits until the bucket is there, which the hand-over, on a thread of its own, relies on.
+    # On a GPU it waits until the bucket is there, which the sender, on a thread of its own, relies on.
     if not all_finite(flat.view(bucket[0].dtype)):
         check_each_finite(views(bucket, flat))
 

@@ -31,7 +31,8 @@ from megappo.ppo.kl import kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.rewards.pool import RewardPool, load_reward
 from megappo.rollout.inference_engine import Engine
-from megappo.sync.build import build_weight_sync, engine_sleeps
+from megappo.sync.build import build_sync, engine_sleeps
+from megappo.sync.route import find_route
 from megappo.trainer.component import Component
 from megappo.trainer.models import Models
 from megappo.trainer.preflight import shared_vocabulary
@@ -80,7 +81,8 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     for line in (*([start] if start else []), *config.absences):
         observer.message(line)
     client = engine.wait_ready() if engine is not None else None
-    weight_sync = build_weight_sync(config, layouts, architecture, engines["actor"], client, exchange)
+    route = find_route(config, layouts)
+    weight_sync = build_sync(config, route, architecture, engines["actor"], client, exchange)
     own_engine = layouts["rollout"].shard_of(exchange.rank) if client is not None else None
     rollouts = Rollouts(
         config,
@@ -100,7 +102,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
         exchange=exchange,
         models=models,
         client=client,
-        sleeps=own_engine is not None and engine_sleeps(layouts, own_engine),
+        sleeps=own_engine is not None and engine_sleeps(route, own_engine),
         weight_sync=weight_sync,
         probe=Probe(config, train_prompts, rollouts, models.actor),
         rollouts=rollouts,

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megappo.config.schema import Config
+from megappo.sync.proof import check_log_probs
 from megappo.trainer.experience import add_advantages
-from megappo.trainer.probe import check_log_probs
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import training_metrics, value_metrics
 

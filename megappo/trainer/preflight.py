@@ -6,9 +6,10 @@ from megappo.config.errors import shorten
 from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
 from megappo.placement.components import components_of
-from megappo.placement.ranks import layout_errors
+from megappo.placement.ranks import layout_errors, placement_layouts
 from megappo.rewards.pool import missing_function
 from megappo.rollout.server_args import server_args_errors
+from megappo.sync.route import find_route
 from megappo.trainer.files import file_errors
 from megappo.trainer.resuming import resume_errors
 
@@ -27,7 +28,10 @@ def check_run(config: Config, world_size: int) -> list[str]:
 
 def arrangement_errors(config: Config, world_size: int) -> list[str]:
     """The part of `check_run` that opens no file: contradictions between keys, placement, layouts, batch."""
-    return [*component_errors(config), *config_errors(config), *layout_errors(config, world_size)]
+    misplaced = layout_errors(config, world_size)
+    if not misplaced:
+        misplaced = list(find_route(config, placement_layouts(config, world_size)).errors(on_gpus=False))
+    return [*component_errors(config), *config_errors(config), *misplaced]
 
 
 def _reward_errors(config: Config) -> list[str]:

@@ -18,7 +18,7 @@ from megappo.placement.components import components_of
 from megappo.ppo.kl import KLController
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.rollout.client import EngineClient
-from megappo.sync.build import verified_sync
+from megappo.sync.proof import verified_sync
 from megappo.sync.sync import WeightSync
 from megappo.trainer.models import Models
 from megappo.trainer.probe import Probe

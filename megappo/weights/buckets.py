@@ -29,6 +29,7 @@ class TensorSpec:
 
 
 Bucket = Sequence[TensorSpec]
+NamedTensors = Sequence[tuple[str, torch.Tensor]]
 _Spec = TypeVar("_Spec", bound=TensorSpec)
 
 

@@ -1,6 +1,6 @@
 """Exporting a Megatron model's weights under their Hugging Face names, whole tensors, a bounded bucket at a time."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -34,25 +34,9 @@ class ExportedTensor(TensorSpec):
     expert_owner: int | None
 
     @property
-    def spec(self) -> TensorSpec:
-        """What other ranks need to know of it."""
-        return TensorSpec(self.name, self.shape, self.dtype, self.is_frozen, self.with_next)
-
-    @property
     def cut(self) -> tuple[bool, bool]:
         """Equal where the same ranks have parts: whether all have the whole of it, and whether it is an expert's."""
         return self.piece.shard_dim is None, self.piece.expert is not None
-
-
-@dataclass(frozen=True)
-class _Takers:
-    """Which ranks of this rank's groups need what is passed on in them, by their numbers in the group: whole tensors
-    over the ranks that these are cut over, shards over the pipeline and over expert parallelism."""
-
-    tensor: list[bool]
-    expert_tensor: list[bool]
-    pipeline: list[bool]
-    expert: list[bool]
 
 
 class Export:
@@ -66,14 +50,23 @@ class Export:
         architecture: under the head that is exported: "policy" is the language model, without the value head that a
             shared backbone has besides; "value" a critic; "policy_value" the whole of a shared backbone. A value head
             is exported as `score.weight`, and `score.bias` if it has one.
+        needing: the ranks that need the tensors, the same everywhere; None = all of the component's.
     Attributes:
         tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
+        joins: whether this rank must join in `gather`, for itself or for others. The rest may go their ways.
     Raises:
         ValueError: a parameter without Hugging Face name, or a tensor that no stage holds; each named.
     """
 
-    def __init__(self, chunks: ModelChunks, architecture: Architecture, groups: ComponentGroups):
-        self.groups = groups
+    def __init__(
+        self,
+        chunks: ModelChunks,
+        architecture: Architecture,
+        groups: ComponentGroups,
+        *,
+        needing: Collection[int] | None = None,
+    ):
+        self.groups, layout = groups, groups.layout
         listed = parameters_of(architecture, groups)
         self._table, parameters = by_name(listed), global_parameters(chunks)
         if architecture.head == "policy":
@@ -85,37 +78,11 @@ class Export:
         tensors = _plan(list(pieces_of(listed).values()), self._held, parameters, groups)
         # Like ones together: fewer messages, and fewer buckets, each of one dtype.
         self.tensors = sorted(tensors, key=lambda tensor: (tensor.cut, str(tensor.dtype)))
-        self._takers = self._takers_of(needs=True)
-
-    def takes_part(self, needs: bool) -> bool:
-        """Whether this rank must join in `gather` for those ranks to get their tensors that have `needs`.
-
-        All ranks of the component call it together. The others, data-parallel replicas of these, may go their ways.
-        From then on what `gather` returns is of use on ranks with `needs` alone.
-        """
-        self._takers = self._takers_of(needs)
-        collection = self.groups.collection
-        joins, found, before = torch.tensor(int(needs), device=self._device), 0, -1
-        while found != before:  # whoever sends to one that joins, joins
-            for group in (collection.tp, collection.pp, collection.tp_ep):
-                dist.all_reduce(joins, op=dist.ReduceOp.MAX, group=group)
-            count = joins.clone()
-            dist.all_reduce(count, group=collection.intra_dist_opt)
-            found, before = int(count), found
-        return bool(joins)
-
-    def _takers_of(self, needs: bool) -> _Takers:
-        collection = self.groups.collection
-        tensor, expert_tensor = self._flags(needs, collection.tp), self._flags(needs, collection.expt_tp)
-        pipeline = self._flags(any(tensor + expert_tensor), collection.pp)
-        return _Takers(tensor, expert_tensor, pipeline, self._flags(any(pipeline), collection.ep))
-
-    def _flags(self, flag: bool, group: dist.ProcessGroup) -> list[bool]:
-        """The flag of every rank of a group."""
-        flags = torch.zeros(group.size(), dtype=torch.int64, device=self._device)
-        flags[group.rank()] = flag
-        dist.all_reduce(flags, group=group)
-        return flags.bool().tolist()
+        # Who takes what is passed on over the ranks that a tensor is cut over, over the pipeline, over the experts.
+        self._whole = frozenset(layout.ranks if needing is None else needing)
+        self._shards = layout.sharing(self._whole, layout.tensor) | layout.sharing(self._whole, layout.expert_tensor)
+        self._experts = layout.pipelines_of(self._shards)
+        self.joins = dist.get_rank() in layout.gathering(self._whole)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Everything, [(Hugging Face name, full tensor)] after another; all ranks that take part run it to its end."""
@@ -140,8 +107,8 @@ class Export:
         Args:
             flat: where to put them, uint8 [their bytes] on the model's device; None = newly allocated.
         Returns:
-            `flat`, of copies in the parameters' dtype, padding of the vocabulary left out; see `views`. Where
-            `takes_part` was told that this rank does not need them, its values mean nothing.
+            `flat`, of copies in the parameters' dtype, padding of the vocabulary left out; see `views`. On a rank
+            that is not among those `needing` them its values mean nothing.
         """
         if flat is None:
             flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
@@ -160,17 +127,16 @@ class Export:
             self._own_shards(tensors, target)
             return
         tensor = cut_over(tensors[0].piece, self.groups)
-        takers = self._takers.tensor if tensors[0].piece.expert is None else self._takers.expert_tensor
         sizes = [prod(one.piece.shard_shape) for one in tensors]
         if len(tensors) == 1 and tensors[0].piece.shard_dim == 0 and len(target) == tensor.size() * sizes[0]:
             rows = target.view(tensor.size(), -1)
             self._own_shards(tensors, rows[tensor.rank()])
-            _fill_rows(rows, tensor, takers)
+            _fill_rows(rows, tensor, self._whole)
             return
         rows = target.new_empty(tensor.size(), sum(sizes))
         self._own_shards(tensors, rows[tensor.rank()])
-        _fill_rows(rows, tensor, takers)
-        if not takers[tensor.rank()]:
+        _fill_rows(rows, tensor, self._whole)
+        if dist.get_rank() not in self._whole:
             return
         columns = rows.split(sizes, dim=1)
         places = target.split([prod(one.shape) for one in tensors])
@@ -197,9 +163,9 @@ class Export:
                 place.view(shard.shape).copy_(shard)
         for (owner, expert_owner), part in _runs(tensors, sizes, flat, lambda one: (one.owner, one.expert_owner)):
             if expert_owner is not None and owner == pipeline.rank():
-                _pass_on(part, expert_owner, expert, self._takers.expert)
+                _pass_on(part, expert_owner, expert, self._experts)
         for owner, part in _runs(tensors, sizes, flat, lambda one: one.owner):
-            _pass_on(part, owner, pipeline, self._takers.pipeline)
+            _pass_on(part, owner, pipeline, self._shards)
 
 
 def _plan(
@@ -271,24 +237,26 @@ def _runs(
         start += length
 
 
-def _pass_on(part: torch.Tensor, source: int, group: dist.ProcessGroup, takers: Sequence[bool]) -> None:
-    """Give memory of one rank of a group to those that take it; ranks by their numbers in the group."""
-    others = [rank for rank, takes in enumerate(takers) if takes and rank != source]
+def _pass_on(part: torch.Tensor, source: int, group: dist.ProcessGroup, takers: Collection[int]) -> None:
+    """Give memory of one rank of a group, by its number there, to those of the group that take it."""
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    owner = ranks[source]
+    others = [other for other in ranks if other in takers and other != owner]
     if len(others) > 1:
-        dist.broadcast(part, dist.get_global_rank(group, source), group=group)
-    elif others and group.rank() == source:
-        dist.send(part, dist.get_global_rank(group, others[0]), group=group)
-    elif others and group.rank() == others[0]:
-        dist.recv(part, dist.get_global_rank(group, source), group=group)
+        dist.broadcast(part, owner, group=group)
+    elif others and rank == owner:
+        dist.send(part, others[0], group=group)
+    elif others and rank == others[0]:
+        dist.recv(part, owner, group=group)
 
 
-def _fill_rows(rows: torch.Tensor, group: dist.ProcessGroup, takers: Sequence[bool]) -> None:
+def _fill_rows(rows: torch.Tensor, group: dist.ProcessGroup, takers: Collection[int]) -> None:
     """Fill `rows` [ranks of the group, elements], of which each rank has its own, on those that take them."""
-    if all(takers) and rows.is_cuda:
+    if rows.is_cuda and all(rank in takers for rank in dist.get_process_group_ranks(group)):
         dist.all_gather_into_tensor(rows, rows[group.rank()], group=group)
         return
-    for rank, row in enumerate(rows):  # gloo's all_gather takes longer, and keeps a copy of them all
-        _pass_on(row, rank, group, takers)
+    for number, row in enumerate(rows):  # gloo's all_gather takes longer, and keeps a copy of them all
+        _pass_on(row, number, group, takers)
 
 
 def _join(piece: Piece, shards: torch.Tensor, whole: torch.Tensor) -> None:

@@ -94,8 +94,9 @@ def write_hf_files(
     Raises:
         OSError: a file cannot be written.
     """
-    export, is_first = Export(chunks, architecture, groups), dist.get_rank() == groups.layout.ranks[0]
-    if not export.takes_part(is_first):
+    first = groups.layout.ranks[0]
+    export, is_first = Export(chunks, architecture, groups, needing=(first,)), dist.get_rank() == first
+    if not export.joins:
         return
     buckets: Iterable[Bucket] = export.buckets(bucket_bytes)
     if architecture.head != "policy":

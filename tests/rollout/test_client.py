@@ -76,7 +76,10 @@ def test_refusals_hold_the_engines_reply(client):
     with pytest.raises(EngineError, match=r"HTTP 400.*longer than the model's context length"):
         client.generate([[5] * 500], SamplingParams(1))
     with pytest.raises(EngineError, match="must run between"):
-        client.update_weights(["AAAA"], "flattened_bucket")
+        client.post(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": ["AAAA"], "load_format": "flattened_bucket"},
+        )
 
 
 def test_only_the_key_opens_the_engine(engine):

@@ -1,25 +1,24 @@
 """Weights for an engine that come from no Megatron model: any named tensors, in buckets as given."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from megappo.sync.handover import Receiver
+from megappo.config.schema import Config
+from megappo.rollout.client import EngineClient
 from megappo.sync.ipc import HandleSender
 from megappo.sync.sync import SyncStats, WeightSync
-from megappo.weights.buckets import Bucket, TensorSpec, num_bytes
+from megappo.sync.transport import Link
+from megappo.weights.buckets import Bucket, NamedTensors, TensorSpec, num_bytes
 
-Weights = Sequence[tuple[str, torch.Tensor]]
+SECTIONS = {"model": {"path": "m", "dtype": "fp32"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
 
 
 class Given:
     """Tensors that are there already, whole."""
 
-    def __init__(self, weights: Weights):
+    def __init__(self, weights: NamedTensors):
         self.weights = dict(weights)
-
-    def takes_part(self, needs: bool) -> bool:
-        return needs
 
     def in_place(self, tensor: TensorSpec) -> None:
         return None
@@ -30,13 +29,19 @@ class Given:
         return flat.copy_(torch.cat(parts))
 
 
-def specs(weights: Weights) -> list[TensorSpec]:
+def specs(weights: NamedTensors) -> list[TensorSpec]:
     return [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in weights]
 
 
+def handle_sender(client: EngineClient, tensor_parallel: int = 1) -> HandleSender:
+    """For an engine of this process."""
+    config = Config.model_validate(SECTIONS | {"rollout": {"tensor_parallel": tensor_parallel}})
+    return HandleSender(Link(config, None, bucket_bytes=1, num_engines=1), client)
+
+
 def push(
-    receiver: Receiver,
-    weights: Weights,
+    client: EngineClient,
+    weights: NamedTensors,
     shapes: Mapping[str, tuple[int, ...]],
     *,
     tensor_parallel: int = 1,
@@ -46,7 +51,8 @@ def push(
     sync = WeightSync(
         specs(weights),
         Given(weights),
-        [HandleSender(receiver, tensor_parallel)],
+        [handle_sender(client, tensor_parallel)],
+        [],
         shapes,
         bucket_bytes=bucket_bytes,
         barrier=lambda: None,

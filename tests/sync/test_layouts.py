@@ -16,6 +16,7 @@ from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_folders import read_config
 from tiny_models import hf_folder, hf_model
 from transformers import AutoConfig, AutoModelForCausalLM
+from weight_sources import handle_sender
 
 from megappo.architecture.parameters import hf_shapes
 from megappo.architecture.parsing import read_architecture
@@ -26,10 +27,9 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.rollout.client import EngineClient
 from megappo.rollout.inference_engine import Engine
-from megappo.sync.ipc import HandleSender
+from megappo.sync.proof import check_log_probs
 from megappo.sync.sync import Source, WeightSync
 from megappo.trainer.component import Component
-from megappo.trainer.probe import check_log_probs
 from megappo.weights.buckets import TensorSpec, views
 from megappo.weights.export import Export
 
@@ -117,14 +117,14 @@ class Actor:
         self, corrupt: Callable[[Export], Source] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         """On the actor's ranks."""
-        export = Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups)
+        export = Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups, needing={0})
+        pairs = zip(self.clients, self.addresses, strict=False)
+        senders = [handle_sender(client, address.tensor_parallel) for client, address in pairs]
         WeightSync(
             export.tensors,
-            corrupt(export),
-            [
-                HandleSender(client, address.tensor_parallel)
-                for client, address in zip(self.clients, self.addresses, strict=False)
-            ],
+            corrupt(export) if export.joins else None,
+            senders,
+            [],
             self.addresses[0].shapes,
             bucket_bytes=bucket_bytes,
             barrier=lambda: None,
@@ -258,9 +258,6 @@ class Corrupted:
 
     def __init__(self, export: Export):
         self.export = export
-
-    def takes_part(self, needs: bool) -> bool:
-        return self.export.takes_part(needs)
 
     def in_place(self, tensor: TensorSpec) -> None:
         return None

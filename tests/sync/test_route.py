@@ -4,7 +4,7 @@ import pytest
 
 from megappo.config.schema import Config
 from megappo.placement.ranks import placement_layouts
-from megappo.sync.route import describe_transports, sending_rank, shares_gpus, transports
+from megappo.sync.route import find_route
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
 
@@ -27,23 +27,44 @@ def config_of(actor: str, rollout: str, engine_ranks: int = 1, transport: str = 
     ],
 )
 def test_each_engine_takes_the_way_that_is_open_to_it(config: Config, expected: list[str]) -> None:
-    assert list(transports(config, placement_layouts(config, 4))) == expected
+    route = find_route(config, placement_layouts(config, 4))
+    assert [engine.transport for engine in route.engines] == expected
 
 
 def test_the_plan_says_which_way_from_which_rank() -> None:
     config = config_of("2-3", "0-7")
-    layouts = placement_layouts(config, 8)
-    assert sending_rank(config, layouts) == 2
-    shared = config_of("1-3", "0-3", 2)
-    assert sending_rank(shared, placement_layouts(shared, 4)) == 2, "engine 0, fed by broadcast, is on rank 1"
-    chosen = config_of("0-3", "0-1", transport="broadcast")
-    assert sending_rank(chosen, placement_layouts(chosen, 4)) == 2, "both engines are fed by broadcast"
-    assert describe_transports(config, layouts) == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
+    route = find_route(config, placement_layouts(config, 8))
+    assert route.describe() == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
+    assert route.sources == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("config", "sender", "sources"),
+    [
+        (config_of("1-3", "0-3", 2), 2, {2}),  # engine 0, fed by broadcast, is on rank 1; rank 2 owns the other
+        (config_of("0-3", "0-1", transport="broadcast"), 2, {2}),  # both engines are fed by broadcast
+        (config_of("0-3", "0-3", transport="disk"), 0, {0}),
+        (config_of("1-3", "0-3", transport="auto"), 1, {1, 2, 3}),
+    ],
+)
+def test_who_sends_keeps_off_the_gpus_of_engines_that_take_a_broadcast(
+    config: Config, sender: int, sources: set[int]
+) -> None:
+    route = find_route(config, placement_layouts(config, 4))
+    assert (route.sending_rank, route.sources) == (sender, sources)
+
+
+def test_a_broadcast_on_gpus_that_has_no_gpu_to_come_from_is_refused() -> None:
+    config = config_of("0-1", "0-3", transport="broadcast")
+    route = find_route(config, placement_layouts(config, 4))
+    assert list(route.errors(on_gpus=False)) == []
+    [error] = route.errors(on_gpus=True)
+    assert error.startswith("engine 0 on ranks 0 shares the GPU of rank 0, from which broadcast cannot reach it: place")
 
 
 def test_an_engine_shares_gpus_with_any_model_on_one_of_its_ranks() -> None:
     config = Config.model_validate(
         SECTIONS | {"placement": {"actor": "0", "critic": "3", "rollout": "0-5"}, "rollout": {"tensor_parallel": 2}}
     )
-    layouts = placement_layouts(config, 6)
-    assert [shares_gpus(layouts, engine) for engine in range(3)] == [True, True, False]
+    route = find_route(config, placement_layouts(config, 6))
+    assert [engine.shares_gpus for engine in route.engines] == [True, True, False]

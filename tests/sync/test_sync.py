@@ -3,7 +3,6 @@ tests/sync/test_weight_update.py and test_sync.py."""
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +17,10 @@ from megappo.architecture.parameters import hf_shapes
 from megappo.architecture.parsing import read_architecture
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.sync.handover import HandOver
+from megappo.sync.shared_memory import SharedMemory
 from megappo.sync.sync import WeightSync
-from megappo.weights.buckets import Bucket, views
+from megappo.sync.transport import Receiver, Sender
+from megappo.weights.buckets import Bucket, NamedTensors, views
 from megappo.weights.export import Export
 
 WEIGHTS = {
@@ -31,31 +31,42 @@ WEIGHTS = {
 SHAPES = {name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}
 
 
-class Recorder(HandOver):
+class Recorder(Sender):
     """Keeps what it is handed, as an engine would: its values at the time."""
 
     def __init__(self) -> None:
         self.buckets: list[dict[str, torch.Tensor]] = []
         self.calls: list[str] = []
 
-    def open(self) -> None:
+    def open(self, in_place: NamedTensors) -> None:
         self.calls.append("open")
 
-    def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self.calls.append("send")
         self.buckets.append({name: tensor.clone() for name, tensor in views(bucket, flat)})
 
     def close(self) -> None:
         self.calls.append("close")
 
-    def settle(self) -> None:
-        self.calls.append("settle")
+
+class Notified(Receiver):
+    """Tells a recorder of its closing."""
+
+    def __init__(self, recorder: Recorder):
+        self.recorder = recorder
+
+    def send(self, bucket: Bucket) -> None:
+        pass
+
+    def close(self) -> None:
+        self.recorder.calls.append("received")
 
 
 def make(weights: dict[str, torch.Tensor], recorder: Recorder, bucket_bytes: int = 200, **options) -> WeightSync:
     items = list(weights.items())
     options = {"barrier": lambda: recorder.calls.append("barrier"), "engines_keep": False} | options
-    return WeightSync(specs(items), Given(items), [recorder], SHAPES, bucket_bytes=bucket_bytes, **options)
+    ends = [recorder], [Notified(recorder)]
+    return WeightSync(specs(items), Given(items), *ends, SHAPES, bucket_bytes=bucket_bytes, **options)
 
 
 def test_every_tensor_arrives_once_in_buckets_of_one_dtype():
@@ -66,16 +77,15 @@ def test_every_tensor_arrives_once_in_buckets_of_one_dtype():
     assert received.keys() == WEIGHTS.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in WEIGHTS.items())
     assert stats.bytes == 4 * 32 + 2 * 4 + 4 * 32
-    assert recorder.calls == ["open", "send", "send", "send", "close", "barrier", "settle"]
+    assert recorder.calls == ["open", "send", "send", "send", "close", "barrier", "received"]
 
 
 def test_tensors_of_one_dtype_share_buckets_up_to_the_limit():
     weights = {f"{number}": torch.full((10,), float(number)) for number in range(7)}
     items, recorder = list(weights.items()), Recorder()
     shapes = dict.fromkeys(weights, (10,))
-    WeightSync(
-        *(specs(items), Given(items), [recorder], shapes), bucket_bytes=120, barrier=lambda: None, engines_keep=False
-    )()
+    options = {"bucket_bytes": 120, "barrier": lambda: None, "engines_keep": False}
+    WeightSync(specs(items), Given(items), [recorder], [], shapes, **options)()
     assert [list(bucket) for bucket in recorder.buckets] == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
 
 
@@ -128,7 +138,7 @@ def test_a_frozen_tensor_is_sent_once_to_engines_that_keep_it():
     items, recorder = list(WEIGHTS.items()), Recorder()
     tensors = [replace(tensor, is_frozen="norm" in tensor.name) for tensor in specs(items)]
     options = {"bucket_bytes": 10**6, "barrier": lambda: None, "engines_keep": True}
-    sync = WeightSync(tensors, Given(items), [recorder], SHAPES, **options)
+    sync = WeightSync(tensors, Given(items), [recorder], [], SHAPES, **options)
     sync()
     assert {name for bucket in recorder.buckets for name in bucket} == WEIGHTS.keys()
     recorder.buckets.clear()
@@ -144,7 +154,7 @@ def test_engines_that_lose_their_weights_get_all_of_them():
 
 def test_a_failed_hand_over_fails_the_sync():
     class Broken(Recorder):
-        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
             raise ConnectionError("the engine is gone")
 
         def abort(self) -> None:
@@ -158,17 +168,17 @@ def test_a_failed_hand_over_fails_the_sync():
 
 def test_a_hand_over_that_would_wait_for_ever_does_not_hide_another_ones_error():
     class Waiting(Recorder):
-        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
             released.wait(60)
 
     class Refused(Recorder):
-        def send(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
             raise ConnectionError("the engine refuses")
 
     released = threading.Event()
     items, started = list(WEIGHTS.items()), time.monotonic()
     options = {"bucket_bytes": 10**6, "barrier": lambda: None, "engines_keep": False}
-    sync = WeightSync(specs(items), Given(items), [Waiting(), Refused()], SHAPES, **options)
+    sync = WeightSync(specs(items), Given(items), [Waiting(), Refused()], [], SHAPES, **options)
     try:
         with pytest.raises(ConnectionError, match="the engine refuses"):
             sync()
@@ -180,15 +190,13 @@ def test_a_hand_over_that_would_wait_for_ever_does_not_hide_another_ones_error()
 class Reader(Recorder):
     """Besides, reads what is in place."""
 
-    reads_in_place = True
-
     def __init__(self) -> None:
         super().__init__()
+        self.memory = SharedMemory()
         self.in_place: dict[str, torch.Tensor] = {}
 
-    def send_in_place(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self.calls.append("send_in_place")
-        self.in_place = dict(tensors)
+    def open(self, in_place: NamedTensors) -> None:
+        self.in_place = dict(in_place)
 
 
 def check_in_place(rank: int, world_size: int, folder: Path) -> None:
@@ -201,7 +209,7 @@ def check_in_place(rank: int, world_size: int, folder: Path) -> None:
         model, recorder = load(folder, groups), Reader()
         export = Export(model, read_architecture(folder), groups)
         options = {"bucket_bytes": 10**4, "barrier": lambda: None, "engines_keep": False}
-        sync = WeightSync(export.tensors, export, [recorder], hf_shapes(read_architecture(folder)), **options)
+        sync = WeightSync(export.tensors, export, [recorder], [], hf_shapes(read_architecture(folder)), **options)
         assert sync().bytes == sum(tensor.nbytes for tensor in expected.values())
         gathered = {key: tensor for bucket in recorder.buckets for key, tensor in bucket.items()}
         assert not gathered.keys() & recorder.in_place.keys()

@@ -5,20 +5,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from hf_oracle import named_weights
-from weight_sources import Weights, push
+from weight_sources import push
 
 from megappo.rollout.client import EngineClient, EngineError
-from megappo.sync.build import verified_sync
+from megappo.sync.proof import verified_sync
+from megappo.weights.buckets import NamedTensors
 
 SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
-Sync = Callable[[Weights], Callable[[], object]]
+Sync = Callable[[NamedTensors], Callable[[], object]]
 
 
 @pytest.fixture
 def sync(client: EngineClient, engine_shapes: dict) -> Sync:
     """A sync of the weights that takes the engine's other tensors for known."""
 
-    def of(weights: Weights) -> Callable[[], object]:
+    def of(weights: NamedTensors) -> Callable[[], object]:
         return lambda: push(client, weights, {name: engine_shapes[name] for name, _ in weights})
 
     return of

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from hf_oracle import named_weights
-from weight_sources import Given, push, specs
+from weight_sources import Given, handle_sender, push, specs
 
 from megappo.config.schema import Rollout
 from megappo.rollout.client import SamplingParams
 from megappo.rollout.inference_engine import Engine
-from megappo.sync.ipc import HandleSender
 from megappo.sync.sync import WeightSync
 
 SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
@@ -62,7 +61,7 @@ def test_two_buckets_stay_in_shared_memory_and_no_more(client, hf_model, engine_
     weights = named_weights(hf_model)
     options = {"bucket_bytes": 20_000, "barrier": lambda: None, "engines_keep": False}
     before = _own_shared_memory()
-    sync = WeightSync(specs(weights), Given(weights), [HandleSender(client, 1)], engine_shapes, **options)
+    sync = WeightSync(specs(weights), Given(weights), [handle_sender(client)], [], engine_shapes, **options)
     for _ in range(3):
         sync()
         assert len(_own_shared_memory() - before) == 2  # of the others, some may be going

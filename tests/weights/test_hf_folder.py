@@ -87,8 +87,7 @@ def write_from_few(rank: int, world_size: int, source: Path, target: Path) -> No
     groups = build_groups({name: layout for name, (layout, _) in NEEDED.items()}, seed=0)
     for name, (_, needed) in NEEDED.items():
         model = load(source, groups[name])
-        export = Export(model, read_architecture(source), groups[name])
-        assert export.takes_part(rank == 0) == (rank in needed), name
+        assert Export(model, read_architecture(source), groups[name], needing={0}).joins == (rank in needed), name
         write_hf_folder(model, read_architecture(source), groups[name], source, target / name, max_shard_bytes=30_000)
         assert (target / name / "config.json").is_file()
 
@@ -100,9 +99,10 @@ def give_to_some(rank: int, world_size: int, source: Path) -> None:
     layouts["TP2xETP2"] = Layout((0, 1, 2, 3), tensor=2, expert_tensor=2, expert=2)
     expected = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for name, groups in build_groups(layouts, seed=0).items():
-        export = Export(load(source, groups), read_architecture(source), groups)
+        model = load(source, groups)
         for needing in ({0}, {3}, {1, 2}, {0, 2}, {0, 1, 3}, {0, 1, 2, 3}, set()):
-            if not export.takes_part(rank in needing):
+            export = Export(model, read_architecture(source), groups, needing=needing)
+            if not export.joins:
                 assert rank not in needing
                 continue
             found = {}

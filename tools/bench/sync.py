@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine runs on the CPU, as the ranks do
@@ -30,13 +31,12 @@ from conversion.world import World  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
 
-from megappo.architecture.parameters import hf_shapes  # noqa: E402
 from megappo.architecture.parsing import read_architecture  # noqa: E402
-from megappo.config.schema import Parallel, Rollout  # noqa: E402
+from megappo.config.schema import Config, Parallel, Rollout  # noqa: E402
+from megappo.placement.layout import Layout  # noqa: E402
 from megappo.rollout.inference_engine import Engine  # noqa: E402
-from megappo.sync.ipc import HandleSender  # noqa: E402
-from megappo.sync.sync import WeightSync  # noqa: E402
-from megappo.weights.export import Export  # noqa: E402
+from megappo.sync.build import build_sync  # noqa: E402
+from megappo.sync.route import find_route  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 
 HIDDEN, FFN, VOCABULARY = 1024, 4096, 16384
@@ -74,24 +74,21 @@ def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, 
     chunks = world.build(architecture, "fp32")
     load_hf(chunks, folder, architecture, world.groups)
     client = engine.wait_ready() if engine is not None else None
-    export = Export(chunks, architecture, world.groups)
-    sync = WeightSync(
-        export.tensors,
-        export,
-        [HandleSender(client, 1)] if client is not None else [],
-        hf_shapes(architecture),
-        bucket_bytes=bucket_bytes,
-        barrier=lambda: world.exchange.share(None),
-        engines_keep=False,
-    )
-    size = sum(tensor.nbytes for tensor in export.tensors)
+    sections = {"model": {"path": str(folder)}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
+    config = Config.model_validate(sections | {"rollout": {"sync": {"bucket_bytes": bucket_bytes}}})
+    route = find_route(config, {"actor": world.groups.layout, "rollout": Layout((0,))})
+    for chunk in chunks:
+        chunk.requires_grad_()  # as if trained: what is frozen is sent once
+    actor = SimpleNamespace(chunks=chunks, groups=world.groups)
+    sync = build_sync(config, route, architecture, actor, client, world.exchange)
+    size = sync().bytes
     source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
     syncs, copies = [], []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         world.exchange.share(None)
         syncs.append(sync().seconds)
         copies.append(seconds(lambda: target.copy_(source)) if world.rank == 0 else 0.0)
-    sync_seconds, copy_seconds = (statistics.median(times[1:]) for times in (syncs, copies))
+    sync_seconds, copy_seconds = (statistics.median(times) for times in (syncs, copies))
     world.say(
         f"{size / 2**20:.0f} MiB  sync {1000 * sync_seconds:.0f} ms ({size / 2**30 / sync_seconds:.2f} GiB/s)  "
         f"copy {1000 * copy_seconds:.0f} ms  {copy_seconds / sync_seconds:.0%} of the copy's rate"

@@ -4,7 +4,7 @@ import pytest
 
 from megappo.config.schema import Config
 from megappo.rollout.client import EngineError
-from megappo.trainer.probe import check_log_probs
+from megappo.sync.proof import check_log_probs
 
 FAULT = "so the engine does not run the actor's weights"
 

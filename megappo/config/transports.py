@@ -1,0 +1,44 @@
+"""The ways of the actor's weights into an engine. One entry each; the values of rollout.sync.transport follow from it.
+
+Without torch: each names what makes its ends, which stand in megappo.sync.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.table import Table
+
+AUTO = "auto"
+"""The rollout.sync.transport with which an engine takes the first of the table that is open to it."""
+Maker = str | Callable[..., Any]
+"""A function or class, or "module:name" of one, that is imported when it is called."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A rollout.sync.transport.
+
+    Attributes:
+        engine: (Link, EngineClient) -> the end of the rank that owns an engine: a Receiver; a Sender without `sender`.
+        sender: (Link) -> the Sender of one of the actor's ranks, for all engines; None = each engine's owner gives it
+            the weights itself, and must be one of the actor's ranks.
+        needs_other_gpu: the rank that sends must not be on the engine's GPUs.
+    """
+
+    engine: Maker
+    sender: Maker | None = None
+    needs_other_gpu: bool = False
+
+
+TRANSPORTS: Table[Transport] = Table(
+    "transport",
+    {
+        "ipc": Transport("megappo.sync.ipc:HandleSender"),
+        "broadcast": Transport(
+            "megappo.sync.broadcast:BroadcastReceiver", "megappo.sync.broadcast:BroadcastSender", needs_other_gpu=True
+        ),
+        "disk": Transport("megappo.sync.disk:DiskReader", "megappo.sync.disk:DiskWriter"),
+    },
+)
+"""By rollout.sync.transport."""

@@ -1,0 +1,95 @@
+"""The proofs that the engines have the actor's weights."""
+
+from collections.abc import Callable
+
+import torch
+
+from megappo.batch.exchange import Exchange
+from megappo.batch.rows import Rows
+from megappo.config.schema import Config
+from megappo.rollout.client import EngineClient, EngineError
+
+ROUNDING = {"bf16": 0.05, "fp32": 1e-3}
+"""model.dtype -> the mean difference of log-probs that rounding may cause."""
+
+
+def verified_sync(
+    sync: Callable[[], object], client: EngineClient | None, *, barrier: Callable[[], object], as_loaded: bool
+) -> None:
+    """The first sync, proven by the engines' own checksums: of weights spoiled before, none may be left.
+
+    Args:
+        client: of the engine that this rank owns. barrier: waits for all ranks.
+        as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
+            restore them to the bit. Otherwise only a weight that was not set at all is found.
+    Raises:
+        EngineError: some of an engine's weights were not set, or not to what they were; each named.
+    """
+    loaded, spoiled = [], []
+    if client is not None:
+        loaded = client.weight_checksums()
+        client.reset_weights()
+        spoiled = client.weight_checksums()
+    barrier()
+    sync()
+    if client is None:
+        return
+    synced = client.weight_checksums()
+    for rank, (before, without, now) in enumerate(zip(loaded, spoiled, synced, strict=True)):
+        unset = [name for name, checksum in now.items() if checksum == without[name]]
+        changed = [name for name, checksum in now.items() if as_loaded and checksum != before[name]]
+        for names, what in ((unset, "were not set by"), (changed, "differ from the folder's after")):
+            if names:
+                raise EngineError(
+                    f"{len(names)} of the {len(now)} weights of the engine's rank {rank} {what} the first weight sync: "
+                    f"{', '.join(names[:5])}; the engine would not run the actor's model. If SGLang itself changes "
+                    "these weights after loading (quantization, say), set rollout.sync.verify to false"
+                )
+
+
+def check_probe(
+    rows: Rows, engines: torch.Tensor, num_engines: int, config: Config, exchange: Exchange
+) -> dict[str, float]:
+    """`sync/log_prob_diff/{mean,max}` of what engines wrote after a sync; all ranks together.
+
+    Args:
+        rows: this rank's, with old_log_probs, which are the actor's, and rollout_log_probs.
+        engines: int64 [B], who wrote each.
+    Raises:
+        EngineError: an engine's differ too much on average; see `check_log_probs`.
+    """
+    difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs() * rows.response_mask
+    zeros = torch.zeros(num_engines)
+    sums = zeros.index_add(0, engines, difference.sum(dim=1))
+    counts = zeros.index_add(0, engines, rows.response_mask.sum(dim=1))
+    largest = float(difference.max()) if difference.numel() else 0.0
+    all_sums, all_counts, maxima = zip(*exchange.share((sums, counts, largest)), strict=True)
+    means = sum(all_sums) / sum(all_counts)
+    worst = int(means.argmax())  # of many engines, one that is stale would not show in the mean of all
+    check_log_probs(f"engine {worst}'s probe", float(means[worst]), config)
+    return {"sync/log_prob_diff/mean": float(means.mean()), "sync/log_prob_diff/max": max(maxima)}
+
+
+def check_log_probs(tokens: str, difference: float, config: Config) -> None:
+    """See that engine and actor agree.
+
+    Args:
+        tokens: whose, for the message. difference: of the log-probs, the mean over them.
+    Raises:
+        EngineError: they differ by more than `rollout.sync.probe_tolerance`.
+    """
+    tolerance = config.rollout.sync.probe_tolerance
+    if not difference <= tolerance:
+        raise EngineError(
+            f"trainer and SGLang engine disagree about the log-probs of {tokens} by {difference:.3g} on average, more "
+            f"than rollout.sync.probe_tolerance = {tolerance}: {_cause(difference, config.model.dtype)}"
+        )
+
+
+def _cause(difference: float, dtype: str) -> str:
+    """What may be behind a difference, and what to do about it."""
+    rounding = ROUNDING[dtype]
+    if not difference <= rounding:
+        return f"more than rounding in {dtype} explains, so the engine does not run the actor's weights"
+    other = ", or set model.dtype to fp32" if dtype == "bf16" else ""
+    return f"rounding in {dtype} may cause up to about {rounding} with the same weights: raise it to {rounding}{other}"

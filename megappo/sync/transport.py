@@ -1,0 +1,81 @@
+"""What a transport is made of: the end that has the weights, and the end that tells an engine of them.
+
+Each is three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the other, while
+the next bucket is gathered. All senders close; then, when all ranks have come so far, all receivers.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megappo.architecture.architecture import Architecture
+from megappo.config.schema import Config
+from megappo.sync.shared_memory import SharedMemory
+from megappo.weights.buckets import Bucket, NamedTensors
+
+FLATTENED_BUCKET = "flattened_bucket"
+"""SGLang's word for tensors of one dtype, one after the other in one piece of memory."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the ends of a transport are made from.
+
+    Attributes:
+        architecture: the actor's.
+        num_engines: that take this transport. number: of this rank's among them.
+        address: what the sender gives as its `address`.
+    """
+
+    config: Config
+    architecture: Architecture
+    bucket_bytes: int
+    num_engines: int
+    number: int = 0
+    address: Any = None
+
+    @property
+    def folder(self) -> Path:
+        """In which all ranks may leave something for others."""
+        return Path(self.config.trainer.output_dir).resolve() / "sync"
+
+
+class Sender:
+    """The end that has the weights, on one of the actor's ranks.
+
+    Attributes:
+        memory: where the engine reads them: buckets are gathered there, and what the model has whole is moved there
+            and handed to `open` instead. None = any memory will do.
+        address: where the receivers find this end, if they must.
+    """
+
+    memory: SharedMemory | None = None
+    address: Any = None
+
+    def open(self, in_place: NamedTensors) -> None:
+        """Before the first bucket; send what lies in `memory` already."""
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Send a bucket, `flat` being its memory (see `views`), and return when that may be used again."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """After the last bucket."""
+
+    def abort(self) -> None:
+        """Instead of `close`, when something could not be sent."""
+
+
+class Receiver:
+    """The end of a rank that owns an engine, which gets the weights from elsewhere."""
+
+    def open(self) -> None:
+        """Before the first bucket."""
+
+    def send(self, bucket: Bucket) -> None:
+        """Tell the engine what comes, and return when it is there."""
+
+    def close(self) -> None:
+        """When all senders have closed."""
