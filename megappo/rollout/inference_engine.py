@@ -30,7 +30,6 @@ class Engine:
         log_path: file for the server's output.
         seed: seeds SGLang's sampling; must differ between engines.
     Raises:
-        ConfigError: rollout.server_args holds a reserved name.
         EngineError: SGLang is not installed.
     """
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from megappo.architecture.dtypes import DTYPES
-from megappo.config.errors import ConfigError
 from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineError
 from megappo.rollout.keeper import remove_traces
-from megappo.rollout.server_args import server_args_errors
 
 HOST = "127.0.0.1"
 CPU_ARGUMENTS = {
@@ -35,14 +33,7 @@ PACKAGE_ROOT = Path(__file__).parents[2]
 def server_arguments(
     model_path: str | Path, rollout: Rollout, dtype: str, *, on_gpu: bool, seed: int
 ) -> dict[str, Any]:
-    """SGLang's ServerArgs by name, but for host, port and key.
-
-    Raises:
-        ConfigError: rollout.server_args holds a name that is set here, or that SGLang does not know.
-    """
-    errors = list(server_args_errors(rollout.server_args))
-    if errors:
-        raise ConfigError(errors)
+    """SGLang's ServerArgs by name, but for host, port and key."""
     return {
         "model_path": str(model_path),
         "dtype": DTYPES[dtype].torch,

@@ -6,10 +6,8 @@ SGLang's. Settings (not on the command line, where every user of the machine cou
 where there is no GPU, by name}}. Its parent, a keeper, has it end with itself.
 """
 
-import difflib
 import functools
 import gc
-import inspect
 import json
 import multiprocessing
 import sys
@@ -43,25 +41,9 @@ def _arguments(settings: dict[str, Any]) -> Any:
     if "command_line" in settings:
         defaults = {} if torch.cuda.is_available() else settings["cpu_arguments"]
         return command_line.parse(settings["command_line"], defaults)
-    return server_args(settings["server_args"])
-
-
-def server_args(arguments: dict[str, Any]) -> Any:
-    """SGLang's ServerArgs.
-
-    Raises:
-        SystemExit: a name that this SGLang does not know.
-    """
-    import sglang
     from sglang.srt.server_args import ServerArgs
 
-    known = list(inspect.signature(ServerArgs).parameters)
-    unknown = [name for name in arguments if name not in known]
-    if unknown:
-        near = {name: difflib.get_close_matches(name, known, n=1) for name in unknown}
-        hints = "; ".join(f"{name} (nearest: {found[0]})" if found else name for name, found in near.items())
-        sys.exit(f"error: rollout.server_args has names that SGLang {sglang.__version__} does not know: {hints}")
-    return ServerArgs(**arguments)
+    return ServerArgs(**settings["server_args"])
 
 
 def _import_sglang() -> None:

@@ -58,11 +58,6 @@ def test_a_taken_port_is_refused_at_once(checkpoint, tmp_path):
             build(checkpoint, tmp_path, port=port).start()
 
 
-def test_reserved_and_unknown_server_args_are_refused(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="host may not be set.*\n.*api_key may not be set.*\n.*does not know absent:"):
-        build(checkpoint, tmp_path, server_args={"host": "0.0.0.0", "api_key": "x", "absent": 1})
-
-
 def test_sockets_have_names_that_are_short_enough(tmp_path, monkeypatch):
     long = tmp_path / ("job-" * 15)
     long.mkdir()
