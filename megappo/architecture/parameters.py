@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ExpertFormat, SharedExpertFormat
+from megappo.config.schema import Parallel
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -192,6 +194,23 @@ def pieces_of(parameters: Iterable[Parameter]) -> dict[str, Piece]:
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's Hugging Face tensors; a tied head, being the embedding, is not among them."""
     return {name: piece.shape for name, piece in pieces_of(list_parameters(architecture)).items()}
+
+
+def stage_sizes(architecture: Architecture, parallel: Parallel) -> list[int]:
+    """Numbers in the parameters that a rank of each pipeline stage holds; the model fits the layout."""
+    chunks, local_experts = parallel.num_chunks, architecture.num_experts // parallel.expert
+    split = parallel.pipeline_split or (architecture.num_layers // chunks,) * chunks
+    stages = [chunk % parallel.pipeline for chunk, layers in enumerate(split) for _ in range(layers)]
+    sizes = [0] * parallel.pipeline
+    for parameter in list_parameters(architecture, tensor=parallel.tensor, expert_tensor=parallel.expert_tensor):
+        piece, is_head = parameter.pieces[0], parameter.names[0].startswith(OUTPUT_LAYER)
+        is_tied_here = is_head and piece.name == EMBEDDING and parallel.pipeline == 1
+        is_elsewhere = piece.expert is not None and piece.expert >= local_experts
+        if parameter.is_buffer or is_tied_here or is_elsewhere:
+            continue
+        outside = 0 if piece.name == EMBEDDING and not is_head else -1
+        sizes[outside if parameter.layer is None else stages[parameter.layer]] += prod(parameter.shard_shape)
+    return sizes
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:

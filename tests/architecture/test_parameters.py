@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+from tiny_deepseek import DEEPSEEK_V3
 from tiny_folders import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import Parameter, by_name, hf_shapes, list_parameters
+from megappo.architecture.parameters import Parameter, by_name, hf_shapes, list_parameters, stage_sizes
 from megappo.architecture.parsing import parse
+from megappo.config.schema import Parallel
 
 
 def architecture(model_type: str, **changes: object) -> Architecture:
@@ -26,6 +28,15 @@ def test_names_and_shapes_are_hugging_faces(model_type: str, tied: bool) -> None
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE, tie_word_embeddings=tied))
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert hf_shapes(architecture(model_type, tie_word_embeddings=tied)) == expected
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "deepseek_v3"])
+def test_as_many_parameters_as_hugging_face_counts(model_type: str) -> None:
+    changes = DEEPSEEK_V3 if model_type == "deepseek_v3" else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes))
+    name = type(model).__name__
+    parsed = parse({**model.config.to_dict(), "architectures": [name]}, Path("config.json"))
+    assert stage_sizes(parsed, Parallel()) == [model.num_parameters()]
 
 
 def test_names_and_shapes_of_experts_are_those_of_the_hub() -> None:

@@ -11,7 +11,7 @@ from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, PLAIN_ROPE
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, run, sequences
 
 from megappo.architecture.families import FAMILIES, Family, HeadKind
-from megappo.architecture.parameters import padded_vocab_size
+from megappo.architecture.parameters import padded_vocab_size, stage_sizes
 from megappo.architecture.parsing import ArchitectureError, parse, read_architecture
 from megappo.config.schema import Parallel
 from megappo.models.layer_specs import layer_spec
@@ -127,7 +127,10 @@ def _check_case(case: Case, groups: ComponentGroups) -> None:
         sequence=sequence,
         pipeline_split=case.split,
     )
-    logits = outputs(build(case.folder, parallel, groups, trained=False, dtype=case.dtype), groups)
+    chunks = build(case.folder, parallel, groups, trained=False, dtype=case.dtype)
+    held = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    assert held == stage_sizes(read_architecture(case.folder), parallel)[groups.collection.pp.rank()], case.name
+    logits = outputs(chunks, groups)
     if groups.collection.pp.rank() < pipeline - 1:
         assert logits is None
         return
