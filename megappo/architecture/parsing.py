@@ -99,18 +99,22 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
         named=named,
         family=family,
         file=file,
-        **{size: found[key] for size, key in SIZES.items()},
+        **_sizes(found, SIZES),
         num_kv_heads=_num_kv_heads(found),
         head_size=found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"],
         rope=_rope(found, family),
         experts=_experts(found, family.experts) if family.experts else None,
-        latent=_latent(found) if family.latent_attention else None,
+        latent=LatentAttention(**_sizes(found, LATENT_SIZES)) if family.latent_attention else None,
         tied=bool(found.get("tie_word_embeddings", False)),  # Hugging Face's default
         sliding_window=_sliding_window(found, family),
         num_further_layers=found.get("num_nextn_predict_layers") or 0,
         raw_config=found,
         head=head,
     )
+
+
+def _sizes(found: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    return {size: found[key] for size, key in keys.items()}
 
 
 def _missing(found: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -248,10 +252,6 @@ def _groups(found: Mapping[str, Any], experts: ExpertFormat) -> tuple[int, int] 
     if not _has_groups(found, experts) or found["topk_group"] >= found["n_group"]:
         return None
     return found["n_group"], found["topk_group"]
-
-
-def _latent(found: Mapping[str, Any]) -> LatentAttention:
-    return LatentAttention(**{size: found[key] for size, key in LATENT_SIZES.items()})
 
 
 def _num_kv_heads(found: Mapping[str, Any]) -> int:

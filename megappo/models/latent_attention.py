@@ -32,15 +32,8 @@ def latent_arguments(architecture: Architecture) -> dict[str, Any]:
 def _rope_arguments(rope: Rope) -> dict[str, Any]:
     """Rotary positions, with YaRN's factors on cosines and sines (mscale over mscale_all_dim) and on the softmax
     (mscale_all_dim)."""
-    if rope.kind == "default":
-        return {"rope_type": "rope", "rotary_base": rope.base, "rotary_scaling_factor": 1.0}
-    numbers = dict(rope.numbers)
-    return {
-        "rope_type": rope.kind,
-        "rotary_base": rope.base,
-        "rotary_scaling_factor": numbers.pop("factor"),
-        **numbers,
-    }
+    kind, numbers = "rope" if rope.kind == "default" else rope.kind, {"factor": 1.0, **rope.numbers}
+    return {"rope_type": kind, "rotary_base": rope.base, "rotary_scaling_factor": numbers.pop("factor"), **numbers}
 
 
 class ReplicatedLinear(torch.nn.Module):

@@ -20,6 +20,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megappo import platform
@@ -248,7 +249,7 @@ class TrainedEngine(MegatronEngine):
                 for runner in self.runners
             ]
             self.optimizer = get_megatron_optimizer(
-                optimizer_config(optim, bf16=self.config.bf16),
+                optimizer_config(optim, self.config),
                 self.runners,
                 use_gloo_process_groups=False,
                 pg_collection=groups.collection,
@@ -368,7 +369,7 @@ def load_chunks(chunks: ModelChunks, groups: ComponentGroups, state: dict[str, d
             chunk.load_state_dict(state[f"model{i}"])
 
 
-def optimizer_config(optim: Optim, bf16: bool) -> OptimizerConfig:
+def optimizer_config(optim: Optim, model: TransformerConfig) -> OptimizerConfig:
     """Megatron's optimizer settings: decoupled Adam, fp32 moments and master weights."""
     return OptimizerConfig(
         optimizer="adam",
@@ -379,8 +380,8 @@ def optimizer_config(optim: Optim, bf16: bool) -> OptimizerConfig:
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
-        bf16=bf16,
-        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        bf16=model.bf16,
+        params_dtype=model.params_dtype,
         use_distributed_optimizer=optim.distributed,
     )
 

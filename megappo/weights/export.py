@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import SECOND_HEAD, Piece, by_name, pieces_of
+from megappo.architecture.parameters import SECOND_HEAD, Piece, pieces_of
 from megappo.models.build import ModelChunks
 from megappo.models.dtypes import TORCH_DTYPES
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
-from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, parameters_of
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
 PORTION_BYTES = 32 * 2**20  # of a bucket, gathered from tensor-parallel ranks at a time
 _DTYPES = tuple(TORCH_DTYPES.values())  # numbered, for ranks to agree on one
@@ -67,15 +67,14 @@ class Export:
         needing: Collection[int] | None = None,
     ):
         self.groups, layout = groups, groups.layout
-        listed = parameters_of(architecture, groups)
-        self._table, parameters = by_name(listed), global_parameters(chunks)
+        self._table, parameters = table_of(architecture, groups), global_parameters(chunks)
         if architecture.head == "policy":
             parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}
         check_parameters(parameters, self._table)
         self._parameters = parameters
         self._held = {piece.name: name for name in parameters for piece in self._table[name].pieces}
         self._device = next(chunks[0].parameters()).device
-        tensors = _plan(list(pieces_of(listed).values()), self._held, parameters, groups)
+        tensors = _plan(list(pieces_of(self._table.values()).values()), self._held, parameters, groups)
         # Like ones together: fewer messages, and fewer buckets, each of one dtype.
         self.tensors = sorted(tensors, key=lambda tensor: (tensor.cut, str(tensor.dtype)))
         # Who takes what is passed on over the ranks that a tensor is cut over, over the pipeline, over the experts.

@@ -6,22 +6,14 @@ from pathlib import Path
 import torch
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import (
-    EMBEDDING,
-    LM_HEAD,
-    VALUE_BIAS,
-    VALUE_HEAD,
-    Piece,
-    by_name,
-    pieces_of,
-)
+from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS, VALUE_HEAD, Piece, pieces_of
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import all_finite
 from megappo.weights.critic import has_value_bias, name_value_head
 from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
-from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, parameters_of
+from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
 UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints saved
 
@@ -68,14 +60,13 @@ def load_hf(
             not finite; each named.
         FileNotFoundError: the folder, or a file of it, is missing.
     """
-    listed = parameters_of(architecture, groups)
-    table, parameters = by_name(listed), global_parameters(chunks)
+    table, parameters = table_of(architecture, groups), global_parameters(chunks)
     check_parameters(parameters, table)
     with PerExpertFolder(folder, architecture) as source:
         if architecture.head != "policy":
             name_value_head(source)
             _check_bias(source, architecture)
-        _check_source(source, architecture, pieces_of(listed))
+        _check_source(source, architecture, pieces_of(table.values()))
         if architecture.ties_output and LM_HEAD in source.names():
             _check_tied(source)
         has_values = VALUE_HEAD in source.names()

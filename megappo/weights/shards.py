@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import ROUTER_BIAS, Parameter, Piece, list_parameters
+from megappo.architecture.parameters import ROUTER_BIAS, Parameter, Piece, by_name, list_parameters
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import ComponentGroups
 
@@ -30,9 +30,10 @@ def _global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
     return {_LAYER.sub(with_global_numbers, name): tensor for name, tensor in (*model.named_parameters(), *biases)}
 
 
-def parameters_of(architecture: Architecture, groups: ComponentGroups) -> list[Parameter]:
-    """Every parameter of a model in this layout."""
-    return list_parameters(architecture, tensor=groups.layout.tensor, expert_tensor=groups.layout.expert_tensor)
+def table_of(architecture: Architecture, groups: ComponentGroups) -> dict[str, Parameter]:
+    """Every parameter of a model in this layout, by its names."""
+    layout = groups.layout
+    return by_name(list_parameters(architecture, tensor=layout.tensor, expert_tensor=layout.expert_tensor))
 
 
 def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
