@@ -13,16 +13,19 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from megappo.architecture.dtypes import DTYPES
+from megappo.architecture.parameters import stage_sizes
+from megappo.architecture.parsing import read_architecture
 from megappo.config.checks import longest_row
 from megappo.config.describe import counted, show
 from megappo.config.errors import ConfigError, printable, shorten
 from megappo.config.help import config_help
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
-from megappo.config.schema import MOST_RANKS, Config
+from megappo.config.schema import MOST_RANKS, Config, Parallel
 from megappo.observe.console import escape_unprintable
 from megappo.placement.arithmetic import batch_splits
-from megappo.placement.components import trained_components
+from megappo.placement.components import components_of, trained_components
 from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import leaves_world_open, pipeline_splits, placement_layouts, smallest_world
@@ -55,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nplacement\n{picture}\n  {ways}{_absent(config)}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
     errors = check_run(config, world_size)
+    if not errors:
+        print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
     if not errors:
@@ -111,6 +116,16 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
     steps = {name: training.optimizer_steps(config) for name, training in trained_components(config).items()}
     run += ", ".join(f"{name} {count:,}" for name, count in steps.items())
     return "\n".join([*totals, aligned(rows), run])
+
+
+def weights_summary(config: Config) -> str:
+    """How many parameters each model has, and the bytes of those on the rank that holds most of them."""
+    rows = [["", "parameters", "bytes on a rank, at most"]]
+    for name, spec in components_of(config).items():
+        architecture = read_architecture(spec.folder.value, spec.head)
+        [whole], parts = stage_sizes(architecture, Parallel()), stage_sizes(architecture, spec.parallel.value)
+        rows.append([name, f"{whole:,}", f"{max(parts) * DTYPES[config.model.dtype].nbytes:,}"])
+    return aligned(rows)
 
 
 _BATCH_ROWS = {

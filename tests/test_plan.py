@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from megappo.plan import main
 from megappo.trainer.lock import take
@@ -117,6 +118,26 @@ def test_a_valid_run_is_planned(run_folder):
     ):
         assert expected in lines
     assert lines[-1] == "nothing is wrong: ready for 4 processes of megappo.train"
+
+
+def test_weights_are_as_many_as_hugging_faces(plan, run_folder):
+    sizes = {name: value for name, value in HF_CONFIG.items() if name != "architectures"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **sizes, num_key_value_heads=4))
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    actor = sum(counts.values())
+    norms = sum(count for name, count in counts.items() if "norm" in name)  # on every rank; the others are cut in two
+    critic = actor - counts["lm_head.weight"] + HF_CONFIG["hidden_size"]
+    layer = sum(count for name, count in counts.items() if name.startswith("model.layers.0."))
+    largest_stage = counts["model.embed_tokens.weight"] + 2 * layer
+    lines = [" ".join(line.split()) for line in plan(run_folder, "run.yaml").stdout.splitlines()]
+    start = lines.index("weights, in fp32")
+    assert lines[start + 1 : start + 5] == [
+        "parameters bytes on a rank, at most",
+        f"actor {actor:,} {4 * ((actor - norms) // 2 + norms):,}",
+        f"critic {critic:,} {4 * largest_stage:,}",
+        f"ref {actor:,} {4 * ((actor - norms) // 2 + norms):,}",
+    ]
 
 
 def test_a_method_without_a_critic_plans_none(plan, run_folder):
