@@ -24,12 +24,14 @@ class OtherRankError(RuntimeError):
 
 @dataclass(frozen=True)
 class RowTable:
-    """What every rank knows of a step's rows: their lengths, in tokens, [B] int64 each, by row number.
+    """What every rank knows of a step's rows: [B] int64 each, by row number. Lengths are in tokens.
 
     Attributes:
+        prompt_ids: see `Rows`; none is less than the one before.
         policy_lengths: response tokens with mask 1: those the policy wrote.
     """
 
+    prompt_ids: torch.Tensor
     prompt_lengths: torch.Tensor
     response_lengths: torch.Tensor
     policy_lengths: torch.Tensor
@@ -46,12 +48,12 @@ class RowTable:
         """Prompt + response tokens of each row."""
         return (self.prompt_lengths + self.response_lengths).tolist()
 
-
-def owners(num_rows: int, world_size: int, rows_per_prompt: int) -> RankRows:
-    """The rank that owns each row: contiguous prompts, as evenly as they divide, a prompt's responses together."""
-    prompts = num_rows // rows_per_prompt
-    bounds = [prompts * rank // world_size * rows_per_prompt for rank in range(world_size + 1)]
-    return tuple(tuple(range(start, stop)) for start, stop in zip(bounds, bounds[1:], strict=False))
+    def split(self, size: int) -> RankRows:
+        """All rows in `size` parts: consecutive prompts, as evenly as they divide, each with all of its rows."""
+        counts = self.prompt_ids.unique_consecutive(return_counts=True)[1]
+        ends = [0, *counts.cumsum(0).tolist()]
+        bounds = [ends[len(counts) * part // size] for part in range(size + 1)]
+        return tuple(tuple(range(start, stop)) for start, stop in zip(bounds, bounds[1:], strict=False))
 
 
 def shard_destinations(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
@@ -95,21 +97,27 @@ class Exchange:
             if message is not None:
                 raise OtherRankError(f"rank {rank} failed: {message}")
 
-    def table(self, rows: Rows) -> tuple[RowTable, RankRows]:
-        """Lengths of all rows and who holds them, from what each rank holds.
+    def table(self, rows: Rows) -> tuple[Rows, RowTable, RankRows]:
+        """The rows with their numbers over all ranks, what is known of all of them, and where they are.
+
+        Rows are numbered prompt after prompt, those of a prompt by the ids that they had.
 
         Raises:
-            ValueError: row numbers are not 0..B-1, each held once.
+            ValueError: two rows of a prompt have the same id.
         """
         policy_lengths = rows.response_mask.sum(dim=1).long()
-        columns = (rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
-        shared = self.share(tuple(column.tolist() for column in columns))
-        sources = tuple(tuple(ids) for ids, *_ in shared)
-        entries = sorted(entry for part in shared for entry in zip(*part, strict=True))
-        if [entry[0] for entry in entries] != list(range(len(entries))):
-            raise ValueError(f"rows must be numbered 0..B-1 and held once each; got {[entry[0] for entry in entries]}")
-        lengths = torch.tensor([entry[1:] for entry in entries], dtype=torch.int64).reshape(-1, 3)
-        return RowTable(*lengths.unbind(dim=1)), sources
+        columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
+        shared = self.share(list(zip(*(column.tolist() for column in columns), strict=True)))
+        entries = sorted(entry for part in shared for entry in part)
+        names = [entry[:2] for entry in entries]
+        twice = [name for name, following in zip(names, names[1:], strict=False) if name == following]
+        if twice:
+            raise ValueError(f"each row must be there once; found several times, by prompt_id and id: {twice[:10]}")
+        numbers = {name: number for number, name in enumerate(names)}
+        sources = tuple(tuple(numbers[entry[:2]] for entry in part) for part in shared)
+        prompt_ids, _, *lengths = torch.tensor(entries, dtype=torch.int64).reshape(-1, len(columns)).unbind(dim=1)
+        rows = replace(rows, ids=torch.tensor(sources[self.rank], dtype=torch.int64))
+        return rows, RowTable(prompt_ids, *lengths), sources
 
     def move(
         self,
@@ -187,4 +195,4 @@ class Exchange:
 def empty_rows(ids: Sequence[int], table: RowTable) -> Rows:
     """Rows with their lengths, without tokens or fields yet."""
     index = torch.tensor(list(ids), dtype=torch.int64)
-    return Rows(index, table.prompt_lengths[index], table.response_lengths[index], [], {})
+    return Rows(index, table.prompt_ids[index], table.prompt_lengths[index], table.response_lengths[index], [], {})

@@ -20,8 +20,8 @@ class PackedBatch:
         cu_seqlens: [b + 1] int32 boundaries of the whole rows (one more where there is padding at the end: it counts as
             a row of its own). With context parallelism rows are padded, and the padding counts as theirs.
         max_seqlen: length of the longest of these.
-        predictors: [N] int64 into T: the positions held here that predict a response token, rows in order.
-        targets: [N] int64: the response tokens that these predict.
+        predictors: [N] int64 into T: the positions held here that predict a token of mask 1, rows in order.
+        targets: [N] int64: the tokens that these predict.
         predicted: [b, R] bool: which of all response tokens these are.
         last_tokens: [n] int64 into T: the rows' last tokens, as far as they are held here.
         ended: [b] bool: whose these are.
@@ -39,7 +39,7 @@ class PackedBatch:
     ended: torch.Tensor
 
     def responses(self, flat: torch.Tensor) -> torch.Tensor:
-        """[N] values at `predictors` as [b, R], 0 on padding and at tokens predicted elsewhere; differentiable."""
+        """[N] values at `predictors` as [b, R], 0 at mask 0 and at tokens predicted elsewhere; differentiable."""
         return flat.new_zeros(self.predicted.shape).masked_scatter(self.predicted, flat)
 
     def ends(self, flat: torch.Tensor) -> torch.Tensor:
@@ -60,11 +60,11 @@ def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, c
     starts = torch.tensor([0, *lengths]).cumsum(0)
     tokens = torch.cat(sequences)
     first = starts[: len(rows)] + rows.prompt_lengths  # of each response
-    valid = torch.arange(rows.max_response_length) < rows.response_lengths[:, None]
-    responses = (first[:, None] + torch.arange(rows.max_response_length))[valid]
+    valid = rows.response_mask.bool()
+    written = (first[:, None] + torch.arange(rows.max_response_length))[valid]
     held = held_positions(starts, context, context_rank)
     place = torch.full((len(tokens),), -1).index_copy(0, held, torch.arange(len(held)))
-    predictors, last_tokens = place[responses - 1], place[first + rows.response_lengths - 1]
+    predictors, last_tokens = place[written - 1], place[first + rows.response_lengths - 1]
     return PackedBatch(
         rows=rows,
         input_ids=tokens[held][None].to(device),
@@ -72,7 +72,7 @@ def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, c
         cu_seqlens=starts.to(torch.int32).to(device),
         max_seqlen=max(lengths),
         predictors=predictors[predictors >= 0].to(device),
-        targets=tokens[responses[predictors >= 0]].to(device),
+        targets=tokens[written[predictors >= 0]].to(device),
         predicted=torch.zeros_like(valid).masked_scatter(valid, predictors >= 0).to(device),
         last_tokens=last_tokens[last_tokens >= 0].to(device),
         ended=(last_tokens >= 0).to(device),

@@ -13,7 +13,9 @@ class Rows:
     """B rows held by one rank.
 
     Attributes:
-        ids: [B] int64, row numbers, unique over all ranks.
+        ids: [B] int64, row numbers: 0.. over all ranks once `Exchange.table` has numbered them; before, whatever tells
+            the rows of a prompt apart.
+        prompt_ids: [B] int64, the same for all rows that answer the same prompt, which may be any number of rows.
         prompt_lengths, response_lengths: [B] int64, in tokens.
         input_ids: B tensors [prompt + response] int64, unpadded; empty list = the tokens are not here.
         fields: those of `FIELDS` that have been written, by name: float32, [B] (per row) or [B, R] (per response token,
@@ -24,15 +26,17 @@ class Rows:
     """
 
     ids: torch.Tensor
+    prompt_ids: torch.Tensor
     prompt_lengths: torch.Tensor
     response_lengths: torch.Tensor
     input_ids: list[torch.Tensor]
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        size, prompts, responses = len(self.ids), len(self.prompt_lengths), len(self.response_lengths)
-        if not size == prompts == responses:
-            raise ValueError(f"{size} ids, {prompts} prompt_lengths, {responses} response_lengths: expected as many")
+        size = len(self.ids)
+        for name in ("prompt_ids", "prompt_lengths", "response_lengths"):
+            if len(getattr(self, name)) != size:
+                raise ValueError(f"{size} ids, {len(getattr(self, name))} {name}: expected as many")
         lengths = (self.prompt_lengths + self.response_lengths).tolist()
         found = [len(tokens) for tokens in self.input_ids]
         if found and found != lengths:
@@ -81,6 +85,7 @@ class Rows:
         index = torch.as_tensor(indices, dtype=torch.int64)
         return Rows(
             self.ids[index],
+            self.prompt_ids[index],
             self.prompt_lengths[index],
             self.response_lengths[index],
             [self.input_ids[i] for i in index.tolist()] if self.input_ids else [],

@@ -36,7 +36,7 @@ from megappo.observe.metrics import Metric, merge_metrics
 from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
-"""Per response token, each [b, R] float32, 0 on padding; or per row, [b] float32."""
+"""Per response token, each [b, R] float32, 0 where the mask is; or per row, [b] float32."""
 Head = Callable[[torch.Tensor, PackedBatch], Outputs]
 """Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
 LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, Mapping[str, Metric]]]

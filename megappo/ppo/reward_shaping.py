@@ -168,7 +168,7 @@ def shape_scores(
 
     Args:
         scores: [B] float32, one per response.
-        response_lengths: [B] tokens.
+        response_lengths: [B] tokens that the policy wrote.
         groups, running, group: as in normalize_scores; every rank of `group` calls.
         config: the reward section.
         max_response_length: rollout.max_response_length.

@@ -15,13 +15,18 @@ REQUESTS_IN_FLIGHT = 8
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt; tokens and log_probs as in `Generation`."""
+    """One response to one prompt, as `Generation`; log_probs are None at tokens that an environment wrote."""
 
     prompt_index: int
     sample_index: int
     tokens: list[int]
-    log_probs: list[float]
+    log_probs: Sequence[float | None]
     finish_reason: Literal["stop", "length"]
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """How many of the tokens the policy wrote."""
+        return sum(log_prob is not None for log_prob in self.log_probs)
 
 
 class StoreCounter:

@@ -47,26 +47,22 @@ def verified_sync(
                 )
 
 
-def check_probe(
-    rows: Rows, engines: torch.Tensor, num_engines: int, config: Config, exchange: Exchange
-) -> dict[str, float]:
+def check_probe(rows: Rows, engine_number: int | None, config: Config, exchange: Exchange) -> dict[str, float]:
     """`sync/log_prob_diff/{mean,max}` of what engines wrote after a sync; all ranks together.
 
     Args:
-        rows: this rank's, with old_log_probs, which are the actor's, and rollout_log_probs.
-        engines: int64 [B], who wrote each.
+        rows: what this rank's engine wrote, with old_log_probs, which are the actor's, and rollout_log_probs.
+        engine_number: of that engine; None without one.
     Raises:
         EngineError: an engine's differ too much on average; see `check_log_probs`.
     """
-    difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs() * rows.response_mask
-    zeros = torch.zeros(num_engines)
-    sums = zeros.index_add(0, engines, difference.sum(dim=1))
-    counts = zeros.index_add(0, engines, rows.response_mask.sum(dim=1))
+    difference = (rows.field("old_log_probs") - rows.field("rollout_log_probs")).abs() * rows.response_mask
     largest = float(difference.max()) if difference.numel() else 0.0
-    all_sums, all_counts, maxima = zip(*exchange.share((sums, counts, largest)), strict=True)
-    means = sum(all_sums) / sum(all_counts)
+    found = (engine_number, float(difference.sum()), float(rows.response_mask.sum()), largest)
+    engines, sums, counts, maxima = zip(*(part for part in exchange.share(found) if part[0] is not None), strict=True)
+    means = torch.tensor(sums) / torch.tensor(counts)
     worst = int(means.argmax())  # of many engines, one that is stale would not show in the mean of all
-    check_log_probs(f"engine {worst}'s probe", float(means[worst]), config)
+    check_log_probs(f"engine {engines[worst]}'s probe", float(means[worst]), config)
     return {"sync/log_prob_diff/mean": float(means.mean()), "sync/log_prob_diff/max": max(maxima)}
 
 

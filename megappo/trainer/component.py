@@ -36,13 +36,12 @@ class MiniBatches:
 
 
 def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches:
-    """Consecutive mini-batches (the data's order is random already), each spread over the shards by tokens."""
+    """Mini-batches of consecutive prompts (their order is random already), each spread over the shards by tokens."""
     lengths = table.total_lengths()
-    bounds = [len(table) * i // num_mini_batches for i in range(num_mini_batches + 1)]
     mini_batches = []
-    for start, stop in zip(bounds, bounds[1:], strict=False):
-        parts = balanced_partitions(lengths[start:stop], layout.data)
-        mini_batches.append(tuple(tuple(start + i for i in sorted(part)) for part in parts))
+    for rows in table.split(num_mini_batches):
+        parts = balanced_partitions([lengths[row] for row in rows], layout.data)
+        mini_batches.append(tuple(tuple(rows[i] for i in part) for part in parts))
     return MiniBatches(tuple(mini_batches))
 
 
@@ -123,7 +122,7 @@ class Scattered:
 
 
 def _check_finite(component: str, outputs: Outputs) -> None:
-    """Outputs are 0 on padding, so every number counts. What other ranks wait for then never comes."""
+    """Outputs are 0 where the mask is, so every number counts. What other ranks wait for then never comes."""
     for name, output in outputs.items():
         broken = output[~output.isfinite()]
         if len(broken):

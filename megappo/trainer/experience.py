@@ -71,8 +71,8 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
 def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
     return shape_scores(
         rows.fields["scores"],
-        rows.response_lengths,
-        _prompts(run, rows),
+        rows.response_mask.sum(dim=1).long(),
+        rows.prompt_ids,
         run.config.reward,
         run.reward_moments,
         max_response_length=run.config.rollout.max_response_length,
@@ -93,11 +93,6 @@ def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
     return kl_estimate(fields["old_log_probs"], fields["ref_log_probs"], kind, conventions=conventions(run.config))
 
 
-def _prompts(run: Run, rows: Rows) -> torch.Tensor:
-    """[b] int64: the number of each row's prompt."""
-    return rows.ids // run.config.rollout.n
-
-
 def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns; of a decoupled or length-adaptive GAE each with its own lambda."""
     algorithm, fields, mask = run.config.algorithm, rows.fields, rows.response_mask
@@ -107,7 +102,7 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
         "values": fields.get("values"),
         "bootstrap_values": fields["bootstrap_values"] * fields["truncated"] if "bootstrap_values" in fields else None,
         "baselines": fields.get("baselines"),
-        "groups": _prompts(run, rows),
+        "groups": rows.prompt_ids,
         "group": run.exchange.group,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},
     }

@@ -77,7 +77,7 @@ class Trainer:
             metrics |= run.sync_weights(changed=actor_trained)
         metrics |= judged.metrics
         if judged.kl_penalty is not None and actor_trained:
-            run.kl.update(judged.kl_penalty, config.data.train_batch_size * config.rollout.n)
+            run.kl.update(judged.kl_penalty, len(batch.table))
         return metrics
 
     def evaluate(self, step: int) -> dict[str, Any]:

@@ -38,5 +38,4 @@ class Probe:
         batch = self.rollouts.probe(self.prompts)
         at_actor = self.actor.scatter(batch)
         rows = at_actor.gather(at_actor.forward(), batch.rows, {"log_probs": "old_log_probs"})
-        engines = rows.ids % self.rollouts.num_engines
-        return check_probe(rows, engines, self.rollouts.num_engines, self.config, self.actor.exchange)
+        return check_probe(rows, self.rollouts.engine_number, self.config, self.actor.exchange)

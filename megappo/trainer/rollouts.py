@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from megappo.batch.exchange import Exchange, owners
+from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
@@ -16,7 +17,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardPool
-from megappo.rollout.client import EngineClient, SamplingParams
+from megappo.rollout.client import EngineClient, EngineError, SamplingParams
 from megappo.rollout.sampler import Sample, StoreCounter, sample
 from megappo.trainer.component import Batch
 
@@ -110,7 +111,7 @@ class Rollouts:
         return samples
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
-        """[b] float32: the reward function's score of each sample."""
+        """[b] float32: the reward function's score of each sample's whole text, an environment's turns included."""
         if self.rewards is None:
             return torch.zeros(0)
         texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
@@ -125,24 +126,24 @@ class Rollouts:
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
-        batch = self._at_owners(samples, self.score(samples, prompts), prompts, n)
+        batch = self._at_owners(_rows(samples, prompts, self.score(samples, prompts)))
+        if len(batch.table) != n * len(prompts):
+            found = len(batch.table)
+            raise EngineError(f"expected {n} responses to each of {len(prompts)} prompts, got {found} in all")
         if self.config.algorithm.method.needs_greedy_baseline:
             baselines = {"baselines": self._baselines(responses.greedy, prompts, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
-        num_greedy_tokens = sum(self.exchange.share(sum(len(one.tokens) for one in responses.greedy)))
-        return batch, {"rollout/num_tokens": int(batch.table.response_lengths.sum()) + num_greedy_tokens}
+        num_greedy_tokens = sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
+        return batch, {"rollout/num_tokens": int(batch.table.policy_lengths.sum()) + num_greedy_tokens}
 
-    def _at_owners(self, samples: Sequence[Sample], scores: torch.Tensor, prompts: Sequence[Prompt], n: int) -> Batch:
-        """Samples, n to each prompt, as rows with the fields of `_with_fields` at their owners."""
-        rows = _rows(samples, prompts, n)
-        table, sources = self.exchange.table(rows)
-        rows = _with_fields(rows, samples, scores, table.max_response_length)
-        owned_by = owners(len(table), self.exchange.world_size, n)
-        owned = self.exchange.move(rows, table, sources, owned_by, list(rows.fields))
-        return Batch(owned, table, owned_by)
+    def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:
+        """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay."""
+        rows, table, sources = self.exchange.table(rows)
+        owners = sources if stay else table.split(self.exchange.world_size)
+        return Batch(self.exchange.move(rows, table, sources, owners, list(rows.fields)), table, owners)
 
     def probe(self, prompts: Sequence[Prompt]) -> Batch:
-        """A short response of every engine to each prompt, at their owners; all ranks call it together.
+        """A short response of every engine to each prompt, at the engines' own ranks; all ranks call it together.
 
         Fields as of `collect`; the scores are 0.
         """
@@ -155,14 +156,14 @@ class Rollouts:
                 Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
                 for i, one in enumerate(generations)
             ]
-        return self._at_owners(samples, torch.zeros(len(samples)), prompts, self.num_engines)
+        return self._at_owners(_rows(samples, prompts, torch.zeros(len(samples))), stay=True)
 
-    def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], owned: Rows) -> torch.Tensor:
+    def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], rows: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""
         indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
         shaped, _ = shape_scores(
             self.score(greedy, prompts),
-            torch.tensor([len(one.tokens) for one in greedy], dtype=torch.int64),
+            torch.tensor([one.num_policy_tokens for one in greedy], dtype=torch.int64),
             indices,
             self.config.reward,
             RunningMoments(),
@@ -171,7 +172,7 @@ class Rollouts:
         )
         mine = dict(zip(indices.tolist(), shaped.tolist(), strict=True))
         baselines = {index: score for part in self.exchange.share(mine) for index, score in part.items()}
-        return torch.tensor([baselines[i] for i in (owned.ids // self.config.rollout.n).tolist()], dtype=torch.float32)
+        return torch.tensor([baselines[prompt] for prompt in rows.prompt_ids.tolist()], dtype=torch.float32)
 
     def evaluate(self, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """Scores of one response to each prompt that this rank sampled, and the first prompts' responses to show."""
@@ -203,22 +204,26 @@ def check_known(samples: Sequence[Sample], vocab_size: int) -> None:
         raise ConfigError([f"critic.model_path: {found} its config.json): choose a model with the actor's vocabulary"])
 
 
-def _rows(samples: Sequence[Sample], prompts: Sequence[Prompt], n: int) -> Rows:
-    """Samples as rows without fields; a row's number is prompt position x n + sample."""
+def _rows(samples: Sequence[Sample], prompts: Sequence[Prompt], scores: torch.Tensor) -> Rows:
+    """Samples as rows, with all that the rollout knows of each."""
     of_prompt = [prompts[one.prompt_index].tokens for one in samples]
+    fields = {
+        "response_mask": _padded([[log_prob is not None for log_prob in one.log_probs] for one in samples]),
+        "rollout_log_probs": _padded([[log_prob or 0.0 for log_prob in one.log_probs] for one in samples]),
+        "scores": scores,
+        "truncated": torch.tensor([float(one.finish_reason == "length") for one in samples]),
+    }
     return Rows(
-        ids=torch.tensor([one.prompt_index * n + one.sample_index for one in samples], dtype=torch.int64),
+        ids=torch.tensor([one.sample_index for one in samples], dtype=torch.int64),
+        prompt_ids=torch.tensor([one.prompt_index for one in samples], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(tokens) for tokens in of_prompt], dtype=torch.int64),
         response_lengths=torch.tensor([len(one.tokens) for one in samples], dtype=torch.int64),
         input_ids=[torch.tensor(p + one.tokens) for p, one in zip(of_prompt, samples, strict=True)],
+        fields=fields,
     )
 
 
-def _with_fields(rows: Rows, samples: Sequence[Sample], scores: torch.Tensor, width: int) -> Rows:
-    mask = (torch.arange(width) < rows.response_lengths[:, None]).float()
-    log_probs = torch.zeros(len(rows), width)
-    for row, one in enumerate(samples):
-        log_probs[row, : len(one.tokens)] = torch.tensor(one.log_probs)
-    truncated = torch.tensor([float(one.finish_reason == "length") for one in samples])
-    fields = {"response_mask": mask, "rollout_log_probs": log_probs, "scores": scores, "truncated": truncated}
-    return Rows(rows.ids, rows.prompt_lengths, rows.response_lengths, rows.input_ids, fields)
+def _padded(values: Sequence[Sequence[float]]) -> torch.Tensor:
+    """[b, longest] float32."""
+    rows = [torch.tensor(of_row, dtype=torch.float32) for of_row in values]
+    return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)

@@ -9,7 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spawn import run_ranks
 
-from megappo.batch.exchange import Exchange, RankRows, RowTable, output_sources, owners, shard_destinations
+from megappo.batch.exchange import Exchange, RankRows, RowTable, output_sources, shard_destinations
 from megappo.batch.fields import FIELDS, Field
 from megappo.batch.rows import Rows
 from megappo.placement.layout import Layout
@@ -22,11 +22,16 @@ Oracle = dict[int, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of some (prompt, response) lengths, each on one rank of `sources`, to go to any ranks of `destinations`."""
+    """Rows of some (prompt, response) lengths, each on one rank of `sources`, to go to any ranks of `destinations`.
+
+    Attributes:
+        prompt_ids: of each row, rising.
+    """
 
     lengths: tuple[tuple[int, int], ...]
     sources: RankRows
     destinations: RankRows
+    prompt_ids: tuple[int, ...]
 
 
 def oracle(lengths: tuple[tuple[int, int], ...]) -> Oracle:
@@ -48,7 +53,9 @@ def rows_of(case: Case, held: tuple[int, ...], names: tuple[str, ...], width: in
             fields[name][i, : case.lengths[row][1]] = source[row][name]
     prompts, responses = (torch.tensor([case.lengths[row][i] for row in held], dtype=torch.int64) for i in (0, 1))
     input_ids = [source[row]["input_ids"] for row in held]
-    return Rows(torch.tensor(held, dtype=torch.int64), prompts, responses, input_ids, fields)
+    prompt_ids = torch.tensor([case.prompt_ids[row] for row in held], dtype=torch.int64)
+    ids = torch.tensor([10 * row - 7 for row in held], dtype=torch.int64)  # not numbered yet
+    return Rows(ids, prompt_ids, prompts, responses, input_ids, fields)
 
 
 def assert_rows(found: Rows, case: Case, held: tuple[int, ...], names: set[str]) -> None:
@@ -56,6 +63,7 @@ def assert_rows(found: Rows, case: Case, held: tuple[int, ...], names: set[str])
     source = oracle(case.lengths)
     width = max((response for _, response in case.lengths), default=0)
     assert found.ids.tolist() == list(held)
+    assert found.prompt_ids.tolist() == [case.prompt_ids[row] for row in held]
     assert [tokens.tolist() for tokens in found.input_ids] == [source[row]["input_ids"].tolist() for row in held]
     assert list(zip(found.prompt_lengths.tolist(), found.response_lengths.tolist(), strict=True)) == [
         case.lengths[row] for row in held
@@ -80,7 +88,7 @@ def generated_cases(draw: st.DrawFn, world_size: int) -> Case:
     sources = tuple(tuple(row for row in order if of_row[row] == rank) for rank in range(world_size))
     wanted = st.lists(st.sampled_from(range(size)), unique=True) if size else st.just([])
     destinations = tuple(tuple(draw(wanted)) for _ in range(world_size))
-    return Case(lengths, sources, destinations)
+    return Case(lengths, sources, destinations, tuple(sorted(draw(st.integers(0, 9)) for _ in range(size))))
 
 
 def generate(world_size: int) -> list[Case]:
@@ -101,8 +109,9 @@ def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
     for case in cases:
         width = max((response for _, response in case.lengths), default=0)
         mine = rows_of(case, case.sources[rank], ("values", "returns", "advantages"), width)
-        table, sources = exchange.table(mine)
-        assert sources == case.sources
+        mine, table, sources = exchange.table(mine)
+        assert sources == case.sources and mine.ids.tolist() == list(case.sources[rank])
+        assert table.prompt_ids.tolist() == list(case.prompt_ids)
         assert list(zip(table.prompt_lengths.tolist(), table.response_lengths.tolist(), strict=True)) == list(
             case.lengths
         )
@@ -124,6 +133,7 @@ def test_rows_go_from_any_sources_to_any_destinations(world_size: int) -> None:
 
 
 LENGTHS = ((3, 4), (1, 6), (5, 1), (2, 2), (4, 5), (2, 3), (1, 1), (2, 7))
+PROMPT_IDS = (0, 0, 1, 1, 2, 2, 3, 3)
 
 
 def through_two_components(rank: int, world_size: int) -> None:
@@ -131,14 +141,16 @@ def through_two_components(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     dp2, tp2 = Layout((1, 3)), Layout((2, 0), tensor=2)
     shards = ((7, 0, 3), (1, 2, 4, 5, 6))
-    owned_by = owners(len(LENGTHS), world_size, rows_per_prompt=2)
-    case = Case(LENGTHS, owned_by, shard_destinations(dp2, shards, world_size))
-    owned = rows_of(case, owned_by[rank], (), 7)
-    table, sources = exchange.table(owned)
+    owned_by = ((0, 1), (2, 3), (4, 5), (6, 7))
+    case = Case(LENGTHS, owned_by, shard_destinations(dp2, shards, world_size), PROMPT_IDS)
+    owned, table, sources = exchange.table(rows_of(case, owned_by[rank], (), 7))
+    assert table.split(world_size) == sources
     at_dp2 = exchange.move(owned, table, sources, case.destinations, [])
     assert_rows(at_dp2, case, ((), shards[0], (), shards[1])[rank], set())
-    results = rows_of(case, output_sources(dp2, shards, world_size)[rank], ("values",), 7)
-    back = exchange.move_fields(results, owned, table, output_sources(dp2, shards, world_size), owned_by, ["values"])
+    sources = output_sources(dp2, shards, world_size)
+    results = rows_of(case, sources[rank], ("values",), 7)
+    results = replace(results, ids=torch.tensor(sources[rank], dtype=torch.int64))
+    back = exchange.move_fields(results, owned, table, sources, owned_by, ["values"])
     assert_rows(back, case, owned_by[rank], {"values"})
     everything = (tuple(range(len(LENGTHS))),)
     at_tp2 = exchange.move(back, table, owned_by, shard_destinations(tp2, everything, world_size), ["values"])
@@ -149,15 +161,41 @@ def test_results_of_one_layout_reach_another() -> None:
     run_ranks(4, through_two_components)
 
 
-def wrong_numbers(rank: int, world_size: int, held: RankRows) -> None:
-    case = Case(LENGTHS, held, ())
-    with pytest.raises(ValueError, match="numbered 0..B-1 and held once each; got"):
-        Exchange(dist.group.WORLD).table(rows_of(case, held[rank], (), 7))
+def one_row_twice(rank: int, world_size: int) -> None:
+    case = Case(LENGTHS, ((0, 1), (3, 1)), (), PROMPT_IDS)
+    with pytest.raises(ValueError, match=r"each row must be there once; found several times.*: \[\(0, 3\)\]"):
+        Exchange(dist.group.WORLD).table(rows_of(case, case.sources[rank], (), 7))
 
 
-@pytest.mark.parametrize("held", [((0, 1), (1, 2)), ((0, 1), (3,))], ids=["held twice", "one missing"])
-def test_rows_held_twice_or_missing_are_refused_on_every_rank(held: RankRows) -> None:
-    run_ranks(2, wrong_numbers, held)
+def test_a_row_on_two_ranks_is_refused_on_both() -> None:
+    run_ranks(2, one_row_twice)
+
+
+def rows_filtered(rank: int, world_size: int) -> None:
+    """What is left of rows with any number to a prompt is numbered anew, and goes wherever it should."""
+    exchange = Exchange(dist.group.WORLD)
+    prompt_ids = (0, 2, 2, 2, 2, 5, 5, 6)
+    case = Case(LENGTHS, ((7, 0), (5, 3, 1), (2, 6, 4)), (), prompt_ids)
+    rows, table, sources = exchange.table(rows_of(case, case.sources[rank], ("values",), 7))
+    owners = table.split(world_size)
+    assert owners == ((0,), (1, 2, 3, 4), (5, 6, 7))
+    owned = exchange.move(rows, table, sources, owners, ["values"])
+    assert_rows(owned, case, owners[rank], {"values"})
+    kept = [1, 2, 4, 6, 7]
+    owned = owned.select([i for i, row in enumerate(owned.ids.tolist()) if row in kept])
+    rows, table, sources = exchange.table(owned)
+    assert (table.prompt_ids.tolist(), sources) == ([2, 2, 2, 5, 6], ((), (0, 1, 2), (3, 4)))
+    everywhere = ((0, 1, 2, 3, 4),) * world_size
+    moved = exchange.move(rows, table, sources, everywhere, ["values"])
+    assert moved.prompt_ids.tolist() == [prompt_ids[row] for row in kept]
+    source = oracle(LENGTHS)
+    for new, old in enumerate(kept):
+        assert moved.input_ids[new].tolist() == source[old]["input_ids"].tolist()
+        assert moved.fields["values"][new, : LENGTHS[old][1]].tolist() == source[old]["values"].tolist()
+
+
+def test_rows_that_a_filter_leaves_are_numbered_anew() -> None:
+    run_ranks(3, rows_filtered)
 
 
 def errors_reach_everybody(rank: int, world_size: int) -> None:
@@ -180,15 +218,14 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
 # --- who holds what: plain arithmetic ---
 
 
-@given(prompts=st.integers(0, 40), world_size=st.integers(1, 9), rows_per_prompt=st.integers(1, 5))
-def test_owners_are_contiguous_even_and_keep_a_prompt_together(
-    prompts: int, world_size: int, rows_per_prompt: int
-) -> None:
-    held = owners(prompts * rows_per_prompt, world_size, rows_per_prompt)
-    assert len(held) == world_size
-    assert [row for rows in held for row in rows] == list(range(prompts * rows_per_prompt))
-    prompts_of = [{row // rows_per_prompt for row in rows} for rows in held]
-    assert sum(map(len, prompts_of)) == prompts
+@given(counts=st.lists(st.integers(1, 5), max_size=40), size=st.integers(1, 9))
+def test_parts_are_contiguous_even_and_keep_a_prompt_together(counts: list[int], size: int) -> None:
+    prompt_ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64)) * 3
+    parts = RowTable(prompt_ids, prompt_ids, prompt_ids, prompt_ids).split(size)
+    assert len(parts) == size
+    assert [row for part in parts for row in part] == list(range(sum(counts)))
+    prompts_of = [{int(prompt_ids[row]) for row in part} for part in parts]
+    assert sum(map(len, prompts_of)) == len(counts)
     assert max(map(len, prompts_of)) - min(map(len, prompts_of)) <= 1
 
 
@@ -211,5 +248,5 @@ def test_shards_are_on_all_their_ranks_and_results_on_one(name: str) -> None:
 
 def test_table_of_no_rows() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
-    table = RowTable(nothing, nothing, nothing)
+    table = RowTable(nothing, nothing, nothing, nothing)
     assert (len(table), table.max_response_length, table.total_lengths()) == (0, 0, [])

@@ -1,5 +1,7 @@
 """Packing against plain loops over tokens."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ def make_rows(lengths: Lengths, width: int | None = None) -> Rows:
         start += prompt + response
     fields = {} if width is None else {"values": torch.zeros(len(lengths), width)}
     prompts, responses = torch.tensor(lengths).T
-    return Rows(torch.arange(len(lengths)), prompts, responses, tokens, fields)
+    return Rows(torch.arange(len(lengths)), torch.arange(len(lengths)), prompts, responses, tokens, fields)
 
 
 @settings(max_examples=200, deadline=None)
@@ -114,3 +116,14 @@ def test_rows_in_another_order_are_packed_in_that_order() -> None:
     packed: PackedBatch = pack(rows, 1, CPU)
     assert packed.input_ids.tolist() == [[9, 10, 11, 12, 1, 2, 3, 4, 5]]
     assert packed.responses(packed.targets.float()).tolist() == [[12, 0, 0], [3, 4, 5]]
+
+
+def test_what_an_environment_wrote_is_read_and_not_predicted() -> None:
+    rows = make_rows([(2, 4), (1, 2)])
+    mask = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0]])
+    packed = pack(replace(rows, fields={"response_mask": mask}), 1, CPU)
+    assert packed.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    assert packed.targets.tolist() == [3, 6, 9]
+    assert packed.input_ids[0, packed.predictors].tolist() == [2, 5, 8]
+    assert packed.input_ids[0, packed.last_tokens].tolist() == [6, 9]
+    assert packed.responses(packed.targets.float()).tolist() == [[3, 0, 0, 6], [0, 9, 0, 0]]

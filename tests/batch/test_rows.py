@@ -13,12 +13,14 @@ def rows(ids: list[int], prompts: list[int], responses: list[int], width: int) -
     tokens = [torch.full((p + r,), i) for i, p, r in zip(ids, prompts, responses, strict=True)]
     mask = (torch.arange(width) < torch.tensor(responses)[:, None]).float()
     fields = {"old_log_probs": mask * torch.tensor(ids)[:, None], "scores": torch.tensor(ids).float()}
-    return Rows(torch.tensor(ids), torch.tensor(prompts), torch.tensor(responses), tokens, fields)
+    return Rows(
+        torch.tensor(ids), torch.tensor(ids) // 2, torch.tensor(prompts), torch.tensor(responses), tokens, fields
+    )
 
 
 def test_select_keeps_everything_of_a_row_together_and_the_width():
     picked = rows([5, 6, 7], [1, 2, 3], [4, 1, 2], width=6).select([2, 0])
-    assert picked.ids.tolist() == [7, 5]
+    assert (picked.ids.tolist(), picked.prompt_ids.tolist()) == ([7, 5], [3, 2])
     assert [x.tolist() for x in picked.input_ids] == [[7] * 5, [5] * 5]
     assert picked.fields["old_log_probs"].tolist() == [[7, 7, 0, 0, 0, 0], [5, 5, 5, 5, 0, 0]]
     assert picked.fields["scores"].tolist() == [7, 5]
@@ -40,7 +42,7 @@ def test_response_mask_comes_from_the_lengths_unless_there_is_a_field():
 
 
 def test_without_fields_the_longest_response_is_the_width():
-    bare = Rows(torch.arange(2), torch.tensor([1, 1]), torch.tensor([2, 5]), [])
+    bare = Rows(torch.arange(2), torch.arange(2), torch.tensor([1, 1]), torch.tensor([2, 5]), [])
     assert bare.max_response_length == 5
     assert bare.response_mask.sum(1).tolist() == [2, 5]
 
@@ -48,7 +50,7 @@ def test_without_fields_the_longest_response_is_the_width():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_lengths": torch.tensor([1])}, "2 ids, 1 prompt_lengths, 2 response_lengths"),
+        ({"prompt_lengths": torch.tensor([1])}, "2 ids, 1 prompt_lengths: expected as many"),
         ({"input_ids": [torch.zeros(3), torch.zeros(9)]}, r"input_ids have \[3, 9\] tokens; expected .* \[3, 2\]"),
         (
             {"fields": {"values": torch.zeros(2, 1)}},

@@ -143,7 +143,7 @@ class Oracle:
         if self.head is not None:
             total = total + (VALUE_COEF if self.is_policy else 1.0) * value_loss(outputs, rows)
         if self.reference is not None:
-            total = total + KL_LOSS["kl_loss_coef"] * torch.cat(outputs["full_kl"]).mean()
+            total = total + KL_LOSS["kl_loss_coef"] * torch.cat(outputs["full_kl"]).sum() / rows.response_mask.sum()
         return total
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -159,10 +159,10 @@ class Oracle:
 
 
 def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
-    """Token mean of PPO's clipped loss with dual clip and entropy bonus, token by token."""
+    """Mean of PPO's clipped loss with dual clip and entropy bonus over the tokens of mask 1, token by token."""
     losses = []
     for row, log_probs in enumerate(outputs["log_probs"]):
-        for t in range(len(log_probs)):
+        for t in rows.response_mask[row].nonzero().flatten().tolist():
             advantage = rows.fields["advantages"][row, t]
             ratio = (log_probs[t] - rows.fields["old_log_probs"][row, t]).exp()
             loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - ACTOR.clip_ratio, 1 + ACTOR.clip_ratio))
@@ -173,10 +173,10 @@ def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
 
 
 def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
-    """Token mean of the clipped squared error, token by token."""
+    """Mean of the clipped squared error over the tokens of mask 1, token by token."""
     losses = []
     for row, values in enumerate(outputs["values"]):
-        for t in range(len(values)):
+        for t in rows.response_mask[row].nonzero().flatten().tolist():
             old, target = rows.fields["values"][row, t], rows.fields["returns"][row, t]
             clipped = old + (values[t] - old).clamp(-CRITIC.value_clip, CRITIC.value_clip)
             losses.append(0.5 * torch.max((values[t] - target) ** 2, (clipped - target) ** 2))

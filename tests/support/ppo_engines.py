@@ -1,6 +1,6 @@
 """Trained engines of tiny models and a batch to train them on, for tests of what stands above the models."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
-from megappo.batch.exchange import Exchange, owners
+from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config, Critic, Model, Optim, Parallel
 from megappo.models.build import build_model
@@ -79,33 +79,39 @@ def make_config(kind: str, ppo_epochs: int = 1) -> Config:
 def make_loss(kind: str, rows: Rows) -> LossFn:
     """The loss of one kind of engine on a mini-batch, `rows` over all shards, under ACTOR's and CRITIC's settings."""
     make = critic_loss if kind == "critic" else ActorLoss
-    return make(make_config(kind), int(rows.response_lengths.sum()), len(rows))
+    return make(make_config(kind), int(rows.response_mask.sum()), int(rows.response_mask.any(dim=1).sum()))
 
 
-def make_rows(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Rows:
-    """The same random rows on every rank, with every field the losses read."""
+def make_rows(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS, rows_per_prompt: int = 1) -> Rows:
+    """The same random rows on every rank, with every field the losses read; in longer ones an environment wrote a part.
+
+    Args:
+        lengths: (prompt, response) of each row.
+        rows_per_prompt: as many in a row answer the same prompt.
+    """
     generator = torch.Generator().manual_seed(1)
     prompts, responses = torch.tensor(lengths).T
     width = int(responses.max())
-    mask = (torch.arange(width) < responses[:, None]).float()
+    place, ids = torch.arange(width), torch.arange(len(lengths))
+    is_response = (place < responses[:, None]).float()
+    environment = (responses[:, None] > 3) & ((place % 5 == 1) | (place % 5 == 2))
+    mask = is_response * ~environment
     random = {
-        name: torch.randn(len(lengths), width, generator=generator) * mask
+        name: torch.randn(len(lengths), width, generator=generator) * is_response
         for name in ("noise", "advantages", "values", "returns")
     }
     tokens = [torch.randint(vocab_size, (p + r,), generator=generator) for p, r in lengths]
     # Old log-probs on both sides of the clipping range around those of an untrained model.
-    old = (-torch.log(torch.tensor(float(vocab_size))) + 0.3 * random.pop("noise")) * mask
+    old = (-torch.log(torch.tensor(float(vocab_size))) + 0.3 * random.pop("noise")) * is_response
     fields = {"response_mask": mask, "old_log_probs": old, **random}
-    return Rows(torch.arange(len(lengths)), prompts, responses, tokens, fields)
+    return Rows(ids, ids // rows_per_prompt, prompts, responses, tokens, fields)
 
 
-def at_owners(exchange: Exchange, rows: Rows, rows_per_prompt: int) -> Batch:
+def at_owners(exchange: Exchange, rows: Rows) -> Batch:
     """A step's batch of rows that every rank knows: each keeps those that it owns."""
-    owned_by = owners(len(rows), exchange.world_size, rows_per_prompt)
-    mine = rows.select(owned_by[exchange.rank])
-    table, sources = exchange.table(mine)
-    assert sources == owned_by
-    return Batch(mine, table, owned_by)
+    rows, table, sources = exchange.table(rows if exchange.rank == 0 else rows.select([]))
+    owners = table.split(exchange.world_size)
+    return Batch(exchange.move(rows, table, sources, owners, list(rows.fields)), table, owners)
 
 
 def with_score(folder: Path) -> Path:
@@ -173,16 +179,23 @@ def exported(engine: TrainedEngine, architecture: Architecture, kind: str) -> di
 def hf_outputs(
     model: torch.nn.Module, head: torch.nn.Module | None, rows: Rows, temperature: float = TEMPERATURE
 ) -> list[tuple[torch.Tensor, ...]]:
-    """By Hugging Face, one row at a time: (log_probs, entropy), or (values,) with a value head."""
+    """By Hugging Face, one row at a time: (log_probs, entropy), or (values,) with a value head; 0 where the mask is."""
     found = []
-    for tokens, prompt in zip(rows.input_ids, rows.prompt_lengths.tolist(), strict=True):
+    for tokens, prompt, mask in masked(rows):
         predicting = slice(prompt - 1, len(tokens) - 1)
         if head is not None:
-            found.append((head(model.model(tokens[None]).last_hidden_state[0, predicting])[:, 0],))
+            found.append((head(model.model(tokens[None]).last_hidden_state[0, predicting])[:, 0] * mask,))
             continue
         log_p = torch.log_softmax(model(tokens[None]).logits[0, predicting] / temperature, -1)
-        found.append((log_p.gather(1, tokens[prompt:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
+        log_probs, entropy = log_p.gather(1, tokens[prompt:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+        found.append((log_probs * mask, entropy * mask))
     return found
+
+
+def masked(rows: Rows) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Of each row its tokens, the length of its prompt, and the mask of its response."""
+    for i, (tokens, prompt) in enumerate(zip(rows.input_ids, rows.prompt_lengths.tolist(), strict=True)):
+        yield tokens, prompt, rows.response_mask[i, : len(tokens) - prompt]
 
 
 def hf_value_head(folder: Path) -> torch.nn.Linear:
@@ -201,12 +214,12 @@ def hf_bootstrap_values(model: torch.nn.Module, head: torch.nn.Module, rows: Row
 def hf_full_kl(
     model: torch.nn.Module, reference: torch.nn.Module, rows: Rows, temperature: float = TEMPERATURE
 ) -> list[torch.Tensor]:
-    """By Hugging Face, one row at a time: KL(model || reference) of each response token's distribution."""
+    """By Hugging Face, one row at a time: KL(model || reference) at each response token, 0 where the mask is."""
     found = []
-    for tokens, prompt in zip(rows.input_ids, rows.prompt_lengths.tolist(), strict=True):
+    for tokens, prompt, mask in masked(rows):
         log_p, log_q = (
             torch.log_softmax(either(tokens[None]).logits[0, prompt - 1 : -1] / temperature, -1)
             for either in (model, reference)
         )
-        found.append((log_p.exp() * (log_p - log_q.detach())).sum(-1))
+        found.append((log_p.exp() * (log_p - log_q.detach())).sum(-1) * mask)
     return found

@@ -133,7 +133,7 @@ class Actor:
 
     def differences(self, expected: list[list[float]]) -> tuple[float, float]:
         """Largest and mean distance of the engines' log-probs from the trainer's, which must be those expected."""
-        batch = at_owners(self.exchange, sequences_as_rows(), rows_per_prompt=1)
+        batch = at_owners(self.exchange, sequences_as_rows())
         scattered = self.component.scatter(batch)
         rows = scattered.gather(scattered.forward(), batch.rows, {"log_probs": "old_log_probs"})
         shared = self.exchange.share([row[row != 0] for row in rows.fields["old_log_probs"]])
@@ -149,7 +149,8 @@ def sequences_as_rows() -> Rows:
     responses = torch.tensor([len(tokens) - 1 for tokens in SEQUENCES])
     mask = (torch.arange(int(responses.max())) < responses[:, None]).float()
     tokens = [torch.tensor(sequence) for sequence in SEQUENCES]
-    return Rows(torch.arange(len(SEQUENCES)), torch.ones_like(responses), responses, tokens, {"response_mask": mask})
+    ids = torch.arange(len(SEQUENCES))
+    return Rows(ids, ids, torch.ones_like(responses), responses, tokens, {"response_mask": mask})
 
 
 def perturbed(checkpoint: Path, folder: Path, seed: int) -> tuple[Path, list[list[float]]]:

@@ -34,7 +34,7 @@ def test_mini_batches_are_consecutive_prompts_spread_over_the_shards(
 ) -> None:
     size = prompts * rows_per_prompt
     lengths = torch.randint(1, 50, (3, size * num_mini_batches), generator=torch.Generator().manual_seed(seed))
-    table = RowTable(*lengths)
+    table = RowTable(torch.arange(len(lengths[0])) // rows_per_prompt, *lengths)
     found = split(table, Layout(tuple(range(shards))), num_mini_batches)
     assert len(found.rows) == num_mini_batches
     for number, mini_batch in enumerate(found.rows):
@@ -53,8 +53,8 @@ def test_mini_batches_are_consecutive_prompts_spread_over_the_shards(
 
 def check_scattered(rank: int, world_size: int, rows_per_prompt: int, num_mini_batches: int) -> None:
     exchange = Exchange(dist.group.WORLD)
-    every = make_rows(91)
-    batch = at_owners(exchange, every, rows_per_prompt)
+    every = make_rows(91, rows_per_prompt=rows_per_prompt)
+    batch = at_owners(exchange, every)
     layouts = [Layout((3, 1)), Layout((0, 1, 2, 3), tensor=2), Layout((2, 0), pipeline=2)]
     for layout in [*layouts, Layout((0, 1, 2, 3), context=2)]:
         component = Component("actor", layout, None, exchange)
@@ -67,7 +67,7 @@ def check_scattered(rank: int, world_size: int, rows_per_prompt: int, num_mini_b
             expected = list(range(number * size, (number + 1) * size))
             outputs = [layout.output_rank(shard) for shard in range(layout.data)]
             assert sorted(row for output in outputs for row in held[output][number]) == expected
-            assert num_tokens == sum(int(every.response_lengths[row]) for row in expected)
+            assert num_tokens == sum(int(every.response_mask[row].sum()) for row in expected)
             assert num_sequences == size
             assert_rows(part, every, {"response_mask", "advantages", "returns"})
         assert (rank in layout.ranks) == any(len(part) for part, _, _ in parts)
@@ -110,8 +110,7 @@ def check_forward(
     rank: int, world_size: int, folder: Path, kind: str, expected: list[tuple[torch.Tensor, ...]]
 ) -> None:
     exchange = Exchange(dist.group.WORLD)
-    every = make_rows(read_architecture(folder).vocab_size)
-    batch = at_owners(exchange, every, rows_per_prompt=2)
+    batch = at_owners(exchange, make_rows(read_architecture(folder).vocab_size, rows_per_prompt=2))
     assert len(batch.rows) == (0, 2, 2, 2)[rank], "one rank must be without rows"
     groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
     names = {"log_probs": "old_log_probs", "entropy": "full_kl"} if kind == "actor" else {"values": "values"}

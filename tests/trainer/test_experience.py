@@ -1,6 +1,10 @@
-"""From rows at their owners on two ranks to advantages, against plain loops over all rows."""
+"""From rows at their owners on two ranks to advantages, against plain loops over all rows.
+
+A filter has left some of the rows, so prompts have two, three and four; an environment wrote some of their tokens.
+"""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +20,17 @@ from megappo.ppo.kl import kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.experience import add_advantages
 
-LENGTHS = (3, 1, 2, 3, 1, 3, 2, 2)
-N, MAX_LENGTH = 2, 4
+SAMPLED = (
+    *((1, "111"), (1, "1")),
+    *((2, "11"), (2, "1")),
+    *((4, "101"), (4, "111"), (4, "1"), (4, "011")),
+    *((7, "110"), (7, "11"), (7, "1"), (7, "111")),
+)
+"""Of each row the prompt, and what the policy wrote of the response."""
+KEPT = (0, 1, 4, 6, 7, 8, 9, 10, 11)
+PROMPTS, WRITTEN = zip(*(SAMPLED[row] for row in KEPT), strict=True)
+LENGTHS = tuple(written.count("1") for written in WRITTEN)
+MAX_LENGTH = 4
 PER_TOKEN = ("old_log_probs", "ref_log_probs", "rollout_log_probs", "values", "full_kl")
 METHODS = {
     "gae": {},
@@ -31,6 +44,7 @@ METHODS = {
     "reinforce++ baseline": {"adv_estimator": "reinforce_plus_plus_baseline"},
     "opo": {"adv_estimator": "opo"},
     "gpg": {"adv_estimator": "gpg"},
+    "groups' rewards": {"adv_estimator": "rloo"},
     "remax": {"adv_estimator": "remax"},
     "reinforce++ of nemo_rl": {"adv_estimator": "reinforce_plus_plus", "preset": "nemo_rl"},
     "reinforce++ of slime": {"adv_estimator": "reinforce_plus_plus", "preset": "slime"},
@@ -39,35 +53,58 @@ METHODS = {
 }
 
 
-def make_config(algorithm: dict) -> Config:
+def make_config(algorithm: dict, normalize: str = "none") -> Config:
     return Config.model_validate(
         {
             "model": {"path": "m"},
-            "data": {"train_files": ["f"], "train_batch_size": len(LENGTHS) // N},
+            "data": {"train_files": ["f"], "train_batch_size": 4},
             "trainer": {"output_dir": "o"},
-            "rollout": {"n": N, "max_response_length": MAX_LENGTH},
-            "reward": {"scale": 2.0, "length_penalty": "linear", "length_penalty_factor": 0.4},
+            "rollout": {"n": 2, "max_response_length": MAX_LENGTH},
+            "reward": {"normalize": normalize, "scale": 2.0, "length_penalty": "linear", "length_penalty_factor": 0.4},
             "algorithm": {"gamma": 0.9, "lam": 0.8, "kl_ctrl": {"kl_coef": 0.3}} | algorithm,
         }
     )
 
 
 def make_rows() -> Rows:
-    """The same on every rank."""
+    """All that were sampled, the same on every rank."""
     generator = torch.Generator().manual_seed(3)
-    lengths = torch.tensor(LENGTHS)
-    mask = (torch.arange(3) < lengths[:, None]).float()
-    fields = {name: torch.randn(len(LENGTHS), 3, generator=generator) * mask for name in PER_TOKEN}
-    per_row = {name: torch.randn(len(LENGTHS), generator=generator) for name in ("scores", "bootstrap_values")}
-    baselines = torch.randn(len(LENGTHS) // N, generator=generator).repeat_interleave(N)
-    truncated = torch.tensor([1.0, 0.0] * (len(LENGTHS) // 2))
+    prompts, written = zip(*SAMPLED, strict=True)
+    ids, lengths = torch.arange(len(SAMPLED)), torch.tensor([len(mask) for mask in written])
+    mask = torch.tensor([[float(token) for token in mask.ljust(3, "0")] for mask in written])
+    fields = {name: torch.randn(len(SAMPLED), 3, generator=generator) for name in PER_TOKEN}
+    per_row = {name: torch.randn(len(SAMPLED), generator=generator) for name in ("scores", "bootstrap_values")}
+    baselines = torch.randn(8, generator=generator)[list(prompts)]
+    truncated = torch.tensor([1.0, 0.0] * (len(SAMPLED) // 2))
     fields |= {"response_mask": mask, "baselines": baselines, "truncated": truncated} | per_row
-    ids = torch.arange(len(LENGTHS))
-    return Rows(ids, torch.ones_like(ids), lengths, [torch.zeros(1 + n, dtype=torch.int64) for n in LENGTHS], fields)
+    tokens = [torch.zeros(1 + length, dtype=torch.int64) for length in lengths.tolist()]
+    return Rows(ids, torch.tensor(prompts), torch.ones_like(ids), lengths, tokens, fields)
+
+
+def on_policy_tokens(values: torch.Tensor, row: int) -> list[float]:
+    return [float(value) for value, token in zip(values, WRITTEN[row], strict=False) if token == "1"]
 
 
 def values_of(rows: Rows, name: str, row: int) -> list[float]:
-    return rows.fields[name][row, : LENGTHS[row]].tolist()
+    return on_policy_tokens(rows.fields[name][row], row)
+
+
+def answers(row: int) -> list[int]:
+    """The rows that answer the same prompt."""
+    return [other for other, prompt in enumerate(PROMPTS) if prompt == PROMPTS[row]]
+
+
+def deviation(scores: list[float]) -> float:
+    mean = sum(scores) / len(scores)
+    return math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1))
+
+
+def plain_score(rows: Rows, row: int, config: Config) -> float:
+    scores = {other: 2.0 * float(rows.fields["scores"][other]) for other in answers(row)}
+    if config.reward.normalize == "none":
+        return scores[row]
+    found = list(scores.values())
+    return (scores[row] - sum(found) / len(found)) / (deviation(found) + 1e-6)
 
 
 def plain_rewards(rows: Rows, row: int, config: Config) -> list[float]:
@@ -81,7 +118,7 @@ def plain_rewards(rows: Rows, row: int, config: Config) -> list[float]:
             "full": values_of(rows, "full_kl", row),
         }[algorithm.kl_penalty]
         rewards = [-0.3 * x for x in kl]
-    rewards[-1] += 2.0 * float(rows.fields["scores"][row]) - 0.4 * length / MAX_LENGTH
+    rewards[-1] += plain_score(rows, row, config) - 0.4 * length / MAX_LENGTH
     return rewards
 
 
@@ -95,18 +132,18 @@ def plain_gae(rewards: list[float], values: list[float], after: float, gamma: fl
 
 
 def plain_without_values(rows: Rows, row: int, config: Config) -> list[float]:
-    algorithm, length, prompt = config.algorithm, LENGTHS[row], row // N * N
+    algorithm, length, others = config.algorithm, LENGTHS[row], answers(row)
     rewards = plain_rewards(rows, row, config)
     if algorithm.adv_estimator == "remax":
         return [sum(rewards[t:]) - float(rows.fields["baselines"][row]) for t in range(length)]
     if algorithm.adv_estimator == "reinforce_plus_plus":
         return [sum(0.9 ** (s - t) * rewards[s] for s in range(t, length)) for t in range(length)]
-    scores = [sum(plain_rewards(rows, other, config)) for other in (prompt, prompt + 1)]
-    mean, std = sum(scores) / 2, abs(scores[0] - scores[1]) / math.sqrt(2)
-    weighted = sum(LENGTHS[prompt + i] * scores[i] for i in range(2)) / (LENGTHS[prompt] + LENGTHS[prompt + 1])
-    own, other = scores[row - prompt], scores[1 - (row - prompt)]
-    deviation = std + 1e-6 if algorithm.norm_adv_by_std_in_grpo else 1.0
-    found = {"grpo": (own - mean) / deviation, "rloo": own - other, "opo": own - weighted, "gpg": own - mean}
+    scores = {other: sum(plain_rewards(rows, other, config)) for other in others}
+    mean, own = sum(scores.values()) / len(others), scores[row]
+    weighted = sum(LENGTHS[other] * scores[other] for other in others) / sum(LENGTHS[other] for other in others)
+    without = (sum(scores.values()) - own) / (len(others) - 1)
+    scale = deviation(list(scores.values())) + 1e-6 if algorithm.norm_adv_by_std_in_grpo else 1.0
+    found = {"grpo": (own - mean) / scale, "rloo": own - without, "opo": own - weighted}
     return [found.get(algorithm.adv_estimator, own - mean)] * length
 
 
@@ -139,25 +176,34 @@ def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[floa
     return [[min(max(x, -limit), limit) for x in part] for part in advantages], returns
 
 
+def filtered(exchange: Exchange) -> Rows:
+    """What is left of the rows, with new numbers."""
+    rows = at_owners(exchange, make_rows()).rows
+    rows, table, _ = exchange.table(rows.select([i for i, row in enumerate(rows.ids.tolist()) if row in KEPT]))
+    assert tuple(table.prompt_ids.tolist()) == PROMPTS and tuple(table.policy_lengths.tolist()) == LENGTHS
+    return rows
+
+
 def check(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
-    every = make_rows()
-    owned = at_owners(exchange, every, N).rows
+    every, owned = make_rows().select(KEPT), filtered(exchange)
     for name, algorithm in METHODS.items():
-        config = make_config(algorithm)
+        config = make_config(algorithm, "group" if name == "groups' rewards" else "none")
         kl = kl_controller(config.algorithm.kl_ctrl)
         run = SimpleNamespace(config=config, exchange=exchange, kl=kl, reward_moments=RunningMoments())
         kept = {key: x for key, x in owned.fields.items() if key != "bootstrap_values" or "decoupled" in name}
-        judged = add_advantages(run, Rows(owned.ids, owned.prompt_lengths, owned.response_lengths, [], kept))
+        judged = add_advantages(run, replace(owned, fields=kept))
         rows, metrics = judged.rows, judged.metrics
         assert metrics["rollout/log_prob_diff/mean"] == judged.log_prob_diff
         assert metrics.get("reward/kl_penalty/mean") == judged.kl_penalty
         advantages, returns = plain(every, config)
         for i, row in enumerate(owned.ids.tolist()):
-            padding = [0.0] * (3 - LENGTHS[row])
-            assert rows.fields["advantages"][i].tolist() == pytest.approx(advantages[row] + padding, abs=1e-5), name
-            if config.has_values:
-                assert rows.fields["returns"][i].tolist() == pytest.approx(returns[row] + padding, abs=1e-5), name
+            for field, expected in {
+                "advantages": advantages,
+                **({"returns": returns} if config.has_values else {}),
+            }.items():
+                assert on_policy_tokens(rows.fields[field][i], row) == pytest.approx(expected[row], abs=1e-5), name
+                assert not rows.fields[field][i][rows.response_mask[i] == 0].any()
         assert ("critic/vf_explained_var" in metrics) == ("returns" in rows.fields) == config.has_values
         assert metrics.get("reward/kl_coef") == (0.3 if config.algorithm.use_kl_in_reward else None)
         assert ("advantages/clipped/mean" in metrics) == (config.algorithm.advantages_clip is not None)
@@ -169,7 +215,7 @@ def assert_weights(name: str, every: Rows, rows: Rows) -> None:
     for i, row in enumerate(rows.ids.tolist() if name == "corrected" else []):
         pairs = zip(values_of(every, "old_log_probs", row), values_of(every, "rollout_log_probs", row), strict=True)
         expected = [min(math.exp(old - rollout), 1.1) for old, rollout in pairs]
-        assert rows.fields["rollout_is_weights"][i, : LENGTHS[row]].tolist() == pytest.approx(expected, rel=1e-5)
+        assert on_policy_tokens(rows.fields["rollout_is_weights"][i], row) == pytest.approx(expected, rel=1e-5)
 
 
 def test_every_method_gives_what_loops_over_all_rows_give() -> None:

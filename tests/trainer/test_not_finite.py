@@ -1,5 +1,6 @@
 """A loss that is not finite ends the run before any weight is changed, on every rank, whatever its gradient is."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,7 @@ def poisoned(loss_fn: LossFn, shifts: dict[str, float]) -> LossFn:
             if name in outputs:
                 outputs = outputs | {name: values + added}
             else:
-                rows = Rows(rows.ids, rows.prompt_lengths, rows.response_lengths, rows.input_ids, rows.fields.copy())
-                rows.fields[name] = values + added
+                rows = replace(rows, fields=rows.fields | {name: values + added})
         return loss_fn(outputs, rows)
 
     return broken
@@ -65,8 +65,7 @@ def loss_of(name: str, rows: Rows) -> LossFn:
 
 
 def with_reference(rows: Rows) -> Rows:
-    fields = rows.fields | {"ref_log_probs": rows.fields["old_log_probs"]}
-    return Rows(rows.ids, rows.prompt_lengths, rows.response_lengths, rows.input_ids, fields)
+    return replace(rows, fields=rows.fields | {"ref_log_probs": rows.fields["old_log_probs"]})
 
 
 def check_refused(
@@ -117,7 +116,7 @@ def _spoiled(rank: int, world_size: int, folder: Path) -> None:
     for kind, output in (("actor", "log_probs"), ("critic", "values")):
         engine = make_engine(folder, ONE_RANK, groups[kind], kind)
         component = Component(kind, ONE_RANK.layout, engine, exchange)
-        scattered = component.scatter(at_owners(exchange, rows, 1))
+        scattered = component.scatter(at_owners(exchange, rows))
         assert output in scattered.forward()
         with torch.no_grad():
             engine.chunks[0].decoder.final_layernorm.weight[0] = NAN

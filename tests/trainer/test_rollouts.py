@@ -1,10 +1,20 @@
 """What comes back from the engines, before it goes to the models."""
 
-import pytest
+from collections.abc import Sequence
 
+import pytest
+import torch
+import torch.distributed as dist
+from spawn import run_ranks
+
+from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.observe.observer import NullObserver
+from megappo.rollout.client import EngineError
 from megappo.rollout.sampler import Sample
-from megappo.trainer.rollouts import check_known
+from megappo.trainer.rollouts import Responses, Rollouts, check_known
 
 
 def test_tokens_that_the_critic_does_not_know_are_refused():
@@ -13,3 +23,61 @@ def test_tokens_that_the_critic_does_not_know_are_refused():
     check_known([], 9)
     with pytest.raises(ConfigError, match="critic.model_path: the actor wrote token 8, .*vocab_size is 8 "):
         check_known(samples, 8)
+
+
+PROMPTS = [Prompt(i, tokens, "", None, "fixed") for i, tokens in enumerate(([5], [6, 7]))]
+SAMPLES = (
+    [Sample(1, 1, [11, 12, 13, 14], [-0.5, None, None, -0.25], "length"), Sample(0, 0, [15], [-1.0], "stop")],
+    [],
+    [Sample(1, 0, [16, 17], [-2.0, None], "stop"), Sample(0, 1, [18, 19], [0.0, -3.0], "stop")],
+)
+"""Of each rank; None where an environment wrote."""
+GREEDY = ([Sample(0, 0, [15, 20, 21], [-1.0, None, -1.0], "stop")], [Sample(1, 0, [22], [-1.0], "stop")], [])
+EXPECTED = {
+    0: ([5, 15], [1, 0, 0, 0], [-1, 0, 0, 0], 15.0, 0, 0, 15 - 2 / 8),
+    1: ([5, 18, 19], [1, 1, 0, 0], [0, -3, 0, 0], 18.0, 0, 0, 15 - 2 / 8),
+    2: ([6, 7, 16, 17], [1, 0, 0, 0], [-2, 0, 0, 0], 16.0, 0, 1, 22 - 1 / 8),
+    3: ([6, 7, 11, 12, 13, 14], [1, 0, 0, 1], [-0.5, 0, 0, -0.25], 11.0, 1, 1, 22 - 1 / 8),
+}
+"""Row -> tokens, mask, log-probs, score, truncated, prompt, baseline: a greedy score with its length penalty."""
+
+
+class ScoredByFirstToken(Rollouts):
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
+        return torch.tensor([float(one.tokens[0]) for one in samples])
+
+
+def collect(rank: int, world_size: int) -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train_files": ["f"], "train_batch_size": 2},
+            "trainer": {"output_dir": "o"},
+            "rollout": {"n": 2, "max_response_length": 8},
+            "reward": {"length_penalty": "linear", "length_penalty_factor": 1.0},
+            "algorithm": {"adv_estimator": "remax"},
+        }
+    )
+    numbers = {"engine_number": rank, "num_engines": 3, "vocab_size": 30, "stop_token_ids": ()}
+    exchange = Exchange(dist.group.WORLD)
+    rollouts = ScoredByFirstToken(config, None, None, None, exchange, NullObserver(), **numbers)
+    batch, metrics = rollouts.collect(Responses(SAMPLES[rank], GREEDY[rank]), PROMPTS)
+    assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])
+    rows = batch.rows
+    found = zip(
+        [tokens.tolist() for tokens in rows.input_ids],
+        rows.response_mask.tolist(),
+        *(rows.fields[name].tolist() for name in ("rollout_log_probs", "scores", "truncated")),
+        rows.prompt_ids.tolist(),
+        rows.fields["baselines"].tolist(),
+        strict=True,
+    )
+    assert list(found) == [EXPECTED[row] for row in batch.owners[rank]]
+    assert batch.table.policy_lengths.tolist() == [1, 2, 1, 2] and batch.table.response_lengths.tolist() == [1, 2, 2, 4]
+    assert metrics == {"rollout/num_tokens": 6 + 3}
+    with pytest.raises(EngineError, match="expected 2 responses to each of 2 prompts, got 3 in all"):
+        rollouts.collect(Responses(SAMPLES[rank][: 1 + (rank == 0)], []), PROMPTS)
+
+
+def test_segments_of_policy_and_environment_become_rows_at_their_owners():
+    run_ranks(3, collect)

@@ -40,7 +40,7 @@ def make_rows() -> Rows:
     fields = {name: torch.randn(5, 4, generator=generator) + 100 * (1 - mask) for name in names}
     fields |= {"response_mask": mask, "scores": torch.randn(5), "truncated": torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])}
     lengths = (mask * torch.arange(1, 5)).amax(1).long()
-    return Rows(torch.arange(5), torch.ones_like(lengths), lengths, [], fields)
+    return Rows(torch.arange(5), torch.arange(5), torch.ones_like(lengths), lengths, [], fields)
 
 
 def of_tokens(rows: Rows, field: torch.Tensor) -> list[float]:

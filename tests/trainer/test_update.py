@@ -74,7 +74,7 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
 def check_updates(rank: int, world_size: int, folder: Path, kind: str, method: str | None) -> None:
     exchange = Exchange(dist.group.WORLD)
     architecture = read_architecture(folder)
-    batch = at_owners(exchange, make_rows(architecture.vocab_size, LENGTHS), ROWS_PER_PROMPT)
+    batch = at_owners(exchange, make_rows(architecture.vocab_size, LENGTHS, ROWS_PER_PROMPT))
     groups = build_groups({name: case.layout for name, case in CASES.items()}, seed=0)
     before, expected = {}, ()
     for name, case in CASES.items():

@@ -1,0 +1,78 @@
+"""The probe after a weight sync: each engine is compared by itself."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from spawn import run_ranks
+
+from megappo.batch.exchange import Exchange
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.placement.layout import Layout
+from megappo.rollout.client import EngineError, Generation
+from megappo.trainer.component import Component
+from megappo.trainer.probe import Probe
+from megappo.trainer.rollouts import Rollouts
+
+ENGINES = {0: 2, 2: 0, 3: 1}
+"""Rank -> the engine it owns."""
+
+
+class Client:
+    """Answers each prompt with as many tokens as its engine's number + 1."""
+
+    def __init__(self, engine: int):
+        self.engine = engine
+
+    def generate(self, prompts: list[list[int]], params: object) -> list[Generation]:
+        length = self.engine + 1
+        return [Generation([7] * length, [-1.0] * length, "stop") for _ in prompts]
+
+
+class Prompts:
+    def __len__(self) -> int:
+        return 9
+
+    def at(self, indices: list[int]) -> list[Prompt]:
+        return [Prompt(i, [1 + i], "", None, "fixed") for i in indices]
+
+
+class Actor(Component):
+    """Its log-probs differ from those of engine 1 by `difference`."""
+
+    difference = 0.0
+
+    def scatter(self, batch):
+        written = batch.table.policy_lengths[batch.rows.ids]
+        log_probs = -1.0 - self.difference * (written == 2).float()[:, None] * batch.rows.response_mask
+        rows = replace(batch.rows, fields=batch.rows.fields | {"old_log_probs": log_probs * batch.rows.response_mask})
+        return SimpleNamespace(forward=dict, gather=lambda outputs, owned, names: rows)
+
+
+def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    config = Config.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"train_files": ["train.jsonl"]},
+            "trainer": {"output_dir": "out"},
+            "rollout": {"sync": {"probe_tolerance": 0.1}},
+        }
+    )
+    numbers = {"engine_number": ENGINES.get(rank), "num_engines": 3, "vocab_size": 30, "stop_token_ids": ()}
+    client = Client(ENGINES[rank]) if rank in ENGINES else None
+    rollouts = Rollouts(config, None, client, None, exchange, None, **numbers)
+    actor = Actor("actor", Layout((0, 1)), None, exchange)
+    probe = Probe(config, Prompts(), rollouts, actor)
+    actor.difference = 0.09
+    found = probe()
+    assert found == pytest.approx({"sync/log_prob_diff/mean": 0.03, "sync/log_prob_diff/max": 0.09})
+    actor.difference = 0.2  # of all engines together it is below the tolerance
+    with pytest.raises(EngineError, match="the log-probs of engine 1's probe by 0.2 on average"):
+        probe()
+
+
+def test_the_engine_that_is_stale_is_named():
+    run_ranks(4, probe_with_one_stale_engine)
