@@ -17,6 +17,7 @@ def algorithm_errors(config: Config) -> list[str]:
         *_unused(config),
         *_rewards(config),
         *_kl_controller(config),
+        *_unbiased_kl(config),
         *_full_kl(config),
         *_correction(config),
     ]
@@ -53,6 +54,7 @@ def _unused(config: Config) -> Iterator[str]:
         "algorithm.value_coef": (not algorithm.shared_backbone, "algorithm.shared_backbone is false"),
         "actor.kl_loss_coef": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
         "actor.kl_loss_type": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
+        "actor.kl_loss_unbiased": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
         "algorithm.kl_penalty": no_penalty,
         "algorithm.kl_ctrl": no_penalty,
         "reward.overlong_buffer": (reward.length_penalty != "overlong", "reward.length_penalty is not overlong"),
@@ -132,6 +134,17 @@ def _kl_controller(config: Config) -> Iterator[str]:
         yield "algorithm.kl_ctrl.kl_coef 0 stays 0 however adaptive multiplies it: start above 0"
 
 
+def _unbiased_kl(config: Config) -> Iterator[str]:
+    """The ratio corrects the gradient of an unbiased estimate that has not been corrected otherwise."""
+    actor = config.actor
+    if not actor.use_kl_loss or not actor.kl_loss_unbiased:
+        return
+    if actor.kl_loss_type not in ("k1", "k3", "kl", "low_var_kl"):
+        yield f"actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found {actor.kl_loss_type}: choose k3"
+    if config.algorithm.preset == "nemo_rl":
+        yield "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
+
+
 def _full_kl(config: Config) -> Iterator[str]:
     """The reference's distribution is looked at by the actor's ranks, a micro-batch at a time."""
     if "full" not in config.kl_kinds:
@@ -155,9 +168,15 @@ def _correction(config: Config) -> Iterator[str]:
     bounds = correction.reject_geometric
     if bounds is not None and not bounds[0] < 1 < bounds[1]:
         yield f"{section}.reject_geometric {list(bounds)} must enclose 1: set such as [0.999, 1.001]"
+    for name, bound in correction.reject.items():
+        low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
+        if not name.endswith("k1") and isinstance(bound, tuple):
+            yield f"{section}.reject {name} {list(bound)} must be one number, the largest {name[-2:]}: drop the lower"
+        elif name.endswith("k1") and low > high:
+            yield f"{section}.reject {name} {show(bound)} leaves no ratio: set two ascending bounds, or one above 1"
     lower, upper = correction.threshold_lower, correction.threshold
     if correction.level == "none":
-        for key in ("mode", "threshold", "threshold_lower"):
+        for key in ("mode", "threshold", "threshold_lower", "normalize"):
             if getattr(correction, key) != getattr(RolloutCorrection(), key):
                 reason = f"{section}.level is none: drop it, or set level, such as token"
                 yield f"{section}.{key} {getattr(correction, key)} has no effect, as {reason}"
@@ -166,5 +185,3 @@ def _correction(config: Config) -> Iterator[str]:
         yield f"{section}.threshold_lower {lower} must be below {section}.threshold {upper}: lower it"
     if correction.mode == "mask" and lower is None and upper <= 1:
         yield f"{section}.threshold {upper} must be above 1: raise it, as with mode mask the lower one is 1 / threshold"
-    if lower is not None and correction.mode == "truncate":
-        yield f"{section}.threshold_lower is only used with {section}.mode mask: drop it"

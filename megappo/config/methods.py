@@ -72,6 +72,7 @@ class PolicyLoss(Method):
 
 GAE, ESTIMATES = "megappo.ppo.gae", "megappo.ppo.estimators"
 TOKEN, SEQUENCE, COVARIANCE = "megappo.ppo.policy_losses", "megappo.ppo.sequence_losses", "megappo.ppo.covariance"
+DIVERGENCE = "megappo.ppo.divergence_losses"
 
 ESTIMATORS = Table(
     "advantage estimator",
@@ -86,6 +87,9 @@ ESTIMATORS = Table(
         "remax": Estimator(f"{ESTIMATES}:remax", needs_greedy_baseline=True),
         "opo": Estimator(f"{ESTIMATES}:opo", compares_responses=True),
         "gpg": Estimator(f"{ESTIMATES}:gpg", compares_responses=True),
+        "grpo_passk": Estimator(f"{ESTIMATES}:grpo_passk", ("norm_adv_by_std_in_grpo",), compares_responses=True),
+        "gdpo": Estimator(f"{ESTIMATES}:gdpo", ("norm_adv_by_std_in_grpo",), compares_responses=True, whitens=True),
+        "optimal_token_baseline": Estimator(f"{ESTIMATES}:optimal_token_baseline", compares_responses=True),
     },
 )
 """By algorithm.adv_estimator."""
@@ -109,6 +113,9 @@ POLICY_LOSSES = Table(
             f"{COVARIANCE}:kl_cov", ("kl_cov_ratio", "ppo_kl_coef"), selection=f"{COVARIANCE}:select_for_kl_cov"
         ),
         "gmpo": PolicyLoss(f"{SEQUENCE}:gmpo", CLIP_RANGE, BY_SEQUENCE),
+        "dppo_tv": PolicyLoss(f"{DIVERGENCE}:dppo_tv", (*CLIP_RANGE, "clip_ratio_c")),
+        "dppo_kl": PolicyLoss(f"{DIVERGENCE}:dppo_kl", (*CLIP_RANGE, "clip_ratio_c")),
+        "dro": PolicyLoss(f"{DIVERGENCE}:dro", ("dro_beta",)),
     },
 )
 """By actor.policy_loss."""

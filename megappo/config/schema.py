@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, field_validator
 from pydantic_core import CoreSchema
@@ -30,9 +30,11 @@ EVAL_INTERVAL = 10
 MOST_RANKS = 100_000
 """Of a run, and so of every way of cutting a model."""
 Ways = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "low_var_kl"]
 """The last three are verl's words for k1, k2 and k3."""
+Rejection = Literal["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]
+"""A divergence of engine and trainer, by token or over a response."""
 
 
 class OneOf:
@@ -129,10 +131,13 @@ class Actor(Trained):
     clip_cov_ub: float = Field(5.0, description="clip_cov: covariance up to which a token may be taken out")
     kl_cov_ratio: Fraction = Field(0.0002, description="kl_cov: share of a mini-batch's tokens that get the KL penalty")
     ppo_kl_coef: NonNegativeFloat = Field(1.0, description="kl_cov: weight of that penalty")
+    dro_beta: PositiveFloat = Field(0.1, description="dro: weight of the squared log-ratio")
+    opsm_delta: PositiveFloat | None = Field(None, description="off-policy sequence masking: no gradient from tokens of negative advantage in a response whose mean of old_log_probs - log_probs passes this, such as 1e-4; null = off")
     entropy_coeff: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add kl_loss_coef x KL(policy, reference) to the loss; builds a reference")
     kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL loss")
     kl_loss_type: KLKind = Field("k3", description="KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary")
+    kl_loss_unbiased: bool = Field(False, description="weight the KL loss of k1 or k3 by the ratio to the policy before the update, which makes its gradient unbiased")
     target_kl: PositiveFloat | None = Field(None, description="skip the rest of a step's mini-batches and epochs once actor/ppo_kl of one passes this; null = off")
 
     @property
@@ -211,16 +216,19 @@ class KLCtrl(Section):
 
 class RolloutCorrection(Section):
     level: Literal["none", "token", "sequence", "geometric"] = Field("none", description="importance weights pi_trainer / pi_engine by token, response (product) or response (geometric mean)")
-    mode: Literal["truncate", "mask"] = Field("truncate", description="beyond the threshold: cap the weight (TIS), or make it 0 (IcePop)")
+    mode: Literal["truncate", "mask"] = Field("truncate", description="beyond the thresholds: bound the weight (TIS), or make it 0 (IcePop)")
     threshold: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight")
-    threshold_lower: PositiveFloat | None = Field(None, description="mask: smallest weight; null = 1 / threshold")
+    threshold_lower: PositiveFloat | None = Field(None, description="smallest weight; null = none (truncate), 1 / threshold (mask)")
+    normalize: bool = Field(False, description="divide the weights by their mean over the batch")
+    reject: dict[Rejection, PositiveFloat | tuple[PositiveFloat, PositiveFloat]] = Field({}, description="give tokens (token_*) or responses (seq_*) weight 0 whose divergence of engine and trainer passes a bound, such as {seq_mean_k1: [0.999, 1.001], token_k3: 0.1}: k1 is the log of pi_engine / pi_trainer and takes two bounds of that ratio, or u for 1 / u and u; k2 = k1^2 / 2 and k3 = e^-k1 - 1 + k1 take the largest; sum, mean and max are over a response; names: " + ", ".join(get_args(Rejection)))
     reject_geometric: tuple[PositiveFloat, PositiveFloat] | None = Field(None, description="reject responses whose geometric-mean ratio lies outside, such as [0.999, 1.001]; null = off")
     veto_threshold: OpenFraction | None = Field(None, description="reject responses with a token whose ratio is below this, such as 1e-4; null = off")
 
     @property
     def is_on(self) -> bool:
         """Whether there are weights; the metrics are there in any case."""
-        return self.level != "none" or self.reject_geometric is not None or self.veto_threshold is not None
+        rejects = self.reject or self.reject_geometric is not None or self.veto_threshold is not None
+        return self.level != "none" or bool(rejects)
 
 
 class Algorithm(Section):

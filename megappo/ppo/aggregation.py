@@ -10,7 +10,7 @@ from megappo.ppo.conventions import Conventions
 Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, str]]
 """Name -> partial sum, 0-dim float32, detached; or values of any number and how to reduce them: max, min, histogram."""
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ def aggregate(
 
     Args:
         loss, mask: [B, R], whole rows; losses where the mask is 0 are ignored, whatever they are.
-        mode: token-mean = sum over tokens / num_tokens; seq-mean-token-sum = mean over sequences of the sum of a
-            sequence's tokens; seq-mean-token-mean = mean over sequences of the mean of its tokens;
+        mode: token-mean = sum over tokens / num_tokens; token-sum = sum over tokens, which grows with the batch;
+            seq-mean-token-sum = mean over sequences of the sum of a sequence's tokens;
+            seq-mean-token-mean = mean over sequences of the mean of its tokens;
             seq-mean-token-sum-norm = mean over sequences of (sum of its tokens / max_length), Dr. GRPO's.
         normaliser: of the mini-batch; None = counted from `mask`, with max_length R.
 
@@ -68,7 +69,7 @@ def aggregate(
     sums = torch.where(valid, loss, 0.0).sum(dim=1, dtype=torch.float64)
     if mode == "seq-mean-token-mean":
         sums = sums / valid.sum(dim=1).clamp(min=1)
-    divisor = normaliser.num_tokens if mode == "token-mean" else normaliser.num_sequences
+    divisor = {"token-mean": normaliser.num_tokens, "token-sum": 1}.get(mode, normaliser.num_sequences)
     divisor *= normaliser.max_length if mode == "seq-mean-token-sum-norm" else 1
     return (sums.sum() / max(divisor, 1)).to(loss.dtype)
 

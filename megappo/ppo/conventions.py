@@ -73,6 +73,11 @@ class Conventions:
     value_loss_factor: float = 0.5
     loss_agg_mode: str = "token-mean"
 
+    @property
+    def log_ratio_bound(self) -> float:
+        """What log-ratios are clamped to +- of before exp."""
+        return EXP_LIMIT if self.log_ratio_clamp is None else self.log_ratio_clamp
+
     def whitening_of(self, adv_estimator: str) -> Whitening:
         """How the advantages of an algorithm.adv_estimator are whitened."""
         return self.reinforce_whitening if adv_estimator.startswith("reinforce_plus_plus") else self.whitening

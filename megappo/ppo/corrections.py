@@ -5,6 +5,7 @@ policy loss assumes. All tensors [B, R] float32 over padded responses; the mask 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,9 +42,12 @@ def rollout_is_weights(
         config: algorithm.rollout_correction.
             level: a token's weight is its own ratio; the product of the ratios of its response (sequence); or their
                 geometric mean. none = 1. Log-ratios, or their sum or mean, are clamped to +-20 before exp.
-            mode: truncate caps the weight at `threshold` (TIS; slime's tis_clip, NeMo-RL's "tis"); mask makes it 0
-                outside [threshold_lower or 1 / threshold, threshold] (IcePop; slime's icepop_function, NeMo-RL's
-                "icepop", verl's rollout_is_threshold "lower_upper").
+            mode: truncate bounds the weight to [threshold_lower or 0, threshold] (TIS; slime's tis_clip_low, tis_clip,
+                NeMo-RL's "tis"); mask makes it 0 outside [threshold_lower or 1 / threshold, threshold] (IcePop; slime's
+                icepop_function, NeMo-RL's "icepop", verl's rollout_is_threshold "lower_upper").
+            normalize: divide the bounded weights by their mean over all ranks, of tokens (level token) or of responses,
+                before any is rejected (verl's rollout_is_batch_normalize).
+            reject: divergence -> bound, see `_diverging` (verl's rollout_rs).
             reject_geometric: all of a response gets weight 0 where its geometric mean lies outside of these bounds
                 (verl's rollout_rs "geometric"; its "seq_mean_k1" bounds 1 / that mean, so that [a, b] here is
                 "1/b_1/a" there; with level token and a threshold out of reach, NeMo-RL's "seq-mask-tis").
@@ -52,17 +56,7 @@ def rollout_is_weights(
         group: ranks whose metrics are taken together; each must call, with its own rows (none is allowed).
 
     Returns:
-        (weights, metrics). weights: [B, R] float32 without gradient, 0 where the mask is 0. metrics, each under
-        `rollout_is/` and over the mask tokens of all ranks:
-        mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's
-            versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold.
-        clipped_frac: tokens whose weight a threshold capped or made 0.
-        rejected_frac: responses left with no weight above 0, for whatever reason. veto_frac: those with a vetoed token.
-        ess: effective sample size of the weights returned, (sum w)^2 / (n sum w^2); 1 = all equal, 0 = all rejected.
-        kl: E[log rollout - log old], the k1 estimate of KL(rollout, old), not clamped.
-        k3: E[r - 1 - log r] with r = old / rollout, the k3 estimate of the same.
-        kl_reverse: E[r log r], KL(old, rollout): its expectation under the trainer, reweighted by r because the
-        tokens come from the engine; may be negative on few tokens.
+        (weights, metrics): [B, R] float32 without gradient, 0 where the mask is 0; see `_metrics`.
 
     Raises:
         ValueError: an unknown level or mode; bounds out of order; no mask token on any rank.
@@ -76,10 +70,16 @@ def rollout_is_weights(
     log_ratio = torch.where(valid, old_log_probs.double() - rollout_log_probs.double(), 0.0)
     ratio = _exp(_at_level(log_ratio, valid, config.level))
     weights, clipped = _bounded(ratio, config)
+    if config.normalize:
+        weights = weights / _mean_weight(weights, valid, config.level, group)
     vetoed = _vetoed(log_ratio, valid, config.veto_threshold)
     kept = valid & ~vetoed[:, None] & ~_rejected(log_ratio, valid, config.reject_geometric)[:, None]
+    diverging = {name: _diverging(log_ratio, valid, name, bound) for name, bound in config.reject.items()}
+    for rejected in diverging.values():
+        kept = kept & ~rejected
     weights = torch.where(kept, weights, 0.0).float()
-    return weights, _metrics(valid, log_ratio, ratio, weights, clipped, vetoed, group)
+    flags = {"clipped_frac": clipped} | {f"{name}_frac": rejected for name, rejected in diverging.items()}
+    return weights, _metrics(valid, log_ratio, ratio, weights, flags, vetoed, group)
 
 
 def _check_finite(valid: torch.Tensor, **log_probs: torch.Tensor) -> None:
@@ -114,12 +114,54 @@ def _bounded(ratio: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tens
     if config.level == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":
-        return ratio.clamp(max=config.threshold), ratio > config.threshold
+        bounded = ratio.clamp(min=config.threshold_lower, max=config.threshold)
+        return bounded, bounded != ratio
     if config.mode == "mask":
         lower = 1.0 / config.threshold if config.threshold_lower is None else config.threshold_lower
         clipped = _outside(ratio, lower, config.threshold, "[threshold_lower, threshold]")
         return torch.where(clipped, 0.0, ratio), clipped
     raise ValueError(f"unknown rollout_correction.mode {config.mode!r}: choose one of {', '.join(MODES)}")
+
+
+def _mean_weight(
+    weights: torch.Tensor, valid: torch.Tensor, level: str, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Over all ranks' tokens, or of a response's one weight over their responses; 1 where all are 0."""
+    shares = valid.double()
+    if level != "token":
+        shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1)
+    total, count = sum_over_ranks(torch.stack([(weights * shares).sum(), shares.sum()]), group)
+    return torch.where(total > 1e-8 * count, total / count, 1.0)
+
+
+_DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "k1": torch.neg,
+    "k2": lambda x: 0.5 * x.square(),
+    "k3": lambda x: torch.expm1(x) - x,
+}
+
+
+def _diverging(
+    log_ratio: torch.Tensor, valid: torch.Tensor, name: str, bound: float | tuple[float, float]
+) -> torch.Tensor:
+    """[B, R] bool: the tokens whose divergence, or their response's, lies outside of its bounds.
+
+    Args:
+        name: token, or the seq_sum, seq_mean or seq_max over the tokens of a response, of a divergence. With x the
+            log-ratio clamped to +-20: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
+        bound: the largest; of k1 two bounds of e^k1, a single number u standing for 1 / u and u.
+    Source: the options of verl's rollout_rs; Schulman, "Approximating KL divergence" (2020).
+    """
+    level, _, kind = name.rpartition("_")
+    divergence = torch.where(valid, _DIVERGENCES[kind](log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), 0.0)
+    if level == "seq_max":
+        divergence = torch.where(valid, divergence, -math.inf).amax(dim=1, keepdim=True)
+    elif level != "token":
+        divergence = divergence.sum(dim=1, keepdim=True)
+        divergence = divergence / valid.sum(dim=1, keepdim=True).clamp(min=1) if level == "seq_mean" else divergence
+    low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
+    low, high = (math.log(low), math.log(high)) if kind == "k1" else (-math.inf, high)
+    return valid & _outside(divergence, low, high, name)
 
 
 def _rejected(log_ratio: torch.Tensor, valid: torch.Tensor, bounds: tuple[float, float] | None) -> torch.Tensor:
@@ -145,14 +187,26 @@ def _metrics(
     log_ratio: torch.Tensor,
     ratio: torch.Tensor,
     weights: torch.Tensor,
-    clipped: torch.Tensor,
+    flags: dict[str, torch.Tensor],
     vetoed: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
+    """By `rollout_is/<name>`, over the mask tokens of all ranks.
+
+    mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's
+        versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold.
+    clipped_frac: tokens whose weight a threshold capped or made 0. <name>_frac: tokens that a `reject` rejects.
+    rejected_frac: responses left with no weight above 0, for whatever reason. veto_frac: those with a vetoed token.
+    ess: effective sample size of the weights returned, (sum w)^2 / (n sum w^2); 1 = all equal, 0 = all rejected.
+    kl: E[log rollout - log old], the k1 estimate of KL(rollout, old), not clamped.
+    k3: E[r - 1 - log r] with r = old / rollout, the k3 estimate of the same.
+    kl_reverse: E[r log r], KL(old, rollout): its expectation under the trainer, reweighted by r because the
+    tokens come from the engine; may be negative on few tokens.
+    """
     bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     per_token = {
         "mean": ratio,
-        "clipped_frac": clipped,
+        **flags,
         "kl": -log_ratio,
         "kl_reverse": bounded.exp() * bounded,
         "k3": torch.expm1(bounded) - bounded,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.gae import gae
+from megappo.ppo.ragged import add_to_last_token
 
 Estimates = tuple[torch.Tensor, torch.Tensor]
 Estimator = Callable[..., Estimates]
@@ -52,8 +53,7 @@ def grpo(
     rows, counts = _rows_of_groups(groups)
     centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
     if norm_adv_by_std_in_grpo:
-        variances = _group_sums(centred.square(), rows, counts) / (counts - 1)
-        centred = centred / (variances.sqrt()[rows] + 1e-6)
+        centred = centred / (_group_stds(scores, rows, counts)[rows] + 1e-6)
     return _on_tokens(centred, response_mask)
 
 
@@ -167,6 +167,107 @@ def gpg(
     return _on_tokens(centred * numbers[0] / numbers[1].clamp(min=1), response_mask)
 
 
+@_estimator
+def grpo_passk(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    groups: torch.Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> Estimates:
+    """(best score - second best) / (group's standard deviation + 1e-6) on each token of a prompt's best response.
+
+    Args:
+        token_level_rewards, response_mask, groups: see the module.
+        norm_adv_by_std_in_grpo: False leaves out the division.
+
+    Returns:
+        (advantages, returns), the same numbers; 0 for other responses, and where two share the best score.
+    Source: Tang et al. 2025 (Optimizing LMs for inference time objectives, arXiv 2503.19595); verl's
+        compute_grpo_passk_outcome_advantage.
+    """
+    scores = _scores(token_level_rewards, response_mask)
+    rows, counts = _rows_of_groups(groups)
+    order = scores.argsort(descending=True, stable=True)
+    order = order[rows[order].argsort(stable=True)]  # by group, the best of each first
+    best = order[counts.cumsum(0) - counts]
+    gaps = scores[best] - scores[order[counts.cumsum(0) - counts + 1]]
+    if norm_adv_by_std_in_grpo:
+        gaps = gaps / (_group_stds(scores, rows, counts) + 1e-6)
+    return _on_tokens(torch.zeros_like(scores).index_copy(0, best, gaps), response_mask)
+
+
+@_estimator
+def gdpo(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    groups: torch.Tensor,
+    norm_adv_by_std_in_grpo: bool = True,
+    score_components: torch.Tensor | None = None,
+) -> Estimates:
+    """The sum of GRPO's advantages of several rewards, each taken on its own. The method whitens it over the batch.
+
+    Args:
+        token_level_rewards, response_mask, groups, norm_adv_by_std_in_grpo: as of `grpo`.
+        score_components: [B, K], K rewards of each response, in the place of token_level_rewards; weights are the
+            caller's. None = the one reward that these add up to.
+
+    Returns:
+        (advantages, returns), the same numbers. verl's returns are the whitened advantages.
+
+    Raises:
+        ValueError, FloatingPointError: as the module says; the second also for a component.
+    Source: Liu et al. 2026 (GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242); verl's
+        compute_gdpo_outcome_advantage.
+    """
+    rewards = [token_level_rewards]
+    if score_components is not None:
+        zeros, valid = torch.zeros_like(response_mask, dtype=torch.float32), response_mask.bool()
+        rewards = [add_to_last_token(zeros, valid, scores) for scores in score_components.unbind(1)]
+    parts = [grpo(one, response_mask, groups, norm_adv_by_std_in_grpo)[0] for one in rewards]
+    total = torch.stack(parts).sum(dim=0, dtype=torch.float64).float()
+    return total, total
+
+
+@_estimator
+def optimal_token_baseline(
+    token_level_rewards: torch.Tensor,
+    response_mask: torch.Tensor,
+    groups: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sum_pi_squared: torch.Tensor | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> Estimates:
+    """Sum of the rewards from each token on, minus its mean over the prompt's responses at that position, weighted.
+
+    The weight of a response at position t is the sum up to t of 1 - 2 p + sum_pi_squared, the squared norm of the
+    gradient of the token's log-prob in the logits, times rollout_is_weights^2: the baseline has the least variance.
+    Where one response alone reaches a position, the baseline is 0.
+
+    Args:
+        token_level_rewards, response_mask, groups: see the module.
+        old_log_probs: [B, R], log p of each token.
+        sum_pi_squared: [B, R], the sum of the squared probabilities of all tokens at each position. None = p itself,
+            whose expectation it is.
+        rollout_is_weights: [B, R] of `corrections`; None = 1.
+
+    Returns:
+        (advantages, returns): returns without the baseline.
+    Source: Li et al. 2026 (The Optimal Token Baseline, arXiv 2602.07078); verl's
+        compute_optimal_token_baseline_advantage with handle_zero_tail.
+    """
+    returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
+    rows, counts = _rows_of_groups(groups)
+    valid = response_mask.bool()
+    p = old_log_probs.double().exp()
+    energy = 1 - 2 * p + (p if sum_pi_squared is None else sum_pi_squared.double())
+    if rollout_is_weights is not None:
+        energy = energy * rollout_is_weights.double().square()
+    weights = torch.where(valid, torch.where(valid, energy, 0.0).cumsum(dim=1), 0.0)
+    sums, totals, present = (_group_sums(x, rows, counts) for x in (weights * returns, weights, valid.double()))
+    baselines = torch.where(present > 1, sums / (totals + 1e-8), 0.0)
+    return torch.where(valid, returns - baselines[rows], 0.0).float(), returns
+
+
 def _scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """[B] float64: each row's sum over the tokens with mask 1.
 
@@ -199,8 +300,14 @@ def _rows_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _group_sums(x: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """[groups] float64, from [B] float64."""
-    return x.new_zeros(len(counts)).index_add_(0, rows, x)
+    """[groups, ...] float64, from [B, ...] float64."""
+    return x.new_zeros(len(counts), *x.shape[1:]).index_add_(0, rows, x)
+
+
+def _group_stds(scores: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """[groups], with ddof 1."""
+    centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
+    return (_group_sums(centred.square(), rows, counts) / (counts - 1)).sqrt()
 
 
 def _on_tokens(per_response: torch.Tensor, response_mask: torch.Tensor) -> Estimates:

@@ -64,6 +64,7 @@ def policy_loss(
         selected=selected,
         normaliser=normaliser,
         conventions=conventions,
+        opsm_delta=config.opsm_delta,
     )
     return method.function(tokens, config)
 
@@ -96,6 +97,7 @@ def kl_loss(
     response_mask: torch.Tensor,
     config: PolicyConfig,
     *,
+    old_log_probs: torch.Tensor | None = None,
     kl: torch.Tensor | None = None,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
@@ -104,7 +106,9 @@ def kl_loss(
 
     Args:
         log_probs, ref_log_probs: [B, R] in nats; only the first gets a gradient.
-        config: the actor section; kl_loss_type names the estimator.
+        config: the actor section; kl_loss_type names the estimator. kl_loss_unbiased multiplies it by the ratio to the
+            policy that wrote the tokens, and differentiates that, too: the gradient of k1 and k3 is then unbiased.
+        old_log_probs: [B, R] before the update, for kl_loss_unbiased.
         kl: [B, R], KL already computed (over the whole vocabulary, by the model's head) in the estimate's place.
         response_mask, normaliser: as in policy_loss.
 
@@ -112,13 +116,18 @@ def kl_loss(
         (loss, metrics): kl_loss, the aggregated KL without its coefficient.
 
     Raises:
-        ValueError: unknown kl_loss_type, or full without kl=.
-    Source: DeepSeekMath (GRPO), eqs. 3 and 4.
+        ValueError: unknown kl_loss_type, full without kl=, kl_loss_unbiased without old_log_probs.
+    Source: DeepSeekMath (GRPO), eqs. 3 and 4; DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, unbiased KL estimate.
     """
     mask = response_mask.bool()
     if kl is None:
         # Cleaned before the estimate: a NaN behind the mask would come back in the gradient as 0 x NaN.
         log_probs, ref_log_probs = (torch.where(mask, x, 0.0) for x in (log_probs, ref_log_probs.detach()))
         kl = kl_estimate(log_probs, ref_log_probs, config.kl_loss_type, conventions=conventions)
+        if config.kl_loss_unbiased:
+            if old_log_probs is None:
+                raise ValueError("kl_loss_unbiased needs old_log_probs")
+            limit = conventions.log_ratio_bound
+            kl = kl * (log_probs - torch.where(mask, old_log_probs.detach(), 0.0)).clamp(-limit, limit).exp()
     total = aggregate(kl, mask, agg_mode(config, conventions), normaliser=normaliser)
     return config.kl_loss_coef * total, {"kl_loss": total.detach().float()}

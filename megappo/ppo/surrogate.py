@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
-from megappo.ppo.conventions import DEFAULT, EXP_LIMIT, Conventions
+from megappo.ppo.conventions import DEFAULT, Conventions
 
 Result = tuple[torch.Tensor, Metrics]
 """(loss, metrics), this call's share of the mini-batch's."""
@@ -28,6 +28,7 @@ class Tokens:
         selected: bool, the tokens that a method treats apart; None = none.
         normaliser: of the mini-batch; None = counted from response_mask.
         conventions: their log_ratio_clamp bounds the log-ratio before exp.
+        opsm_delta: off-policy sequence masking, `_off_policy`; None = off.
 
     They are cleaned before anything is computed from them: a NaN behind the mask would otherwise come back in the
     gradient, as 0 x NaN, however well the loss itself is masked.
@@ -43,6 +44,7 @@ class Tokens:
         selected: torch.Tensor | None = None,
         normaliser: Normaliser | None = None,
         conventions: Conventions = DEFAULT,
+        opsm_delta: float | None = None,
     ):
         self.mask = response_mask.bool()
         self.log_probs = torch.where(self.mask, log_probs, 0.0)
@@ -52,11 +54,21 @@ class Tokens:
         self.selected = torch.zeros_like(self.mask) if selected is None else selected
         self.normaliser = Normaliser.of(response_mask) if normaliser is None else normaliser
         self.conventions = conventions
+        self.masked = None if opsm_delta is None else self._off_policy(opsm_delta)
+        if self.masked is not None:
+            self.weights = torch.where(self.masked, 0.0, 1.0 if self.weights is None else self.weights)
+
+    def _off_policy(self, delta: float) -> torch.Tensor:
+        """[B, R] bool: tokens with A < 0 of rows whose mean of old_log_probs - log_probs is above delta.
+
+        Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, off-policy sequence masking; there old_log_probs are the
+        engine's. slime's compute_opsm_mask.
+        """
+        return (self.advantages < 0) & (self.sequence_mean(-self.log_ratios.detach()) > delta)
 
     def clamp(self, log_ratios: torch.Tensor) -> torch.Tensor:
         """Log-ratios as they may go into exp."""
-        limit = self.conventions.log_ratio_clamp
-        limit = EXP_LIMIT if limit is None else limit
+        limit = self.conventions.log_ratio_bound
         return log_ratios.clamp(-limit, limit)
 
     def ratios(self) -> torch.Tensor:
@@ -101,6 +113,8 @@ class Tokens:
             "ratio": ratios,
         }
         metrics: Metrics = {name: token_mean(x, self.mask, self.normaliser) for name, x in shown.items()}
+        if self.masked is not None:
+            metrics["opsm_frac"] = token_mean(self.masked, self.mask, self.normaliser)
         metrics |= {"ppo_kl": self.policy_kl, "ratio_max": (ratios.detach()[self.mask], "max")}
         return aggregate(loss, self.mask, mode, normaliser=self.normaliser), metrics
 

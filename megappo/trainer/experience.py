@@ -48,11 +48,11 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
         rows: at their owners, where all responses to a prompt are together.
     """
     penalty = {"kl_penalty": _kl_penalty(run, rows)} if run.config.algorithm.use_kl_in_reward else {}
-    rows = replace(rows, fields=rows.fields | penalty)
+    weights, correction_metrics = _correct(run, rows)
+    rows = replace(rows, fields=rows.fields | penalty | weights)
     scores, metrics = _shaped_scores(run, rows)
     advantages, returns = _estimate(run, rows, _token_level_rewards(run, rows, scores))
-    weights, correction_metrics = _correct(run, rows)
-    added = {"shaped_scores": scores} | weights | _whitened(run, advantages, rows.response_mask)
+    added = {"shaped_scores": scores} | _whitened(run, advantages, rows.response_mask)
     added |= {"returns": returns} if run.config.has_values else {}
     rows = replace(rows, fields=rows.fields | added)
     metrics |= correction_metrics | row_metrics(run.exchange, rows)
@@ -97,11 +97,10 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
     """Advantages and returns; of a decoupled or length-adaptive GAE each with its own lambda."""
     algorithm, fields, mask = run.config.algorithm, rows.fields, rows.response_mask
     inputs = {
+        **fields,
         "token_level_rewards": rewards,
         "response_mask": mask,
-        "values": fields.get("values"),
         "bootstrap_values": fields["bootstrap_values"] * fields["truncated"] if "bootstrap_values" in fields else None,
-        "baselines": fields.get("baselines"),
         "groups": rows.prompt_ids,
         "group": run.exchange.group,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},

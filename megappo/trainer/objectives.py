@@ -78,6 +78,7 @@ def _tokens(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor
         selected=fields[SELECTED].bool() if SELECTED in fields else None,
         normaliser=normaliser,
         conventions=conventions(config),
+        opsm_delta=config.actor.opsm_delta,
     )
 
 
@@ -94,6 +95,7 @@ def _kl_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tenso
         fields.get("ref_log_probs", log_probs),
         mask,
         config.actor,
+        old_log_probs=fields["old_log_probs"],
         kl=outputs["full_kl"] if config.actor.kl_loss_type == "full" else None,
         normaliser=normaliser,
         conventions=conventions(config),

@@ -85,9 +85,22 @@ CONTRADICTIONS = {
     "algorithm.rollout_correction={level: token, mode: mask, threshold_lower: 3}": (
         "algorithm.rollout_correction.threshold_lower 3.0 must be below algorithm.rollout_correction.threshold 2.0"
     ),
-    "algorithm.rollout_correction={level: token, threshold_lower: 0.5}": (
-        "algorithm.rollout_correction.threshold_lower is only used with algorithm.rollout_correction.mode mask: drop it"
+    "algorithm.rollout_correction.normalize=true": (
+        "algorithm.rollout_correction.normalize True has no effect, as algorithm.rollout_correction.level is none"
     ),
+    "algorithm.rollout_correction.reject={token_k3: [0.1, 0.2]}": (
+        "algorithm.rollout_correction.reject token_k3 [0.1, 0.2] must be one number, the largest k3: drop the lower"
+    ),
+    "algorithm.rollout_correction.reject={seq_mean_k1: 0.9}": (
+        "algorithm.rollout_correction.reject seq_mean_k1 0.9 leaves no ratio: set two ascending bounds, or one above 1"
+    ),
+    "actor.use_kl_loss=true actor.kl_loss_type=k3+ actor.kl_loss_unbiased=true": (
+        "actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found k3+: choose k3"
+    ),
+    "actor.use_kl_loss=true actor.kl_loss_unbiased=true algorithm.preset=nemo_rl": (
+        "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
+    ),
+    "actor.kl_loss_unbiased=true": "actor.kl_loss_unbiased true has no effect, as actor.use_kl_loss is false: drop it",
     "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
         "algorithm.rollout_correction.threshold 1.0 must be above 1"
     ),

@@ -34,13 +34,14 @@ KEYS_AND_VALUES = {
     ),
     "algorithm.adv_estimator=ppo": (
         "algorithm.adv_estimator: expected gae | grpo | rloo | reinforce_plus_plus | reinforce_plus_plus_baseline | "
-        'remax | opo | gpg, found "ppo"'
+        'remax | opo | gpg | grpo_passk | gdpo | optimal_token_baseline, found "ppo"'
     ),
     "actor.policy_loss=ppo": (
-        'actor.policy_loss: expected clip | gspo | cispo | sapo | gpg | clip_cov | kl_cov | gmpo, found "ppo"'
+        "actor.policy_loss: expected clip | gspo | cispo | sapo | gpg | clip_cov | kl_cov | gmpo | "
+        'dppo_tv | dppo_kl | dro, found "ppo"'
     ),
     "actor.loss_agg_mode=mean": (
-        "actor.loss_agg_mode: expected token-mean | seq-mean-token-sum | seq-mean-token-mean | "
+        "actor.loss_agg_mode: expected token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | "
         'seq-mean-token-sum-norm | null, found "mean"'
     ),
     "algorithm.preset=trl": 'algorithm.preset: expected verl | slime | miles | openrlhf | nemo_rl | null, found "trl"',

@@ -44,6 +44,7 @@ def test_aggregate_hand_computed():
     # Sequence sums 3 and 15, lengths 2 and 3; the row without a token is no sequence.
     assert results == {
         "token-mean": pytest.approx(18 / 5),
+        "token-sum": pytest.approx(18.0),
         "seq-mean-token-sum": pytest.approx(9.0),
         "seq-mean-token-mean": pytest.approx((1.5 + 5.0) / 2),
         "seq-mean-token-sum-norm": pytest.approx(9.0 / 4),
@@ -52,6 +53,7 @@ def test_aggregate_hand_computed():
     results = {mode: float(aggregate(loss, mask, mode, normaliser=given_counts)) for mode in AGGREGATIONS}
     assert results == {
         "token-mean": pytest.approx(18 / 10),
+        "token-sum": pytest.approx(18.0),
         "seq-mean-token-sum": pytest.approx(18 / 4),
         "seq-mean-token-mean": pytest.approx(6.5 / 4),
         "seq-mean-token-sum-norm": pytest.approx(18 / 4 / 8),
@@ -75,7 +77,7 @@ def test_no_token_gives_zero_and_a_gradient_of_zero(mode: str, shape: tuple[int,
 
 def test_unknown_aggregation_lists_the_valid_ones():
     with pytest.raises(
-        ValueError, match="unknown loss_agg_mode 'sum': choose one of token-mean, seq-mean-token-sum, seq"
+        ValueError, match="unknown loss_agg_mode 'sum': choose one of token-mean, token-sum, seq-mean-token-sum"
     ):
         aggregate(torch.ones(1, 1), torch.ones(1, 1), "sum")
 
@@ -131,6 +133,37 @@ def test_a_kl_that_is_given_replaces_the_estimate():
     assert torch.equal(kl.grad, torch.tensor([[0.5, 0.0]])) and log_probs.grad is None
     with pytest.raises(ValueError, match="full vocabulary"):
         kl_loss(log_probs, log_probs, mask, config)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_unbiased_kl_loss_has_the_gradient_of_the_kl_under_the_old_policy(kind: str):
+    """Over all tokens of a small vocabulary, each as often as the old policy draws it."""
+    logits = torch.tensor([0.3, -0.5, 1.0, 0.1], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    ref = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64).log()
+    log_probs = logits.log_softmax(0)
+    drawn = torch.repeat_interleave(torch.arange(4), (old * 10).round().long())[None]
+    config, mask = Actor(kl_loss_type=kind, kl_loss_coef=1.0, kl_loss_unbiased=True), torch.ones(1, 10)
+    inputs = (log_probs[drawn], ref[drawn], mask)
+    loss, _ = kl_loss(*inputs, config, old_log_probs=old.log()[drawn])
+    exact = (log_probs.exp() * (log_probs - ref)).sum()
+    assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-6)
+    [found] = torch.autograd.grad(loss, logits, retain_graph=True)
+    [expected] = torch.autograd.grad(exact, logits, retain_graph=True)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    biased, _ = kl_loss(*inputs, config.model_copy(update={"kl_loss_unbiased": False}))
+    assert not torch.allclose(torch.autograd.grad(biased, logits)[0], expected, atol=1e-3)
+    with pytest.raises(ValueError, match="kl_loss_unbiased needs old_log_probs"):
+        kl_loss(*inputs, config)
+
+
+def test_the_unbiased_kl_loss_keeps_nan_behind_the_mask_out():
+    log_probs = torch.tensor([[-1.0, math.nan]], requires_grad=True)
+    old, mask = torch.tensor([[-1.5, math.nan]]), torch.tensor([[1.0, 0.0]])
+    loss, _ = kl_loss(log_probs, 2 * old, mask, Actor(kl_loss_unbiased=True, kl_loss_coef=1.0), old_log_probs=old)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(math.exp(0.5) * (math.exp(-2.0) - 1 + 2.0))
+    assert log_probs.grad[0, 1] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """Corrections of the mismatch between engine and trainer against loops in Python floats, and over real ranks."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from ragged import CASES, Case, cases
 from spawn import run_ranks
 
-from megappo.config.schema import RolloutCorrection
+from megappo.config.schema import Rejection, RolloutCorrection
 from megappo.ppo.corrections import rollout_is_weights
 
 RATIOS = st.floats(0.2, 3.0)
@@ -25,6 +26,8 @@ def corrections(draw) -> RolloutCorrection:
         mode=draw(st.sampled_from(["truncate", "mask"])),
         threshold=draw(st.floats(1.05, 3.0)),
         threshold_lower=draw(st.none() | st.floats(0.2, 1.0)),
+        normalize=draw(st.booleans()),
+        reject=draw(st.dictionaries(st.sampled_from(get_args(Rejection)), st.floats(1.01, 2.0), max_size=2)),
         reject_geometric=draw(st.none() | st.just((lower, upper))),
         veto_threshold=draw(st.none() | st.floats(1e-4, 0.5)),
     )
@@ -34,10 +37,30 @@ def bounded_exp(x):
     return math.exp(min(max(x, -20.0), 20.0))
 
 
+def divergence(name: str, logs: list[float]) -> list[float]:
+    """At each token of a response."""
+    bounded = [min(max(x, -20.0), 20.0) for x in logs]
+    of_tokens = {
+        "k1": [-x for x in bounded],
+        "k2": [x * x / 2 for x in bounded],
+        "k3": [math.exp(x) - 1 - x for x in bounded],
+    }[name[-2:]]
+    level = name[:-3]
+    if level == "token":
+        return of_tokens
+    of_response = {"seq_sum": math.fsum(of_tokens), "seq_mean": math.fsum(of_tokens) / len(logs)}
+    return [of_response.get(level, max(of_tokens))] * len(logs)
+
+
+def diverges(name: str, value: float, bound: float | tuple[float, float]) -> bool:
+    low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
+    return not math.log(low) <= value <= math.log(high) if name.endswith("k1") else value > high
+
+
 def loop_weights(old, rollout, mask, config):
     """Weights and metrics by their definition, row by row and token by token."""
     weights = torch.zeros(mask.shape, dtype=torch.float64)
-    raw, finals, log_ratios = [], [], []
+    raw, finals, log_ratios, norms, outside = [], [], [], [], dict.fromkeys(config.reject, 0)
     num_clipped = num_responses = num_rejected = num_vetoed = 0
     for i in range(len(mask)):
         positions = [t for t in range(mask.shape[1]) if mask[i, t] == 1]
@@ -56,16 +79,27 @@ def loop_weights(old, rollout, mask, config):
             if config.level == "none":
                 weight = 1.0
             elif config.mode == "truncate":
-                weight, num_clipped = min(ratio, config.threshold), num_clipped + (ratio > config.threshold)
+                weight = min(max(ratio, config.threshold_lower or 0.0), config.threshold)
+                num_clipped += weight != ratio
             else:
                 inside = lower <= ratio <= config.threshold
                 weight, num_clipped = ratio if inside else 0.0, num_clipped + (not inside)
-            row.append(0.0 if rejected else weight)
+            row.append(weight)
+        norms += row if config.level == "token" else [math.fsum(row) / len(row)]
+        diverging = [False] * len(row)
+        for name, bound in config.reject.items():
+            flags = [diverges(name, value, bound) for value in divergence(name, logs)]
+            outside[name] += sum(flags)
+            diverging = [a or b for a, b in zip(diverging, flags, strict=True)]
+        row = [0.0 if rejected or out else weight for weight, out in zip(row, diverging, strict=True)]
         weights[i, positions] = torch.tensor(row, dtype=torch.float64)
         raw, finals, log_ratios = raw + ratios, finals + row, log_ratios + logs
         num_responses += 1
         num_vetoed += vetoed
         num_rejected += all(weight == 0 for weight in row)
+    norm = math.fsum(norms) / len(norms) if config.normalize else 1.0
+    norm = norm if norm > 1e-8 else 1.0
+    weights, finals = weights / norm, [weight / norm for weight in finals]
     n = len(raw)
     squares = math.fsum(w * w for w in finals)
     metrics = {
@@ -73,6 +107,7 @@ def loop_weights(old, rollout, mask, config):
         "max": max(raw),
         "min": min(raw),
         "clipped_frac": num_clipped / n,
+        **{f"{name}_frac": count / n for name, count in outside.items()},
         "rejected_frac": num_rejected / num_responses,
         "veto_frac": num_vetoed / num_responses,
         "ess": math.fsum(finals) ** 2 / (n * squares) if squares else 0.0,
@@ -116,6 +151,47 @@ def test_token_weights_are_capped_or_masked():
     assert metrics["clipped_frac"] == 0.5
     weights, _ = of_ratios([1.0, 3.0, 0.25], level="token", mode="mask", threshold=5.0, threshold_lower=0.5)
     torch.testing.assert_close(weights, torch.tensor([[1.0, 3.0, 0.0]]))
+
+
+def test_truncated_weights_may_have_a_lower_bound():
+    weights, metrics = of_ratios([1.0, 3.0, 0.25], level="token", threshold_lower=0.5)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0, 0.5]]))
+    assert metrics["clipped_frac"] == pytest.approx(2 / 3)
+
+
+def test_normalised_weights_have_the_mean_1_over_tokens_or_over_responses():
+    weights, _ = of_ratios([1.0, 3.0, 0.5, 0.5], level="token", normalize=True)
+    torch.testing.assert_close(weights, torch.tensor([[1.0, 2.0, 0.5, 0.5]]))
+    weights, _ = of_ratios([0.5, 0.5], [1.5, 1.0], [1.0, 1.0], level="sequence", threshold=9.0, normalize=True)
+    torch.testing.assert_close(weights[:, 0], torch.tensor([0.25, 1.5, 1.0]) / (2.75 / 3))
+
+
+@pytest.mark.parametrize(
+    ("reject", "kept"),
+    [
+        ({"token_k1": 2.1}, [1, 1, 1, 0, 1]),
+        ({"token_k1": (0.6, 3.0)}, [1, 0, 1, 1, 1]),  # of pi_engine / pi_trainer: 1/2 is too low
+        ({"token_k2": 0.3}, [1, 1, 1, 0, 1]),  # log(2.5)^2 / 2 = 0.42
+        ({"token_k3": 0.31}, [1, 1, 1, 0, 1]),  # 0.4 - 1 + log(2.5) = 0.316; 2 - 1 - log 2 = 0.307
+        ({"seq_sum_k1": 2.1}, [1, 1, 0, 0, 0]),
+        ({"seq_mean_k1": (0.4, 1.2)}, [1, 1, 0, 0, 0]),  # 2.5^(1/3) = 1.36; 0.5^(1/2) = 0.71
+        ({"seq_sum_k2": 0.3}, [1, 1, 0, 0, 0]),
+        ({"seq_mean_k2": 0.15}, [1, 1, 1, 1, 1]),
+        ({"seq_mean_k3": 0.12}, [0, 0, 1, 1, 1]),  # 0.307 / 2 = 0.153; 0.316 / 3 = 0.105
+        ({"seq_sum_k3": 0.31}, [1, 1, 0, 0, 0]),
+        ({"seq_max_k2": 0.3}, [1, 1, 0, 0, 0]),
+        ({"seq_max_k3": 0.31, "token_k1": (0.6, 3.0)}, [1, 0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_tokens_and_responses_that_diverge_are_rejected(reject, kept):
+    """Ratios 1, 2 | 1, 1/2.5, 1."""
+    rollout, mask = torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
+    old = torch.tensor([[1.0, 2.0, 9.0], [1.0, 0.4, 1.0]]).log()
+    weights, metrics = rollout_is_weights(old, rollout, mask, RolloutCorrection(reject=reject))
+    assert weights[mask.bool()].tolist() == kept
+    total = sum(metrics[f"rollout_is/{name}_frac"] for name in reject)
+    assert total >= (5 - sum(kept)) / 5 - 1e-9 and RolloutCorrection(reject=reject).is_on
 
 
 def test_a_response_shares_the_product_or_the_geometric_mean():
@@ -213,11 +289,12 @@ def check_ranks(rank, world_size):
     mask[3] = 0.0
     for cut in (0, 2, 5):
         for level in ("none", "token", "sequence", "geometric"):
-            config = RolloutCorrection(level=level, mode="mask", reject_geometric=(0.8, 1.2), veto_threshold=0.3)
+            rejections = {"reject_geometric": (0.8, 1.2), "veto_threshold": 0.3, "reject": {"token_k3": 0.2}}
+            config = RolloutCorrection(level=level, mode="mask", normalize=True, **rejections)
             weights, metrics = rollout_is_weights(old, rollout, mask, config)
             mine = slice(0, cut) if rank == 0 else slice(cut, 5)
             of_rank, of_all = rollout_is_weights(old[mine], rollout[mine], mask[mine], config, group=dist.group.WORLD)
-            assert torch.equal(of_rank, weights[mine])
+            torch.testing.assert_close(of_rank, weights[mine], rtol=1e-6, atol=0)
             assert of_all == pytest.approx(metrics, rel=1e-12, abs=1e-15)
     with pytest.raises(ValueError, match="on any rank"):
         rollout_is_weights(old, rollout, torch.zeros(5, 9), config, group=dist.group.WORLD)

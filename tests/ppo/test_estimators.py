@@ -11,9 +11,9 @@ from ragged import CASES, Case
 from spawn import run_ranks
 
 from megappo.ppo.advantages import ESTIMATORS, estimate
-from megappo.ppo.estimators import gpg, grpo, opo, reinforce_plus_plus, remax, rloo
+from megappo.ppo.estimators import gdpo, gpg, grpo, opo, optimal_token_baseline, reinforce_plus_plus, remax, rloo
 
-GROUPED = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg"]
+GROUPED = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "gdpo"]
 
 
 class Prompts(Case):
@@ -69,12 +69,21 @@ def oracle_gpg(case: Prompts, i: int) -> float:
     return len(case.scores) / max(num_nonzero, 1) * oracle_mean_baseline(case, i)
 
 
+def oracle_grpo_passk(case: Prompts, i: int) -> float:
+    others = [case.scores[j] for j in case.same_prompt(i) if j != i]
+    if case.scores[i] <= max(others):
+        return 0.0
+    return (case.scores[i] - max(others)) / (statistics.stdev([case.scores[i], *others]) + 1e-6)
+
+
 ORACLES = {
     "grpo": oracle_grpo,
     "rloo": oracle_rloo,
     "reinforce_plus_plus_baseline": oracle_mean_baseline,
     "opo": oracle_opo,
     "gpg": oracle_gpg,
+    "grpo_passk": oracle_grpo_passk,
+    "gdpo": oracle_grpo,
 }
 
 
@@ -176,7 +185,7 @@ def test_a_group_of_one_is_refused(name: str):
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
 def test_rows_without_tokens_and_broken_rewards_are_refused(name: str):
-    inputs = {"groups": ONE_PROMPT, "gamma": 1.0, "baselines": torch.zeros(3)}
+    inputs = {"groups": ONE_PROMPT, "gamma": 1.0, "baselines": torch.zeros(3), "old_log_probs": torch.zeros(3, 2)}
     with pytest.raises(ValueError, match=r"responses \[0, 2\] have no token"):
         estimate(ESTIMATORS[name], token_level_rewards=SCORES_1_2_6, response_mask=ONLY_THE_SECOND, **inputs)
     for broken in (math.nan, math.inf):
@@ -206,3 +215,57 @@ def gpg_parts(rank: int, world_size: int) -> None:
 
 def test_gpg_counts_the_responses_of_all_ranks():
     run_ranks(3, gpg_parts)
+
+
+@CASES
+@given(PROMPTS, st.integers(1, 3), st.booleans())
+def test_gdpo_adds_up_the_grpo_advantages_of_each_reward(case: Prompts, num_rewards: int, by_std: bool):
+    components = torch.randn(len(case.mask), num_rewards, generator=case.generator)
+    expected = [0.0] * len(case.mask)
+    for scores in components.unbind(1):
+        for i in range(len(case.mask)):
+            group = [float(scores[j]) for j in case.same_prompt(i)]
+            scale = statistics.stdev(group) + 1e-6 if by_std else 1.0
+            expected[i] += (float(scores[i]) - statistics.mean(group)) / scale
+    found, _ = gdpo(case.rewards, case.mask, case.groups, by_std, components)
+    torch.testing.assert_close(found, case.on_tokens(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_gdpo_keeps_apart_what_the_sum_of_rewards_confounds():
+    """(1, 0) and (0, 1) have one sum; on the first reward three of four agree, on the second two."""
+    components = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
+    rewards, ones, groups = components.sum(1, keepdim=True), torch.ones(4, 1), torch.zeros(4, dtype=torch.int64)
+    assert len(set(grpo(rewards, ones, groups)[0][:3].flatten().tolist())) == 1
+    advantages = gdpo(rewards, ones, groups, score_components=components)[0].flatten()
+    first, second = math.sqrt(0.25), math.sqrt(1 / 3)  # standard deviations
+    assert advantages.tolist() == pytest.approx(
+        [0.75 / first - 0.5 / second, *[-0.25 / first + 0.5 / second] * 2, -0.25 / first - 0.5 / second], rel=1e-4
+    )
+
+
+@CASES
+@given(PROMPTS, st.booleans(), st.booleans())
+def test_optimal_token_baseline_equals_a_loop(case: Prompts, has_squares: bool, weighted: bool):
+    log_probs = -case.numbers().abs()
+    squares = case.numbers().abs().clamp(max=1.0) if has_squares else None
+    weights = case.numbers().abs() if weighted else None
+    found, returns = optimal_token_baseline(case.rewards, case.mask, case.groups, log_probs, squares, weights)
+    to_go = rewards_to_go(case, 1.0)
+    energies = torch.zeros(case.shape, dtype=torch.float64)
+    for i in range(len(case.mask)):
+        energy = 0.0
+        for t in case.row(i):
+            p = math.exp(float(log_probs[i, t]))
+            square = p if squares is None else float(squares[i, t])
+            energy += (1 - 2 * p + square) * (1.0 if weights is None else float(weights[i, t]) ** 2)
+            energies[i, t] = energy
+    expected = torch.zeros(case.shape)
+    for i in range(len(case.mask)):
+        for t in case.row(i):
+            there = [j for j in case.same_prompt(i) if case.mask[j, t]]
+            total = sum(float(energies[j, t]) for j in there)
+            weighted_sum = sum(float(energies[j, t]) * float(to_go[j, t]) for j in there)
+            baseline = weighted_sum / (total + 1e-8) if len(there) > 1 else 0.0
+            expected[i, t] = float(to_go[i, t]) - baseline
+    torch.testing.assert_close(returns, to_go, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

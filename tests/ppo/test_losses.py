@@ -104,7 +104,7 @@ def test_other_losses_hand_computed(name, advantage, loss, gradients):
         torch.testing.assert_close(log_probs.grad, torch.tensor([gradients]), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["clip", "gspo", "kl_cov"])
+@pytest.mark.parametrize("name", ["clip", "gspo", "kl_cov", "dppo_tv", "dppo_kl", "dro"])
 def test_at_the_old_policy_the_gradient_is_reinforce(name: str):
     """Ratio 1: -A per token, whatever the method."""
     old_log_probs = torch.tensor([[-1.0, -0.5, -3.0]])
@@ -202,6 +202,26 @@ def test_the_aggregation_left_open_is_the_methods_own_or_the_preset_s(name: str)
 
 
 @EVERY
+def test_off_policy_sequences_of_negative_advantage_are_masked(name: str):
+    """Rows with a mean of old - new log-probs of 0.3, 0.3 and 0.1; the second's advantage is positive."""
+    log_probs = torch.tensor([[-1.5, -1.1, -2.0], [-1.5, -1.1, -2.0], [-1.2, -1.0, -2.0]], requires_grad=True)
+    old_log_probs = torch.tensor([[-1.0, -1.0, 7.0]]).expand(3, 3)
+    advantages = torch.tensor([[-1.0], [1.0], [-1.0]]).expand(3, 3)
+    mask = torch.tensor([[1.0, 1.0, 0.0]]).expand(3, 3)
+    config = Actor(
+        policy_loss=name, opsm_delta=0.2, loss_agg_mode="token-mean", clip_ratio_low=0.9, clip_ratio_high=2.0
+    )
+    weights = torch.full((3, 3), 0.5)
+    loss, metrics = policy_loss(log_probs, old_log_probs, advantages, mask, config, rollout_is_weights=weights)
+    [masked] = torch.autograd.grad(loss, log_probs)
+    assert masked[0].abs().max() < 1e-9 and metrics["opsm_frac"] == pytest.approx(1 / 3)
+    off = config.model_copy(update={"opsm_delta": None})
+    loss, metrics = policy_loss(log_probs, old_log_probs, advantages, mask, off, rollout_is_weights=weights)
+    [plain] = torch.autograd.grad(loss, log_probs)
+    assert torch.equal(masked[1:], plain[1:]) and plain[0].any() and "opsm_frac" not in metrics
+
+
+@EVERY
 def test_a_given_normaliser_counts_in_the_masks_place(name: str):
     case = Case(3, 5, seed=1)
     inputs = Inputs.of(case, 0.3, weighted=False)
@@ -231,7 +251,7 @@ def test_a_loss_reads_the_keys_that_it_declares_and_no_others(name: str):
 
     ones = torch.ones(2, 3)
     policy_loss(-ones, -ones, ones, ones, Reading())
-    assert read - {"method", "loss_agg_mode"} == set(POLICY_LOSSES[name].reads)
+    assert read - {"method", "loss_agg_mode", "opsm_delta"} == set(POLICY_LOSSES[name].reads)
 
 
 @EVERY

@@ -178,6 +178,51 @@ def gmpo_row(row, config: Actor, limit: float, chosen) -> list[Token]:
     return [Token(loss, slope, ratio, flag) for slope, flag in zip(slopes, clipped, strict=True)]
 
 
+def dppo_row(row, config: Actor, limit: float, is_trusted) -> list[Token]:
+    """REINFORCE with the truncated ratio, on the tokens that `is_trusted` of (p, p_old, A, its bound)."""
+    low, high = bounds(config)
+    largest = math.inf if config.clip_ratio_c is None else config.clip_ratio_c
+    tokens = []
+    for log_prob, log_ratio, a, weight in row:
+        ratio = math.exp(clamp(log_ratio, -limit, limit))
+        p, p_old = math.exp(min(log_prob, 0.0)), math.exp(min(log_prob - log_ratio, 0.0))
+        slope = -min(ratio, largest) * a
+        if is_trusted(p, p_old, a, high if a > 0 else low):
+            tokens.append(weigh(Token(slope * log_prob, slope, ratio, held=ratio > largest), weight))
+        else:
+            tokens.append(Token(0.0, 0.0, ratio, clipped=True))
+    return tokens
+
+
+def dppo_tv_row(row, config: Actor, limit: float, chosen) -> list[Token]:
+    return dppo_row(row, config, limit, lambda p, q, a, bound: p - q <= bound if a > 0 else q - p <= bound)
+
+
+def binary_kl(p_old: float, p: float) -> float:
+    return p_old * math.log(p_old / p) + (1 - p_old) * math.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+
+
+def dppo_kl_row(row, config: Actor, limit: float, chosen) -> list[Token]:
+    def is_trusted(p: float, p_old: float, a: float, bound: float) -> bool:
+        return binary_kl(p_old, p) <= bound or (p <= p_old if a > 0 else p >= p_old)
+
+    return dppo_row(row, config, limit, is_trusted)
+
+
+def dro_row(row, config: Actor, limit: float, chosen) -> list[Token]:
+    return [
+        weigh(
+            Token(
+                config.dro_beta * log_ratio**2 / 2 - log_prob * a,
+                config.dro_beta * log_ratio - a,
+                math.exp(clamp(log_ratio, -limit, limit)),
+            ),
+            weight,
+        )
+        for log_prob, log_ratio, a, weight in row
+    ]
+
+
 def weigh(token: Token, weight: float) -> Token:
     token.loss, token.slope = token.loss * weight, token.slope * weight
     return token
@@ -192,6 +237,9 @@ ROWS = {
     "clip_cov": clip_cov_row,
     "kl_cov": kl_cov_row,
     "gmpo": gmpo_row,
+    "dppo_tv": dppo_tv_row,
+    "dppo_kl": dppo_kl_row,
+    "dro": dro_row,
 }
 assert set(ROWS) == set(POLICY_LOSSES)
 
@@ -201,6 +249,8 @@ def row_coefficients(lengths: list[int], mode: str, max_length: int) -> list[flo
     sequences = max(sum(length > 0 for length in lengths), 1)
     if mode == "token-mean":
         return [1 / max(sum(lengths), 1)] * len(lengths)
+    if mode == "token-sum":
+        return [1.0] * len(lengths)
     if mode == "seq-mean-token-mean":
         return [1 / sequences / max(length, 1) for length in lengths]
     return [1 / sequences / (max_length if mode == "seq-mean-token-sum-norm" else 1)] * len(lengths)
@@ -274,6 +324,7 @@ def configs() -> st.SearchStrategy[Actor]:
         clip_cov_ub=st.sampled_from([0.5, 5.0]),
         kl_cov_ratio=st.sampled_from([0.0, 0.0002, 0.1, 0.5, 1.0]),
         ppo_kl_coef=st.floats(0.0, 2.0),
+        dro_beta=st.floats(0.01, 2.0),
         loss_agg_mode=st.none() | st.sampled_from(AGGREGATIONS),
     )
 
