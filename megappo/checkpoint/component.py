@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
 from megappo.architecture.families import HeadKind
-from megappo.architecture.parameters import padded_vocab_size
+from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, padded_vocab_size
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
@@ -22,15 +22,15 @@ from megappo.placement.groups import ComponentGroups
 
 def head_of(info: ComponentInfo) -> HeadKind:
     """What reads the model's last hidden states."""
-    if "value_head.weight" in info.tensors:
+    if f"{SECOND_HEAD}.weight" in info.tensors:
         return "policy_value"
-    output_layer = info.tensors.get("output_layer.weight")
+    output_layer = info.tensors.get(f"{OUTPUT_LAYER}.weight")
     return "value" if output_layer is not None and output_layer.shape[0] == 1 else "policy"
 
 
 def has_value_bias(info: ComponentInfo) -> bool:
     """Whether the model's value head has a bias."""
-    return bool({"value_head.bias", "output_layer.bias"} & info.tensors.keys())
+    return bool({f"{SECOND_HEAD}.bias", f"{OUTPUT_LAYER}.bias"} & info.tensors.keys())
 
 
 def save_model(chunks: ModelChunks, groups: ComponentGroups, folder: Path) -> None:
