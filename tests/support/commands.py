@@ -3,10 +3,14 @@
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -15,43 +19,71 @@ from spawn import START_METHOD
 
 REPOSITORY = Path(__file__).parents[2]
 CONVERT, INSPECT = REPOSITORY / "tools" / "convert.py", REPOSITORY / "tools" / "inspect_checkpoint.py"
+TIMEOUT_SECONDS = 240
 Result = subprocess.CompletedProcess[str]
 
 
-def run(tool: Path, *arguments: object, ranks: int = 1, before: Callable[[], None] | None = None) -> Result:
-    """A tool's run, under torchrun when it takes several ranks."""
-    if ranks == 1 and before is None:
-        return run_in_fork(tool, *map(str, arguments))
-    torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+def run(
+    tool: Path, *arguments: object, ranks: int = 1, torchrun: bool = False, before: Callable[[], None] | None = None
+) -> Result:
+    """A tool's run. As the command with `torchrun`, and with `before`, which is called in its process first; else in
+    processes that have imported megatron-core already, as tests' ranks have: it saves seconds of each."""
+    if not torchrun and before is None:
+        return _run_in_forks(tool, list(map(str, arguments)), ranks)
+    launcher = ["-m", "megappo.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     return subprocess.run(
-        [sys.executable, *torchrun, tool, *map(str, arguments)],
+        [sys.executable, *launcher, tool, *map(str, arguments)],
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT_SECONDS,
         preexec_fn=before,
     )
 
 
-def run_in_fork(tool: Path, *arguments: str) -> Result:
-    """A tool's run in a process that has imported megatron-core already, as tests' ranks have: it saves seconds."""
+def _run_in_forks(tool: Path, arguments: list[str], num_ranks: int) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = multiprocessing.get_context(START_METHOD).Process(target=_main, args=(tool, arguments, outputs))
-        process.start()
+        context, port = multiprocessing.get_context(START_METHOD), _free_port()
+        ranks = [
+            context.Process(target=_main, args=(tool, arguments, outputs, rank, num_ranks, port))
+            for rank in range(num_ranks)
+        ]
+        for process in ranks:
+            process.start()
         try:
-            process.join(240)
-            assert process.exitcode is not None, f"{tool} did not end"
+            code = _code_of(ranks)
         finally:
-            process.kill()
-            process.join()
-        return Result([tool, *arguments], process.exitcode, *(output.read_text() for output in outputs))
+            for process in ranks:
+                process.kill()
+                process.join()
+        return Result([tool, *arguments], code, *(output.read_text() for output in outputs))
 
 
-def _main(tool: Path, arguments: list[str], outputs: list[Path]) -> None:
+def _code_of(ranks: list[BaseProcess]) -> int:
+    """0 when all have ended well, else that of one that failed: as torchrun does, it waits for no other then."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while running := [process for process in ranks if process.exitcode is None]:
+        assert wait([process.sentinel for process in running], deadline - time.monotonic()), "it did not end"
+        for process in ranks:
+            process.join(0)
+            if process.exitcode:
+                return process.exitcode
+    return 0
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _main(tool: Path, arguments: list[str], outputs: list[Path], rank: int, num_ranks: int, port: int) -> None:
     for number, output in enumerate(outputs, start=1):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     torch.set_num_threads(1)
+    if num_ranks > 1:  # as torchrun sets them
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        os.environ.update(WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     sys.argv, sys.path[:0] = [str(tool), *arguments], [str(tool.parent)]  # as `python TOOL ARGUMENTS` has them
     runpy.run_path(str(tool), run_name="__main__")
 
@@ -60,9 +92,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def convert(command: str, source: Path, target: Path, *arguments: object, ranks: int = 1) -> str:
+def convert(
+    command: str, source: Path, target: Path, *arguments: object, ranks: int = 1, torchrun: bool = False
+) -> str:
     """Standard output of a conversion that must go well."""
-    done = run(CONVERT, command, "--input", source, "--output", target, *arguments, ranks=ranks)
+    done = run(CONVERT, command, "--input", source, "--output", target, *arguments, ranks=ranks, torchrun=torchrun)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "", done.stderr
     return done.stdout

@@ -55,7 +55,7 @@ def test_round_trip_is_bit_equal(tmp_path: Path, family: str, dtype: torch.dtype
 
 
 def test_any_layout_reads_what_any_other_wrote(qwen2: Path, tmp_path: Path) -> None:
-    convert("hf-to-megatron", qwen2, tmp_path / "tensor", "--tensor", 2, ranks=2)
+    convert("hf-to-megatron", qwen2, tmp_path / "tensor", "--tensor", 2, ranks=2, torchrun=True)
     assert len(list((tmp_path / "tensor").glob("__1_*.distcp"))) > 0, "the second rank wrote nothing"
     convert("megatron-to-hf", tmp_path / "tensor", tmp_path / "back", "--pipeline", 2, ranks=2)
     assert_equal(tensors_of(tmp_path / "back"), tensors_of(qwen2))
@@ -265,7 +265,7 @@ def test_usage_errors(qwen2: Path, megatron: Path, tmp_path: Path) -> None:
     refused(run(CONVERT, *command, taken), 2, "is not empty: --force replaces it")
     refused(run(CONVERT, *command, qwen2 / "inside", "--force"), 2, "lie in each other")
     refused(run(CONVERT, *command, tmp_path / "new", "--tensor", 2), 2, "needs 2 processes, this run has 1: start it")
-    refused(run(CONVERT, *command, tmp_path / "new", ranks=2), 2, "needs 1 processes, this run has 2")
+    refused(run(CONVERT, *command, tmp_path / "new", ranks=2, torchrun=True), 2, "needs 1 processes, this run has 2")
     command = ("megatron-to-hf", "--input", megatron, "--output", tmp_path / "new")
     refused(run(CONVERT, *command, "--value-model"), 2, "has no value head")
     twice = ("hf-to-megatron", "--input", megatron, "--output", tmp_path / "new")
