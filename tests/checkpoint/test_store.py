@@ -177,6 +177,37 @@ EXPERT_MOVES = {
 DENSE_STAGE_MOVES = {"actor, pp2 to ep2": (PP2, EP2), "actor, pp2 to pp2": (PP2, PP2)}
 """Of a model whose first stage of two has no experts."""
 
+SHOWN_MOVES = (
+    "actor, stages of 3 and 1 to pp2",
+    "actor, dp2 to stages of 1 and 3",
+    "actor, tp2 to pp2 vpp2",
+    "actor, pp2 vpp2 to one rank",
+    "actor, one rank to dp2",
+    "critic, pp2 to tp2",
+    "critic, tp2 to dp2",
+    "actor, tp2 to cp2",
+    "critic, cp2 to dp2",
+)
+"""Each layout is left and entered, of an actor or a critic."""
+SHOWN_EXPERT_MOVES = (
+    "actor, ep2 to tp2 sp",
+    "actor, one rank to tp2 ep2 sp",
+    "actor, dp2 to tp2 etp2 sp",
+    "actor, etp2 to ep2",
+    "actor, ep2 cp2 to tp2 sp",
+    "actor, pp2 to ep2",
+)
+"""Each way of cutting experts is left or entered."""
+
+
+def shown_and_rest(moves: dict[str, tuple[Case, Case]], shown: tuple[str, ...]) -> list:
+    """A case of the moves that show every layout, and one of those between the same layouts otherwise."""
+    rest = {name: move for name, move in moves.items() if name not in shown}
+    return [
+        pytest.param({name: moves[name] for name in shown}, id="shown"),
+        pytest.param(rest, id="rest", marks=pytest.mark.slow),
+    ]
+
 
 def check_moved(
     rank: int, world_size: int, folders: dict[str, Path], store_folder: Path, moves: dict[str, tuple[Case, Case]]
@@ -204,8 +235,11 @@ def check_moved(
             torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-5, msg=message)
 
 
-def test_any_layout_goes_on_from_any_other(folders: dict[str, Path], tmp_path: Path) -> None:
-    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", MOVES)
+@pytest.mark.parametrize("moves", shown_and_rest(MOVES, SHOWN_MOVES))
+def test_any_layout_goes_on_from_any_other(
+    moves: dict[str, tuple[Case, Case]], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", moves)
 
 
 def assert_same_tensors(found_in: Path, expected_in: Path, name: str) -> None:
@@ -222,16 +256,20 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}
 
 
-def test_a_mixture_of_experts_goes_on_in_any_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moves", shown_and_rest(EXPERT_MOVES, SHOWN_EXPERT_MOVES[:2]))  # the next test has more
+def test_a_mixture_of_experts_goes_on_in_any_layout(moves: dict[str, tuple[Case, Case]], tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     shape = {"num_hidden_layers": 2, "shared_expert_intermediate_size": 24}
     folders = {"actor": hf_folder(tmp_path / "actor", "qwen2_moe", **experts, **shape)}
-    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", EXPERT_MOVES)
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", moves)
 
 
-def test_dense_layers_before_experts_and_router_biases_go_on_in_any_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moves", shown_and_rest(EXPERT_MOVES | DENSE_STAGE_MOVES, SHOWN_EXPERT_MOVES))
+def test_dense_layers_before_experts_and_router_biases_go_on_in_any_layout(
+    moves: dict[str, tuple[Case, Case]], tmp_path: Path
+) -> None:
     folders = {"actor": hf_folder(tmp_path / "actor", "deepseek_v3", **DEEPSEEK_V3, num_hidden_layers=2)}
-    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", EXPERT_MOVES | DENSE_STAGE_MOVES)
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", moves)
 
 
 # --- which checkpoint ---

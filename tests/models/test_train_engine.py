@@ -28,6 +28,7 @@ from ppo_engines import (
     with_score,
 )
 from safetensors.torch import load_file
+from slow import slow_ones
 from spawn import run_ranks
 from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_models import hf_folder, hf_model
@@ -296,9 +297,12 @@ def test_deep_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> No
     check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", num_hidden_layers=8))
 
 
-@pytest.mark.parametrize(
-    "name", ["one rank", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", *CONTEXT_CASES]
-)
+OF_CRITIC = ("one rank", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", *CONTEXT_CASES)
+SHOWN_OF_CRITIC = ("one rank", "tp2 sp", "pp2 vpp2", "dp2", "cp2 tp2 sp", "cp2 pp2, full recompute")
+"""The actor takes every layout; the critic, which differs from it behind the last layer alone, each way of cutting."""
+
+
+@pytest.mark.parametrize("name", slow_ones(OF_CRITIC, set(OF_CRITIC) - set(SHOWN_OF_CRITIC)))
 def test_critic_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "critic", with_score(hf_folder(tmp_path / "hf", "qwen2")))
 
@@ -320,7 +324,7 @@ MIXTURES = {
 MIXTURE_CASES = ("one rank", "tp2 sp", "pp2", "dp2, optimizer not sharded", "cp2", *EXPERT_CASES)
 WHOLE_FAMILY = "deepseek_v3"
 """Has all that the others have, but for the softmax router: it takes every layout, the others these."""
-OTHERS_CASES = ("one rank", "ep2 tp2 dp2 sp", "ep2 pp2 vpp2, uneven micro-batches", "ep2 etp2 cp2 tp2 sp")
+OTHERS_CASES = ("ep2 pp2 vpp2, uneven micro-batches", "ep2 etp2 cp2 tp2 sp")
 
 
 def mixture_case(name: str, family: str):
@@ -366,18 +370,27 @@ def test_mixture_of_experts_trains_on_the_full_kl(tmp_path: Path) -> None:
     check("ep2, uneven micro-batches", "full_kl", folder, reference)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    "name",
-    ["tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute", "cp2 tp2 sp", "cp2 pp2, full recompute"],
-)
+OF_SHARED = ("tp2", "tp2 sp", "pp2", "pp2 vpp2", "dp2", "tp2 pp2, full recompute")
+OF_SHARED += ("cp2 tp2 sp", "cp2 pp2, full recompute")
+SHOWN_OF_SHARED = {
+    True: ("tp2 sp", "pp2 vpp2", "cp2 pp2, full recompute"),
+    False: ("dp2", "tp2 pp2, full recompute", "cp2 tp2 sp"),
+}
+
+
+def shared_case(name: str, tied: bool):
+    return pytest.param(name, tied, marks=() if name in SHOWN_OF_SHARED[tied] else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "tied"), [shared_case(name, tied) for name in OF_SHARED for tied in (True, False)])
 def test_shared_backbone_trains_on_both_losses_as_hugging_face_does(name: str, tied: bool, tmp_path: Path) -> None:
     check(name, "shared", with_score(hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=tied)))
 
 
-@pytest.mark.parametrize(
-    "name", ["one rank, small micro-batches", "tp2", "tp2 sp", "dp2", "tp2 dp2 sp", "cp2", "cp2 tp2 sp"]
-)
+OF_FULL_KL = ("one rank, small micro-batches", "tp2 dp2 sp", "cp2 tp2 sp", "tp2", "tp2 sp", "dp2", "cp2")
+
+
+@pytest.mark.parametrize("name", slow_ones(OF_FULL_KL, OF_FULL_KL[3:]))  # parts of the others
 def test_full_kl_trains_as_with_hugging_faces_two_models(name: str, tmp_path: Path) -> None:
     folder, reference = (
         hf_folder(tmp_path / name, "qwen2", initializer_range=spread) for name, spread in (("hf", 0.02), ("ref", 0.3))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import CONVERT, Result, contents, convert, environment, run
+from slow import slow_ones
 from tiny_models import hf_folder
 
 COMMANDS = ("hf-to-megatron", "megatron-to-hf", "reshard")
@@ -55,7 +56,7 @@ def failed_once(done: Result, message: str, target: Path) -> None:
     assert contents(target.parent) == {"target/precious": b"kept"}
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", slow_ones(COMMANDS, ("reshard",)))  # which the next test has
 def test_a_full_disk(sources: dict[str, Path], target: Path, command: str) -> None:
     arguments = ("--input", sources[command], "--output", target, "--force")
     done = run(CONVERT, command, *arguments, before=limit_file_size)
@@ -97,8 +98,17 @@ def ended(
     return process.returncode, errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        ("hf-to-megatron", signal.SIGINT),
+        ("megatron-to-hf", signal.SIGTERM),
+        ("reshard", signal.SIGINT),
+        pytest.param("hf-to-megatron", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("megatron-to-hf", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("reshard", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_an_interrupted_conversion(
     sources: dict[str, Path], target: Path, command: str, number: signal.Signals
 ) -> None:
@@ -154,8 +164,15 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
     }
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
+@pytest.mark.parametrize(
+    ("command", "rank"),
+    [
+        ("hf-to-megatron", 1),
+        ("megatron-to-hf", 0),
+        pytest.param("hf-to-megatron", 0, marks=pytest.mark.slow),
+        pytest.param("megatron-to-hf", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_rank(sources: dict[str, Path], target: Path, command: str, rank: int) -> None:
     pids = {}
 
@@ -172,7 +189,7 @@ def test_a_killed_rank(sources: dict[str, Path], target: Path, command: str, ran
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_torchrun_is_interrupted(sources: dict[str, Path], target: Path, number: signal.Signals) -> None:
     code, errors = ended(
         "hf-to-megatron", sources["hf-to-megatron"], target, lambda process: process.send_signal(number), ranks=2
