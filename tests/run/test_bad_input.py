@@ -63,10 +63,12 @@ def test_all_errors_of_a_config_at_once(config, folder):
     assert not (folder / "run").exists()
 
 
-def test_a_missing_model_and_a_layout_that_does_not_divide(config, folder):
-    lines = refused(folder, config, "model.path=/nowhere/model", "actor.parallel.tensor=3")
+def test_a_missing_model_a_layout_that_does_not_divide_and_a_folder_that_cannot_be_written(config, folder):
+    wrong = ("model.path=/nowhere/model", "actor.parallel.tensor=3", "trainer.output_dir=/proc/run")
+    lines = refused(folder, config, *wrong)
     assert all(line.startswith("error: ") for line in lines)
     text = "\n".join(lines)
+    assert "error: command line: trainer.output_dir: cannot write in /proc (" in text
     assert "error: command line: model.path: no folder /nowhere/model: download the model" in text
     assert "actor" in text and "3" in text
     assert not (folder / "run").exists()
@@ -153,6 +155,7 @@ def test_checkpoints_that_are_all_damaged(config, run, folder):
     assert (folder / "run" / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow  # tests/test_plan.py has it, of the check that both make
 def test_fewer_steps_than_the_checkpoint_has(config, run, folder):
     shutil.copytree(run, folder / "run")
     [line] = refused(folder, config, "trainer.total_steps=9")
@@ -184,8 +187,3 @@ def test_metrics_that_cannot_be_read(config, run, folder):
     assert line.startswith(
         f"error: command line: {metrics}, line 1: expected one step's metrics as a JSON object with 'step', found"
     )
-
-
-def test_a_folder_that_cannot_be_written(config, folder):
-    line = refused(folder, config, "trainer.output_dir=/proc/run")[0]
-    assert line.startswith("error: command line: trainer.output_dir: cannot write in /proc (")

@@ -87,6 +87,7 @@ def test_a_reward_function_that_raises(config, folder):
     assert f"traceback : error (rank 0): reward function {reward} raised KeyError" in report
 
 
+@pytest.mark.slow  # tests/rewards has what is said, and a loss that overflows how it is said once
 def test_a_reward_function_that_returns_too_few_values(config, folder):
     (folder / "reward.py").write_text(FAILING)
     reward = f"{folder / 'reward.py'}:too_few"

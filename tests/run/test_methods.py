@@ -29,8 +29,14 @@ METHODS = {
         *("algorithm.bootstrap_truncated=true", "actor.use_kl_loss=true", "actor.kl_loss_type=full"),
     ),
     "shared backbone": ("algorithm.shared_backbone=true", "reward.normalize=running", "algorithm.preset=openrlhf"),
+    "shared backbone, shared out rows": (
+        *("algorithm.shared_backbone=true", "reward.normalize=running", "algorithm.preset=openrlhf"),
+        *("actor.parallel={tensor: 1, context: 2}", "algorithm.bootstrap_truncated=true"),
+        *("actor.use_kl_loss=true", "actor.kl_loss_type=full"),
+    ),
 }
-SLOW = ("rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov", "dual clip", "adaptive KL")
+SLOW = ("shared out rows", "shared backbone")  # a critic shares out rows in a family's run
+SLOW += ("rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov", "dual clip", "adaptive KL")
 OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")
 
 pytestmark = pytest.mark.timeout(300)
@@ -81,6 +87,7 @@ CHECKS = {
     "dual clip": check_dual_clip,
     "adaptive KL": check_adaptive_kl,
     "shared backbone": check_shared_backbone,
+    "shared backbone, shared out rows": check_shared_backbone,
 }
 CRITIC_FREE = ("grpo", "rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov")
 
