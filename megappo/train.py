@@ -118,7 +118,7 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
 def _keep_config(config: Config, run: Run) -> None:
     """Write the resolved config beside the results, and say what a resumed run's has that the one there had not."""
     path = Path(config.trainer.output_dir, "config.yaml")
-    if run.start_step and path.exists():
+    if run.progress.start_step and path.exists():
         try:
             for change in changes_since(path, config):
                 run.observer.message(f"changed since then: {change}")

@@ -6,6 +6,7 @@ model of the trainer's: `placement.rollout` places them.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from megappo.architecture.families import HeadKind
@@ -22,6 +23,12 @@ class Setting(NamedTuple, Generic[Value]):
 
     key: str
     value: Value
+
+
+def setting(config: Config, *keys: str) -> Setting:
+    """The first of some keys that is not null."""
+    found = (Setting(key, attrgetter(key)(config)) for key in keys)
+    return next(one for one in found if one.value is not None)
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class ComponentSpec:
     def mini_batch_prompts(self, config: Config) -> Setting[int]:
         """Prompts of which it needs all trajectories at a time."""
         if self.training is None:
-            return Setting("data.train_batch_size", config.data.train_batch_size)
+            return setting(config, "data.train_batch_size")
         return Setting(f"{self.training.key}.ppo_mini_batch_size", self.training.section.ppo_mini_batch_size)
 
 
@@ -100,10 +107,10 @@ def _actor(config: Config) -> ComponentSpec:
         fields["full_kl"] = "full_kl"
     fields |= _values(config) if algorithm.shared_backbone else {}
     return ComponentSpec(
-        ranks=Setting("placement.actor", config.placement.actor),
-        parallel=Setting("actor.parallel", actor.parallel),
-        folder=Setting("model.path", config.model.path),
-        max_tokens=Setting("actor.max_tokens_per_micro_batch", actor.max_tokens_per_micro_batch),
+        ranks=setting(config, "placement.actor"),
+        parallel=setting(config, "actor.parallel"),
+        folder=setting(config, "model.path"),
+        max_tokens=setting(config, "actor.max_tokens_per_micro_batch"),
         head="policy_value" if algorithm.shared_backbone else "policy",
         forward=ForwardPass("old_log_probs", fields),
         training=Training(
@@ -127,18 +134,16 @@ def _actor_fields(config: Config) -> tuple[str, ...]:
 
 
 def _critic(config: Config) -> ComponentSpec | None:
-    critic = config.critic
     if not config.has_critic:
         return None
-    own = critic.model_path
     return ComponentSpec(
-        ranks=Setting("placement.critic", config.placement.critic),
-        parallel=Setting("critic.parallel", critic.parallel),
-        folder=Setting("model.path", config.model.path) if own is None else Setting("critic.model_path", own),
-        max_tokens=Setting("critic.max_tokens_per_micro_batch", critic.max_tokens_per_micro_batch),
+        ranks=setting(config, "placement.critic"),
+        parallel=setting(config, "critic.parallel"),
+        folder=setting(config, "critic.model_path", "model.path"),
+        max_tokens=setting(config, "critic.max_tokens_per_micro_batch"),
         head="value",
         forward=ForwardPass("values", _values(config)),
-        training=Training("critic", critic, VALUE_FIELDS, "megappo.trainer.update:update_critic"),
+        training=Training("critic", config.critic, VALUE_FIELDS, "megappo.trainer.update:update_critic"),
     )
 
 
@@ -150,13 +155,11 @@ def _values(config: Config) -> dict[str, str]:
 def _ref(config: Config) -> ComponentSpec | None:
     if not config.kl_kinds:
         return None
-    ref, actor, placement = config.ref, _actor(config), config.placement
-    tokens = ref.max_tokens_per_micro_batch
     return ComponentSpec(
-        ranks=actor.ranks if placement.ref is None else Setting("placement.ref", placement.ref),
-        parallel=actor.parallel if ref.parallel is None else Setting("ref.parallel", ref.parallel),
-        folder=actor.folder,
-        max_tokens=actor.max_tokens if tokens is None else Setting("ref.max_tokens_per_micro_batch", tokens),
+        ranks=setting(config, "placement.ref", "placement.actor"),
+        parallel=setting(config, "ref.parallel", "actor.parallel"),
+        folder=setting(config, "model.path"),
+        max_tokens=setting(config, "ref.max_tokens_per_micro_batch", "actor.max_tokens_per_micro_batch"),
         head="policy",
         forward=ForwardPass("ref_log_probs", {"log_probs": "ref_log_probs"}) if config.needs_ref_log_probs else None,
     )

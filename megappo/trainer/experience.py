@@ -57,7 +57,7 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     rows = replace(rows, fields=rows.fields | added)
     metrics |= correction_metrics | row_metrics(run.exchange, rows)
     if penalty:
-        metrics["reward/kl_coef"] = run.kl.value
+        metrics["reward/kl_coef"] = run.progress.kl.value
     if run.config.has_values:
         metrics["critic/vf_explained_var"] = explained_variance(
             rows.fields["values"], returns, rows.response_mask, group=run.exchange.group
@@ -74,7 +74,7 @@ def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
         rows.response_mask.sum(dim=1).long(),
         rows.prompt_ids,
         run.config.reward,
-        run.reward_moments,
+        run.progress.reward_moments,
         max_response_length=run.config.rollout.max_response_length,
         group=run.exchange.group,
     )
@@ -82,7 +82,7 @@ def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
 
 def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor) -> torch.Tensor:
     """Shaped scores on each response's last token, minus the KL penalty of each token where there is one."""
-    return compute_token_level_rewards(scores, rows.response_mask, rows.fields.get("kl_penalty"), run.kl.value)
+    return compute_token_level_rewards(scores, rows.response_mask, rows.fields.get("kl_penalty"), run.progress.kl.value)
 
 
 def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:

@@ -25,13 +25,13 @@ class Trainer:
         A step's `timing_s/evaluate` and `timing_s/save` are those that came between the step before and this one.
         """
         run, total = self.run, self.config.trainer.total_steps
-        run.first_sync()
-        if run.start_step == total:
+        run.engines.first_sync(verify=self.config.rollout.sync.verify, as_loaded=run.progress.start_step == 0)
+        if run.progress.start_step == total:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
-        if run.start_step == 0 and self.config.eval_interval:
+        if run.progress.start_step == 0 and self.config.eval_interval:
             run.observer.log(0, self.evaluate(0))
         run.timers.restart()
-        for step in range(run.start_step + 1, total + 1):
+        for step in range(run.progress.start_step + 1, total + 1):
             metrics = self.step(step)
             metrics |= run.lap()
             metrics["rollout/tokens_per_second"] = metrics["rollout/num_tokens"] / metrics["timing_s/rollout"]
@@ -51,10 +51,10 @@ class Trainer:
     def step(self, step: int) -> dict[str, Any]:
         """One PPO step; returns its metrics, the same on every rank."""
         run, config = self.run, self.config
-        prompts = run.train_prompts.batch(step - 1)
+        prompts = run.datasets.train.batch(step - 1)
         with run.timers("rollout"):
             responses = run.rollouts.respond(prompts)
-            run.engine_sleep()
+            run.engines.sleep()
         with run.timers("reward"):
             batch, metrics = run.rollouts.collect(responses, prompts)
         with run.timers("scatter"):
@@ -73,17 +73,17 @@ class Trainer:
                 metrics |= training_metrics(run.exchange, steps, name)
         actor_trained = "actor" in optimizer_steps
         with run.timers("sync"):
-            run.engine_wake()
-            metrics |= run.sync_weights(changed=actor_trained)
+            run.engines.wake()
+            metrics |= run.engines.sync(changed=actor_trained)
         metrics |= judged.metrics
         if judged.kl_penalty is not None and actor_trained:
-            run.kl.update(judged.kl_penalty, len(batch.table))
+            run.progress.kl.update(judged.kl_penalty, len(batch.table))
         return metrics
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """`val/<dataset>/score/*` on every held-out prompt of each file, and a few samples logged."""
         metrics = {}
-        for name, prompts in self.run.val_prompts.items():
+        for name, prompts in self.run.datasets.val.items():
             scores, samples = self.run.rollouts.evaluate(prompts.all)
             metrics |= value_metrics(self.run.exchange, f"val/{name}/score", scores)
             self.run.observer.samples(step, samples)

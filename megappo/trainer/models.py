@@ -5,14 +5,24 @@ another component.
 """
 
 from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
 
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.parsing import read_architecture
+from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.models.train_engine import OptimizerStep, Outputs, TrainedEngine
+from megappo.observe.files import HF_ACTOR
 from megappo.observe.timers import Timers
 from megappo.placement.components import components_of
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
 from megappo.table import resolved
 from megappo.trainer.component import Batch, Component, Scattered
+from megappo.trainer.train_engines import build_engines
+from megappo.weights.hf_folder import write_hf_folder
 
 AtModels = Mapping[str, Scattered]
 """A step's rows at the components that have something to do with them, by name."""
@@ -23,10 +33,12 @@ class Models:
 
     Args:
         components: by name, in the table's order.
+        architecture: the language model's.
     """
 
-    def __init__(self, config: Config, components: Mapping[str, Component]):
+    def __init__(self, config: Config, components: Mapping[str, Component], architecture: Architecture):
         self.config = config
+        self.architecture = architecture
         self.components = components
         self.specs = components_of(config)
         trained = {name: spec.training for name, spec in self.specs.items()}
@@ -42,6 +54,16 @@ class Models:
     def trained(self) -> dict[str, TrainedEngine | None]:
         """What checkpoints hold."""
         return {name: self.components[name].engine for name in self.training}
+
+    @property
+    def description(self) -> str:
+        """What checkpoints hold, in words: a run with other models cannot go on from them."""
+        words = [
+            f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+            + " with a value head" * (self.specs[name].head == "policy_value")
+            for name in self.training
+        ]
+        return " and ".join(words) if len(words) > 1 or "with" in words[0] else f"{words[0]} alone"
 
     def trained_in(self, step: int) -> tuple[str, ...]:
         """The components that are trained in a step."""
@@ -88,3 +110,19 @@ class Models:
             with timers(f"update_{name}"):
                 steps[name] = self._updates[name](scattered[name], self.config)
         return steps
+
+    def export_actor(self) -> None:
+        """Write the policy as a Hugging Face folder."""
+        engine = self.actor.engine
+        if engine is not None:
+            target = Path(self.config.trainer.output_dir) / HF_ACTOR
+            write_hf_folder(engine.chunks, self.architecture, engine.groups, self.config.model.path, target)
+
+
+def build_models(config: Config, layouts: Mapping[str, Layout], exchange: Exchange) -> Models:
+    """The run's models with the weights that they start from; all ranks together."""
+    layouts = {name: layouts[name] for name in components_of(config)}
+    timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
+    engines = build_engines(config, build_groups(layouts, config.trainer.seed, timeout))
+    components = {name: Component(name, layout, engines[name], exchange) for name, layout in layouts.items()}
+    return Models(config, components, read_architecture(config.model.path))

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
@@ -16,10 +15,11 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
-from megappo.rewards.pool import RewardPool
-from megappo.rollout.client import EngineClient, EngineError, SamplingParams
+from megappo.rollout.client import EngineError, SamplingParams
 from megappo.rollout.sampler import Sample, StoreCounter, sample
 from megappo.trainer.component import Batch
+from megappo.trainer.datasets import Datasets
+from megappo.trainer.own_engine import OwnEngine
 
 PROBE_TOKENS = 4
 
@@ -41,36 +41,30 @@ class Rollouts:
     """Samples and scores responses. Ranks that own no engine join with empty hands.
 
     Args:
-        client, rewards: None where the rank owns no engine.
-        engine_number: of the engine this rank owns. num_engines: of all ranks.
-        vocab_size: tokens below it are known to all models, see `check_known`.
-        stop_token_ids: end a response, and belong to it.
+        own: waited for here.
+        num_engines: of all ranks.
     """
 
     def __init__(
         self,
         config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        client: EngineClient | None,
-        rewards: RewardPool | None,
+        datasets: Datasets,
+        own: OwnEngine,
         exchange: Exchange,
         observer: Observer | NullObserver,
         *,
-        engine_number: int | None,
         num_engines: int,
-        vocab_size: int,
-        stop_token_ids: tuple[int, ...],
     ):
         self.config = config
-        self.tokenizer = tokenizer
-        self.client = client
-        self.rewards = rewards
+        self.tokenizer = datasets.tokenizer
+        self.client = own.wait_ready()
+        self.rewards = own.rewards
         self.exchange = exchange
         self.observer = observer
-        self.engine_number = engine_number
+        self.engine_number = own.number
         self.num_engines = num_engines
-        self.vocab_size = vocab_size
-        rollout = config.rollout
+        self.vocab_size = datasets.vocab_size
+        stop_token_ids, rollout = datasets.stop_token_ids, config.rollout
         self.training = SamplingParams(
             rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_token_ids
         )

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Data
-from megappo.data.prompts import PromptDataset, batch_errors
+from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer
 
 WORDS = {word: i for i, word in enumerate(["[UNK]", "[BOS]", "user", "says", "go", "1", "2", "3", "+", "="])}
@@ -206,7 +206,7 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from megappo.batch.exchange import Exchange
-    from megappo.trainer.build import load_prompts
+    from megappo.trainer.datasets import Datasets
 
     tokenizer = load_tokenizer(str(folder / "model"))
     config = Config.model_validate(
@@ -217,17 +217,21 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
         }
     )
     exchange = Exchange(dist.group.WORLD)
+
+    def opened(config: Config) -> Datasets:
+        return Datasets(tokenizer, (), 100, *open_datasets(config, tokenizer))
+
     with pytest.raises(ConfigError) as caught:
-        load_prompts(config, tokenizer, 100, exchange)
+        opened(config).check(exchange)
     lines = [error.partition("d.jsonl ")[2] for error in caught.value.errors]
     assert lines == ["line 3: the line is empty: remove it", "lines 4, 9: expected a JSON object, found list"]
     with pytest.raises(ConfigError) as caught:
-        load_prompts(changed(config, label_key="x"), tokenizer, 100, exchange)
+        opened(changed(config, label_key="x")).check(exchange)
     assert "has no field 'x' in 7 of its 10 lines" in caught.value.errors[0]
     (folder / f"good{rank}.jsonl").write_text((json.dumps(GOOD) + "\n") * 10)
     good = changed(config, train_files=(str(folder / f"good{rank}.jsonl"),))
-    train, _ = load_prompts(good, tokenizer, 100, exchange)
-    assert len(train.batch(0)) == 10
+    opened(good).check(exchange)
+    assert len(opened(good).train.batch(0)) == 10
 
 
 def test_ranks_share_out_the_check_and_all_tell_everything(tmp_path, tokenizer_folder):

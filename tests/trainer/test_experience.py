@@ -190,7 +190,8 @@ def check(rank: int, world_size: int) -> None:
     for name, algorithm in METHODS.items():
         config = make_config(algorithm, "group" if name == "groups' rewards" else "none")
         kl = kl_controller(config.algorithm.kl_ctrl)
-        run = SimpleNamespace(config=config, exchange=exchange, kl=kl, reward_moments=RunningMoments())
+        progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
+        run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
         kept = {key: x for key, x in owned.fields.items() if key != "bootstrap_values" or "decoupled" in name}
         judged = add_advantages(run, replace(owned, fields=kept))
         rows, metrics = judged.rows, judged.metrics

@@ -35,28 +35,27 @@ define_torchvision_operators()
 
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.batch.exchange import Exchange  # noqa: E402
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
 from megappo.data.prompts import Prompt  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.observe.timers import Timers  # noqa: E402
-from megappo.placement.groups import build_groups  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
-from megappo.ppo.kl import kl_controller  # noqa: E402
-from megappo.ppo.reward_shaping import RunningMoments  # noqa: E402
 from megappo.rollout.client import SamplingParams  # noqa: E402
 from megappo.rollout.sampler import Sample  # noqa: E402
 from megappo.sync.sync import SyncStats  # noqa: E402
-from megappo.trainer.component import Component  # noqa: E402
+from megappo.trainer.datasets import Datasets  # noqa: E402
+from megappo.trainer.inference import InferenceEngines  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
-from megappo.trainer.models import Models  # noqa: E402
+from megappo.trainer.models import build_models  # noqa: E402
+from megappo.trainer.own_engine import OwnEngine  # noqa: E402
 from megappo.trainer.preflight import arrangement_errors  # noqa: E402
+from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.rollouts import Rollouts  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
-from megappo.trainer.train_engines import architecture_of, build_engines  # noqa: E402
+from megappo.trainer.train_engines import architecture_of  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61
@@ -188,31 +187,12 @@ class FixedRollouts(Rollouts):
 
 def build(config: Config) -> Run:
     """A run without engines, checkpoints and files."""
-    layouts = placement_layouts(config, WORLD_SIZE)
-    architecture = read_architecture(config.model.path)
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
-    of_models = {name: layout for name, layout in layouts.items() if name != "rollout"}
-    engines = build_engines(config, build_groups(of_models, config.trainer.seed))
-    components = {name: Component(name, layout, engines[name], exchange) for name, layout in of_models.items()}
-    numbers = {"engine_number": None, "num_engines": 1, "vocab_size": VOCABULARY, "stop_token_ids": ()}
-    return Run(
-        config=config,
-        architecture=architecture,
-        exchange=exchange,
-        models=Models(config, components),
-        client=None,
-        sleeps=False,
-        weight_sync=lambda changed: SyncStats(0, 1.0),
-        probe=dict,
-        rollouts=FixedRollouts(config, None, None, None, exchange, observer, **numbers),
-        train_prompts=FixedPrompts(),
-        val_prompts={},
-        kl=kl_controller(config.algorithm.kl_ctrl),
-        reward_moments=RunningMoments(),
-        store=None,
-        observer=observer,
-        timers=Timers(),
-    )
+    models = build_models(config, placement_layouts(config, WORLD_SIZE), exchange)
+    datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
+    rollouts = FixedRollouts(config, datasets, OwnEngine(), exchange, observer, num_engines=1)
+    engines = InferenceEngines(exchange, None, False, lambda changed: SyncStats(0, 1.0), probe=dict)
+    return Run(config, exchange, datasets, models, engines, rollouts, Progress(config, exchange), observer, Timers())
 
 
 def numbers_of(config: Config) -> dict[str, object]:

@@ -1,0 +1,79 @@
+"""The inference engines of a run, as its ranks see them: they sleep, wake, and take the actor's weights."""
+
+from dataclasses import dataclass
+
+from megappo import platform
+from megappo.batch.exchange import Exchange
+from megappo.config.schema import Config
+from megappo.placement.layout import Layout
+from megappo.rollout.client import EngineClient
+from megappo.sync.build import build_sync, engine_sleeps
+from megappo.sync.proof import verified_sync
+from megappo.sync.route import find_route
+from megappo.sync.sync import WeightSync
+from megappo.trainer.models import Models
+from megappo.trainer.probe import Probe
+
+
+@dataclass
+class InferenceEngines:
+    """All ranks call together.
+
+    Attributes:
+        client: of the engine this rank owns; None on the others.
+        sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
+        weight_sync: the way of the actor's weights to the engines.
+        probe: asks engines and actor about the same tokens.
+    """
+
+    exchange: Exchange
+    client: EngineClient | None
+    sleeps: bool
+    weight_sync: WeightSync
+    probe: Probe
+
+    def sync(self, *, changed: bool = True) -> dict[str, float]:
+        """Reshard the actor's weights into the engines.
+
+        Args:
+            changed: the actor may have been trained since the last call.
+        Returns:
+            `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and, if it was the probe's turn,
+            `sync/log_prob_diff/{mean,max}`.
+        """
+        stats = self.weight_sync(changed=changed)
+        seconds = max(self.exchange.share(stats.seconds))
+        metrics = {"sync/bytes": stats.bytes, "sync/seconds": seconds}
+        return metrics | {"sync/gib_per_second": stats.bytes / 2**30 / seconds} | self.probe()
+
+    def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
+        """The first one, with the proof that all of the engines' weights are the actor's.
+
+        Args:
+            verify, as_loaded: see `verified_sync`.
+        """
+        if verify:
+            verified_sync(self.weight_sync, self.client, barrier=lambda: self.exchange.share(None), as_loaded=as_loaded)
+        else:
+            self.weight_sync()
+        self.probe()
+
+    def sleep(self) -> None:
+        """Free the engines' GPU memory for the trainer."""
+        if self.client is not None and self.sleeps:
+            self.client.sleep()
+
+    def wake(self) -> None:
+        """Give the engines their GPU memory back; their weights must be synced before they are used."""
+        platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
+        self.exchange.share(None)
+        if self.client is not None and self.sleeps:
+            self.client.wake()
+
+
+def connect(config: Config, layouts: dict[str, Layout], models: Models, probe: Probe) -> InferenceEngines:
+    """The engines, which are up by now."""
+    rollouts, exchange, route = probe.rollouts, models.actor.exchange, find_route(config, layouts)
+    sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
+    sync = build_sync(config, route, models.architecture, models.actor.engine, rollouts.client, exchange)
+    return InferenceEngines(exchange, rollouts.client, sleeps, sync, probe)
