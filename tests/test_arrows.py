@@ -30,6 +30,7 @@ WITHOUT_TORCH = (
     "megappo/plan.py",
     "megappo/architecture/",
     "megappo/batch/fields.py",
+    "megappo/batch/metrics.py",
     "megappo/config/",
     "megappo/placement/arithmetic.py",
     "megappo/placement/checks.py",

@@ -1,64 +1,14 @@
 """Metrics over all ranks from each rank's part, in one small exchange each."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megappo.batch.exchange import Exchange
+from megappo.batch.metrics import ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
-from megappo.table import Table
-
-SPREAD = ("mean", "max", "min")
-
-
-@dataclass(frozen=True)
-class RowMetric:
-    """A metric of the rows of a step.
-
-    Attributes:
-        values: of this rank's rows, [n], n may be 0; None where the run has none.
-        reductions: the metrics are `<name>/<reduction>`; a single reduction without a name: the metric is `<name>`.
-    """
-
-    values: Callable[[Rows], torch.Tensor | None]
-    reductions: tuple[str, ...] | str = SPREAD
-
-
-def of_rows(field: str) -> Callable[[Rows], torch.Tensor | None]:
-    """A field with one number per row."""
-    return lambda rows: rows.fields.get(field)
-
-
-def of_tokens(field: str) -> Callable[[Rows], torch.Tensor | None]:
-    """A field with one number per response token, at those with mask 1."""
-    return lambda rows: rows.fields[field][rows.response_mask.bool()] if field in rows.fields else None
-
-
-def _log_prob_diff(rows: Rows) -> torch.Tensor:
-    return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[rows.response_mask.bool()]
-
-
-ROW_METRICS = Table(
-    "metric",
-    {
-        "reward/score": RowMetric(of_rows("scores")),
-        "reward/shaped": RowMetric(of_rows("shaped_scores")),
-        "reward/baseline": RowMetric(of_rows("baselines")),
-        "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
-        "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float()),
-        "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
-        "rollout/log_prob_diff": RowMetric(_log_prob_diff),
-        "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, "histogram")),
-        "advantages/clipped": RowMetric(of_tokens("clipped_advantages")),
-        "returns": RowMetric(of_tokens("returns")),
-        "values": RowMetric(of_tokens("values")),
-    },
-)
-"""By name: the metrics of a step's rows with their advantages."""
 
 
 def row_metrics(exchange: Exchange, rows: Rows) -> dict[str, Any]:

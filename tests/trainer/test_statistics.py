@@ -6,10 +6,11 @@ import torch.distributed as dist
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
+from megappo.batch.metrics import ROW_METRICS, RowMetric
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric
-from megappo.trainer.statistics import ROW_METRICS, RowMetric, row_metrics, training_metrics, value_metrics
+from megappo.trainer.statistics import row_metrics, training_metrics, value_metrics
 
 SCORES = ([3.0, -1.5, 4.0], [], [0.25])
 LENGTHS = ([1, 2], [2, 2, 3], [])

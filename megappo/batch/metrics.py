@@ -1,0 +1,57 @@
+"""What is told of a step's rows, by name. Torch-free to import, so that anybody can add to it at any time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megappo.table import Table
+
+RowValues = Callable[[Any], Any]
+"""Of `Rows`: a tensor [n], of any length; None where the run has no such values."""
+SPREAD = ("mean", "max", "min")
+
+
+@dataclass(frozen=True)
+class RowMetric:
+    """A metric of the rows of a step.
+
+    Attributes:
+        values: of this rank's rows.
+        reductions: the metrics are `<name>/<reduction>`; a single reduction without a name: the metric is `<name>`.
+    """
+
+    values: RowValues
+    reductions: tuple[str, ...] | str = SPREAD
+
+
+def of_rows(field: str) -> RowValues:
+    """A field with one number per row."""
+    return lambda rows: rows.fields.get(field)
+
+
+def of_tokens(field: str) -> RowValues:
+    """A field with one number per response token, at those with mask 1."""
+    return lambda rows: rows.fields[field][rows.response_mask.bool()] if field in rows.fields else None
+
+
+def _log_prob_diff(rows: Any) -> Any:
+    return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[rows.response_mask.bool()]
+
+
+ROW_METRICS = Table(
+    "metric",
+    {
+        "reward/score": RowMetric(of_rows("scores")),
+        "reward/shaped": RowMetric(of_rows("shaped_scores")),
+        "reward/baseline": RowMetric(of_rows("baselines")),
+        "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
+        "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float()),
+        "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
+        "rollout/log_prob_diff": RowMetric(_log_prob_diff),
+        "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, "histogram")),
+        "advantages/clipped": RowMetric(of_tokens("clipped_advantages")),
+        "returns": RowMetric(of_tokens("returns")),
+        "values": RowMetric(of_tokens("values")),
+    },
+)
+"""By name: the metrics of a step's rows with their advantages."""
