@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from megappo.architecture.families import FAMILIES
+from megappo.batch.metrics import ROW_METRICS
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES
-from megappo.config.schema import Actor, Aggregation, Algorithm, Config, Critic, KLKind, Sync
+from megappo.config.schema import Actor, Aggregation, Algorithm, Config, Critic, KLKind, Rejection
+from megappo.config.transports import AUTO, TRANSPORTS
 from megappo.placement.components import components_of
 from megappo.placement.ranks import smallest_world
 from megappo.ppo.conventions import PRESETS
@@ -65,15 +67,15 @@ def literals(annotation: object) -> tuple[str, ...]:
 
 
 def metric_names() -> set[str]:
-    """Of losses and corrections, by calling them; of the rest, as the source writes them, without what is computed."""
+    """Of losses and corrections, by calling them; of rows, by their table; of the rest, as the source writes them."""
     ones = torch.ones(1, 2)
     actor = {"pg_loss", *entropy_loss(ones, ones, Actor())[1], *kl_loss(ones, ones, ones, Actor())[1]}
     for name in POLICY_LOSSES:
-        actor |= policy_loss(ones, ones, ones, ones, Actor(policy_loss=name))[1].keys()
+        actor |= policy_loss(ones, ones, ones, ones, Actor(policy_loss=name, opsm_delta=1))[1].keys()
     critic = {"vf_loss", *value_loss(ones, ones, ones, ones, Critic())[1]}
     corrections = rollout_is_weights(ones, ones, ones, Algorithm().rollout_correction)[1]
     written = {f"actor/{name}" for name in actor} | {f"critic/{name}" for name in critic} | corrections.keys()
-    return written | set(literal_metrics())
+    return written | ROW_METRICS.keys() | set(literal_metrics())
 
 
 def literal_metrics() -> Iterator[str]:
@@ -114,10 +116,10 @@ def undescribed(page: str, names: set[str]) -> list[str]:
     ("page", "names"),
     [
         ("docs/methods.md", {*ESTIMATORS, *POLICY_LOSSES, *PRESETS}),
-        ("docs/methods.md", {*literals(KLKind), *literals(Aggregation)}),
+        ("docs/methods.md", {*literals(KLKind), *literals(Aggregation), *literals(Rejection)}),
         ("docs/methods.md", {f"algorithm.{key}" for method in ESTIMATORS.values() for key in method.reads}),
         ("docs/methods.md", {f"actor.{key}" for method in POLICY_LOSSES.values() for key in method.reads}),
-        ("docs/configuration.md", {*literals(Sync.model_fields["transport"].annotation), *BUILTIN}),
+        ("docs/configuration.md", {AUTO, *TRANSPORTS, *BUILTIN}),
         ("docs/configuration.md", set(Config.model_fields) - {"ref"}),
         ("docs/converting.md", set(FAMILIES)),
         ("docs/metrics.md", metric_names() | phases()),
@@ -128,6 +130,12 @@ def undescribed(page: str, names: set[str]) -> list[str]:
 )
 def test_what_exists_is_described(page, names):
     assert undescribed(page, names) == []
+
+
+def test_the_extension_that_is_shown_is_the_one_that_runs():
+    tree = ast.parse((ROOT / "tests" / "run" / "test_extensions.py").read_text("utf-8"))
+    text = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "EXTENSION")
+    assert code_blocks(PAGES["docs/extending.md"])[0].strip() == f"# mine.py\n{text.value.strip()}"
 
 
 def test_the_readme_stays_what_a_newcomer_reads():
