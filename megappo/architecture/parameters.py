@@ -22,8 +22,8 @@ class Rule:
     """One Megatron parameter (or a router's bias, which is a buffer).
 
     Attributes:
-        megatron: its name in the local layer spec, and in TransformerEngine's where that differs.
-        hf: names and symbolic shapes of the tensors it holds, stacked along dimension 0.
+        megatron: its name in the local layer spec, and, after a blank, in TransformerEngine's where that differs.
+        hf: the tensors it holds, stacked along dimension 0: name -> symbolic sizes, with blanks between.
         shard_dim: dimension cut over tensor-parallel ranks, an expert's over expert-tensor-parallel ones; None =
             replicated.
         by_kv_head: the stacked tensors alternate per KV head (q q k v, q q k v, ...), not once per shard.
@@ -31,8 +31,8 @@ class Rule:
         with_next: its tensors and the next rule's are of use to an engine only together.
     """
 
-    megatron: tuple[str, ...]
-    hf: tuple[tuple[str, tuple[str, ...]], ...]
+    megatron: str
+    hf: Mapping[str, str]
     shard_dim: int | None = None
     by_kv_head: bool = False
     expert: int | None = None
@@ -41,87 +41,53 @@ class Rule:
 
 # Names outside the layers are complete; inside, they come after the layer's number.
 _MODEL = (
-    Rule(("embedding.word_embeddings.weight",), ((EMBEDDING, ("vocab", "hidden")),), shard_dim=0),
-    Rule(("decoder.final_layernorm.weight",), (("model.norm.weight", ("hidden",)),)),
+    Rule("embedding.word_embeddings.weight", {EMBEDDING: "vocab hidden"}, shard_dim=0),
+    Rule("decoder.final_layernorm.weight", {"model.norm.weight": "hidden"}),
 )
 _NORMS = (
-    Rule(
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        (("input_layernorm.weight", ("hidden",)),),
-    ),
-    Rule(
-        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
-        (("post_attention_layernorm.weight", ("hidden",)),),
-    ),
+    Rule("input_layernorm.weight self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "hidden"}),
+    Rule("pre_mlp_layernorm.weight mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "hidden"}),
 )
+_QKV = {f"self_attn.{name}_proj.weight": f"{size} hidden" for name, size in (("q", "q"), ("k", "kv"), ("v", "kv"))}
 _ATTENTION = (
-    Rule(
-        ("self_attention.linear_qkv.weight",),
-        (
-            ("self_attn.q_proj.weight", ("q", "hidden")),
-            ("self_attn.k_proj.weight", ("kv", "hidden")),
-            ("self_attn.v_proj.weight", ("kv", "hidden")),
-        ),
-        shard_dim=0,
-        by_kv_head=True,
-    ),
-    Rule(("self_attention.linear_proj.weight",), (("self_attn.o_proj.weight", ("hidden", "q")),), shard_dim=1),
+    Rule("self_attention.linear_qkv.weight", _QKV, shard_dim=0, by_kv_head=True),
+    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden q"}, shard_dim=1),
 )
 # Rotary dimensions need no reordering: with latent attention Megatron takes them in Hugging Face's pairs.
 _LATENT_ATTENTION = (
     Rule(
-        ("self_attention.linear_kv_down_proj.weight",),
-        (("self_attn.kv_a_proj_with_mqa.weight", ("kv_latent_and_rope", "hidden")),),
+        "self_attention.linear_kv_down_proj.weight",
+        {"self_attn.kv_a_proj_with_mqa.weight": "kv_latent_and_rope hidden"},
     ),
     Rule(
-        ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
-        (("self_attn.kv_a_layernorm.weight", ("kv_latent",)),),
+        "self_attention.kv_layernorm.weight self_attention.linear_kv_up_proj.layer_norm_weight",
+        {"self_attn.kv_a_layernorm.weight": "kv_latent"},
     ),
-    Rule(
-        ("self_attention.linear_kv_up_proj.weight",),
-        (("self_attn.kv_b_proj.weight", ("k_and_v", "kv_latent")),),
-        shard_dim=0,
-    ),
-    Rule(("self_attention.linear_proj.weight",), (("self_attn.o_proj.weight", ("hidden", "v")),), shard_dim=1),
+    Rule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "k_and_v kv_latent"}, shard_dim=0),
+    Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden v"}, shard_dim=1),
 )
-_QUERY = (Rule(("self_attention.linear_q_proj.weight",), (("self_attn.q_proj.weight", ("q", "hidden")),), shard_dim=0),)
+_QUERY = (Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "q hidden"}, shard_dim=0),)
 # The last of these comes before the first of _LATENT_ATTENTION: SGLang makes one matrix of the two, and takes neither,
 # without a word, from a bucket that lacks the other.
 _LATENT_QUERY = (
     Rule(
-        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
-        (("self_attn.q_a_layernorm.weight", ("q_latent",)),),
+        "self_attention.q_layernorm.weight self_attention.linear_q_up_proj.layer_norm_weight",
+        {"self_attn.q_a_layernorm.weight": "q_latent"},
     ),
-    Rule(
-        ("self_attention.linear_q_up_proj.weight",),
-        (("self_attn.q_b_proj.weight", ("q", "q_latent")),),
-        shard_dim=0,
-    ),
-    Rule(
-        ("self_attention.linear_q_down_proj.weight",),
-        (("self_attn.q_a_proj.weight", ("q_latent", "hidden")),),
-        with_next=True,
-    ),
+    Rule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "q q_latent"}, shard_dim=0),
+    Rule("self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "q_latent hidden"}, with_next=True),
 )
 _MLP = (
     Rule(
-        ("mlp.linear_fc1.weight",),
-        (("mlp.gate_proj.weight", ("ffn", "hidden")), ("mlp.up_proj.weight", ("ffn", "hidden"))),
-        shard_dim=0,
+        "mlp.linear_fc1.weight", {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"}, shard_dim=0
     ),
-    Rule(("mlp.linear_fc2.weight",), (("mlp.down_proj.weight", ("hidden", "ffn")),), shard_dim=1),
+    Rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, shard_dim=1),
 )
-_QKV_BIAS = (
-    Rule(
-        ("self_attention.linear_qkv.bias",),
-        (("self_attn.q_proj.bias", ("q",)), ("self_attn.k_proj.bias", ("kv",)), ("self_attn.v_proj.bias", ("kv",))),
-        shard_dim=0,
-        by_kv_head=True,
-    ),
-)
+_QKV_BIASES = {"self_attn.q_proj.bias": "q", "self_attn.k_proj.bias": "kv", "self_attn.v_proj.bias": "kv"}
+_QKV_BIAS = (Rule("self_attention.linear_qkv.bias", _QKV_BIASES, shard_dim=0, by_kv_head=True),)
 _QK_NORMS = (
-    Rule(("self_attention.q_layernorm.weight",), (("self_attn.q_norm.weight", ("head",)),)),
-    Rule(("self_attention.k_layernorm.weight",), (("self_attn.k_norm.weight", ("head",)),)),
+    Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "head"}),
+    Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}),
 )
 
 
@@ -234,42 +200,41 @@ def _attention_rules(architecture: Architecture) -> tuple[Rule, ...]:
 
 
 def _expert_rules(experts: ExpertFormat, count: int) -> tuple[Rule, ...]:
-    router = Rule(("mlp.router.weight",), ((f"{experts.block}.gate.weight", ("experts", "hidden")),))
+    router = Rule("mlp.router.weight", {f"{experts.block}.gate.weight": "experts hidden"})
     rules = [router, *(_shared_expert_rules(experts.shared) if experts.shared else ())]
     if experts.router_bias:
-        rules.append(Rule((f"mlp.{ROUTER_BIAS}",), ((f"{experts.block}.gate.e_score_correction_bias", ("experts",)),)))
+        rules.append(Rule(f"mlp.{ROUTER_BIAS}", {f"{experts.block}.gate.e_score_correction_bias": "experts"}))
     for expert in range(count):
         megatron, hf = f"mlp.experts.local_experts.{expert}", f"{experts.block}.experts.{expert}"
-        gate_up = tuple((f"{hf}.{name}.weight", ("expert_ffn", "hidden")) for name in (experts.gate, experts.up))
-        down = ((f"{hf}.{experts.down}.weight", ("hidden", "expert_ffn")),)
-        rules.append(Rule((f"{megatron}.linear_fc1.weight",), gate_up, shard_dim=0, expert=expert))
-        rules.append(Rule((f"{megatron}.linear_fc2.weight",), down, shard_dim=1, expert=expert))
+        gate_up = {f"{hf}.{name}.weight": "expert_ffn hidden" for name in (experts.gate, experts.up)}
+        down = {f"{hf}.{experts.down}.weight": "hidden expert_ffn"}
+        rules.append(Rule(f"{megatron}.linear_fc1.weight", gate_up, shard_dim=0, expert=expert))
+        rules.append(Rule(f"{megatron}.linear_fc2.weight", down, shard_dim=1, expert=expert))
     return tuple(rules)
 
 
 def _shared_expert_rules(shared: SharedExpertFormat) -> tuple[Rule, ...]:
     megatron, hf = "mlp.shared_experts", f"mlp.{shared.module}"
-    gate_up = tuple((f"{hf}.{name}_proj.weight", ("shared_ffn", "hidden")) for name in ("gate", "up"))
-    down = ((f"{hf}.down_proj.weight", ("hidden", "shared_ffn")),)
+    gate_up = {f"{hf}.{name}_proj.weight": "shared_ffn hidden" for name in ("gate", "up")}
+    down = {f"{hf}.down_proj.weight": "hidden shared_ffn"}
     matrices = (
-        Rule((f"{megatron}.linear_fc1.weight",), gate_up, shard_dim=0),
-        Rule((f"{megatron}.linear_fc2.weight",), down, shard_dim=1),
+        Rule(f"{megatron}.linear_fc1.weight", gate_up, shard_dim=0),
+        Rule(f"{megatron}.linear_fc2.weight", down, shard_dim=1),
     )
-    gate = Rule((f"{megatron}.gate_weight",), ((f"{hf}_gate.weight", ("one", "hidden")),))
+    gate = Rule(f"{megatron}.gate_weight", {f"{hf}_gate.weight": "one hidden"})
     return (*matrices, gate) if shared.gated else matrices
 
 
 def _output_rules(architecture: Architecture) -> tuple[Rule, ...]:
     def value_head(module: str) -> tuple[Rule, ...]:
-        weight = Rule((f"{module}.weight",), ((VALUE_HEAD, ("one", "hidden")),))
-        bias = Rule((f"{module}.bias",), ((VALUE_BIAS, ("one",)),))
+        weight, bias = Rule(f"{module}.weight", {VALUE_HEAD: "one hidden"}), Rule(f"{module}.bias", {VALUE_BIAS: "one"})
         return (weight, bias) if architecture.value_bias else (weight,)
 
     if architecture.head == "value":
         return value_head(OUTPUT_LAYER)
     # Tied, with pipeline stages: the last stage has a copy of the embedding for its output layer.
     source = EMBEDDING if architecture.tied else LM_HEAD
-    output_layer = Rule((f"{OUTPUT_LAYER}.weight",), ((source, ("vocab", "hidden")),), shard_dim=0)
+    output_layer = Rule(f"{OUTPUT_LAYER}.weight", {source: "vocab hidden"}, shard_dim=0)
     return (output_layer, *value_head(SECOND_HEAD)) if architecture.head == "policy_value" else (output_layer,)
 
 
@@ -294,15 +259,14 @@ def _parameter(
     rule: Rule, layer: int | None, sizes: Mapping[str, int], shard_sizes: Mapping[str, int], ways: int
 ) -> Parameter:
     """A rule's parameter in one layer, cut over `ways` ranks."""
-    prefix = "" if layer is None else f"layers.{layer}."
+    model, decoder = ("", "") if layer is None else (f"model.layers.{layer}.", f"decoder.layers.{layer}.")
     pieces = []
-    for name, symbols in rule.hf:
-        shard = [shard_sizes[symbol] for symbol in symbols]
+    for name, symbols in rule.hf.items():
+        shape = tuple(sizes[symbol] for symbol in symbols.split())
+        shard = [shard_sizes[symbol] for symbol in symbols.split()]
         if rule.shard_dim is not None:
             shard[rule.shard_dim] //= ways
-        shape = tuple(sizes[symbol] for symbol in symbols)
-        full_name = f"model.{prefix}{name}" if prefix else name
-        pieces.append(Piece(full_name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
-    names = tuple(f"decoder.{prefix}{name}" if prefix else name for name in rule.megatron)
+        pieces.append(Piece(model + name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
+    names = tuple(decoder + name for name in rule.megatron.split())
     groups = sizes["kv_heads"] // ways if rule.by_kv_head else 1
     return Parameter(names, layer, tuple(pieces), groups, names[0].endswith(ROUTER_BIAS))
