@@ -21,59 +21,39 @@ from torch.distributed import distributed_c10d
 from megappo import platform
 from megappo.placement.layout import Layout
 
-# Field of the collection -> dimensions its ranks span, outside the experts.
-DIMENSIONS = {
-    "tp": "tp",
-    "pp": "pp",
-    "cp": "cp",
-    "dp": "dp",
-    "mp": "tp-pp",
-    "tp_cp": "tp-cp",
-    "dp_cp": "dp-cp",
-    "intra_dp_cp": "dp-cp",
-    "tp_dp_cp": "tp-dp-cp",
-    "intra_dist_opt": "tp-cp-dp-pp",
+# Field of the collection -> dimensions its ranks span, outside the experts, then what it is in parallel_state: the
+# globals that hold the group, or its global ranks (those with RANKS in their names).
+GROUPS = {
+    "tp": ("tp", "_TENSOR_MODEL_PARALLEL_GROUP", "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS"),
+    "pp": ("pp", "_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS"),
+    "cp": ("cp", "_CONTEXT_PARALLEL_GROUP", "_CONTEXT_PARALLEL_GLOBAL_RANKS"),
+    "dp": ("dp", "_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GLOBAL_RANKS"),
+    "mp": ("tp-pp", "_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GLOBAL_RANKS"),
+    "tp_cp": ("tp-cp", "_TENSOR_AND_CONTEXT_PARALLEL_GROUP"),
+    "dp_cp": ("dp-cp", "_DATA_PARALLEL_GROUP_WITH_CP", "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP"),
+    "intra_dp_cp": ("dp-cp", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP"),
+    "tp_dp_cp": ("tp-dp-cp", "_TENSOR_AND_DATA_PARALLEL_GROUP", "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP"),
+    "intra_dist_opt": ("tp-cp-dp-pp", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP"),
 }
 # The same for experts, which have a tensor and a data parallelism of their own, and no context parallelism.
-EXPERT_DIMENSIONS = {
-    "ep": "ep",
-    "expt_tp": "tp",
-    "expt_dp": "dp",
-    "intra_expt_dp": "dp",
-    "tp_ep": "tp-ep",
-    "tp_ep_pp": "tp-ep-pp",
+EXPERT_GROUPS = {
+    "ep": ("ep", "_EXPERT_MODEL_PARALLEL_GROUP", "_EXPERT_MODEL_PARALLEL_RANKS"),
+    "expt_tp": ("tp", "_EXPERT_TENSOR_PARALLEL_GROUP"),
+    "expt_dp": ("dp", "_EXPERT_DATA_PARALLEL_GROUP"),
+    "intra_expt_dp": ("dp", "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP"),
+    "tp_ep": ("tp-ep", "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP"),
+    "tp_ep_pp": ("tp-ep-pp", "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"),
 }
-# Global of parallel_state -> field of the collection.
-GROUP_GLOBALS = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "_CONTEXT_PARALLEL_GROUP": "cp",
-    "_DATA_PARALLEL_GROUP": "dp",
-    "_MODEL_PARALLEL_GROUP": "mp",
-    "_EMBEDDING_GROUP": "embd",
-    "_POSITION_EMBEDDING_GROUP": "pos_embd",
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
-    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp_cp",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
-    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
-    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
-    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
+# Those over some stages of each pipeline: which, then as above.
+EMBEDDING_GROUPS = {
+    "embd": (default_embedding_ranks, "_EMBEDDING_GROUP"),
+    "pos_embd": (default_position_embedding_ranks, "_POSITION_EMBEDDING_GROUP"),
 }
-# Global of parallel_state with a group's global ranks -> field of the collection.
-RANK_GLOBALS = {
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
-    "_PIPELINE_GLOBAL_RANKS": "pp",
-    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
-    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
-    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
-    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
+GLOBALS = {
+    name: field
+    for table in (GROUPS, EXPERT_GROUPS, EMBEDDING_GROUPS)
+    for field, (_, *names) in table.items()
+    for name in names
 }
 
 RngState = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -146,7 +126,7 @@ class ComponentGroups:
             maps.update(before)
 
     def _groups(self) -> set[dist.ProcessGroup]:
-        groups = {getattr(self.collection, name) for name in GROUP_GLOBALS.values()}
+        groups = {getattr(self.collection, name) for name in GLOBALS.values()}
         return {group for group in groups if group is not None}
 
     def _require_member(self) -> None:
@@ -216,14 +196,13 @@ def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
     of_experts = RankGenerator(
         tp=layout.expert_tensor, ep=layout.expert, dp=replicas, pp=layout.pipeline, cp=1, order=order
     )
-    for own, table in ((generator, DIMENSIONS), (of_experts, EXPERT_DIMENSIONS)):
-        for name, dimensions in table.items():
+    for own, table in ((generator, GROUPS), (of_experts, EXPERT_GROUPS)):
+        for name, (dimensions, *_) in table.items():
             for local in own.get_ranks(dimensions):
                 yield name, tuple(layout.ranks[i] for i in local)
     for local in generator.get_ranks("pp"):
         stages = [layout.ranks[i] for i in local]
-        yield "embd", tuple(default_embedding_ranks(stages))
-        yield "pos_embd", tuple(default_position_embedding_ranks(stages))
+        yield from ((name, tuple(among(stages))) for name, (among, _) in EMBEDDING_GROUPS.items())
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
@@ -237,8 +216,7 @@ def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, 
     """parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
     pipeline = list(own["pp"])
     return {
-        **{name: getattr(collection, group) for name, group in GROUP_GLOBALS.items()},
-        **{name: list(own[group]) for name, group in RANK_GLOBALS.items()},
+        **{name: list(own[of]) if "RANKS" in name else getattr(collection, of) for name, of in GLOBALS.items()},
         "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
         "_EMBEDDING_GLOBAL_RANKS": default_embedding_ranks(pipeline),
         "_POSITION_EMBEDDING_GLOBAL_RANKS": default_position_embedding_ranks(pipeline),
