@@ -1,10 +1,12 @@
 """Keys of the method that contradict each other, or that the rest of the config leaves without effect."""
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from megappo.config.describe import show
+from megappo.config.errors import shorten
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Method
-from megappo.config.schema import Actor, Algorithm, Config, Critic, Reward, RolloutCorrection
+from megappo.config.schema import Config
 
 
 def algorithm_errors(config: Config) -> list[str]:
@@ -12,8 +14,8 @@ def algorithm_errors(config: Config) -> list[str]:
     return [
         *_clipping(config),
         *_early_stop(config),
-        *_estimator(config),
-        *_values(config),
+        *_groups(config),
+        *_warmup(config),
         *_unused(config),
         *_rewards(config),
         *_kl_controller(config),
@@ -45,28 +47,44 @@ def _early_stop(config: Config) -> Iterator[str]:
 def _unused(config: Config) -> Iterator[str]:
     """Keys that were set but that nothing reads."""
     algorithm, actor, reward = config.algorithm, config.actor, config.reward
-    no_penalty = (not algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
-    estimator = f"algorithm.adv_estimator {algorithm.adv_estimator}"
-    policy_loss = f"actor.policy_loss {actor.policy_loss}"
+    correction = algorithm.rollout_correction
+    estimator, weights = f"algorithm.adv_estimator {algorithm.adv_estimator}", "algorithm.rollout_correction"
+    with_values = " or ".join(name for name, one in ESTIMATORS.items() if one.needs_values)
+    no_reference = "algorithm.use_kl_in_reward and actor.use_kl_loss are false, so that no reference is built"
     unread = {
         **_unread_by("algorithm", ESTIMATORS, algorithm.method, estimator),
-        **_unread_by("actor", POLICY_LOSSES, actor.method, policy_loss),
+        **_unread_by("actor", POLICY_LOSSES, actor.method, f"actor.policy_loss {actor.policy_loss}"),
+        **dict.fromkeys(
+            [f"algorithm.{key}" for key in ("shared_backbone", "bootstrap_truncated", "lam_alpha", "critic_lam")],
+            (not config.has_values, f"{estimator} does without values, which {with_values} needs"),
+        ),
         "algorithm.value_coef": (not algorithm.shared_backbone, "algorithm.shared_backbone is false"),
-        "actor.kl_loss_coef": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
-        "actor.kl_loss_type": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
-        "actor.kl_loss_unbiased": (not actor.use_kl_loss, "actor.use_kl_loss is false"),
-        "algorithm.kl_penalty": no_penalty,
-        "algorithm.kl_ctrl": no_penalty,
+        **dict.fromkeys(
+            ("actor.kl_loss_coef", "actor.kl_loss_type", "actor.kl_loss_unbiased"),
+            (not actor.use_kl_loss, "actor.use_kl_loss is false"),
+        ),
+        **dict.fromkeys(
+            ("algorithm.kl_penalty", "algorithm.kl_ctrl"),
+            (not algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false"),
+        ),
+        **dict.fromkeys(
+            [f"{weights}.{key}" for key in ("mode", "threshold", "threshold_lower", "normalize")],
+            (correction.level == "none", f"{weights}.level is none"),
+        ),
+        **dict.fromkeys(
+            ("placement.ref", "ref.parallel", "ref.max_tokens_per_micro_batch"), (not config.kl_kinds, no_reference)
+        ),
+        **dict.fromkeys(
+            ("critic.model_path", "critic.warmup_steps"), (not config.has_critic, "this run builds no critic")
+        ),
         "reward.overlong_buffer": (reward.length_penalty != "overlong", "reward.length_penalty is not overlong"),
         "reward.length_penalty_factor": (reward.length_penalty == "none", "reward.length_penalty is none"),
-        "critic.model_path": (not config.has_critic, "this run builds no critic"),
     }
-    defaults = {"algorithm": Algorithm(), "actor": Actor(), "critic": Critic(), "reward": Reward()}
     for key, (is_unread, reason) in unread.items():
-        section, name = key.split(".")
-        value = getattr(getattr(config, section), name)
-        if is_unread and value != getattr(defaults[section], name):
-            yield f"{key} {show(value)} has no effect, as {reason}: drop it"
+        section, _, name = key.rpartition(".")
+        values = attrgetter(section)(config)
+        if is_unread and getattr(values, name) != type(values).model_fields[name].default:
+            yield f"{key} {shorten(show(getattr(values, name)))} has no effect, as {reason}: drop it"
 
 
 def _unread_by(section: str, methods: Mapping[str, Method], method: Method, name: str) -> dict[str, tuple[bool, str]]:
@@ -75,52 +93,29 @@ def _unread_by(section: str, methods: Mapping[str, Method], method: Method, name
     return {f"{section}.{key}": (key not in method.reads, f"{name} does not read it") for key in keys}
 
 
-def _estimator(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.method.compares_responses and config.rollout.n < 2:
-        yield (
-            f"algorithm.adv_estimator {algorithm.adv_estimator} compares the responses to a prompt: rollout.n must be "
-            f"at least 2, found {config.rollout.n}"
-        )
-    if algorithm.method.needs_greedy_baseline and config.reward.normalize != "none":
-        yield (
-            f"reward.normalize {config.reward.normalize} would hide the greedy baseline that algorithm.adv_estimator "
-            f"{algorithm.adv_estimator} subtracts: set it to none"
-        )
+def _groups(config: Config) -> Iterator[str]:
+    """What the responses to a prompt are compared for."""
+    algorithm, reward = config.algorithm, config.reward
+    estimator, normalize = f"algorithm.adv_estimator {algorithm.adv_estimator}", f"reward.normalize {reward.normalize}"
+    for what, compares in ((estimator, algorithm.method.compares_responses), (normalize, reward.normalize == "group")):
+        if compares and config.rollout.n < 2:
+            found = f"rollout.n must be at least 2, found {config.rollout.n}"
+            yield f"{what} compares the responses to a prompt: {found}"
+    if algorithm.method.needs_greedy_baseline and reward.normalize != "none":
+        yield f"{normalize} would hide the greedy baseline that {estimator} subtracts: set it to none"
 
 
-def _values(config: Config) -> Iterator[str]:
-    """Keys that only mean something where there are values."""
-    algorithm, warmup = config.algorithm, config.critic.warmup_steps
-    if warmup and not config.has_critic:
-        yield f"critic.warmup_steps {warmup} needs a critic, and this run builds none: set it to 0"
-    elif warmup >= config.trainer.total_steps:
+def _warmup(config: Config) -> Iterator[str]:
+    warmup, total = config.critic.warmup_steps, config.trainer.total_steps
+    if config.has_critic and warmup >= total:
         yield (
-            f"critic.warmup_steps {warmup} must be below trainer.total_steps {config.trainer.total_steps}: lower it, "
-            "else the actor never trains"
-        )
-    if config.has_values:
-        return
-    needing = {
-        "algorithm.shared_backbone": algorithm.shared_backbone,
-        "algorithm.bootstrap_truncated": algorithm.bootstrap_truncated,
-        "algorithm.lam_alpha": algorithm.lam_alpha is not None,
-        "algorithm.critic_lam": algorithm.critic_lam is not None,
-    }
-    for key in (key for key, is_set in needing.items() if is_set):
-        yield (
-            f"{key} needs values, which algorithm.adv_estimator {algorithm.adv_estimator} does without: drop it or "
-            f"use {' or '.join(name for name, one in ESTIMATORS.items() if one.needs_values)}"
+            f"critic.warmup_steps {warmup} must be below trainer.total_steps {total}: lower it, else the actor never "
+            "trains"
         )
 
 
 def _rewards(config: Config) -> Iterator[str]:
     reward, limit = config.reward, config.rollout.max_response_length
-    if reward.normalize == "group" and config.rollout.n < 2:
-        yield (
-            f"reward.normalize group compares the responses to a prompt: rollout.n must be at least 2, found "
-            f"{config.rollout.n}"
-        )
     if reward.length_penalty == "overlong" and reward.overlong_buffer > limit:
         yield (
             f"reward.overlong_buffer {reward.overlong_buffer} is longer than rollout.max_response_length {limit}: "
@@ -176,10 +171,6 @@ def _correction(config: Config) -> Iterator[str]:
             yield f"{section}.reject {name} {show(bound)} leaves no ratio: set two ascending bounds, or one above 1"
     lower, upper = correction.threshold_lower, correction.threshold
     if correction.level == "none":
-        for key in ("mode", "threshold", "threshold_lower", "normalize"):
-            if getattr(correction, key) != getattr(RolloutCorrection(), key):
-                reason = f"{section}.level is none: drop it, or set level, such as token"
-                yield f"{section}.{key} {getattr(correction, key)} has no effect, as {reason}"
         return
     if lower is not None and lower >= upper:
         yield f"{section}.threshold_lower {lower} must be below {section}.threshold {upper}: lower it"

@@ -14,7 +14,6 @@ def config_errors(config: Config) -> list[str]:
     """Every contradiction, one line each, naming the keys, their values and the remedy."""
     return [
         *algorithm_errors(config),
-        *_reference(config),
         *_rollout(config),
         *_data(config),
     ]
@@ -47,23 +46,6 @@ def nearest_divisors(number: int, size: int) -> str:
     below = [divisor for divisor in divisors if divisor < size][-1:]
     above = [divisor for divisor in divisors if divisor > size][:1]
     return " or ".join(map(str, below + above))
-
-
-def _reference(config: Config) -> Iterator[str]:
-    """Keys of a reference that is not there."""
-    if config.kl_kinds:
-        return
-    settings = {
-        "ref.parallel": config.ref.parallel,
-        "ref.max_tokens_per_micro_batch": config.ref.max_tokens_per_micro_batch,
-        "placement.ref": config.placement.ref,
-    }
-    for key, value in settings.items():
-        if value is not None:
-            yield (
-                f"{key} is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false, so no reference is "
-                f"built: drop {key}"
-            )
 
 
 def _rollout(config: Config) -> Iterator[str]:

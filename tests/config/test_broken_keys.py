@@ -52,11 +52,12 @@ CONTRADICTIONS = {
     "actor.tau_pos=2": "actor.tau_pos 2.0 has no effect, as actor.policy_loss clip does not read it: drop it",
     "reward.overlong_buffer=4": "reward.overlong_buffer 4 has no effect, as reward.length_penalty is not overlong",
     "algorithm.use_kl_in_reward=false placement.ref=0": (
-        "placement.ref is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false, so no reference is "
-        "built: drop placement.ref"
+        'placement.ref "0" has no effect, as algorithm.use_kl_in_reward and actor.use_kl_loss are false, so that no '
+        "reference is built: drop it"
     ),
     "algorithm.use_kl_in_reward=false ref.parallel.tensor=2": (
-        "ref.parallel is set, but algorithm.use_kl_in_reward and actor.use_kl_loss are false"
+        'ref.parallel {"tensor": 2, "context": 1, "pipeline": 1, "virtual_pipeline": 1, "pipeline_spli... has no '
+        "effect, as algorithm.use_kl_in_reward and actor.use_kl_loss are false"
     ),
     "algorithm.adv_estimator=grpo": (
         "algorithm.adv_estimator grpo compares the responses to a prompt: rollout.n must be at least 2, found 1"
@@ -65,12 +66,15 @@ CONTRADICTIONS = {
         "reward.normalize batch would hide the greedy baseline that algorithm.adv_estimator remax subtracts"
     ),
     "algorithm.adv_estimator=rloo rollout.n=2 algorithm.shared_backbone=true": (
-        "algorithm.shared_backbone needs values, which algorithm.adv_estimator rloo does without: drop it or use gae"
+        "algorithm.shared_backbone true has no effect, as algorithm.adv_estimator rloo does without values, which gae "
+        "needs: drop it"
     ),
-    "algorithm.adv_estimator=rloo rollout.n=2 algorithm.critic_lam=1": "algorithm.critic_lam needs values",
+    "algorithm.adv_estimator=rloo rollout.n=2 algorithm.critic_lam=1": (
+        "algorithm.critic_lam 1.0 has no effect, as algorithm.adv_estimator rloo does without values"
+    ),
     "critic.warmup_steps=100": "critic.warmup_steps 100 must be below trainer.total_steps 100: lower it",
     "critic.warmup_steps=1 algorithm.shared_backbone=true": (
-        "critic.warmup_steps 1 needs a critic, and this run builds none: set it to 0"
+        "critic.warmup_steps 1 has no effect, as this run builds no critic: drop it"
     ),
     "reward.normalize=group": "reward.normalize group compares the responses to a prompt: rollout.n must be at least 2",
     "reward.length_penalty=overlong reward.overlong_buffer=2000": (
@@ -86,7 +90,7 @@ CONTRADICTIONS = {
         "algorithm.rollout_correction.threshold_lower 3.0 must be below algorithm.rollout_correction.threshold 2.0"
     ),
     "algorithm.rollout_correction.normalize=true": (
-        "algorithm.rollout_correction.normalize True has no effect, as algorithm.rollout_correction.level is none"
+        "algorithm.rollout_correction.normalize true has no effect, as algorithm.rollout_correction.level is none"
     ),
     "algorithm.rollout_correction.reject={token_k3: [0.1, 0.2]}": (
         "algorithm.rollout_correction.reject token_k3 [0.1, 0.2] must be one number, the largest k3: drop the lower"
@@ -105,7 +109,7 @@ CONTRADICTIONS = {
         "algorithm.rollout_correction.threshold 1.0 must be above 1"
     ),
     "algorithm.rollout_correction.mode=mask": (
-        "algorithm.rollout_correction.mode mask has no effect, as algorithm.rollout_correction.level is none: drop it"
+        'algorithm.rollout_correction.mode "mask" has no effect, as algorithm.rollout_correction.level is none: drop it'
     ),
     "actor.target_kl=0.1": "actor.target_kl 0.1 has nothing to skip: a step has one optimizer step only; drop it",
     "actor.policy_loss=clip_cov actor.clip_cov_lb=5": "actor.clip_cov_lb 5.0 must be below actor.clip_cov_ub 5.0",
