@@ -19,7 +19,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.checks import longest_row
 from megappo.config.describe import counted, show
 from megappo.config.errors import ConfigError, printable, shorten
-from megappo.config.help import config_help
+from megappo.config.help import config_parser
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
 from megappo.config.schema import MOST_RANKS, Config, Parallel
@@ -181,14 +181,8 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megappo.plan",
-        description="Print what a config means, without GPU or torchrun, and everything that is wrong with it.",
-        epilog=config_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of single keys")
+    description = "Print what a config means, without GPU or torchrun, and everything that is wrong with it."
+    parser = config_parser("python -m megappo.plan", description)
     parser.add_argument(
         "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megappo import megatron_setup, platform
 from megappo.checkpoint.durable import write_durably
 from megappo.config.errors import ConfigError
-from megappo.config.help import config_help
+from megappo.config.help import config_parser
 from megappo.config.loading import changes_since, dump_config, load_config
 from megappo.config.schema import Config
 from megappo.listening import stay_on_this_node
@@ -47,7 +47,9 @@ from megappo.trainer.run import Run  # noqa: E402
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank; the process's exit code: 2 for a config that cannot work, 1 for a run that failed, 3 for one that
     another rank's end has ended, about which the launcher says more."""
-    args = _parser().parse_intermixed_args(arguments)
+    description = "Train a language model by PPO: Megatron actor and critic, SGLang rollouts."
+    parser = config_parser("torchrun --nproc-per-node N -m megappo.train", description)
+    args = parser.parse_intermixed_args(arguments)
     escape_unprintable()
     if "WORLD_SIZE" not in os.environ:
         print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
@@ -131,18 +133,6 @@ def _print_capabilities() -> None:
     found = platform.capabilities()
     width = max(map(len, found))
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()), flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrun --nproc-per-node N -m megappo.train",
-        description="Train a language model by PPO: Megatron actor and critic, SGLang rollouts.",
-        epilog=config_help(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of single keys")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,11 +1,21 @@
 """The text of `--help`: every key with its type, default and meaning, from the schema itself."""
 
+import argparse
 import textwrap
 
 from megappo.config.describe import REQUIRED, Key, keys, show
 
 WIDEST_VALUES = 44
 """Characters."""
+
+
+def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Of a command that takes CONFIG [key=value ...]."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=config_help(), formatter_class=layout)
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of single keys")
+    return parser
 
 
 def config_help(width: int = 140) -> str:
