@@ -134,18 +134,11 @@ def check_weights(folder: Path) -> None:
         raise TextFileError(
             f"{folder} holds no {SINGLE} and no {INDEX}: complete the download; other weight formats are not read"
         )
-    for what, at_fault in (("lacks", _is_absent), ("holds an empty", _is_empty)):
-        found = [name for name in names if at_fault(folder / name)]
+    lacking = [name for name in names if not (folder / name).is_file()]
+    empty = [name for name in names if name not in lacking and not (folder / name).stat().st_size]
+    for what, found in (("lacks", lacking), ("holds an empty", empty)):
         if found:
             raise TextFileError(f"{folder} {what} {shorten(', '.join(found))}: complete the download")
-
-
-def _is_absent(file: Path) -> bool:
-    return not file.is_file()
-
-
-def _is_empty(file: Path) -> bool:
-    return file.stat().st_size == 0
 
 
 def _read(file: Path, kinds: dict[str, Kind]) -> dict[str, Any]:

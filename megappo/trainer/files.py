@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,13 +21,12 @@ DATA_FORMATS = (".jsonl", ".parquet")
 
 def file_errors(config: Config) -> list[str]:
     """Missing or unusable files, one line each, naming the key, the path and the remedy."""
-    errors: list[str] = []
-    for folder, specs in _by_folder(config).items():
-        errors += _model(config, *folder, specs)
-    for key, paths in (("data.train_files", config.data.train_files), ("data.val_files", config.data.val_files)):
-        errors += [error for path in paths for error in _looked_at(key, path, _data_file(key, Path(path)))]
-    output_dir = config.trainer.output_dir
-    return [*errors, *_looked_at("trainer.output_dir", output_dir, _output_folder(output_dir))]
+    data, output_dir = config.data, config.trainer.output_dir
+    looks = [(*folder, _model_folder(config, *folder, specs)) for folder, specs in _by_folder(config).items()]
+    for key, paths in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        looks += [(key, path, _data_file(key, Path(path))) for path in paths]
+    looks.append(("trainer.output_dir", output_dir, _output_folder(output_dir)))
+    return [error for look in looks for error in _looked_at(*look)]
 
 
 def _by_folder(config: Config) -> dict[Setting[str], list[ComponentSpec]]:
@@ -51,20 +50,21 @@ def _looked_at(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
         yield f"{key}: cannot look at {shorten(path)}: {error.strerror}: correct the path or its permissions"
 
 
-def _model(config: Config, key: str, path: str, specs: list[ComponentSpec]) -> Iterator[str]:
+def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec]) -> Iterator[str]:
+    folder = Path(path)
     if not path:
-        return iter([f"{key} is empty: name the model's folder"])
-    return _looked_at(key, path, _model_folder(config, key, Path(path), specs))
-
-
-def _model_folder(config: Config, key: str, folder: Path, specs: list[ComponentSpec]) -> Iterator[str]:
+        yield f"{key} is empty: name the model's folder"
+        return
     if not folder.is_dir():
         yield f"{key}: no folder {folder}: download the model (hf download NAME --local-dir FOLDER) or correct the path"
         return
     if not (folder / "tokenizer_config.json").is_file():
         yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
-    yield from _fault(key, check_weights, folder)
-    yield from _fault(key, end_tokens, folder)
+    for read in (check_weights, end_tokens):
+        try:
+            read(folder)
+        except TextFileError as error:
+            yield f"{key}: {error}"
     try:
         values_only = all(spec.head == "value" for spec in specs)
         architecture = read_architecture(folder, head="value" if values_only else "policy")
@@ -72,13 +72,6 @@ def _model_folder(config: Config, key: str, folder: Path, specs: list[ComponentS
         yield from (f"{key}: {error}" for error in faulty.errors)
     else:
         yield from _misfits(config, key, architecture, specs)
-
-
-def _fault(key: str, read: Callable[[Path], object], folder: Path) -> Iterator[str]:
-    try:
-        read(folder)
-    except TextFileError as error:
-        yield f"{key}: {error}"
 
 
 def _misfits(config: Config, key: str, architecture: Architecture, specs: list[ComponentSpec]) -> Iterator[str]:
