@@ -5,6 +5,8 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 Entry = TypeVar("Entry")
+Function = str | Callable[..., Any]
+"""A function or class, or "module:name" of one, that is imported when it is called."""
 
 
 class Table(Mapping[str, Entry], Generic[Entry]):
@@ -38,7 +40,7 @@ class Table(Mapping[str, Entry], Generic[Entry]):
         return len(self._entries)
 
 
-def resolved(function: str | Callable[..., Any]) -> Callable[..., Any]:
+def resolved(function: Function) -> Callable[..., Any]:
     """The function that an entry names: "module:function", of a module that the table must not import, or itself."""
     if callable(function):
         return function

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megappo.table import Table, resolved
+from megappo.table import Function, Table, resolved
 
-Function = str | Callable[..., Any]
-"""A function, or its "module:name"."""
 CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 

@@ -3,16 +3,12 @@
 Without torch: each names what makes its ends, which stand in megappo.sync.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from megappo.table import Table
+from megappo.table import Function, Table
 
 AUTO = "auto"
 """The rollout.sync.transport with which an engine takes the first of the table that is open to it."""
-Maker = str | Callable[..., Any]
-"""A function or class, or "module:name" of one, that is imported when it is called."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +22,8 @@ class Transport:
         needs_other_gpu: the rank that sends must not be on the engine's GPUs.
     """
 
-    engine: Maker
-    sender: Maker | None = None
+    engine: Function
+    sender: Function | None = None
     needs_other_gpu: bool = False
 
 

@@ -7,11 +7,11 @@ model of the trainer's: `placement.rollout` places them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from megappo.architecture.families import HeadKind
 from megappo.config.schema import Config, Parallel, Trained
-from megappo.table import Table
+from megappo.table import Function, Table
 
 Value = TypeVar("Value")
 VALUE_FIELDS = ("values", "returns")
@@ -60,7 +60,7 @@ class Training:
     key: str
     section: Trained
     fields: tuple[str, ...]
-    update: str | Callable[..., Any]
+    update: Function
     full_kl: bool = False
     warmup_steps: int = 0
 
