@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         layouts = placement_layouts(config, world_size)
         picture = placement_picture(layouts, pipeline_splits(config))
         ways = find_route(config, layouts).describe()
-        print(f"\nplacement\n{picture}\n  {ways}{_absent(config)}\n\n{rank_table(layouts, world_size)}")
+        notes = "\n  ".join([ways, *config.absences])
+        print(f"\nplacement\n{picture}\n  {notes}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
     errors = check_run(config, world_size)
     if not errors:
@@ -142,10 +143,6 @@ _BATCH_ROWS = {
 
 def _range(bounds: tuple[int, int]) -> str:
     return " to ".join(f"{bound:,}" for bound in sorted(set(bounds)))
-
-
-def _absent(config: Config) -> str:
-    return "".join(f"\n  {absence}" for absence in config.absences)
 
 
 def _world_size(config: Config) -> int:

@@ -84,16 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os._exit(code)
 
 
-def _checked_config(path: str, overrides: Sequence[str], world_size: int) -> Config:
-    config = load_config(path, overrides)
-    errors = check_run(config, world_size)
-    if errors:
-        raise ConfigError(errors)
-    return config
-
-
 def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
-    config = _checked_config(args.config, args.overrides, world_size)
+    config = load_config(args.config, args.overrides)
+    if errors := check_run(config, world_size):
+        raise ConfigError(errors)
     with config.locating():
         _train(config, store, rank, world_size, cleanup)
 

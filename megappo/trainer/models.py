@@ -16,7 +16,7 @@ from megappo.config.schema import Config
 from megappo.models.train_engine import OptimizerStep, Outputs, TrainedEngine
 from megappo.observe.files import HF_ACTOR
 from megappo.observe.timers import Timers
-from megappo.placement.components import components_of
+from megappo.placement.components import components_of, trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.table import resolved
@@ -41,8 +41,7 @@ class Models:
         self.architecture = architecture
         self.components = components
         self.specs = components_of(config)
-        trained = {name: spec.training for name, spec in self.specs.items()}
-        self.training = {name: training for name, training in trained.items() if training is not None}
+        self.training = trained_components(config)
         self._updates = {name: resolved(training.update) for name, training in self.training.items()}
 
     @property
