@@ -67,30 +67,28 @@ def _stages(architecture: Architecture, parallel: Parallel, call: Call) -> Itera
         )
 
 
-def dense_stage_error(architecture: Architecture, parallel: Parallel, component: str) -> str | None:
+def dense_stage_errors(architecture: Architecture, parallel: Parallel, component: str) -> Iterator[str]:
     """Whether the component's optimizer must be sharded: without experts on it, a rank's whole Adam for experts would
     not know the number of steps that it saves."""
     split, dense = parallel.pipeline_split, architecture.num_dense_layers
     first = split[0] if split else architecture.num_layers // parallel.pipeline
-    if not architecture.num_experts or parallel.pipeline == 1 or first > dense:
-        return None
-    return (
-        f"{component}.optim.distributed must be true, as the first {dense} layers of {architecture.file} have no "
-        f"experts and the first of {component}.parallel.pipeline {parallel.pipeline} stages has {first} layers"
-    )
+    if architecture.num_experts and parallel.pipeline > 1 and first <= dense:
+        yield (
+            f"{component}.optim.distributed must be true, as the first {dense} layers of {architecture.file} have no "
+            f"experts and the first of {component}.parallel.pipeline {parallel.pipeline} stages has {first} layers"
+        )
 
 
-def engine_fit_error(architecture: Architecture, ways: int) -> str | None:
+def engine_fit_errors(architecture: Architecture, ways: int) -> Iterator[str]:
     """Why SGLang cannot cut the model over so many ranks; it repeats key-value heads where there are fewer."""
     heads, shared, file = architecture.num_heads, architecture.num_kv_heads, architecture.file
     if heads % ways:
-        return (
+        yield (
             f"rollout.tensor_parallel {ways} does not divide num_attention_heads {heads} of {file}: "
             f"{nearest_divisors(heads, ways)} would"
         )
-    if architecture.latent is None and shared % ways and ways % shared:
-        return (
+    elif architecture.latent is None and shared % ways and ways % shared:
+        yield (
             f"rollout.tensor_parallel {ways} neither divides num_key_value_heads {shared} of {file} nor is a multiple "
             "of it: choose one that does"
         )
-    return None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.files import check_weights, end_tokens
-from megappo.architecture.fit import dense_stage_error, engine_fit_error, fit_errors
+from megappo.architecture.fit import dense_stage_errors, engine_fit_errors, fit_errors
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, longest_row
 from megappo.config.errors import shorten
@@ -79,12 +79,10 @@ def _misfits(config: Config, key: str, architecture: Architecture, specs: list[C
     for spec in specs:
         (parallel_key, parallel), training = spec.parallel, spec.training
         yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
-        if training is None or training.section.optim.distributed:
-            continue
-        if error := dense_stage_error(architecture, parallel, training.key):
-            yield error
-    if key == "model.path" and (error := engine_fit_error(architecture, config.rollout.tensor_parallel)):
-        yield error
+        if training is not None and not training.section.optim.distributed:
+            yield from dense_stage_errors(architecture, parallel, training.key)
+    if key == "model.path":
+        yield from engine_fit_errors(architecture, config.rollout.tensor_parallel)
     file, window = architecture.file, architecture.sliding_window
     positions = architecture.max_positions
     yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
