@@ -76,7 +76,17 @@ def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
     Raises:
         ConfigError: with everything that is wrong in the placement.
     """
-    layouts, errors = _layouts(config, world_size)
+    layouts: dict[str, Layout] = {}
+    errors: list[str] = []
+    placed = _placed(config)
+    for name, (ranks, parallel) in placed.items():
+        try:
+            layouts[name] = _layout(parse_ranks(ranks.value, world_size), *parallel)
+        except ValueError as error:
+            errors.append(f"{ranks.key}: {error}")
+    errors = list(dict.fromkeys(errors))  # components with the same keys have the same errors
+    errors += _engine_errors(layouts["rollout"]) if "rollout" in layouts else []
+    errors += _cover_errors(layouts, world_size) if len(layouts) == len(placed) else []
     errors += _batch_errors(config, layouts)
     if errors:
         raise ConfigError(errors)
@@ -87,15 +97,6 @@ def pipeline_splits(config: Config) -> dict[str, tuple[int, ...]]:
     """Layers of each chunk of the model, of the run's components whose config names them."""
     splits = {name: spec.parallel.value.pipeline_split for name, spec in components_of(config).items()}
     return {name: split for name, split in splits.items() if split is not None}
-
-
-def layout_errors(config: Config, world_size: int) -> list[str]:
-    """What is wrong in placement, layouts and the cut of the batch over them, one line each."""
-    try:
-        placement_layouts(config, world_size)
-    except ConfigError as error:
-        return list(error.errors)
-    return []
 
 
 def _placed(config: Config) -> dict[str, tuple[Setting[str], Setting[Parallel]]]:
@@ -136,20 +137,6 @@ def _quoted(text: str) -> str:
     return shorten(repr(text))
 
 
-def _layouts(config: Config, world_size: int) -> tuple[dict[str, Layout], list[str]]:
-    layouts, errors = {}, []
-    placed = _placed(config)
-    for name, (ranks, parallel) in placed.items():
-        try:
-            layouts[name] = _layout(parse_ranks(ranks.value, world_size), *parallel)
-        except ValueError as error:
-            errors.append(f"{ranks.key}: {error}")
-    errors = list(dict.fromkeys(errors))  # components with the same keys have the same errors
-    errors += _engine_errors(layouts["rollout"]) if "rollout" in layouts else []
-    errors += _cover_errors(layouts, world_size) if len(layouts) == len(placed) else []
-    return layouts, errors
-
-
 def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
     size = parallel.tensor * parallel.context * parallel.pipeline
     if len(ranks) % size:
@@ -169,15 +156,7 @@ def _layout(ranks: tuple[int, ...], key: str, parallel: Parallel) -> Layout:
             f"{parallel.expert} x expert_tensor {parallel.expert_tensor} = {experts}: make it "
             f"{nearest_divisors(stage, experts)}"
         )
-    return Layout(
-        ranks,
-        parallel.tensor,
-        parallel.pipeline,
-        parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-    )
+    return Layout(ranks, **parallel.model_dump(exclude={"pipeline_split", "sequence"}))
 
 
 def _multiples(count: int, size: int) -> str:
@@ -208,16 +187,14 @@ def _cover_errors(layouts: dict[str, Layout], world_size: int) -> Iterator[str]:
         )
 
 
-def _batch_errors(config: Config, layouts: dict[str, Layout]) -> list[str]:
+def _batch_errors(config: Config, layouts: dict[str, Layout]) -> Iterator[str]:
     """Every data-parallel shard needs a row of every mini-batch."""
-    errors = []
     for name, spec in components_of(config).items():
         key, prompts = spec.mini_batch_prompts(config)
         shards = layouts[name].data if name in layouts else 0
         if prompts * config.rollout.n < shards:
-            errors.append(
+            yield (
                 f"{key} {prompts} x rollout.n {config.rollout.n} = {prompts * config.rollout.n} trajectories are fewer "
                 f"than the {name}'s {shards} data-parallel shards on ranks {format_ranks(layouts[name].ranks)}: "
                 f"raise {key} to {-(-shards // config.rollout.n)} or more"
             )
-    return errors

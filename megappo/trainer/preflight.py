@@ -2,11 +2,11 @@
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.checks import config_errors
-from megappo.config.errors import shorten
+from megappo.config.errors import ConfigError, shorten
 from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
 from megappo.placement.components import components_of
-from megappo.placement.ranks import layout_errors, placement_layouts
+from megappo.placement.ranks import placement_layouts
 from megappo.rewards.pool import missing_function
 from megappo.rollout.server_args import server_args_errors
 from megappo.sync.route import find_route
@@ -28,10 +28,12 @@ def check_run(config: Config, world_size: int) -> list[str]:
 
 def arrangement_errors(config: Config, world_size: int) -> list[str]:
     """The part of `check_run` that opens no file: contradictions between keys, placement, layouts, batch."""
-    misplaced = layout_errors(config, world_size)
-    if not misplaced:
-        misplaced = list(find_route(config, placement_layouts(config, world_size)).errors(on_gpus=False))
-    return [*component_errors(config), *config_errors(config), *misplaced]
+    errors = [*component_errors(config), *config_errors(config)]
+    try:
+        layouts = placement_layouts(config, world_size)
+    except ConfigError as error:
+        return [*errors, *error.errors]
+    return [*errors, *find_route(config, layouts).errors(on_gpus=False)]
 
 
 def _reward_errors(config: Config) -> list[str]:

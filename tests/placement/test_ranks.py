@@ -10,7 +10,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
 from megappo.placement.arithmetic import batch_splits
 from megappo.placement.layout import Layout
-from megappo.placement.ranks import format_ranks, layout_errors, parse_ranks, placement_layouts, smallest_world
+from megappo.placement.ranks import format_ranks, parse_ranks, placement_layouts, smallest_world
 
 
 def make(**sections) -> Config:
@@ -26,6 +26,12 @@ def layouts(draw) -> Layout:
     size = tensor * context * pipeline * data
     ranks = draw(st.sets(st.integers(0, 200), min_size=size, max_size=size))
     return Layout(tuple(sorted(ranks)), tensor, pipeline, context=context)
+
+
+def _errors(config: Config, world_size: int) -> list[str]:
+    with pytest.raises(ConfigError) as refused:
+        placement_layouts(config, world_size)
+    return list(refused.value.errors)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +151,12 @@ def test_context_ranks_count_towards_the_product_and_the_experts():
     layout = placement_layouts(make(actor={"parallel": {"tensor": 2, "context": 2, "expert": 4}}), 8)["actor"]
     assert layout == Layout(tuple(range(8)), tensor=2, context=2, expert=4) and layout.data == 2
     wrong = make(actor={"parallel": {"tensor": 2, "context": 2, "pipeline": 2}}, placement={"rollout": "0"})
-    assert layout_errors(wrong, 6) == [
+    assert _errors(wrong, 6) == [
         "placement.actor: the 6 ranks 0-5 do not divide by actor.parallel's tensor 2 x context 2 x pipeline 2 = 8: "
         "name 8 ranks, or make it 6"
     ]
     wrong = make(actor={"parallel": {"context": 2, "expert": 3}}, placement={"rollout": "0"})
-    assert layout_errors(wrong, 4) == [
+    assert _errors(wrong, 4) == [
         "placement.actor: the 4 ranks of each of actor.parallel's stages (tensor x context x data) do not divide by "
         "expert 3 x expert_tensor 1 = 3: make it 2 or 4"
     ]
@@ -190,7 +196,7 @@ def test_every_component_in_error_is_named_at_once():
     config = make(
         placement={"actor": "0-2", "critic": "3-1", "ref": "x", "rollout": "9"}, actor={"parallel": {"tensor": 2}}
     )
-    errors = layout_errors(config, 4)
+    errors = _errors(config, 4)
     assert [error.split(":")[0] for error in errors] == [
         "placement.actor",
         "placement.critic",
