@@ -99,7 +99,7 @@ class Console:
         """Start the bar of a phase of `total` items; the returned function moves it to so many."""
         self.close_bar()
         if not self._err.isatty():
-            return _ignore
+            return lambda done: None
         bar = tqdm(total=total, desc=phase, file=self._err, leave=False, dynamic_ncols=True)
         self._bar = bar
         return lambda done: _advance(bar, done)
@@ -128,7 +128,3 @@ def _advance(bar: tqdm, done: int) -> None:
     bar.update(done - bar.n)
     if bar.total is not None and bar.n >= bar.total:
         bar.close()
-
-
-def _ignore(done: int) -> None:
-    """No terminal, no bar."""

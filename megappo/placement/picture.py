@@ -22,14 +22,11 @@ def rank_table(layouts: dict[str, Layout], world_size: int) -> str:
     """A line per rank, but for the middle of many: its coordinates in each component, and its engine."""
     title = ["rank", *(name if name != "rollout" else "engine" for name in layouts)]
     hidden = range(RANKS_SHOWN // 2, world_size - RANKS_SHOWN // 2)
-    rows = [_row(layouts, rank) for rank in range(world_size) if rank not in hidden]
+    shown = [rank for rank in range(world_size) if rank not in hidden]
+    rows = [[str(rank), *(_cell(name, layout, rank) for name, layout in layouts.items())] for rank in shown]
     if hidden:
         rows.insert(hidden.start, ["..."] * len(title))
     return aligned([title, *rows])
-
-
-def _row(layouts: dict[str, Layout], rank: int) -> list[str]:
-    return [str(rank), *(_cell(name, layout, rank) for name, layout in layouts.items())]
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
