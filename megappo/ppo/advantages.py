@@ -9,26 +9,16 @@ import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.conventions import DEFAULT, Whitening
-from megappo.ppo.estimators import ESTIMATORS, Estimates
-from megappo.ppo.gae import gae, length_adaptive_lam
+from megappo.ppo.estimators import Estimates
 from megappo.ppo.ragged import add_to_last_token
 
-__all__ = [
-    "ESTIMATORS",
-    "compute_token_level_rewards",
-    "estimate",
-    "explained_variance",
-    "gae",
-    "length_adaptive_lam",
-    "whiten",
-]
 
-
+@torch.no_grad()
 def estimate(estimator: Callable[..., Estimates], **inputs: Any) -> Estimates:
     """Advantages and returns, neither whitened, of an estimator called with those of the inputs that it takes.
 
     Args:
-        estimator: one of ESTIMATORS, or of their kind.
+        estimator: the function of one of `megappo.config.methods.ESTIMATORS`.
         inputs: whatever any estimator may need, by the names of their arguments; None = not there.
 
     Raises:

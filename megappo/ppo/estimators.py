@@ -10,8 +10,6 @@ prompt also where a prompt has one response only (verl takes the score of a sing
 FloatingPointError for a reward on a token with mask 1 that is not finite.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 
@@ -20,19 +18,8 @@ from megappo.ppo.gae import gae
 from megappo.ppo.ragged import add_to_last_token
 
 Estimates = tuple[torch.Tensor, torch.Tensor]
-Estimator = Callable[..., Estimates]
-
-ESTIMATORS: dict[str, Estimator] = {"gae": gae}
-"""The estimators of this package by algorithm.adv_estimator; `megappo.config.methods` says what each reads, needs."""
 
 
-def _estimator(function: Estimator) -> Estimator:
-    """Makes a function one of ESTIMATORS, and compute without gradients."""
-    ESTIMATORS[function.__name__] = torch.no_grad()(function)
-    return ESTIMATORS[function.__name__]
-
-
-@_estimator
 def grpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -57,7 +44,6 @@ def grpo(
     return _on_tokens(centred, response_mask)
 
 
-@_estimator
 def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
     """Score minus the mean score of the other responses to the prompt, on each token.
 
@@ -71,7 +57,6 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups:
     return _on_tokens(centred * (counts / (counts - 1))[rows], response_mask)
 
 
-@_estimator
 def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> Estimates:
     """Discounted sum of the rewards from each token on. The method whitens it over the batch.
 
@@ -88,7 +73,6 @@ def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.
     return returns, returns
 
 
-@_estimator
 def reinforce_plus_plus_baseline(
     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor
 ) -> Estimates:
@@ -101,7 +85,6 @@ def reinforce_plus_plus_baseline(
     return grpo(token_level_rewards, response_mask, groups, norm_adv_by_std_in_grpo=False)
 
 
-@_estimator
 def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baselines: torch.Tensor) -> Estimates:
     """Sum of the rewards from each token on minus the score of the prompt's greedy response.
 
@@ -124,7 +107,6 @@ def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baseli
     return torch.where(response_mask.bool(), returns - baselines.float()[:, None], 0.0), returns
 
 
-@_estimator
 def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
     """Score minus the mean of the prompt's scores weighted by length, on each token; a length counts mask 1.
 
@@ -140,7 +122,6 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: 
     return _on_tokens(scores - baselines[rows], response_mask)
 
 
-@_estimator
 def gpg(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -167,7 +148,6 @@ def gpg(
     return _on_tokens(centred * numbers[0] / numbers[1].clamp(min=1), response_mask)
 
 
-@_estimator
 def grpo_passk(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -196,7 +176,6 @@ def grpo_passk(
     return _on_tokens(torch.zeros_like(scores).index_copy(0, best, gaps), response_mask)
 
 
-@_estimator
 def gdpo(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,
@@ -228,7 +207,6 @@ def gdpo(
     return total, total
 
 
-@_estimator
 def optimal_token_baseline(
     token_level_rewards: torch.Tensor,
     response_mask: torch.Tensor,

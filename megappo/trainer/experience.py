@@ -6,14 +6,9 @@ from typing import Any
 import torch
 
 from megappo.batch.rows import Rows
-from megappo.ppo.advantages import (
-    compute_token_level_rewards,
-    estimate,
-    explained_variance,
-    length_adaptive_lam,
-    whiten,
-)
+from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
 from megappo.ppo.corrections import rollout_is_weights
+from megappo.ppo.gae import length_adaptive_lam
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
 from megappo.trainer.objectives import conventions

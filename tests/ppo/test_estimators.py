@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from ragged import CASES, Case
 from spawn import run_ranks
 
-from megappo.ppo.advantages import ESTIMATORS, estimate
+from megappo.config.methods import ESTIMATORS
+from megappo.ppo.advantages import estimate
 from megappo.ppo.estimators import gdpo, gpg, grpo, opo, optimal_token_baseline, reinforce_plus_plus, remax, rloo
 
 GROUPED = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "gdpo"]
@@ -93,7 +94,9 @@ ORACLES = {
 def test_grouped_estimators_equal_loops(name: str, case: Prompts):
     if name == "gpg":
         case.rewards[0], case.scores[0] = 0.0, 0.0
-    found = estimate(ESTIMATORS[name], token_level_rewards=case.rewards, response_mask=case.mask, groups=case.groups)
+    found = estimate(
+        ESTIMATORS[name].function, token_level_rewards=case.rewards, response_mask=case.mask, groups=case.groups
+    )
     expected = case.on_tokens([ORACLES[name](case, i) for i in range(len(case.groups))])
     torch.testing.assert_close(found, (expected, expected), rtol=1e-6, atol=1e-6)
 
@@ -165,7 +168,9 @@ def test_gpg_scales_by_the_share_of_scores_that_are_not_0():
 def test_equal_scores_have_advantage_0_exactly(name: str):
     rewards = torch.tensor([[0.1, 0.0], [0.03, 0.07], [0.1, 0.0]]) / 3
     rewards[1] = rewards[0].flip(0)
-    advantages, _ = estimate(ESTIMATORS[name], token_level_rewards=rewards, response_mask=ONES, groups=ONE_PROMPT)
+    advantages, _ = estimate(
+        ESTIMATORS[name].function, token_level_rewards=rewards, response_mask=ONES, groups=ONE_PROMPT
+    )
     assert advantages.count_nonzero() == 0
 
 
@@ -180,19 +185,19 @@ def test_reinforce_plus_plus_carries_the_reward_through_an_environments_turn():
 def test_a_group_of_one_is_refused(name: str):
     inputs = {"token_level_rewards": SCORES_1_2_6, "response_mask": ONES, "groups": torch.tensor([4, 9, 4])}
     with pytest.raises(ValueError, match=r"groups \[9\] have one response only.*rollout.n >= 2"):
-        estimate(ESTIMATORS[name], **inputs)
+        estimate(ESTIMATORS[name].function, **inputs)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
 def test_rows_without_tokens_and_broken_rewards_are_refused(name: str):
     inputs = {"groups": ONE_PROMPT, "gamma": 1.0, "baselines": torch.zeros(3), "old_log_probs": torch.zeros(3, 2)}
     with pytest.raises(ValueError, match=r"responses \[0, 2\] have no token"):
-        estimate(ESTIMATORS[name], token_level_rewards=SCORES_1_2_6, response_mask=ONLY_THE_SECOND, **inputs)
+        estimate(ESTIMATORS[name].function, token_level_rewards=SCORES_1_2_6, response_mask=ONLY_THE_SECOND, **inputs)
     for broken in (math.nan, math.inf):
         rewards = SCORES_1_2_6.clone()
         rewards[1, 0] = broken
         with pytest.raises(FloatingPointError, match=r"rewards of responses \[1\] are not finite"):
-            estimate(ESTIMATORS[name], token_level_rewards=rewards, response_mask=ONES, **inputs)
+            estimate(ESTIMATORS[name].function, token_level_rewards=rewards, response_mask=ONES, **inputs)
 
 
 def test_remax_refuses_a_broken_baseline():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ragged import CASES, Case, cases
 
 from megappo.ppo import gae as gae_module
-from megappo.ppo.advantages import gae, length_adaptive_lam
+from megappo.ppo.gae import gae, length_adaptive_lam
 
 
 def defined_gae(rewards, values, mask, gamma, lams, bootstrap_values):

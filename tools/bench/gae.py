@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from megappo.ppo.advantages import gae
+from megappo.ppo.gae import gae
 
 GAMMA, LAM = 0.999, 0.95
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
