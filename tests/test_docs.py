@@ -10,6 +10,7 @@ from typing import Literal, get_args, get_origin
 
 import pytest
 import torch
+from policy_oracles import policy_loss
 
 from megappo.architecture.families import FAMILIES
 from megappo.batch.metrics import ROW_METRICS
@@ -22,7 +23,7 @@ from megappo.placement.components import components_of
 from megappo.placement.ranks import smallest_world
 from megappo.ppo.conventions import PRESETS
 from megappo.ppo.corrections import rollout_is_weights
-from megappo.ppo.losses import entropy_loss, kl_loss, policy_loss, value_loss
+from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
 from megappo.rewards.builtin import BUILTIN
 from megappo.trainer.preflight import arrangement_errors
 

@@ -1,72 +1,20 @@
-"""Policy, value, entropy and KL losses. All tensors [B, R] float32 over padded responses; mask 1 on policy tokens.
+"""Value, entropy and KL losses. All tensors [B, R] float32 over padded responses; mask 1 on policy tokens.
 
-Normaliser: every loss and metric is divided by counts of the whole mini-batch, over all data-parallel ranks and
-micro-batches (`Normaliser`). What one call returns is then a partial sum: added up over ranks and micro-batches it is
-the mini-batch's mean, however that was cut into rows. normaliser=None counts this call's own mask. Metrics are means
-over tokens, whatever the loss's aggregation. Whatever stands where the mask is 0, NaN too, reaches neither loss nor
-gradient.
+Normaliser: these and the policy losses, and their metrics, are divided by counts of the whole mini-batch, over all
+data-parallel ranks and micro-batches (`Normaliser`). What one call returns is then a partial sum: added up over ranks
+and micro-batches it is the mini-batch's mean, however that was cut into rows. normaliser=None counts this call's own
+mask. Metrics are means over tokens, whatever the loss's aggregation. Whatever stands where the mask is 0, NaN too,
+reaches neither loss nor gradient.
 """
+
+from typing import Any
 
 import torch
 
-from megappo.ppo.aggregation import AGGREGATIONS, Metrics, Normaliser, agg_mode, aggregate, token_mean
+from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
 from megappo.ppo.conventions import DEFAULT, Conventions
 from megappo.ppo.kl import kl_estimate
-from megappo.ppo.surrogate import PolicyConfig, Result, Tokens
-from megappo.ppo.value_losses import value_loss
-
-__all__ = [
-    "AGGREGATIONS",
-    "Metrics",
-    "Normaliser",
-    "PolicyConfig",
-    "Result",
-    "Tokens",
-    "aggregate",
-    "entropy_loss",
-    "kl_loss",
-    "policy_loss",
-    "value_loss",
-]
-
-
-def policy_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: PolicyConfig,
-    *,
-    rollout_is_weights: torch.Tensor | None = None,
-    selected: torch.Tensor | None = None,
-    normaliser: Normaliser | None = None,
-    conventions: Conventions = DEFAULT,
-) -> Result:
-    """The loss that config.policy_loss names.
-
-    Args:
-        config: the actor section; `method` is the loss's entry in the table of methods.
-        selected: None = chosen as the method does, among this call's own tokens.
-        The others: see `Tokens`.
-
-    Returns:
-        (loss, metrics): see `clip`.
-    """
-    method = config.method
-    if selected is None and method.select is not None:
-        selected = method.select(log_probs, advantages, response_mask, config)
-    tokens = Tokens(
-        log_probs,
-        old_log_probs,
-        advantages,
-        response_mask,
-        rollout_is_weights,
-        selected=selected,
-        normaliser=normaliser,
-        conventions=conventions,
-        opsm_delta=config.opsm_delta,
-    )
-    return method.function(tokens, config)
+from megappo.ppo.surrogate import PolicyConfig, Result
 
 
 def entropy_loss(
@@ -76,17 +24,16 @@ def entropy_loss(
     *,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
-) -> tuple[torch.Tensor, Metrics]:
+) -> Result:
     """The entropy bonus as a loss to add: -config.entropy_coeff x aggregated entropy.
 
     Args:
         entropy: [B, R] in nats, of the policy's distribution at each response token.
-        response_mask, normaliser: as in policy_loss.
+        response_mask, normaliser: see the module.
 
     Returns:
         (loss, metrics): entropy, the mean per token.
     """
-    normaliser = Normaliser.of(response_mask) if normaliser is None else normaliser
     total = aggregate(entropy, response_mask, agg_mode(config, conventions), normaliser=normaliser)
     return -config.entropy_coeff * total, {"entropy": token_mean(entropy, response_mask, normaliser)}
 
@@ -101,7 +48,7 @@ def kl_loss(
     kl: torch.Tensor | None = None,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
-) -> tuple[torch.Tensor, Metrics]:
+) -> Result:
     """The KL divergence to the reference as a loss to add: config.kl_loss_coef x aggregated estimate.
 
     Args:
@@ -110,7 +57,7 @@ def kl_loss(
             policy that wrote the tokens, and differentiates that, too: the gradient of k1 and k3 is then unbiased.
         old_log_probs: [B, R] before the update, for kl_loss_unbiased.
         kl: [B, R], KL already computed (over the whole vocabulary, by the model's head) in the estimate's place.
-        response_mask, normaliser: as in policy_loss.
+        response_mask, normaliser: see the module.
 
     Returns:
         (loss, metrics): kl_loss, the aggregated KL without its coefficient.
@@ -131,3 +78,46 @@ def kl_loss(
             kl = kl * (log_probs - torch.where(mask, old_log_probs.detach(), 0.0)).clamp(-limit, limit).exp()
     total = aggregate(kl, mask, agg_mode(config, conventions), normaliser=normaliser)
     return config.kl_loss_coef * total, {"kl_loss": total.detach().float()}
+
+
+def value_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: Any,
+    *,
+    normaliser: Normaliser | None = None,
+    conventions: Conventions = DEFAULT,
+) -> Result:
+    """The error to the returns, squared or Huber's: the larger of the clipped and the unclipped prediction's.
+
+    Args:
+        values: [B, R] of the critic being trained; the only one that gets a gradient.
+        old_values: [B, R] before the update; values are clipped to old_values +- config.value_clip, null = not clipped.
+        returns, response_mask: [B, R].
+        config: the critic section. huber_delta null: value_loss_factor x e^2. Else Huber's e^2 / 2 up to |e| = delta
+            and delta (|e| - delta / 2) beyond, which has its half already: value_loss_factor does not scale it.
+
+    Returns:
+        (loss, metrics): vf_clipfrac, the fraction of tokens whose clipped error is the larger.
+    Source: verl's compute_value_loss; PPO's reference code (openai/baselines ppo2); Huber with clip as in RLinf.
+    """
+    mask = response_mask.bool()
+    # Cleaned before the arithmetic: a NaN behind the mask would come back in the gradient as 0 x NaN.
+    values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
+    error = _error(values - returns, config.huber_delta, conventions)
+    worse = error
+    if config.value_clip is not None:
+        clipped = torch.clamp(values, old_values - config.value_clip, old_values + config.value_clip)
+        worse = _error(clipped - returns, config.huber_delta, conventions)
+    metrics: Metrics = {"vf_clipfrac": token_mean(worse > error, mask, normaliser)}
+    loss = torch.maximum(error, worse)
+    return aggregate(loss, mask, agg_mode(config, conventions), normaliser=normaliser), metrics
+
+
+def _error(difference: torch.Tensor, delta: float | None, conventions: Conventions) -> torch.Tensor:
+    if delta is None:
+        return conventions.value_loss_factor * difference.square()
+    size = difference.abs()
+    return torch.where(size <= delta, 0.5 * difference.square(), delta * (size - 0.5 * delta))

@@ -52,7 +52,7 @@ class Tokens:
         self.log_ratios = self.log_probs - torch.where(self.mask, old_log_probs.detach(), 0.0)
         self.weights = None if rollout_is_weights is None else torch.where(self.mask, rollout_is_weights.detach(), 0.0)
         self.selected = torch.zeros_like(self.mask) if selected is None else selected
-        self.normaliser = Normaliser.of(response_mask) if normaliser is None else normaliser
+        self.normaliser = normaliser
         self.conventions = conventions
         self.masked = None if opsm_delta is None else self._off_policy(opsm_delta)
         if self.masked is not None:

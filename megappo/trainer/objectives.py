@@ -6,8 +6,10 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.models.train_engine import LossFn, Outputs
 from megappo.observe.metrics import Metric
+from megappo.ppo.aggregation import Metrics, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import Metrics, Normaliser, Result, Tokens, entropy_loss, kl_loss, value_loss
+from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
+from megappo.ppo.surrogate import Result, Tokens
 
 SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""

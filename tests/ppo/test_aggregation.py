@@ -10,9 +10,10 @@ from policy_oracles import all_conventions, row_coefficients
 from ragged import CASES, Case, cases
 
 from megappo.config.schema import Actor
+from megappo.ppo.aggregation import AGGREGATIONS, Normaliser, aggregate
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.kl import KINDS, kl_estimate
-from megappo.ppo.losses import AGGREGATIONS, Normaliser, aggregate, entropy_loss, kl_loss
+from megappo.ppo.losses import entropy_loss, kl_loss
 
 MODES = st.sampled_from(AGGREGATIONS)
 

@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
+from policy_oracles import policy_loss
 
 from megappo.config.schema import Actor, Algorithm
 from megappo.ppo import conventions as module
+from megappo.ppo.aggregation import AGGREGATIONS
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions, Whitening
-from megappo.ppo.losses import AGGREGATIONS, policy_loss
 
 
 def test_presets_are_those_the_config_names_and_verl_is_the_default():

@@ -6,21 +6,16 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from policy_oracles import policy_loss
 from ragged import Case
 from spawn import run_ranks
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor, Critic
+from megappo.ppo.aggregation import AGGREGATIONS, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS
 from megappo.ppo.kl import KINDS
-from megappo.ppo.losses import (
-    AGGREGATIONS,
-    Normaliser,
-    entropy_loss,
-    kl_loss,
-    policy_loss,
-    value_loss,
-)
+from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
 
 NUM_CASES = 6
 MAX_LENGTH = 17

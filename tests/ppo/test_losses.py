@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policy_oracles import SEQUENCE_METHODS, Inputs, all_conventions, configs, expected, numbers_of
+from policy_oracles import SEQUENCE_METHODS, Inputs, all_conventions, configs, expected, numbers_of, policy_loss
 from ragged import CASES, Case, cases
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
+from megappo.ppo.aggregation import Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import Normaliser, Tokens, policy_loss
+from megappo.ppo.surrogate import Tokens
 
 EVERY = pytest.mark.parametrize("name", POLICY_LOSSES)
 
