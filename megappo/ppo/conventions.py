@@ -29,6 +29,8 @@ from dataclasses import dataclass
 
 EXP_LIMIT = 88.0
 """exp of more overflows float32. Behind a clip an infinity would still make the gradient 0 x inf."""
+KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+"""Estimators of the KL from the two log-probs of a sampled token, `megappo.ppo.kl.kl_estimate`."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,6 @@ class Conventions:
         return self.reinforce_whitening if adv_estimator.startswith("reinforce_plus_plus") else self.whitening
 
 
-_EVERY_ESTIMATOR = frozenset({"k1", "abs", "k2", "k3", "k1+", "k3+"})
 _BIASED = Whitening(ddof=0, clamps_variance=True)
 
 DEFAULT = Conventions()
@@ -95,10 +96,10 @@ PRESETS: dict[str, Conventions] = {
     ),
     "miles": Conventions(value_loss_factor=1.0, loss_agg_mode="seq-mean-token-mean"),
     "openrlhf": Conventions(
-        whitening=_BIASED, reinforce_whitening=_BIASED, kl_input_clamp=None, kl_clamped=_EVERY_ESTIMATOR
+        whitening=_BIASED, reinforce_whitening=_BIASED, kl_input_clamp=None, kl_clamped=frozenset(KL_KINDS)
     ),
     "nemo_rl": Conventions(
-        reinforce_whitening=_BIASED, log_ratio_clamp=None, kl_clamped=_EVERY_ESTIMATOR, kl_true_gradient=True
+        reinforce_whitening=_BIASED, log_ratio_clamp=None, kl_clamped=frozenset(KL_KINDS), kl_true_gradient=True
     ),
 }
 """algorithm.preset -> its conventions; the table above."""

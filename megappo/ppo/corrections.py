@@ -5,16 +5,13 @@ policy loss assumes. All tensors [B, R] float32 over padded responses; the mask 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.collectives import max_over_ranks, sum_over_ranks
-
-LEVELS = ("none", "token", "sequence", "geometric")
-MODES = ("truncate", "mask")
+from megappo.ppo.collectives import sum_over_ranks
+from megappo.ppo.kl import FORMULAE
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +- this before exp (verl's SAFETY_BOUND)."""
@@ -97,7 +94,7 @@ def _at_level(log_ratio: torch.Tensor, valid: torch.Tensor, level: str) -> torch
         return log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
     if level == "geometric":
         return _row_means(log_ratio, valid)[:, None].expand_as(log_ratio)
-    raise ValueError(f"unknown rollout_correction.level {level!r}: choose one of {', '.join(LEVELS)}")
+    raise ValueError(f"unknown rollout_correction.level {level!r}")
 
 
 def _row_means(log_ratio: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -120,7 +117,7 @@ def _bounded(ratio: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tens
         lower = 1.0 / config.threshold if config.threshold_lower is None else config.threshold_lower
         clipped = _outside(ratio, lower, config.threshold, "[threshold_lower, threshold]")
         return torch.where(clipped, 0.0, ratio), clipped
-    raise ValueError(f"unknown rollout_correction.mode {config.mode!r}: choose one of {', '.join(MODES)}")
+    raise ValueError(f"unknown rollout_correction.mode {config.mode!r}")
 
 
 def _mean_weight(
@@ -132,13 +129,6 @@ def _mean_weight(
         shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1)
     total, count = sum_over_ranks(torch.stack([(weights * shares).sum(), shares.sum()]), group)
     return torch.where(total > 1e-8 * count, total / count, 1.0)
-
-
-_DIVERGENCES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "k1": torch.neg,
-    "k2": lambda x: 0.5 * x.square(),
-    "k3": lambda x: torch.expm1(x) - x,
-}
 
 
 def _diverging(
@@ -153,7 +143,7 @@ def _diverging(
     Source: the options of verl's rollout_rs; Schulman, "Approximating KL divergence" (2020).
     """
     level, _, kind = name.rpartition("_")
-    divergence = torch.where(valid, _DIVERGENCES[kind](log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), 0.0)
+    divergence = torch.where(valid, FORMULAE[kind](log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), 0.0)
     if level == "seq_max":
         divergence = torch.where(valid, divergence, -math.inf).amax(dim=1, keepdim=True)
     elif level != "token":
@@ -209,7 +199,7 @@ def _metrics(
         **flags,
         "kl": -log_ratio,
         "kl_reverse": bounded.exp() * bounded,
-        "k3": torch.expm1(bounded) - bounded,
+        "k3": FORMULAE["k3"](bounded),
         "weight": weights.double(),
         "square": weights.double().square(),
     }
@@ -232,5 +222,7 @@ def _metrics(
 def _extremes(values: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[float, float]:
     """Maximum and minimum over all ranks; a rank may have no value."""
     mine = torch.stack([values.max(), -values.min()]) if values.numel() else values.new_full((2,), -math.inf)
-    largest, negated_smallest = max_over_ranks(mine, group).tolist()
+    if group is not None:
+        dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
+    largest, negated_smallest = mine.tolist()
     return largest, -negated_smallest

@@ -1,15 +1,13 @@
-"""KL divergence between policy and reference: estimators per token, and controllers of the penalty's coefficient."""
+"""KL divergence between policy and reference: estimators per token, and the controller of the penalty's coefficient."""
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from megappo.ppo.conventions import DEFAULT, EXP_LIMIT, Conventions
+from megappo.ppo.conventions import DEFAULT, EXP_LIMIT, KL_KINDS, Conventions
 
-KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
-"""Estimators from the two log-probs of a sampled token, by their name in algorithm.kl_penalty, actor.kl_loss_type."""
 VERL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """verl's words for some of them, which are accepted as well."""
 
@@ -26,7 +24,7 @@ def kl_estimate(
 
     Args:
         log_probs, ref_log_probs: [B, R] float32, in nats.
-        kind: one of KINDS or of VERL_NAMES.
+        kind: one of KL_KINDS or of VERL_NAMES.
         conventions: kl_input_clamp of q and kl_output_clamp of the estimate, for the kinds in kl_clamped; by default
             +-20 and +-10 for k3 and k3+. The gradient of k1+ and k3+ is never clamped, and takes no part in
             kl_true_gradient, whose gradient is 0 where a clamp holds.
@@ -40,17 +38,15 @@ def kl_estimate(
         the true gradient as NeMo-RL's calculate_kl with its importance weight exp(x - sg(x)).
     """
     kind = VERL_NAMES.get(kind, kind)
-    if kind == "full":
+    if kind not in KL_KINDS:
         raise ValueError(
-            "the KL over the full vocabulary is no function of the sampled tokens' log-probs: the model's head "
-            f"computes it; estimators from log-probs are {', '.join(KINDS)}"
+            f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_KINDS)}; that over the full vocabulary is no "
+            "function of the sampled tokens' log-probs: the model's head computes it"
         )
-    if kind not in KINDS:
-        raise ValueError(f"unknown KL estimator {kind!r}: choose one of {', '.join(KINDS)}, full")
     q = ref_log_probs - log_probs
     clamped = kind in conventions.kl_clamped
     bounded = _clamp(q, conventions.kl_input_clamp) if clamped else q
-    value = _FORMULAE[kind.removesuffix("+")](bounded)
+    value = FORMULAE[kind.removesuffix("+")](bounded)
     if conventions.kl_true_gradient:
         own = torch.where(bounded == q, log_probs - log_probs.detach(), 0.0)
         value = value + value.detach() * own
@@ -63,12 +59,13 @@ def _k3(q: torch.Tensor) -> torch.Tensor:
     return torch.expm1(q.clamp(max=EXP_LIMIT)) - q
 
 
-_FORMULAE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+FORMULAE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": torch.neg,
     "abs": torch.abs,
     "k2": lambda q: 0.5 * q.square(),
     "k3": _k3,
 }
+"""The estimate of each kind of q, without its "+"."""
 
 
 def _clamp(x: torch.Tensor, limit: float | None) -> torch.Tensor:
@@ -79,47 +76,20 @@ def _straight_through(value: torch.Tensor, gradient_of: torch.Tensor) -> torch.T
     return value.detach() + (gradient_of - gradient_of.detach())
 
 
-class KLController(Protocol):
-    """The coefficient of the KL penalty, `value`, and how it follows the measured KL."""
+class KLController:
+    """The coefficient of the KL penalty, `value`: kept, or steered so that the KL per token approaches target_kl.
 
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
-
-
-class FixedKLController:
-    """Keeps the coefficient; a checkpoint does not change it, so a resumed run follows its config."""
-
-    def __init__(self, kl_coef: float):
-        self.value = kl_coef
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to restore."""
-
-
-class AdaptiveKLController:
-    """Steers the coefficient so that the KL per token approaches target_kl.
-
+    Args:
+        config: algorithm.kl_ctrl.
     Source: Ziegler et al. 2019, section 2.2.
     """
 
-    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int):
-        self.value = init_kl_coef
-        self.target_kl = target_kl
-        self.horizon = horizon
+    def __init__(self, config: Any):
+        self.config = config
+        self.value: float = config.kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
+        """value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon; nothing where it is fixed.
 
         Args:
             current_kl: mean KL per response token of this step, over all ranks (verl: the mean over responses of
@@ -129,22 +99,17 @@ class AdaptiveKLController:
         Raises:
             FloatingPointError: current_kl is not finite.
         """
+        if self.config.type == "fixed":
+            return
         if not math.isfinite(current_kl):
             raise FloatingPointError(f"cannot adapt kl_coef: the KL to the reference is {current_kl}")
-        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.horizon
+        error = min(max(current_kl / self.config.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.config.horizon
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
-def kl_controller(config: Any) -> KLController:
-    """Build the controller that algorithm.kl_ctrl, a section of the config, names."""
-    if config.type == "fixed":
-        return FixedKLController(config.kl_coef)
-    if config.type == "adaptive":
-        return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
-    raise ValueError(f"unknown KL controller {config.type!r}: choose fixed or adaptive")
+        """A checkpoint does not change a fixed coefficient, so a resumed run follows its config."""
+        if self.config.type == "adaptive":
+            self.value = state["value"]

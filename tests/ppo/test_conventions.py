@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 import torch
 from policy_oracles import policy_loss
 
-from megappo.config.schema import Actor, Algorithm
+from megappo.config.schema import Actor, Aggregation, Algorithm
 from megappo.ppo import conventions as module
 from megappo.ppo.aggregation import AGGREGATIONS
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions, Whitening
@@ -17,7 +18,7 @@ def test_presets_are_those_the_config_names_and_verl_is_the_default():
     names = Algorithm.model_fields["preset"].annotation
     assert all(repr(name) in repr(names) for name in PRESETS) and len(PRESETS) == 5
     assert PRESETS["verl"] == DEFAULT == Conventions()
-    assert {preset.loss_agg_mode for preset in PRESETS.values()} <= set(AGGREGATIONS)
+    assert {preset.loss_agg_mode for preset in PRESETS.values()} <= set(AGGREGATIONS) == set(get_args(Aggregation))
 
 
 def test_the_docstrings_table_says_what_the_presets_set():

@@ -269,9 +269,9 @@ def test_bad_input_is_named():
         rollout_is_weights(bad, zeros, ones, RolloutCorrection())
     with pytest.raises(ValueError, match="no token with response_mask 1"):
         rollout_is_weights(zeros, zeros, zeros, RolloutCorrection())
-    with pytest.raises(ValueError, match="choose one of none, token, sequence, geometric"):
+    with pytest.raises(ValueError, match="unknown rollout_correction.level 'tokens'"):
         rollout_is_weights(zeros, zeros, ones, RolloutCorrection.model_construct(level="tokens"))
-    with pytest.raises(ValueError, match="choose one of truncate, mask"):
+    with pytest.raises(ValueError, match="unknown rollout_correction.mode 'tis'"):
         rollout_is_weights(zeros, zeros, ones, RolloutCorrection.model_construct(level="token", mode="tis"))
     for config in (
         RolloutCorrection.model_construct(level="token", mode="mask", threshold=0.5),

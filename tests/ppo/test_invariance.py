@@ -13,8 +13,7 @@ from spawn import run_ranks
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor, Critic
 from megappo.ppo.aggregation import AGGREGATIONS, Normaliser
-from megappo.ppo.conventions import DEFAULT, PRESETS
-from megappo.ppo.kl import KINDS
+from megappo.ppo.conventions import DEFAULT, KL_KINDS, PRESETS
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
 
 NUM_CASES = 6
@@ -83,7 +82,7 @@ def every_loss() -> Iterator[tuple[str, Loss]]:
         for clip, delta in ((None, None), (0.5, None), (None, 0.7), (0.5, 0.7)):
             yield f"value {mode} clip {clip} huber {delta}", value(mode, clip, delta)
         yield f"entropy {mode}", entropy(mode)
-        for kind in (*KINDS, "full"):
+        for kind in (*KL_KINDS, "full"):
             yield f"kl {mode} {kind}", kl(mode, kind)
     for name in PRESETS:
         yield f"preset {name}", preset(name)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from policy_oracles import all_conventions, on_grid
 from ragged import CASES, Case, cases
 
-from megappo.config.schema import KLCtrl
-from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.kl import KINDS, AdaptiveKLController, FixedKLController, kl_controller, kl_estimate
+from megappo.config.schema import KLCtrl, KLKind
+from megappo.ppo.conventions import DEFAULT, KL_KINDS, PRESETS, Conventions
+from megappo.ppo.kl import VERL_NAMES, KLController, kl_estimate
 
 FORMULAE = {
     "k1": (lambda q: -q, lambda q: -1.0),
@@ -37,7 +38,7 @@ def loop_estimate(q: float, kind: str, conventions: Conventions) -> tuple[float,
     return min(max(value, -high), high), -q if kind.endswith("+") else slope
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KL_KINDS)
 @CASES
 @given(cases(), all_conventions(), st.sampled_from([0.1, 1.0, 8.0]))
 def test_estimators_and_their_gradients_equal_a_loop(kind: str, case: Case, conventions: Conventions, scale: float):
@@ -60,7 +61,7 @@ def test_k3_is_clamped_and_stays_finite():
 
 
 @pytest.mark.parametrize("conventions", [DEFAULT, *PRESETS.values(), Conventions(kl_clamped=frozenset())])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KL_KINDS)
 @pytest.mark.parametrize("q", [-1e4, 1e4])
 def test_extremes_are_finite_in_value_and_gradient(kind: str, q: float, conventions: Conventions):
     log_probs = torch.tensor(0.0, requires_grad=True)
@@ -161,7 +162,9 @@ def test_the_expected_true_gradient_is_that_of_the_kl(kind: str):
 
 @pytest.mark.parametrize("kind", ["k4", "k2+", ""])
 def test_unknown_kind_lists_the_valid_ones(kind: str):
-    with pytest.raises(ValueError, match=r"unknown KL estimator '.*': choose one of k1, abs, k2, k3, k1\+, k3\+, full"):
+    with pytest.raises(
+        ValueError, match=r"unknown KL estimator '.*': choose one of k1, abs, k2, k3, k1\+, k3\+;"
+    ):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind)
 
 
@@ -171,31 +174,34 @@ def test_verl_names_are_understood(kind: str, name: str):
     assert torch.equal(kl_estimate(log_probs, ref_log_probs, name), kl_estimate(log_probs, ref_log_probs, kind))
 
 
+def test_the_config_takes_every_kind():
+    assert set(get_args(KLKind)) == {*KL_KINDS, *VERL_NAMES, "full"}
+
+
 def test_full_is_refused_by_name():
-    with pytest.raises(ValueError, match="full vocabulary .* model's head computes it"):
+    with pytest.raises(ValueError, match="'full': .* full vocabulary .* model's head computes it"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "full")
 
 
 @pytest.mark.parametrize(("current_kl", "factor"), [(0.1, 1.0), (0.11, 1.01), (10.0, 1.02), (0.0, 0.98), (0.09, 0.99)])
 def test_adaptive_controller_follows_the_formula(current_kl: float, factor: float):
-    controller = AdaptiveKLController(init_kl_coef=0.5, target_kl=0.1, horizon=1000)
+    controller = KLController(KLCtrl(type="adaptive", kl_coef=0.5, target_kl=0.1, horizon=1000))
     controller.update(current_kl, n_steps=100)
     assert controller.value == pytest.approx(0.5 * factor)
 
 
 def test_adaptive_controller_refuses_nan():
     with pytest.raises(FloatingPointError, match="KL to the reference is nan"):
-        AdaptiveKLController(0.5, 0.1, 1000).update(math.nan, 1)
+        KLController(KLCtrl(type="adaptive")).update(math.nan, 1)
 
 
 def test_checkpoint_restores_the_adaptive_value_and_leaves_the_fixed_one_to_the_config():
-    adaptive = kl_controller(KLCtrl(type="adaptive", kl_coef=0.2, horizon=10, target_kl=0.1))
+    adaptive = KLController(KLCtrl(type="adaptive", kl_coef=0.2, horizon=10, target_kl=0.1))
     adaptive.update(1.0, 5)
-    restored = kl_controller(KLCtrl(type="adaptive", kl_coef=0.2, horizon=10, target_kl=0.1))
+    restored = KLController(KLCtrl(type="adaptive", kl_coef=0.2, horizon=10, target_kl=0.1))
     restored.load_state_dict(adaptive.state_dict())
     assert restored.value == adaptive.value == pytest.approx(0.22)
-    fixed = kl_controller(KLCtrl(kl_coef=0.3))
-    assert isinstance(fixed, FixedKLController)
+    fixed = KLController(KLCtrl(kl_coef=0.3))
     fixed.update(1.0, 5)
     fixed.load_state_dict(adaptive.state_dict())
     assert fixed.value == 0.3
