@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from megappo.config.describe import show
 from megappo.config.errors import shorten
-from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Method
+from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Method
 from megappo.config.schema import Config
 
 
@@ -54,6 +54,7 @@ def _unused(config: Config) -> Iterator[str]:
     unread = {
         **_unread_by("algorithm", ESTIMATORS, algorithm.method, estimator),
         **_unread_by("actor", POLICY_LOSSES, actor.method, f"actor.policy_loss {actor.policy_loss}"),
+        **_unread_by("reward", LENGTH_PENALTIES, reward.penalty, f"reward.length_penalty {reward.length_penalty}"),
         **dict.fromkeys(
             [f"algorithm.{key}" for key in ("shared_backbone", "bootstrap_truncated", "lam_alpha", "critic_lam")],
             (not config.has_values, f"{estimator} does without values, which {with_values} needs"),
@@ -77,8 +78,6 @@ def _unused(config: Config) -> Iterator[str]:
         **dict.fromkeys(
             ("critic.model_path", "critic.warmup_steps"), (not config.has_critic, "this run builds no critic")
         ),
-        "reward.overlong_buffer": (reward.length_penalty != "overlong", "reward.length_penalty is not overlong"),
-        "reward.length_penalty_factor": (reward.length_penalty == "none", "reward.length_penalty is none"),
     }
     for key, (is_unread, reason) in unread.items():
         section, _, name = key.rpartition(".")

@@ -1,4 +1,4 @@
-"""The methods of PPO: the function of each advantage estimator and policy loss, and what it reads, needs, averages by.
+"""The methods of PPO: each estimator's, policy loss's and length penalty's function, and what it reads, needs.
 
 One entry each, in tables that may be added to until the config is read. The values that the config's keys may have, the
 checks for keys that nothing reads and what a step does follow from it. Without torch: functions of this package are
@@ -16,7 +16,7 @@ CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 @dataclass(frozen=True)
 class Method:
-    """What estimators and policy losses have in common.
+    """What estimators and policy losses have in common, and all that there is to a length penalty.
 
     Attributes:
         source: the function.
@@ -91,6 +91,17 @@ ESTIMATORS = Table(
     },
 )
 """By algorithm.adv_estimator."""
+
+SHAPING = "megappo.ppo.reward_shaping"
+LENGTH_PENALTIES = Table(
+    "length penalty",
+    {
+        "none": Method(f"{SHAPING}:no_penalty"),
+        "overlong": Method(f"{SHAPING}:overlong_penalty", ("overlong_buffer", "length_penalty_factor")),
+        "linear": Method(f"{SHAPING}:linear_penalty", ("length_penalty_factor",)),
+    },
+)
+"""By reward.length_penalty: of (response_lengths [B], max_response_length, the reward section), what to add [B]."""
 
 BY_SEQUENCE = "seq-mean-token-mean"
 POLICY_LOSSES = Table(

@@ -10,7 +10,7 @@ from pydantic_core.core_schema import no_info_after_validator_function
 
 from megappo.config.coercion import as_declared
 from megappo.config.errors import ConfigError, printable
-from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
+from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Estimator, Method, PolicyLoss
 from megappo.config.origins import Origins
 from megappo.config.transports import AUTO, TRANSPORTS
 
@@ -202,9 +202,14 @@ class Reward(Section):
     scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")
     clip: PositiveFloat | None = Field(None, description="clip scaled scores to +- this; null = off")
     normalize: Literal["none", "running", "batch", "group"] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")
-    length_penalty: Literal["none", "overlong", "linear"] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
+    length_penalty: Annotated[str, OneOf(LENGTH_PENALTIES)] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
     overlong_buffer: Positive = Field(256, description="overlong: tokens before rollout.max_response_length over which the penalty grows")
     length_penalty_factor: NonNegativeFloat = Field(1.0, description="the largest length penalty")
+
+    @property
+    def penalty(self) -> Method:
+        """What length_penalty reads."""
+        return LENGTH_PENALTIES[self.length_penalty]
 
 
 class KLCtrl(Section):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.gae import gae
+from megappo.ppo.groups import Groups
 from megappo.ppo.ragged import add_to_last_token
 
 Estimates = tuple[torch.Tensor, torch.Tensor]
@@ -37,11 +38,8 @@ def grpo(
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2; Liu et al. 2025 (Dr. GRPO); ddof 1 and 1e-6 are verl's.
     """
     scores = _scores(token_level_rewards, response_mask)
-    rows, counts = _rows_of_groups(groups)
-    centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
-    if norm_adv_by_std_in_grpo:
-        centred = centred / (_group_stds(scores, rows, counts)[rows] + 1e-6)
-    return _on_tokens(centred, response_mask)
+    prompts = Groups(groups)
+    return _on_tokens(prompts.normalized(scores) if norm_adv_by_std_in_grpo else prompts.centred(scores), response_mask)
 
 
 def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
@@ -52,9 +50,9 @@ def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups:
     Source: Ahmadian et al. 2024 (Back to basics: revisiting REINFORCE), RLOO.
     """
     scores = _scores(token_level_rewards, response_mask)
-    rows, counts = _rows_of_groups(groups)
-    centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
-    return _on_tokens(centred * (counts / (counts - 1))[rows], response_mask)
+    prompts = Groups(groups)
+    factors = prompts.counts / (prompts.counts - 1)
+    return _on_tokens(prompts.centred(scores) * factors[prompts.rows], response_mask)
 
 
 def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> Estimates:
@@ -116,10 +114,10 @@ def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: 
         norm is proportional to the length.
     """
     scores = _scores(token_level_rewards, response_mask)
-    rows, counts = _rows_of_groups(groups)
+    prompts = Groups(groups)
     lengths = response_mask.bool().sum(dim=1).double()
-    baselines = _group_sums(scores * lengths, rows, counts) / _group_sums(lengths, rows, counts)
-    return _on_tokens(scores - baselines[rows], response_mask)
+    baselines = prompts.sums(scores * lengths) / prompts.sums(lengths)
+    return _on_tokens(scores - baselines[prompts.rows], response_mask)
 
 
 def gpg(
@@ -143,9 +141,7 @@ def gpg(
     scores = _scores(token_level_rewards, response_mask)
     numbers = torch.stack([scores.new_tensor(len(scores)), scores.count_nonzero().double()])
     numbers = sum_over_ranks(numbers, group)
-    rows, counts = _rows_of_groups(groups)
-    centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
-    return _on_tokens(centred * numbers[0] / numbers[1].clamp(min=1), response_mask)
+    return _on_tokens(Groups(groups).centred(scores) * numbers[0] / numbers[1].clamp(min=1), response_mask)
 
 
 def grpo_passk(
@@ -166,13 +162,14 @@ def grpo_passk(
         compute_grpo_passk_outcome_advantage.
     """
     scores = _scores(token_level_rewards, response_mask)
-    rows, counts = _rows_of_groups(groups)
+    prompts = Groups(groups)
     order = scores.argsort(descending=True, stable=True)
-    order = order[rows[order].argsort(stable=True)]  # by group, the best of each first
-    best = order[counts.cumsum(0) - counts]
-    gaps = scores[best] - scores[order[counts.cumsum(0) - counts + 1]]
+    order = order[prompts.rows[order].argsort(stable=True)]  # by group, the best of each first
+    firsts = prompts.counts.cumsum(0) - prompts.counts
+    best = order[firsts]
+    gaps = scores[best] - scores[order[firsts + 1]]
     if norm_adv_by_std_in_grpo:
-        gaps = gaps / (_group_stds(scores, rows, counts) + 1e-6)
+        gaps = gaps / prompts.stds(scores)
     return _on_tokens(torch.zeros_like(scores).index_copy(0, best, gaps), response_mask)
 
 
@@ -234,16 +231,15 @@ def optimal_token_baseline(
         compute_optimal_token_baseline_advantage with handle_zero_tail.
     """
     returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
-    rows, counts = _rows_of_groups(groups)
-    valid = response_mask.bool()
+    prompts, valid = Groups(groups), response_mask.bool()
     p = old_log_probs.double().exp()
     energy = 1 - 2 * p + (p if sum_pi_squared is None else sum_pi_squared.double())
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.double().square()
     weights = torch.where(valid, torch.where(valid, energy, 0.0).cumsum(dim=1), 0.0)
-    sums, totals, present = (_group_sums(x, rows, counts) for x in (weights * returns, weights, valid.double()))
+    sums, totals, present = (prompts.sums(x) for x in (weights * returns, weights, valid.double()))
     baselines = torch.where(present > 1, sums / (totals + 1e-8), 0.0)
-    return torch.where(valid, returns - baselines[rows], 0.0).float(), returns
+    return torch.where(valid, returns - baselines[prompts.rows], 0.0).float(), returns
 
 
 def _scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -263,29 +259,6 @@ def _check_rows(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) 
     broken = (valid & ~token_level_rewards.isfinite()).any(dim=1).nonzero().flatten().tolist()
     if broken:
         raise FloatingPointError(f"rewards of responses {broken[:10]} are not finite on tokens with response_mask 1")
-
-
-def _rows_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B] the group's index of each row, and [groups] the number of rows in each; ValueError for a group of one."""
-    names, rows, counts = groups.unique(return_inverse=True, return_counts=True)
-    single = names[counts == 1].tolist()
-    if single:
-        raise ValueError(
-            f"groups {single[:10]} have one response only, and nothing to compare it with: sample at least two per "
-            "prompt (rollout.n >= 2)"
-        )
-    return rows, counts
-
-
-def _group_sums(x: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """[groups, ...] float64, from [B, ...] float64."""
-    return x.new_zeros(len(counts), *x.shape[1:]).index_add_(0, rows, x)
-
-
-def _group_stds(scores: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """[groups], with ddof 1."""
-    centred = scores - _group_sums(scores, rows, counts)[rows] / counts[rows]
-    return (_group_sums(centred.square(), rows, counts) / (counts - 1)).sqrt()
 
 
 def _on_tokens(per_response: torch.Tensor, response_mask: torch.Tensor) -> Estimates:

@@ -1,68 +1,42 @@
 """Shaping of scores before they become rewards of tokens: scale, clip, normalise, add a length penalty. All [B]."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
-
-NORMALIZATIONS = ("none", "running", "batch", "group")
-"""Names of reward.normalize."""
+from megappo.ppo.groups import Groups
 
 EPS = 1e-6
 """Added to standard deviations."""
 
 
-def no_penalty(response_lengths: torch.Tensor, max_response_length: int, buffer: int, factor: float) -> torch.Tensor:
+def no_penalty(response_lengths: torch.Tensor, max_response_length: int, config: Any) -> torch.Tensor:
     """Zeros, [B] float32."""
     return torch.zeros_like(response_lengths, dtype=torch.float32)
 
 
-def linear_penalty(
-    response_lengths: torch.Tensor, max_response_length: int, buffer: int, factor: float
-) -> torch.Tensor:
-    """-factor x length / max_response_length, [B] float32; `buffer` has no part in it."""
-    return -factor * response_lengths.float() / max_response_length
+def linear_penalty(response_lengths: torch.Tensor, max_response_length: int, config: Any) -> torch.Tensor:
+    """-length_penalty_factor x length / max_response_length, [B] float32."""
+    return -config.length_penalty_factor * response_lengths.float() / max_response_length
 
 
-def overlong_penalty(
-    response_lengths: torch.Tensor, max_response_length: int, buffer: int, factor: float
-) -> torch.Tensor:
-    """Soft overlong punishment: 0 up to max_response_length - buffer, then linear to -factor at the maximum.
+def overlong_penalty(response_lengths: torch.Tensor, max_response_length: int, config: Any) -> torch.Tensor:
+    """Soft overlong punishment: 0 up to max_response_length - overlong_buffer, then linear to -factor at the maximum.
 
     Args:
         response_lengths: [B] tokens.
-        buffer: tokens over which the penalty grows.
-        factor: the largest penalty, also beyond the maximum (verl's goes on growing there).
+        config: the reward section. overlong_buffer: tokens over which the penalty grows, at most max_response_length;
+            length_penalty_factor: the largest penalty, also beyond the maximum (verl's goes on growing there).
 
     Returns:
         [B] float32, <= 0.
-
-    Raises:
-        ValueError: buffer is not in [1, max_response_length].
     Source: Yu et al. 2025 (DAPO), eq. 13, times factor.
     """
-    if not 1 <= buffer <= max_response_length:
-        raise ValueError(
-            f"reward.overlong_buffer must be between 1 and rollout.max_response_length {max_response_length}, "
-            f"got {buffer}"
-        )
-    excess = response_lengths.float() - (max_response_length - buffer)
-    return -factor * (excess / buffer).clamp(0.0, 1.0)
-
-
-LengthPenalty = Callable[[torch.Tensor, int, int, float], torch.Tensor]
-"""(response_lengths [B], max_response_length, buffer, factor) -> [B] float32, what is added to the scores."""
-
-LENGTH_PENALTIES: dict[str, LengthPenalty] = {
-    "none": no_penalty,
-    "overlong": overlong_penalty,
-    "linear": linear_penalty,
-}
-"""reward.length_penalty -> function; a new one is an entry here and a word in that key's type in config/schema.py."""
+    excess = response_lengths.float() - (max_response_length - config.overlong_buffer)
+    return -config.length_penalty_factor * (excess / config.overlong_buffer).clamp(0.0, 1.0)
 
 
 class RunningMoments:
@@ -127,31 +101,15 @@ def normalize_scores(
         [B] float32. Scores that are all equal, or a single one, become 0.
 
     Raises:
-        ValueError: unknown name; under group, a prompt with one response.
+        ValueError: under group, a prompt with one response.
     """
-    if normalize not in NORMALIZATIONS:
-        raise ValueError(f"unknown reward.normalize {normalize!r}: choose one of {', '.join(NORMALIZATIONS)}")
     if normalize == "none":
         return scores
     if normalize == "group":
-        return _normalize_by_group(scores, groups)
-    moments = running if normalize == "running" else RunningMoments()
+        return Groups(groups).normalized(scores.double()).float()
+    moments = {"running": running, "batch": RunningMoments()}[normalize]
     moments.update(scores, group)
     return ((scores.double() - moments.mean) / (moments.std + EPS)).float()
-
-
-def _normalize_by_group(scores: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    names, index, counts = groups.unique(return_inverse=True, return_counts=True)
-    alone = names[counts == 1].tolist()
-    if alone:
-        raise ValueError(
-            f"groups {alone[:10]} have one response each, so reward.normalize=group would make every score 0: "
-            "set rollout.n >= 2"
-        )
-    sums = torch.zeros_like(counts, dtype=torch.float64)
-    centred = scores.double() - (sums.index_add(0, index, scores.double()) / counts)[index]
-    stds = (sums.index_add(0, index, centred.square()) / (counts - 1)).sqrt()
-    return (centred / (stds[index] + EPS)).float()
 
 
 def shape_scores(
@@ -178,22 +136,17 @@ def shape_scores(
         fraction of scores that were clipped; both over all ranks, 0 where there is no score.
 
     Raises:
-        ValueError: an unknown length penalty; those of normalize_scores.
+        ValueError: as normalize_scores.
         FloatingPointError: scores that are not finite.
     """
     broken = (~scores.isfinite()).nonzero().flatten().tolist()
     if broken:
         raise FloatingPointError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
-    if config.length_penalty not in LENGTH_PENALTIES:
-        names = ", ".join(LENGTH_PENALTIES)
-        raise ValueError(f"unknown reward.length_penalty {config.length_penalty!r}: choose one of {names}")
     limit = math.inf if config.clip is None else config.clip
     # In float32, so that the mean of equal scores, summed in float64, is exact and they become exactly 0.
     scaled = scores.float() * config.scale
     normalized = normalize_scores(scaled.clamp(-limit, limit), groups, config.normalize, running, group=group)
-    penalty = LENGTH_PENALTIES[config.length_penalty](
-        response_lengths, max_response_length, config.overlong_buffer, config.length_penalty_factor
-    )
+    penalty = config.penalty.function(response_lengths, max_response_length, config)
     parts = {"reward/length_penalty": penalty, "reward/clipped_frac": scaled.abs() > limit}
     return normalized + penalty, _means(parts, len(scores), group)
 

@@ -50,7 +50,7 @@ CONTRADICTIONS = {
     ),
     "algorithm.kl_ctrl={type: adaptive, kl_coef: 0}": "algorithm.kl_ctrl.kl_coef 0 stays 0 however adaptive",
     "actor.tau_pos=2": "actor.tau_pos 2.0 has no effect, as actor.policy_loss clip does not read it: drop it",
-    "reward.overlong_buffer=4": "reward.overlong_buffer 4 has no effect, as reward.length_penalty is not overlong",
+    "reward.overlong_buffer=4": "reward.overlong_buffer 4 has no effect, as reward.length_penalty none does not read",
     "algorithm.use_kl_in_reward=false placement.ref=0": (
         'placement.ref "0" has no effect, as algorithm.use_kl_in_reward and actor.use_kl_loss are false, so that no '
         "reference is built: drop it"

@@ -162,9 +162,7 @@ def test_the_expected_true_gradient_is_that_of_the_kl(kind: str):
 
 @pytest.mark.parametrize("kind", ["k4", "k2+", ""])
 def test_unknown_kind_lists_the_valid_ones(kind: str):
-    with pytest.raises(
-        ValueError, match=r"unknown KL estimator '.*': choose one of k1, abs, k2, k3, k1\+, k3\+;"
-    ):
+    with pytest.raises(ValueError, match=r"unknown KL estimator '.*': choose one of k1, abs, k2, k3, k1\+, k3\+;"):
         kl_estimate(torch.zeros(1), torch.zeros(1), kind)
 
 
