@@ -16,7 +16,7 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
 from megappo.models.build import ModelChunks
-from megappo.models.train_engine import load_chunks, sharded_chunks
+from megappo.models.sharding import load_chunks, sharded_chunks
 from megappo.placement.groups import ComponentGroups
 
 

@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megappo import platform
@@ -31,7 +29,9 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Optim
 from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
+from megappo.models.optimizer import lr_scheduler, optimizer_config
 from megappo.models.routing import router_bias_kept
+from megappo.models.sharding import load_chunks, sharded_chunks, sharding_metadata
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.placement.groups import ComponentGroups
 
@@ -340,69 +340,6 @@ def _runner(chunk: GPTModel) -> torch.nn.Module:
     """What the schedule runs of a chunk."""
     with router_bias_kept(chunk):
         return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
-
-
-def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
-    """How checkpoints are cut so that they load into any other layout: the `metadata` of `sharded_state_dict`."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": groups.collection.dp_cp,
-    }
-
-
-def sharded_chunks(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, dict[str, Any]]:
-    """The model as dist_checkpointing takes it, which numbers layers over the whole model in whatever chunks they are.
-
-    Of the unwrapped modules: the wrappers' own methods disagree about the prefix "module.".
-    """
-    metadata = sharding_metadata(groups)
-    with groups.active():
-        return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
-
-
-def load_chunks(chunks: ModelChunks, groups: ComponentGroups, state: dict[str, dict[str, Any]]) -> None:
-    """Take what `dist_checkpointing.load` returned for `sharded_chunks`."""
-    with groups.active():
-        for i, chunk in enumerate(chunks):
-            chunk.load_state_dict(state[f"model{i}"])
-
-
-def optimizer_config(optim: Optim, model: TransformerConfig) -> OptimizerConfig:
-    """Megatron's optimizer settings: decoupled Adam, fp32 moments and master weights."""
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        min_lr=optim.min_lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.betas[0],
-        adam_beta2=optim.betas[1],
-        adam_eps=optim.eps,
-        clip_grad=optim.clip_grad,
-        bf16=model.bf16,
-        params_dtype=model.params_dtype,
-        use_distributed_optimizer=optim.distributed,
-    )
-
-
-def lr_scheduler(optimizer: object, optim: Optim, total_optimizer_steps: int) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then the configured decay; it also exempts biases and norms from weight decay."""
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0 if optim.lr_warmup_steps else optim.lr,
-        max_lr=optim.lr,
-        min_lr=optim.min_lr,
-        lr_warmup_steps=optim.lr_warmup_steps,
-        lr_decay_steps=max(total_optimizer_steps, optim.lr_warmup_steps + 1),
-        lr_decay_style=optim.lr_decay_style,
-        start_wd=optim.weight_decay,
-        end_wd=optim.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )
 
 
 def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, **kwargs: object) -> None:

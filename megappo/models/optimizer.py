@@ -1,0 +1,43 @@
+"""Megatron's optimizer and learning-rate schedule, as a component's optim section sets them."""
+
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+
+from megappo.config.schema import Optim
+
+
+def optimizer_config(optim: Optim, model: TransformerConfig) -> OptimizerConfig:
+    """Megatron's optimizer settings: decoupled Adam, fp32 moments and master weights."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=optim.clip_grad,
+        bf16=model.bf16,
+        params_dtype=model.params_dtype,
+        use_distributed_optimizer=optim.distributed,
+    )
+
+
+def lr_scheduler(optimizer: object, optim: Optim, total_optimizer_steps: int) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then the configured decay; it also exempts biases and norms from weight decay."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0 if optim.lr_warmup_steps else optim.lr,
+        max_lr=optim.lr,
+        min_lr=optim.min_lr,
+        lr_warmup_steps=optim.lr_warmup_steps,
+        lr_decay_steps=max(total_optimizer_steps, optim.lr_warmup_steps + 1),
+        lr_decay_style=optim.lr_decay_style,
+        start_wd=optim.weight_decay,
+        end_wd=optim.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,33 @@
+"""A model as dist_checkpointing takes it, whatever layout it is in."""
+
+from typing import Any
+
+from megappo.models.build import ModelChunks
+from megappo.placement.groups import ComponentGroups
+
+
+def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
+    """How checkpoints are cut so that they load into any other layout: the `metadata` of `sharded_state_dict`."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "singleton_local_shards": False,
+        "dp_cp_group": groups.collection.dp_cp,
+    }
+
+
+def sharded_chunks(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, dict[str, Any]]:
+    """The model as dist_checkpointing takes it, which numbers layers over the whole model in whatever chunks they are.
+
+    Of the unwrapped modules: the wrappers' own methods disagree about the prefix "module.".
+    """
+    metadata = sharding_metadata(groups)
+    with groups.active():
+        return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+
+
+def load_chunks(chunks: ModelChunks, groups: ComponentGroups, state: dict[str, dict[str, Any]]) -> None:
+    """Take what `dist_checkpointing.load` returned for `sharded_chunks`."""
+    with groups.active():
+        for i, chunk in enumerate(chunks):
+            chunk.load_state_dict(state[f"model{i}"])
