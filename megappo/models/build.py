@@ -8,7 +8,6 @@ from megappo.architecture.architecture import Architecture
 from megappo.config.schema import Model, Parallel
 from megappo.models.layer_specs import layer_spec
 from megappo.models.megatron_config import gpt_arguments, transformer_config
-from megappo.models.rope import scale_rope
 from megappo.models.routing import router_bias_kept
 from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
@@ -74,9 +73,25 @@ def _chunk(
         vp_stage=index,
         **gpt_arguments(architecture, layout.tensor),
     )
-    scale_rope(gpt, architecture)
+    _scale_rope(gpt, architecture)
     if gpt.post_process and architecture.head == "value":
         gpt.output_layer = ValueHead(config, groups.collection.tp, architecture.value_bias)
     elif gpt.post_process and architecture.head == "policy_value":
         add_value_head(gpt, architecture.value_bias)
     return gpt
+
+
+def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
+    """Scale the model's rotary frequencies; Megatron's own argument for Llama 3 takes only one of the four numbers.
+
+    Latent attention scales its own, see `latent_arguments`.
+
+    Source: transformers 5, modeling_rope_utils.py.
+    """
+    if architecture.latent:
+        return
+    rope, embedding = architecture.rope, gpt.rotary_pos_emb
+    if rope.kind == "linear":
+        embedding.inv_freq = embedding.inv_freq / rope.numbers["factor"]
+    elif rope.kind == "llama3":
+        embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **rope.numbers)
