@@ -15,12 +15,12 @@ from megappo.keeper import keep
 def main() -> int:
     """Serve until the server ends; its exit code, 128 + n when signal n ended it."""
     owner, folder = int(sys.argv[1]), Path(sys.argv[2])
-    shared_memory: set[Path] = set()
+    files: set[Path] = set()
     try:
         server = [sys.executable, "-m", "megappo.rollout.server"]
-        return keep(owner, server, before_kill=lambda pid: shared_memory.update(_shared_memory(pid)))
+        return keep(owner, server, before_kill=lambda pid: files.update(shared_memory(pid)))
     finally:
-        for path in shared_memory:
+        for path in files:
             path.unlink(missing_ok=True)
         remove_traces(folder)
 
@@ -33,7 +33,7 @@ def remove_traces(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _shared_memory(pid: int) -> set[Path]:
+def shared_memory(pid: int) -> set[Path]:
     """SGLang's shared-memory files that a process has mapped."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")

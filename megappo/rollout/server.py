@@ -20,6 +20,7 @@ import torch
 from megappo.lifetime import die_with
 from megappo.listening import bind_stores
 from megappo.rollout import command_line, cpu
+from megappo.rollout.keeper import shared_memory
 
 cpu.install()
 bind_stores()  # the scheduler's; in its process, forked or spawned, too
@@ -124,9 +125,9 @@ def _link_load_snapshots() -> None:
 
 def _link_shared_memory() -> None:
     """Link SGLang's shared-memory files into the temporary folder, so that the owner can remove them after a kill."""
-    maps = "".join(Path(f"/proc/{child.pid}/maps").read_text() for child in multiprocessing.active_children())
-    for path in {line.split()[5] for line in maps.splitlines() if "/dev/shm/sgl" in line}:
-        _link(Path(path))
+    for child in multiprocessing.active_children():
+        for path in shared_memory(child.pid):
+            _link(path)
 
 
 def _link(path: Path) -> None:
