@@ -78,18 +78,12 @@ def _fewest_bins(lengths: list[int], max_tokens: int) -> list[list[int]]:
     high = len(best)
     while low <= high:
         middle = (low + high) // 2
-        bins = _balanced_bins(lengths, max_tokens, middle)
-        if bins is None:
+        bins = balanced_partitions(lengths, middle)
+        if any(sum(lengths[row] for row in rows) > max_tokens for rows in bins):
             low = middle + 1
         else:
             best, high = bins, middle - 1
     return best
-
-
-def _balanced_bins(lengths: list[int], max_tokens: int, num: int) -> list[list[int]] | None:
-    """Balanced bins, or None when one is over max_tokens."""
-    bins = balanced_partitions(lengths, num)
-    return bins if all(_tokens(rows, lengths) <= max_tokens for rows in bins) else None
 
 
 def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -103,7 +97,3 @@ def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]
         bins[fit].append(row)
         room[fit] -= lengths[row]
     return sorted(sorted(rows) for rows in bins)
-
-
-def _tokens(rows: list[int], lengths: list[int]) -> int:
-    return sum(lengths[row] for row in rows)
