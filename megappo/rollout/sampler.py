@@ -29,16 +29,10 @@ class Sample:
         return sum(log_prob is not None for log_prob in self.log_probs)
 
 
-class StoreCounter:
-    """Hands out positions 0, 1, 2, ... each once, to whichever rank asks; `key` must be new in the store."""
-
-    def __init__(self, store: dist.Store, key: str):
-        self._store = store
-        self._key = key
-
-    def take(self, count: int) -> int:
-        """The first of the next `count` positions: how many were taken before, by anybody."""
-        return self._store.add(self._key, count) - count
+def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
+    """Hands out positions 0, 1, 2, ... each once, to whichever rank asks: the first of the next `count`, which is how
+    many were taken before, by anybody. `key` must be new in the store."""
+    return lambda count: store.add(key, count) - count
 
 
 def sample(
@@ -46,7 +40,7 @@ def sample(
     n: int,
     params: SamplingParams,
     client: EngineClient,
-    counter: StoreCounter,
+    take: Callable[[int], int],
     *,
     num_engines: int,
     max_running_requests: int,
@@ -59,7 +53,7 @@ def sample(
     Args:
         prompts: (prompt_index, token ids).
         client: this process' engine.
-        counter: shared by all processes.
+        take: a `store_counter` shared by all processes.
         num_engines: engines of all processes together.
         max_running_requests: sequences one engine decodes at once.
         on_prompts: called with the number of prompts of which this engine has just finished all n samples.
@@ -70,7 +64,7 @@ def sample(
     samples: list[Sample] = []
 
     async def work(http: Any) -> None:
-        while (first := counter.take(chunk)) < len(prompts):
+        while (first := take(chunk)) < len(prompts):
             taken = prompts[first : first + chunk]
             repeated = [tokens for _, tokens in taken for _ in range(n)]
             generations = await client.generate_async(http, repeated, params)

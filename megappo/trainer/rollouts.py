@@ -16,7 +16,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rollout.client import EngineError, SamplingParams
-from megappo.rollout.sampler import Sample, StoreCounter, sample
+from megappo.rollout.sampler import Sample, sample, store_counter
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
@@ -90,16 +90,16 @@ class Rollouts:
         samples: list[Sample] = []
         if self.client is not None:
             progress = self.observer.progress(label, len(prompts))
-            finished = StoreCounter(self._store, f"rollouts/{self._calls}/finished")
+            finished = store_counter(self._store, f"rollouts/{self._calls}/finished")
             samples = sample(
                 [(i, prompt.tokens) for i, prompt in enumerate(prompts)],
                 n,
                 params,
                 self.client,
-                StoreCounter(self._store, f"rollouts/{self._calls}"),
+                store_counter(self._store, f"rollouts/{self._calls}"),
                 num_engines=self.num_engines,
                 max_running_requests=self.config.rollout.max_running_requests,
-                on_prompts=lambda count: progress(finished.take(count) + count),
+                on_prompts=lambda count: progress(finished(count) + count),
             )
         self.exchange.share(None)
         return samples

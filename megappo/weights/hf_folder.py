@@ -41,9 +41,7 @@ def write_hf_folder(
     groups: ComponentGroups,
     source: str | Path,
     target: str | Path,
-    *,
-    bucket_bytes: int = 512 * 2**20,
-    max_shard_bytes: int = 4 * 2**30,
+    **sizes: int,
 ) -> None:
     """Write a model's weights to `target`, with config, tokenizer and generation config of `source`.
 
@@ -55,23 +53,14 @@ def write_hf_folder(
 
     Args:
         architecture: of `source`, under the head that is exported; written with the dtype of the weights.
-        bucket_bytes: weights gathered at a time, on the device.
-        max_shard_bytes: bytes per safetensors file.
+        sizes: bucket_bytes, max_shard_bytes, as of `write_hf_files`.
     Raises:
         FileExistsError: `target` is a file.
         OSError: the folder cannot be written; `target` is then as it was before.
     """
     first = dist.get_rank() == groups.layout.ranks[0]
     with staged(Path(target)) if first else contextlib.nullcontext(Path(target)) as folder:
-        write_hf_files(
-            chunks,
-            architecture,
-            groups,
-            source,
-            folder,
-            bucket_bytes=bucket_bytes,
-            max_shard_bytes=max_shard_bytes,
-        )
+        write_hf_files(chunks, architecture, groups, source, folder, **sizes)
     dist.barrier(group=groups.collection.intra_dist_opt)
 
 
@@ -90,6 +79,8 @@ def write_hf_files(
 
     Args:
         folder: where the component's first rank writes.
+        bucket_bytes: weights gathered at a time, on the device.
+        max_shard_bytes: bytes per safetensors file.
         progress: called with the number of elements written, on that rank.
     Raises:
         OSError: a file cannot be written.

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megappo.rollout.client import EngineClient, EngineError, SamplingParams
-from megappo.rollout.sampler import StoreCounter, _chunking, sample
+from megappo.rollout.sampler import _chunking, sample, store_counter
 
 PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
 PARAMS = SamplingParams(3)
@@ -35,7 +35,7 @@ def test_each_prompt_gets_n_samples_with_the_log_probs_of_its_own_tokens(client,
         3,
         PARAMS,
         client,
-        StoreCounter(dist.HashStore(), "step 1"),
+        store_counter(dist.HashStore(), "step 1"),
         num_engines=1,
         max_running_requests=16,
         on_prompts=lambda count: finished.extend([1] * count),
@@ -54,7 +54,7 @@ def test_ranks_share_the_prompts_and_the_fast_one_takes_more(engine, client):
 
     def rank(name, own_client):
         results[name] = sample(
-            PROMPTS, 1, PARAMS, own_client, StoreCounter(store, "step 1"), num_engines=2, max_running_requests=8
+            PROMPTS, 1, PARAMS, own_client, store_counter(store, "step 1"), num_engines=2, max_running_requests=8
         )
 
     threads = [threading.Thread(target=rank, args=args) for args in (("fast", client), ("slow", slow))]
@@ -67,7 +67,7 @@ def test_ranks_share_the_prompts_and_the_fast_one_takes_more(engine, client):
 
 
 def test_a_failing_engine_ends_the_sampling_with_its_own_error():
-    dead, counter = EngineClient("http://127.0.0.1:9", "key", 10.0), StoreCounter(dist.HashStore(), "step 1")
+    dead, counter = EngineClient("http://127.0.0.1:9", "key", 10.0), store_counter(dist.HashStore(), "step 1")
     with pytest.raises(EngineError, match="does not answer"):
         sample(PROMPTS, 1, PARAMS, dead, counter, num_engines=2, max_running_requests=8)
 
