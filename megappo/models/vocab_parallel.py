@@ -42,8 +42,7 @@ def vocab_parallel_log_probs_and_entropy(
     """
     if logits.ndim != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(f"expected logits [T, V/tp] and targets [T], got {[*logits.shape]} and {[*targets.shape]}")
-    _check_covers(logits, group, vocab_size)
-    return _LogProbsAndEntropy.apply(logits, targets, group, vocab_size, temperature, chunk)
+    return _LogProbsAndEntropy.apply(logits, targets, _Vocabulary.of(logits, group, vocab_size, temperature, chunk))
 
 
 def vocab_parallel_kl(
@@ -75,54 +74,37 @@ def vocab_parallel_kl(
             f"expected logits and ref_logits [T, V/tp], got {[*logits.shape]} and {[*ref_logits.shape]}; "
             "the reference must have the policy's vocabulary and layout"
         )
-    _check_covers(logits, group, vocab_size)
-    return _FullKL.apply(logits, ref_logits, group, vocab_size, temperature, chunk)
-
-
-def _check_covers(logits: torch.Tensor, group: dist.ProcessGroup, vocab_size: int) -> None:
-    if logits.shape[1] * group.size() < vocab_size:
-        raise ValueError(
-            f"{group.size()} shards of {logits.shape[1]} logits hold fewer than the {vocab_size} of vocab_size; "
-            "pass the model's true vocabulary size"
-        )
+    return _FullKL.apply(logits, ref_logits, _Vocabulary.of(logits, group, vocab_size, temperature, chunk))
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        group: dist.ProcessGroup,
-        vocab_size: int,
-        temperature: float,
-        chunk: int,
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocabulary: "_Vocabulary"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shard = _Shard(logits, group.rank() * logits.shape[1], vocab_size, temperature, chunk)
-        column, here = shard.columns(targets)
-        maximum = shard.maximum()
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+        column, here = vocabulary.columns(logits, targets)
+        maximum = vocabulary.maximum(logits)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=vocabulary.group)
         sums = torch.cat(
-            [_sums(x - maximum[rows, None], column[rows], here[rows]) for rows, x in shard.chunks()], dim=1
+            [_sums(x - maximum[rows, None], column[rows], here[rows]) for rows, x in vocabulary.chunks(logits)], dim=1
         )
-        dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=vocabulary.group)
         exp_sum, exp_shifted_sum, target = sums
         log_exp_sum = exp_sum.log()
         # With s = x - max and Z = sum exp(s): log p = s - log Z, and H = log Z - sum(exp(s) s) / Z.
         entropy = log_exp_sum - exp_shifted_sum / exp_sum
-        known = (targets >= 0) & (targets < vocab_size)
+        known = (targets >= 0) & (targets < vocabulary.size)
         log_probs = torch.where(known, target - log_exp_sum, torch.nan)
         ctx.save_for_backward(logits, maximum + log_exp_sum, entropy, column, here)
-        ctx.shard_arguments = (shard.first, vocab_size, temperature, chunk)
+        ctx.vocabulary = vocabulary
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
         logits, log_normaliser, entropy, column, here = ctx.saved_tensors
-        shard = _Shard(logits, *ctx.shard_arguments)
         grad = torch.zeros_like(logits)
-        for rows, x in shard.chunks():
+        for rows, x in ctx.vocabulary.chunks(logits):
             log_p = x - log_normaliser[rows, None]
             p = log_p.exp()
             part = torch.zeros_like(p)
@@ -131,80 +113,81 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 part.scatter_add_(1, column[rows, None], (grad_log_probs[rows] * here[rows])[:, None])
             if grad_entropy is not None:
                 part.addcmul_(p * (log_p + entropy[rows, None]), grad_entropy[rows, None], value=-1)
-            grad[rows] = part / shard.temperature
-        return grad, None, None, None, None, None
+            grad[rows] = part / ctx.vocabulary.temperature
+        return grad, None, None
 
 
 class _FullKL(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        ref_logits: torch.Tensor,
-        group: dist.ProcessGroup,
-        vocab_size: int,
-        temperature: float,
-        chunk: int,
-    ) -> torch.Tensor:
-        arguments = (group.rank() * logits.shape[1], vocab_size, temperature, chunk)
-        policy, reference = _Shard(logits, *arguments), _Shard(ref_logits, *arguments)
-        maxima = torch.stack([policy.maximum(), reference.maximum()])
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+    def forward(ctx: Any, logits: torch.Tensor, ref_logits: torch.Tensor, vocabulary: "_Vocabulary") -> torch.Tensor:
+        maxima = torch.stack([vocabulary.maximum(logits), vocabulary.maximum(ref_logits)])
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=vocabulary.group)
         sums = torch.cat(
             [
                 _kl_sums(x - maxima[0, rows, None], y - maxima[1, rows, None])
-                for (rows, x), (_, y) in zip(policy.chunks(), reference.chunks(), strict=True)
+                for (rows, x), (_, y) in zip(vocabulary.chunks(logits), vocabulary.chunks(ref_logits), strict=True)
             ],
             dim=1,
         )
-        dist.all_reduce(sums, group=group)
+        dist.all_reduce(sums, group=vocabulary.group)
         log_exp_sums = sums[:2].log()
         # With s = x - max and Z = sum exp(s), and u and Z' of the reference: KL = E_p[s - u] - log Z + log Z'.
         kl = sums[2] / sums[0] - log_exp_sums[0] + log_exp_sums[1]
         ctx.save_for_backward(logits, ref_logits, maxima + log_exp_sums, kl)
-        ctx.shard_arguments = arguments
+        ctx.vocabulary = vocabulary
         return kl
 
     @staticmethod
     def backward(ctx: Any, grad_kl: torch.Tensor) -> tuple:
         logits, ref_logits, log_normalisers, kl = ctx.saved_tensors
-        policy, reference = _Shard(logits, *ctx.shard_arguments), _Shard(ref_logits, *ctx.shard_arguments)
-        grad = torch.zeros_like(logits)
-        for (rows, x), (_, y) in zip(policy.chunks(), reference.chunks(), strict=True):
+        vocabulary, grad = ctx.vocabulary, torch.zeros_like(logits)
+        for (rows, x), (_, y) in zip(vocabulary.chunks(logits), vocabulary.chunks(ref_logits), strict=True):
             log_p = x - log_normalisers[0, rows, None]
             log_ratio = log_p - (y - log_normalisers[1, rows, None])
             part = log_p.exp() * (log_ratio - kl[rows, None]) * grad_kl[rows, None]
-            grad[rows] = part / policy.temperature
-        return grad, None, None, None, None, None
+            grad[rows] = part / vocabulary.temperature
+        return grad, None, None
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """A rank's columns [first, first + V/tp) of the padded vocabulary, read a chunk of tokens at a time."""
+class _Vocabulary:
+    """Reads a rank's columns [first, first + V/tp) of logits over a padded vocabulary, a chunk of tokens at a time."""
 
-    logits: torch.Tensor
+    group: dist.ProcessGroup
     first: int
-    vocab_size: int
+    size: int
     temperature: float
     chunk: int
 
-    def chunks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+    @classmethod
+    def of(
+        cls, logits: torch.Tensor, group: dist.ProcessGroup, size: int, temperature: float, chunk: int
+    ) -> "_Vocabulary":
+        """That of logits [T, V/tp]; ValueError where all shards together are smaller."""
+        if logits.shape[1] * group.size() < size:
+            raise ValueError(
+                f"{group.size()} shards of {logits.shape[1]} logits hold fewer than the {size} of vocab_size; "
+                "pass the model's true vocabulary size"
+            )
+        return cls(group, group.rank() * logits.shape[1], size, temperature, chunk)
+
+    def chunks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Rows and a scaled copy of their logits, [chunk, V/tp] float32 (float64 stays)."""
-        dtype = torch.promote_types(self.logits.dtype, torch.float32)
-        for start in range(0, max(len(self.logits), 1), self.chunk):
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        for start in range(0, max(len(logits), 1), self.chunk):
             rows = slice(start, start + self.chunk)
-            x = self.logits[rows].to(dtype) / self.temperature
-            x[:, max(self.vocab_size - self.first, 0) :] = NO_PROBABILITY
+            x = logits[rows].to(dtype) / self.temperature
+            x[:, max(self.size - self.first, 0) :] = NO_PROBABILITY
             yield rows, x
 
-    def maximum(self) -> torch.Tensor:
-        """This shard's largest scaled logit of each token, [T]."""
-        return torch.cat([x.amax(-1) for _, x in self.chunks()])
+    def maximum(self, logits: torch.Tensor) -> torch.Tensor:
+        """The largest scaled logit here of each token, [T]."""
+        return torch.cat([x.amax(-1) for _, x in self.chunks(logits)])
 
-    def columns(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def columns(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The targets' columns in this shard, [T] int64 (0 where elsewhere), and whether they are in it, [T] bool."""
         column = targets - self.first
-        here = (column >= 0) & (column < self.logits.shape[1])
+        here = (column >= 0) & (column < logits.shape[1])
         return torch.where(here, column, 0), here
 
 
