@@ -13,6 +13,8 @@ from megappo.data.prompts import Prompt
 from megappo.placement.layout import Layout
 from megappo.rollout.client import EngineError, Generation
 from megappo.trainer.component import Component
+from megappo.trainer.datasets import Datasets
+from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 
@@ -61,9 +63,9 @@ def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
             "rollout": {"sync": {"probe_tolerance": 0.1}},
         }
     )
-    numbers = {"engine_number": ENGINES.get(rank), "num_engines": 3, "vocab_size": 30, "stop_token_ids": ()}
-    client = Client(ENGINES[rank]) if rank in ENGINES else None
-    rollouts = Rollouts(config, None, client, None, exchange, None, **numbers)
+    engine = SimpleNamespace(wait_ready=lambda: Client(ENGINES[rank])) if rank in ENGINES else None
+    own, datasets = OwnEngine(ENGINES.get(rank), engine), Datasets(None, (), 30, None, {})
+    rollouts = Rollouts(config, datasets, own, exchange, None, num_engines=3)
     actor = Actor("actor", Layout((0, 1)), None, exchange)
     probe = Probe(config, Prompts(), rollouts, actor)
     actor.difference = 0.09

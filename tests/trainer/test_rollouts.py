@@ -14,6 +14,8 @@ from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver
 from megappo.rollout.client import EngineError
 from megappo.rollout.sampler import Sample
+from megappo.trainer.datasets import Datasets
+from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Responses, Rollouts, check_known
 
 
@@ -25,6 +27,7 @@ def test_tokens_that_the_critic_does_not_know_are_refused():
         check_known(samples, 8)
 
 
+DATASETS = Datasets(None, (), 30, None, {})
 PROMPTS = [Prompt(i, tokens, "", None, "fixed") for i, tokens in enumerate(([5], [6, 7]))]
 SAMPLES = (
     [Sample(1, 1, [11, 12, 13, 14], [-0.5, None, None, -0.25], "length"), Sample(0, 0, [15], [-1.0], "stop")],
@@ -58,9 +61,8 @@ def collect(rank: int, world_size: int) -> None:
             "algorithm": {"adv_estimator": "remax"},
         }
     )
-    numbers = {"engine_number": rank, "num_engines": 3, "vocab_size": 30, "stop_token_ids": ()}
     exchange = Exchange(dist.group.WORLD)
-    rollouts = ScoredByFirstToken(config, None, None, None, exchange, NullObserver(), **numbers)
+    rollouts = ScoredByFirstToken(config, DATASETS, OwnEngine(rank), exchange, NullObserver(), num_engines=3)
     batch, metrics = rollouts.collect(Responses(SAMPLES[rank], GREEDY[rank]), PROMPTS)
     assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])
     rows = batch.rows
