@@ -132,7 +132,7 @@ class Exchange:
         Args:
             rows: the rows here, in the order of `sources[rank]`.
             sources: each row once. destinations: each row on any number of ranks.
-            names: fields to move, the same on every rank.
+            names: fields to move, the same on every rank; of several columns: in `rows` even where these are none.
         """
         moved = empty_rows(destinations[self.rank], table)
         lengths = table.total_lengths()
@@ -157,15 +157,16 @@ class Exchange:
     def _move_field(
         self, rows: Rows, name: str, table: RowTable, sources: RankRows, destinations: RankRows
     ) -> torch.Tensor:
-        per_token = field_of(name).per_token
-        lengths = table.response_lengths.tolist() if per_token else [1] * len(table)
+        kind = field_of(name)
+        width = table.max_response_length if kind.per_token else rows.field(name).shape[1] if kind.has_columns else 1
+        lengths = table.response_lengths.tolist() if kind.per_token else [width] * len(table)
         sent = {row: rows.field(name)[i].reshape(-1)[: lengths[row]] for i, row in enumerate(rows.ids.tolist())}
         received = self._move_ragged(sent, lengths, sources, destinations, torch.float32)
         mine = destinations[self.rank]
-        field = torch.zeros(len(mine), table.max_response_length if per_token else 1)
+        field = torch.zeros(len(mine), width)
         for i, row in enumerate(mine):
             field[i, : lengths[row]] = received[row]
-        return field if per_token else field[:, 0]
+        return field if kind.per_token or kind.has_columns else field[:, 0]
 
     def _move_ragged(
         self,

@@ -7,10 +7,11 @@ from megappo.table import Table
 
 @dataclass(frozen=True)
 class Field:
-    """A float32 number of each row, or of each of its response tokens.
+    """A float32 number of each row, or several, or one of each of its response tokens.
 
     Attributes:
         per_token: [B, R], right-padded with 0; else [B].
+        has_columns: [B, K] instead, with the same K on every rank; not per token.
         writer: the part of a step that adds it to the rows.
         meaning: for people.
     """
@@ -18,6 +19,7 @@ class Field:
     per_token: bool
     writer: str
     meaning: str
+    has_columns: bool = False
 
 
 FIELDS: Table[Field] = Table(
@@ -26,6 +28,9 @@ FIELDS: Table[Field] = Table(
         "response_mask": Field(True, "the rollout", "1 on tokens that the policy wrote, 0 on an environment's"),
         "rollout_log_probs": Field(True, "the rollout", "the engine's log-probs of the policy's tokens"),
         "scores": Field(False, "the rollout", "the reward function's score of the response"),
+        "score_components": Field(
+            False, "the rollout", "what the scores are the sums of, where the reward function gives several", True
+        ),
         "truncated": Field(False, "the rollout", "1 where rollout.max_response_length cut the response off"),
         "baselines": Field(False, "the rollout", "the shaped score of the greedy response to the prompt"),
         "old_log_probs": Field(True, "the actor's forward pass", "log-probs before the step's updates"),

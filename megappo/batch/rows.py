@@ -18,8 +18,9 @@ class Rows:
         prompt_ids: [B] int64, the same for all rows that answer the same prompt, which may be any number of rows.
         prompt_lengths, response_lengths: [B] int64, in tokens.
         input_ids: B tensors [prompt + response] int64, unpadded; empty list = the tokens are not here.
-        fields: those of `FIELDS` that have been written, by name: float32, [B] (per row) or [B, R] (per response token,
-            right-padded with 0). R is the longest response of the whole step, so it is the same on all ranks.
+        fields: those of `FIELDS` that have been written, by name: float32, [B] (per row), [B, K] (several columns per
+            row) or [B, R] (per response token, right-padded with 0). R is the longest response of the whole step, so it
+            is the same on all ranks.
 
     Raises:
         ValueError: a length or shape does not fit the rest, or there is no such field; the message names it.
@@ -48,7 +49,8 @@ class Rows:
         width = max(longest, self.max_response_length)
         for name, values in self.fields.items():
             field = field_of(name)
-            expected = [size, width] if field.per_token else [size]
+            columns = (values.shape[1:2] or [1]) if field.has_columns else []
+            expected = [size, width] if field.per_token else [size, *columns]
             if list(values.shape) != expected:
                 raise ValueError(
                     f"field {name} has shape {list(values.shape)}; expected {expected}, for it is {field.meaning}"

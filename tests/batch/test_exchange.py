@@ -16,6 +16,7 @@ from megappo.placement.layout import Layout
 
 NUM_CASES = 60
 FIELDS.register("ages", Field(per_token=False, writer="this test", meaning="a field from outside"))
+FIELDS.register("marks", Field(per_token=False, writer="this test", meaning="three of each row", has_columns=True))
 Oracle = dict[int, dict[str, torch.Tensor]]
 """Row number -> its tokens ("input_ids", unpadded) and fields (one value per response token)."""
 
@@ -123,6 +124,11 @@ def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
         aged = replace(mine, fields=mine.fields | {"ages": torch.tensor([row + 0.5 for row in mine.ids])})
         found = exchange.move_fields(aged, moved, table, sources, case.destinations, ["ages"]).fields["ages"]
         assert found.tolist() == [row + 0.5 for row in case.destinations[rank]] and found.dtype == torch.float32
+        columns = torch.tensor([0.0, 0.25, -9.0])
+        marked = replace(mine, fields=mine.fields | {"marks": mine.ids[:, None] + columns})
+        found = exchange.move(marked, table, sources, case.destinations, ["marks", "values"]).fields["marks"]
+        assert found.shape == (len(case.destinations[rank]), 3), "with their number even where no row is"
+        assert found.tolist() == [[row + 0.0, row + 0.25, row - 9.0] for row in case.destinations[rank]]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -27,6 +27,15 @@ def test_select_keeps_everything_of_a_row_together_and_the_width():
     assert picked.max_response_length == 6
 
 
+def test_several_columns_are_a_rows_own_and_no_width_of_responses():
+    batch = rows([5, 6, 7], [1, 2, 3], [2, 1, 2], width=2)
+    columns = torch.tensor([[5.0, 50.0, -5.0], [6.0, 60.0, -6.0], [7.0, 70.0, -7.0]])
+    batch = replace(batch, fields={"score_components": columns} | batch.fields)
+    assert batch.max_response_length == 2
+    assert batch.select([2, 0]).fields["score_components"].tolist() == columns[[2, 0]].tolist()
+    assert batch.select([]).fields["score_components"].shape == (0, 3)
+
+
 def test_select_takes_a_tensor_and_nothing_at_all():
     batch = rows([5, 6], [1, 1], [2, 3], width=3)
     assert batch.select(torch.tensor([1])).ids.tolist() == [6]
@@ -60,6 +69,9 @@ def test_without_fields_the_longest_response_is_the_width():
         ({"fields": {"values": torch.zeros(2)}}, r"field values has shape \[2\]; expected \[2, 2\]"),
         ({"fields": {"scores": torch.zeros(2, 2)}}, r"field scores has shape \[2, 2\]; expected \[2\], for it is the"),
         ({"fields": {"scores": torch.zeros(3)}}, r"field scores has shape \[3\]; expected \[2\]"),
+        ({"fields": {"score_components": torch.zeros(2)}}, r"score_components has shape \[2\]; expected \[2, 1\], for"),
+        ({"fields": {"score_components": torch.zeros(3, 2)}}, r"has shape \[3, 2\]; expected \[2, 2\], for it is what"),
+        ({"fields": {"score_components": torch.zeros(2, 3, 1)}}, r"shape \[2, 3, 1\]; expected \[2, 3\], for it is"),
         ({"fields": {"score": torch.zeros(2)}}, "unknown field 'score' of rows: choose one of response_mask, "),
     ],
 )
