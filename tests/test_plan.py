@@ -332,6 +332,21 @@ def test_a_reward_function_that_cannot_score_is_told(plan, run_folder, body, mes
     assert message.replace("FOLDER", str(run_folder)) in error
 
 
+GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=false", "reward.function=reward.py:f")
+
+
+def test_several_scores_are_shown_and_one_is_refused_where_the_method_needs_several(plan, run_folder):
+    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [[0.5, -1]]\n")
+    done = plan(run_folder, "run.yaml", *GDPO)
+    assert done.returncode == 0 and "  reward.py:f: scored '2' for the first prompt, 0.5 + -1\n" in done.stdout
+    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [0.5]\n")
+    [error] = errors_of(plan(run_folder, "run.yaml", *GDPO))
+    assert error == (
+        "error: reward.function reward.py:f returned one score per response, and algorithm.adv_estimator gdpo needs "
+        "several: return a list of two or more for each response, or choose another estimator, such as grpo"
+    )
+
+
 def test_of_many_prompts_a_sample_is_looked_at_and_all_if_asked(plan, run_folder):
     lines = [LINE] * 50_000
     lines[1234] = "{\n"  # neither among the first ones nor at a round number

@@ -7,7 +7,7 @@ from typing import Any
 from megappo.table import Table
 
 RowValues = Callable[[Any], Any]
-"""Of `Rows`: a tensor [n], of any length; None where the run has no such values."""
+"""Of `Rows`: a tensor [n], of any length, or [n, K]; None where the run has no such values."""
 SPREAD = ("mean", "max", "min")
 
 
@@ -18,6 +18,7 @@ class RowMetric:
     Attributes:
         values: of this rank's rows.
         reductions: the metrics are `<name>/<reduction>`; a single reduction without a name: the metric is `<name>`.
+            Of [n, K] values each column has its own, `<name>/<column>` in the place of `<name>`.
     """
 
     values: RowValues
@@ -25,7 +26,7 @@ class RowMetric:
 
 
 def of_rows(field: str) -> RowValues:
-    """A field with one number per row."""
+    """A field with one number per row, or several."""
     return lambda rows: rows.fields.get(field)
 
 
@@ -42,6 +43,7 @@ ROW_METRICS = Table(
     "metric",
     {
         "reward/score": RowMetric(of_rows("scores")),
+        "reward/score_component": RowMetric(of_rows("score_components")),
         "reward/shaped": RowMetric(of_rows("shaped_scores")),
         "reward/baseline": RowMetric(of_rows("baselines")),
         "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),

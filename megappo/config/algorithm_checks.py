@@ -51,6 +51,7 @@ def _unused(config: Config) -> Iterator[str]:
     estimator, weights = f"algorithm.adv_estimator {algorithm.adv_estimator}", "algorithm.rollout_correction"
     with_values = " or ".join(name for name, one in ESTIMATORS.items() if one.needs_values)
     no_reference = "algorithm.use_kl_in_reward and actor.use_kl_loss are false, so that no reference is built"
+    summed = (algorithm.method.needs_score_components, f"{estimator} takes the scores one by one, not their sum")
     unread = {
         **_unread_by("algorithm", ESTIMATORS, algorithm.method, estimator),
         **_unread_by("actor", POLICY_LOSSES, actor.method, f"actor.policy_loss {actor.policy_loss}"),
@@ -78,6 +79,7 @@ def _unused(config: Config) -> Iterator[str]:
         **dict.fromkeys(
             ("critic.model_path", "critic.warmup_steps"), (not config.has_critic, "this run builds no critic")
         ),
+        **dict.fromkeys([f"reward.{key}" for key in ("scale", "clip", "normalize", "length_penalty")], summed),
     }
     for key, (is_unread, reason) in unread.items():
         section, _, name = key.rpartition(".")
@@ -102,6 +104,22 @@ def _groups(config: Config) -> Iterator[str]:
             yield f"{what} compares the responses to a prompt: {found}"
     if algorithm.method.needs_greedy_baseline and reward.normalize != "none":
         yield f"{normalize} would hide the greedy baseline that {estimator} subtracts: set it to none"
+    if algorithm.method.needs_score_components and algorithm.use_kl_in_reward:
+        yield (
+            f"algorithm.use_kl_in_reward true has no effect, as {estimator} takes the scores one by one, not their "
+            "sum: set it to false (actor.use_kl_loss true is the KL beside it)"
+        )
+
+
+def num_scores_errors(config: Config, num_scores: int) -> list[str]:
+    """Why the method cannot do with so many scores of each response; found once reward.function has been called."""
+    if num_scores > 1 or not config.algorithm.method.needs_score_components:
+        return []
+    return [
+        f"reward.function {config.reward.function} returned one score per response, and algorithm.adv_estimator "
+        f"{config.algorithm.adv_estimator} needs several: return a list of two or more for each response, or choose "
+        "another estimator, such as grpo"
+    ]
 
 
 def _warmup(config: Config) -> Iterator[str]:

@@ -39,12 +39,14 @@ class Estimator(Method):
         needs_values: and so a critic, or a shared backbone.
         compares_responses: to a prompt, with each other; there must be several.
         needs_greedy_baseline: the score of the greedy response to each prompt.
+        needs_score_components: several scores of each response, as the reward function gives them, and not their sum.
         whitens: the method whitens the advantages over the whole batch.
     """
 
     needs_values: bool = False
     compares_responses: bool = False
     needs_greedy_baseline: bool = False
+    needs_score_components: bool = False
     whitens: bool = False
 
 
@@ -86,7 +88,13 @@ ESTIMATORS = Table(
         "opo": Estimator(f"{ESTIMATES}:opo", compares_responses=True),
         "gpg": Estimator(f"{ESTIMATES}:gpg", compares_responses=True),
         "grpo_passk": Estimator(f"{ESTIMATES}:grpo_passk", ("norm_adv_by_std_in_grpo",), compares_responses=True),
-        "gdpo": Estimator(f"{ESTIMATES}:gdpo", ("norm_adv_by_std_in_grpo",), compares_responses=True, whitens=True),
+        "gdpo": Estimator(
+            f"{ESTIMATES}:gdpo",
+            ("norm_adv_by_std_in_grpo",),
+            compares_responses=True,
+            needs_score_components=True,
+            whitens=True,
+        ),
         "optimal_token_baseline": Estimator(f"{ESTIMATES}:optimal_token_baseline", compares_responses=True),
     },
 )

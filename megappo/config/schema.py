@@ -196,7 +196,7 @@ class Data(Section):
 
 
 class Reward(Section):
-    function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION of (prompts, responses, labels) -> list of scores")
+    function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION of (prompts, responses, labels) -> list of scores, or of lists of them")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
     scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")

@@ -1,9 +1,10 @@
 """Advantages without a critic, from the scores of whole responses. All [B, R] float32 over padded responses.
 
-Each estimator takes the rewards per token (score on the last token, minus a KL penalty on each where there is one) and
-returns (advantages, returns), [B, R] float32, 0 where response_mask is 0; never whitened, so that whitening, where the
-method has it, can be done over all ranks. Sums are taken in float64. `groups` [B] int64 says which responses answer
-the same prompt: those with the same number, in any order; all of a prompt's responses must be in one call.
+Each estimator takes the rewards per token (score on the last token, minus a KL penalty on each where there is one;
+`gdpo` takes several scores per response instead) and returns (advantages, returns), [B, R] float32, 0 where
+response_mask is 0; never whitened, so that whitening, where the method has it, can be done over all ranks. Sums are
+taken in float64. `groups` [B] int64 says which responses answer the same prompt: those with the same number, in any
+order; all of a prompt's responses must be in one call.
 
 Every estimator raises ValueError for a response without any token with mask 1, those that compare the responses to a
 prompt also where a prompt has one response only (verl takes the score of a single response as its advantage there); and
@@ -174,18 +175,16 @@ def grpo_passk(
 
 
 def gdpo(
-    token_level_rewards: torch.Tensor,
+    score_components: torch.Tensor,
     response_mask: torch.Tensor,
     groups: torch.Tensor,
     norm_adv_by_std_in_grpo: bool = True,
-    score_components: torch.Tensor | None = None,
 ) -> Estimates:
-    """The sum of GRPO's advantages of several rewards, each taken on its own. The method whitens it over the batch.
+    """The sum of GRPO's advantages of several scores, each taken on its own. The method whitens it over the batch.
 
     Args:
-        token_level_rewards, response_mask, groups, norm_adv_by_std_in_grpo: as of `grpo`.
-        score_components: [B, K], K rewards of each response, in the place of token_level_rewards; weights are the
-            caller's. None = the one reward that these add up to.
+        score_components: [B, K], K scores of each response.
+        response_mask, groups, norm_adv_by_std_in_grpo: as of `grpo`.
 
     Returns:
         (advantages, returns), the same numbers. verl's returns are the whitened advantages.
@@ -193,12 +192,10 @@ def gdpo(
     Raises:
         ValueError, FloatingPointError: as the module says; the second also for a component.
     Source: Liu et al. 2026 (GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242); verl's
-        compute_gdpo_outcome_advantage.
+        compute_gdpo_outcome_advantage. Its gdpo_reward_weights, factors of each score's advantages, are all 1 here.
     """
-    rewards = [token_level_rewards]
-    if score_components is not None:
-        zeros, valid = torch.zeros_like(response_mask, dtype=torch.float32), response_mask.bool()
-        rewards = [add_to_last_token(zeros, valid, scores) for scores in score_components.unbind(1)]
+    zeros, valid = torch.zeros_like(response_mask, dtype=torch.float32), response_mask.bool()
+    rewards = [add_to_last_token(zeros, valid, scores) for scores in score_components.unbind(1)]
     parts = [grpo(one, response_mask, groups, norm_adv_by_std_in_grpo)[0] for one in rewards]
     total = torch.stack(parts).sum(dim=0, dtype=torch.float64).float()
     return total, total

@@ -66,8 +66,8 @@ def load_reward(spec: str, *, num_workers: int, timeout_seconds: float) -> "Rewa
     """Start the workers of a reward function and wait until each has loaded it.
 
     Args:
-        spec: a built-in's name, or FILE.py:FUNCTION of (prompts: list[str], responses: list[str], labels: list) -> one
-            finite number per response.
+        spec: a built-in's name, or FILE.py:FUNCTION of (prompts: list[str], responses: list[str], labels: list) -> for
+            each response a finite number, or a list of as many as for all the others.
         num_workers: processes, each called with an equal share of the rows.
         timeout_seconds: how long one call may take.
 
@@ -92,11 +92,13 @@ class RewardPool:
         self._workers = workers
         self._all([worker.wait_ready for worker in workers], START_TIMEOUT_SECONDS, "load")
 
-    def score(self, prompts: Sequence[str], responses: Sequence[str], labels: Sequence[Any]) -> list[float]:
-        """One finite score per response, in order.
+    def score(self, prompts: Sequence[str], responses: Sequence[str], labels: Sequence[Any]) -> list[list[float]]:
+        """The finite scores of each response, in order: one or more, as the function gives them.
+
+        Within a worker's share there are as many for each; `Rollouts.score` sees that there are over all.
 
         Raises:
-            RewardError: the function raised, hung, died, or did not return one finite number per response.
+            RewardError: the function raised, hung, died, or did not return finite numbers, as many for each response.
         """
         if not len(prompts) == len(responses) == len(labels):
             raise ValueError(f"{len(prompts)} prompts, {len(responses)} responses, {len(labels)} labels: not as many")

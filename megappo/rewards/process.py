@@ -13,6 +13,7 @@ from typing import Any
 
 from megappo.keeper import KILL_TIMEOUT_SECONDS
 from megappo.rewards.frames import FrameError, receive, send
+from megappo.rewards.worker import MAX_SCORES
 
 ENDING_SECONDS = 2.0
 """How long a worker that has closed its connection may take to end."""
@@ -49,8 +50,8 @@ class Worker:
         """Wait until the function is loaded."""
         self._reply(0, deadline)
 
-    def score(self, rows: tuple[list, list, list], deadline: float) -> list[float]:
-        """One finite score for each row."""
+    def score(self, rows: tuple[list, list, list], deadline: float) -> list[list[float]]:
+        """Finite scores for each row, one or more."""
         self._check_silent()
         try:
             send(self.connection, json.dumps(rows).encode(), deadline)
@@ -60,14 +61,14 @@ class Worker:
             pass
         count = len(rows[1])
         scores = self._reply(count, deadline).get("scores")
-        if not isinstance(scores, list) or len(scores) != count or not all(map(_is_score, scores)):
-            raise WorkerError(f"answered with something else than {count} numbers")
+        if not isinstance(scores, list) or len(scores) != count or not all(map(_are_scores, scores)):
+            raise WorkerError(f"answered with something else than scores of {count} responses")
         return scores
 
     def _reply(self, count: int, deadline: float) -> dict[str, Any]:
         """The next answer, to `count` rows. It is read as what user code may have written."""
         try:
-            reply = _parsed(receive(self.connection, MAX_ERROR_BYTES + count * MAX_SCORE_BYTES, deadline))
+            reply = _parsed(receive(self.connection, MAX_ERROR_BYTES + count * MAX_SCORES * MAX_SCORE_BYTES, deadline))
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
@@ -126,5 +127,7 @@ def _parsed(message: bytes) -> dict[str, Any]:
     return reply
 
 
-def _is_score(value: object) -> bool:
-    return isinstance(value, float) and math.isfinite(value)
+def _are_scores(values: object) -> bool:
+    if not isinstance(values, list) or not values:
+        return False
+    return all(isinstance(value, float) and math.isfinite(value) for value in values)

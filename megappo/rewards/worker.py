@@ -1,8 +1,8 @@
 """The worker process: `python -m megappo.rewards.worker FILE FUNCTION` (FILE empty: a built-in function).
 
 Its standard input is a socket. From there it reads JSON, [prompts, responses, labels], until that closes, and answers
-each, and its own start, with one JSON object: {"scores": [...]}, {"ready": true} or {"error": "..."}. It imports the
-standard library alone, so it starts at once; the user's file imports what it likes.
+each, and its own start, with one JSON object: {"scores": [[...], ...]}, a list for each response, {"ready": true} or
+{"error": "..."}. It imports the standard library alone, so it starts at once; the user's file imports what it likes.
 """
 
 import importlib.util
@@ -25,6 +25,8 @@ MAX_MESSAGE_CHARACTERS = 2000
 MAX_FRAMES = 10
 MAX_FRAME_CHARACTERS = 500
 LARGEST_FLOAT32 = 3.4028234663852886e38
+MAX_SCORES = 64
+"""Of one response."""
 
 
 def main() -> None:
@@ -106,32 +108,48 @@ def _load(file: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _score(function: Callable[..., Any], prompts: list[str], responses: list[str], labels: list) -> list[float]:
+def _score(function: Callable[..., Any], prompts: list[str], responses: list[str], labels: list) -> list[list[float]]:
     count = len(responses)  # before the call, which may change the lists
     result = function(prompts, responses, labels)
     if isinstance(result, str | bytes | dict | set | frozenset) or not hasattr(result, "__len__"):
         raise _BadResult(f"returned {type(result).__name__}; expected a list of {count} numbers")
     if len(result) != count:
         raise _BadResult(f"returned {len(result)} values for {count} responses; expected one each")
-    scores = [_number(score, i) for i, score in enumerate(islice(result, count))]
+    scores = [_numbers(score, i) for i, score in enumerate(islice(result, count))]
     if len(scores) != count:
         raise _BadResult(f"returned a {type(result).__name__} that says it has {count} values and gives {len(scores)}")
+    for i, of_response in enumerate(scores):
+        if len(of_response) != len(scores[0]):
+            found = f"{len(scores[0])} scores (value 0) and {len(of_response)} (value {i})"
+            raise _BadResult(f"returned {found}; expected as many for each response")
     return scores
 
 
-def _number(score: Any, i: int) -> float:
+def _numbers(score: Any, i: int) -> list[float]:
+    """The scores of a response: of the list that was returned for it, or the one that was."""
+    if not isinstance(score, list | tuple):
+        return [_number(score, f"value {i}")]
+    if not 1 <= len(score) <= MAX_SCORES:
+        raise _BadResult(f"returned a list of {len(score)} scores (value {i}); expected 1 to {MAX_SCORES}")
+    numbers = [_number(one, f"value {i}, score {j}") for j, one in enumerate(islice(score, MAX_SCORES))]
+    _number(math.fsum(numbers), f"value {i}, the sum of its scores")
+    return numbers
+
+
+def _number(score: Any, place: str) -> float:
     if not hasattr(score, "__float__"):
-        raise _BadResult(f"returned {score!r:.80} (value {i}), a {type(score).__name__}; expected a number")
+        expected = "a number, or a list of them"
+        raise _BadResult(f"returned {score!r:.80} ({place}), a {type(score).__name__}; expected {expected}")
     try:
         number = float(score)
     except Exception as error:
         raise _BadResult(
-            f"returned a {type(score).__name__} (value {i}) that is no single number: {_named(error)}"
+            f"returned a {type(score).__name__} ({place}) that is no single number, and no list: {_named(error)}"
         ) from error
     if not math.isfinite(number):
-        raise _BadResult(f"returned {number} (value {i}); expected finite numbers")
+        raise _BadResult(f"returned {number} ({place}); expected finite numbers")
     if abs(number) > LARGEST_FLOAT32:
-        raise _BadResult(f"returned {number} (value {i}), which is too large for a float32; expected up to 3.4e38")
+        raise _BadResult(f"returned {number} ({place}), which is too large for a float32; expected up to 3.4e38")
     return number
 
 

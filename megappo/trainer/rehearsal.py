@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from megappo.config.algorithm_checks import num_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
@@ -78,11 +79,13 @@ def _score(config: Config, prompt: Prompt, findings: Findings) -> None:
     reward, response = config.reward, prompt.label if isinstance(prompt.label, str) else ""
     try:
         with load_reward(reward.function, num_workers=1, timeout_seconds=reward.timeout_seconds) as pool:
-            [score] = pool.score([prompt.text], [response], [prompt.label])
+            [scores] = pool.score([prompt.text], [response], [prompt.label])
     except RewardError as error:
         findings.errors.append(f"reward.function: {_in_a_line(error)}")
     else:
-        findings.looked_at.append(f"{reward.function}: scored {response!r:.40} for the first prompt, {score:g}")
+        shown = " + ".join(f"{score:g}" for score in scores)
+        findings.looked_at.append(f"{reward.function}: scored {response!r:.40} for the first prompt, {shown}")
+        findings.errors += num_scores_errors(config, len(scores))
 
 
 def _in_a_line(error: RewardError) -> str:

@@ -10,11 +10,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
+from megappo.config.algorithm_checks import num_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
+from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError, SamplingParams
 from megappo.rollout.sampler import Sample, sample, store_counter
 from megappo.trainer.component import Batch
@@ -74,6 +76,7 @@ class Rollouts:
         self.greedy = SamplingParams(rollout.max_response_length, 0.0, stop_token_ids=stop_token_ids)
         self._store = distributed_c10d._get_default_store()  # torchrun's; no public way to it
         self._calls = 0
+        self._nums_scores: set[int] = set()
 
     def respond(self, prompts: Sequence[Prompt]) -> Responses:
         """This rank's share of a step's responses; all ranks call it and return together."""
@@ -105,13 +108,35 @@ class Rollouts:
         return samples
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
-        """[b] float32: the reward function's score of each sample's whole text, an environment's turns included."""
-        if self.rewards is None:
-            return torch.zeros(0)
-        texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
-        of_sample = [prompts[one.prompt_index] for one in samples]
-        scores = self.rewards.score([p.text for p in of_sample], texts, [p.label for p in of_sample])
-        return torch.tensor(scores, dtype=torch.float32)
+        """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included.
+
+        All ranks call it together.
+
+        Raises:
+            RewardError: there are not as many scores for every response of the run.
+            ConfigError: there is one, and the estimator needs several.
+        """
+        scores: list[list[float]] = []
+        if self.rewards is not None:
+            texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
+            of_sample = [prompts[one.prompt_index] for one in samples]
+            scores = self.rewards.score([p.text for p in of_sample], texts, [p.label for p in of_sample])
+        num_scores = self._num_scores({len(of_response) for of_response in scores})
+        return torch.tensor(scores, dtype=torch.float32).reshape(len(scores), num_scores)
+
+    def _num_scores(self, found: set[int]) -> int:
+        """K, from what workers, ranks and steps have found it to be."""
+        self._nums_scores = self._nums_scores.union(*self.exchange.share(found))
+        if len(self._nums_scores) > 1:
+            numbers = " and of others ".join(map(str, sorted(self._nums_scores)))
+            raise RewardError(
+                f"reward function {self.config.reward.function} returned of some responses {numbers} scores; expected "
+                "as many of every response of the run\nfix it, or choose another reward.function"
+            )
+        num_scores = max(self._nums_scores, default=1)
+        if errors := num_scores_errors(self.config, num_scores):
+            raise ConfigError(errors)
+        return num_scores
 
     def collect(self, responses: Responses, prompts: Sequence[Prompt]) -> tuple[Batch, dict[str, float]]:
         """Scores the step's responses; its rows at their owners, with the fields that the rollout writes, and metrics.
@@ -150,13 +175,13 @@ class Rollouts:
                 Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
                 for i, one in enumerate(generations)
             ]
-        return self._at_owners(_rows(samples, prompts, torch.zeros(len(samples))), stay=True)
+        return self._at_owners(_rows(samples, prompts, torch.zeros(len(samples), 1)), stay=True)
 
     def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], rows: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""
         indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
         shaped, _ = shape_scores(
-            self.score(greedy, prompts),
+            summed(self.score(greedy, prompts)),
             torch.tensor([one.num_policy_tokens for one in greedy], dtype=torch.int64),
             indices,
             self.config.reward,
@@ -171,7 +196,7 @@ class Rollouts:
     def evaluate(self, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
         """Scores of one response to each prompt that this rank sampled, and the first prompts' responses to show."""
         samples = self.sample(prompts, 1, self.evaluation, "evaluate")
-        scores = self.score(samples, prompts)
+        scores = summed(self.score(samples, prompts))
         shown = {
             one.prompt_index: {
                 "prompt": prompts[one.prompt_index].text,
@@ -198,15 +223,22 @@ def check_known(samples: Sequence[Sample], vocab_size: int) -> None:
         raise ConfigError([f"critic.model_path: {found} its config.json): choose a model with the actor's vocabulary"])
 
 
+def summed(scores: torch.Tensor) -> torch.Tensor:
+    """[b] float32, the score of each response, from its scores, [b, K]."""
+    return scores.sum(dim=1, dtype=torch.float64).float()
+
+
 def _rows(samples: Sequence[Sample], prompts: Sequence[Prompt], scores: torch.Tensor) -> Rows:
-    """Samples as rows, with all that the rollout knows of each."""
+    """Samples as rows, with all that the rollout knows of each; scores are [b, K]."""
     of_prompt = [prompts[one.prompt_index].tokens for one in samples]
     fields = {
         "response_mask": _padded([[log_prob is not None for log_prob in one.log_probs] for one in samples]),
         "rollout_log_probs": _padded([[log_prob or 0.0 for log_prob in one.log_probs] for one in samples]),
-        "scores": scores,
+        "scores": summed(scores),
         "truncated": torch.tensor([float(one.finish_reason == "length") for one in samples]),
     }
+    if scores.shape[1] > 1:
+        fields["score_components"] = scores
     return Rows(
         ids=torch.tensor([one.sample_index for one in samples], dtype=torch.int64),
         prompt_ids=torch.tensor([one.prompt_index for one in samples], dtype=torch.int64),

@@ -16,8 +16,8 @@ def row_metrics(exchange: Exchange, rows: Rows) -> dict[str, Any]:
     parts: dict[str, Metric] = {}
     for name, metric in ROW_METRICS.items():
         values = metric.values(rows)
-        if values is not None:
-            parts |= _parts(name, values, metric.reductions)
+        for column, of_column in _columns(name, values).items() if values is not None else ():
+            parts |= _parts(column, of_column, metric.reductions)
     return reduce_ranks(exchange.share(parts))
 
 
@@ -33,6 +33,13 @@ def value_metrics(exchange: Exchange, name: str, values: torch.Tensor) -> dict[s
 def mean_over_ranks(exchange: Exchange, values: torch.Tensor) -> float:
     """The mean of all ranks' values, [n] each."""
     return reduce_ranks(exchange.share({"mean": Metric.of(values, "mean")}))["mean"]
+
+
+def _columns(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Values by the name of their metric: [n] of one, or [n, K] of K."""
+    if values.dim() == 1:
+        return {name: values}
+    return {f"{name}/{i}": column for i, column in enumerate(values.unbind(1))}
 
 
 def _parts(name: str, values: torch.Tensor, reductions: tuple[str, ...] | str) -> dict[str, Metric]:

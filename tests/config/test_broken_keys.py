@@ -65,6 +65,18 @@ CONTRADICTIONS = {
     "algorithm.adv_estimator=remax reward.normalize=batch": (
         "reward.normalize batch would hide the greedy baseline that algorithm.adv_estimator remax subtracts"
     ),
+    "algorithm.adv_estimator=gdpo rollout.n=2": (
+        "algorithm.use_kl_in_reward true has no effect, as algorithm.adv_estimator gdpo takes the scores one by one"
+    ),
+    **{
+        f"algorithm.adv_estimator=gdpo rollout.n=2 algorithm.use_kl_in_reward=false {key}={value}": (
+            f"{key} {value} has no effect, as algorithm.adv_estimator gdpo takes the scores one by one, not their sum"
+        )
+        for key, value in {"reward.scale": "2.0", "reward.clip": "1.5", "reward.length_penalty": '"linear"'}.items()
+    },
+    "algorithm.adv_estimator=gdpo rollout.n=2 algorithm.use_kl_in_reward=false reward.normalize=batch": (
+        'reward.normalize "batch" has no effect, as algorithm.adv_estimator gdpo takes the scores one by one'
+    ),
     "algorithm.adv_estimator=rloo rollout.n=2 algorithm.shared_backbone=true": (
         "algorithm.shared_backbone true has no effect, as algorithm.adv_estimator rloo does without values, which gae "
         "needs: drop it"

@@ -41,6 +41,13 @@ class Prompts(Case):
         return torch.where(self.mask == 1, torch.tensor(per_response)[:, None], 0.0)
 
 
+def estimated(name: str, rewards: torch.Tensor, mask: torch.Tensor, groups: torch.Tensor, **inputs: object):
+    """(advantages, returns); of gdpo those of a single score, the sum of the rewards."""
+    score = torch.where(mask.bool(), rewards.double(), 0.0).sum(dim=1, keepdim=True).float()
+    inputs |= {"response_mask": mask, "groups": groups, "score_components": score}
+    return estimate(ESTIMATORS[name], token_level_rewards=rewards, **inputs)
+
+
 PROMPTS = st.builds(
     Prompts, st.lists(st.integers(2, 4), min_size=1, max_size=3), st.integers(2, 12), st.integers(0, 2**31)
 )
@@ -94,9 +101,13 @@ ORACLES = {
 def test_grouped_estimators_equal_loops(name: str, case: Prompts):
     if name == "gpg":
         case.rewards[0], case.scores[0] = 0.0, 0.0
+<<<<<<< HEAD
     found = estimate(
         ESTIMATORS[name].function, token_level_rewards=case.rewards, response_mask=case.mask, groups=case.groups
     )
+=======
+    found = estimated(name, case.rewards, case.mask, case.groups)
+>>>>>>> b39f45b (Give gdpo the scores that it is about)
     expected = case.on_tokens([ORACLES[name](case, i) for i in range(len(case.groups))])
     torch.testing.assert_close(found, (expected, expected), rtol=1e-6, atol=1e-6)
 
@@ -168,9 +179,13 @@ def test_gpg_scales_by_the_share_of_scores_that_are_not_0():
 def test_equal_scores_have_advantage_0_exactly(name: str):
     rewards = torch.tensor([[0.1, 0.0], [0.03, 0.07], [0.1, 0.0]]) / 3
     rewards[1] = rewards[0].flip(0)
+<<<<<<< HEAD
     advantages, _ = estimate(
         ESTIMATORS[name].function, token_level_rewards=rewards, response_mask=ONES, groups=ONE_PROMPT
     )
+=======
+    advantages, _ = estimated(name, rewards, ONES, ONE_PROMPT)
+>>>>>>> b39f45b (Give gdpo the scores that it is about)
     assert advantages.count_nonzero() == 0
 
 
@@ -183,21 +198,32 @@ def test_reinforce_plus_plus_carries_the_reward_through_an_environments_turn():
 
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_group_of_one_is_refused(name: str):
-    inputs = {"token_level_rewards": SCORES_1_2_6, "response_mask": ONES, "groups": torch.tensor([4, 9, 4])}
     with pytest.raises(ValueError, match=r"groups \[9\] have one response only.*rollout.n >= 2"):
+<<<<<<< HEAD
         estimate(ESTIMATORS[name].function, **inputs)
+=======
+        estimated(name, SCORES_1_2_6, ONES, torch.tensor([4, 9, 4]))
+>>>>>>> b39f45b (Give gdpo the scores that it is about)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
 def test_rows_without_tokens_and_broken_rewards_are_refused(name: str):
-    inputs = {"groups": ONE_PROMPT, "gamma": 1.0, "baselines": torch.zeros(3), "old_log_probs": torch.zeros(3, 2)}
+    inputs = {"gamma": 1.0, "baselines": torch.zeros(3), "old_log_probs": torch.zeros(3, 2)}
     with pytest.raises(ValueError, match=r"responses \[0, 2\] have no token"):
+<<<<<<< HEAD
         estimate(ESTIMATORS[name].function, token_level_rewards=SCORES_1_2_6, response_mask=ONLY_THE_SECOND, **inputs)
+=======
+        estimated(name, SCORES_1_2_6, ONLY_THE_SECOND, ONE_PROMPT, **inputs)
+>>>>>>> b39f45b (Give gdpo the scores that it is about)
     for broken in (math.nan, math.inf):
         rewards = SCORES_1_2_6.clone()
         rewards[1, 0] = broken
         with pytest.raises(FloatingPointError, match=r"rewards of responses \[1\] are not finite"):
+<<<<<<< HEAD
             estimate(ESTIMATORS[name].function, token_level_rewards=rewards, response_mask=ONES, **inputs)
+=======
+            estimated(name, rewards, ONES, ONE_PROMPT, **inputs)
+>>>>>>> b39f45b (Give gdpo the scores that it is about)
 
 
 def test_remax_refuses_a_broken_baseline():
@@ -232,7 +258,7 @@ def test_gdpo_adds_up_the_grpo_advantages_of_each_reward(case: Prompts, num_rewa
             group = [float(scores[j]) for j in case.same_prompt(i)]
             scale = statistics.stdev(group) + 1e-6 if by_std else 1.0
             expected[i] += (float(scores[i]) - statistics.mean(group)) / scale
-    found, _ = gdpo(case.rewards, case.mask, case.groups, by_std, components)
+    found, _ = gdpo(components, case.mask, case.groups, by_std)
     torch.testing.assert_close(found, case.on_tokens(expected), rtol=1e-4, atol=1e-4)
 
 
@@ -241,7 +267,7 @@ def test_gdpo_keeps_apart_what_the_sum_of_rewards_confounds():
     components = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [0.0, 0.0]])
     rewards, ones, groups = components.sum(1, keepdim=True), torch.ones(4, 1), torch.zeros(4, dtype=torch.int64)
     assert len(set(grpo(rewards, ones, groups)[0][:3].flatten().tolist())) == 1
-    advantages = gdpo(rewards, ones, groups, score_components=components)[0].flatten()
+    advantages = gdpo(components, ones, groups)[0].flatten()
     first, second = math.sqrt(0.25), math.sqrt(1 / 3)  # standard deviations
     assert advantages.tolist() == pytest.approx(
         [0.75 / first - 0.5 / second, *[-0.25 / first + 0.5 / second] * 2, -0.25 / first - 0.5 / second], rel=1e-4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from reward_pools import load, score
+from reward_pools import load, score, scores
 
 from megappo.rewards.builtin import exact_match
 from megappo.rewards.pool import RewardError, load_reward, missing_function, parse_spec
@@ -26,7 +26,7 @@ def test_exact_match():
 
 def test_built_in_runs_in_workers():
     with load_reward("exact_match", num_workers=2, timeout_seconds=20) as pool:
-        assert pool.score(["a", "b", "c"], ["1 ", "2", "3"], ["1", 3, 3]) == [1.0, 0.0, 1.0]
+        assert pool.score(["a", "b", "c"], ["1 ", "2", "3"], ["1", 3, 3]) == [[1.0], [0.0], [1.0]]
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -40,6 +40,22 @@ def test_scores_keep_their_order_over_workers(tmp_path: Path, num_workers: int, 
     with load(tmp_path, body, num_workers) as pool:
         assert score(pool, count) == [n / 2 for n in range(count)]
         assert score(pool, count) == [n / 2 for n in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 8])
+def test_a_response_may_have_several_scores(tmp_path: Path, count: int):
+    body = """
+        def f(prompts, responses, labels):
+            return [(n, [True, 0.5][n % 2], -1e30) for n in labels]
+    """
+    with load(tmp_path, body, num_workers=3) as pool:
+        assert scores(pool, count) == [[n, [1.0, 0.5][n % 2], -1e30] for n in range(count)]
+
+
+def test_many_responses_with_as_many_scores_as_may_be_arrive(tmp_path: Path):
+    body = "def f(prompts, responses, labels):\n    return [[-2 / 3 * 1e-30] * 64] * len(labels)\n"
+    with load(tmp_path, body) as pool:
+        assert scores(pool, 3000) == [[-2 / 3 * 1e-30] * 64] * 3000
 
 
 def test_workers_share_the_rows_and_work_at_the_same_time(tmp_path: Path):
@@ -108,6 +124,25 @@ BROKEN = {
         r"returned a Tensor \(value 0\) that is no single number",
     ),
     "too large": ("    return [0, 1e39, 0]", r"returned 1e\+39 \(value 1\), which is too large for a float32"),
+    "another number of scores": (
+        "    return [[1, 2], [1, 2], [1, 2, 3]]",
+        r"returned 2 scores \(value 0\) and 3 \(value 2\); expected as many for each",
+    ),
+    "a number among lists": (
+        "    return [[1, 2], 3, [1, 2]]",
+        r"returned 2 scores \(value 0\) and 1 \(value 1\); expected as many for each",
+    ),
+    "no scores": ("    return [[]] * 3", r"returned a list of 0 scores \(value 0\); expected 1 to 64"),
+    "too many scores": ("    return [[0] * 65] * 3", r"returned a list of 65 scores \(value 0\); expected 1 to 64"),
+    "a nested list": ("    return [[1, [2]]] * 3", r"returned \[2\] \(value 0, score 1\), a list; expected a number"),
+    "NaN among scores": (
+        "    return [[0, 1], [0, float('nan')], [0, 1]]",
+        r"returned nan \(value 1, score 1\); expected finite",
+    ),
+    "a sum too large": (
+        "    return [[3e38, 3e38]] * 3",
+        r"returned 6e\+38 \(value 0, the sum of its scores\), which is too large for a float32",
+    ),
     "infinity": ("    return [0, 0, float('inf')]", r"returned inf \(value 2\); expected finite"),
     "dies": ("    import os; os._exit(5)", r"ended its process \(exit code 5\)"),
     "is killed": ("    import os; os.kill(os.getpid(), 9)", r"ended its process \(killed by SIGKILL\)"),

@@ -23,7 +23,15 @@ REWARD = '''
 
 
 def share_of_sevens(prompts, responses, labels):
-    return [response.count("7") / max(1, len(response)) for response in responses]
+    return [share("7", response) for response in responses]
+
+
+def sevens_and_pluses(prompts, responses, labels):
+    return [(share("7", response), -0.1 * share("+", response)) for response in responses]
+
+
+def share(character, response):
+    return response.count(character) / max(1, len(response))
 '''
 
 

@@ -11,6 +11,7 @@ METHODS = {
     "rloo": ("algorithm.adv_estimator=rloo",),
     "reinforce_plus_plus": ("algorithm.adv_estimator=reinforce_plus_plus", "algorithm.rollout_correction.level=token"),
     "remax": ("algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=false"),
+    "gdpo": ("algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=false"),
     "gspo": (
         *("algorithm.adv_estimator=grpo", "actor.policy_loss=gspo", "actor.loss_agg_mode=seq-mean-token-mean"),
         *("actor.clip_ratio_low=3e-2", "actor.clip_ratio_high=4e-2", "algorithm.use_kl_in_reward=false"),
@@ -36,7 +37,8 @@ METHODS = {
     ),
 }
 SLOW = ("shared out rows", "shared backbone")  # a critic shares out rows in a family's run
-SLOW += ("rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov", "dual clip", "adaptive KL")
+SLOW += ("rloo", "reinforce_plus_plus", "remax", "gdpo", "gspo", "clip_cov", "dual clip", "adaptive KL")
+REWARDS = {"gdpo": "sevens_and_pluses"}
 OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,6 +52,15 @@ def check_grpo(steps: list[dict]) -> None:
 def check_reinforce_plus_plus(steps: list[dict]) -> None:
     assert all(abs(metrics["advantages/mean"]) < 1e-5 for metrics in steps), "whitened"
     assert all(metrics["rollout_is/mean"] == pytest.approx(1, abs=1e-3) for metrics in steps)
+
+
+def check_gdpo(steps: list[dict]) -> None:
+    for metrics in steps:
+        parts = [metrics[f"reward/score_component/{i}/mean"] for i in (0, 1)]
+        assert sum(parts) == pytest.approx(metrics["reward/score/mean"], abs=1e-6)
+        assert abs(metrics["advantages/mean"]) < 1e-5, "whitened"
+    assert metrics["reward/score_component/0/mean"] > 0.5, "sevens"
+    assert "reward/score_component/2/mean" not in metrics
 
 
 def check_gspo(steps: list[dict]) -> None:
@@ -82,6 +93,7 @@ def check_shared_backbone(steps: list[dict]) -> None:
 CHECKS = {
     "grpo": check_grpo,
     "reinforce_plus_plus": check_reinforce_plus_plus,
+    "gdpo": check_gdpo,
     "gspo": check_gspo,
     "clip_cov": check_clip_cov,
     "dual clip": check_dual_clip,
@@ -89,7 +101,7 @@ CHECKS = {
     "shared backbone": check_shared_backbone,
     "shared backbone, shared out rows": check_shared_backbone,
 }
-CRITIC_FREE = ("grpo", "rloo", "reinforce_plus_plus", "remax", "gspo", "clip_cov")
+CRITIC_FREE = ("grpo", "rloo", "reinforce_plus_plus", "remax", "gdpo", "gspo", "clip_cov")
 
 
 @pytest.mark.parametrize("method", slow_ones(METHODS, SLOW))
@@ -97,7 +109,9 @@ def test_a_method_learns(method: str, config: Path, folder: Path) -> None:
     run = folder / "run"
     short = ("trainer.total_steps=10", "trainer.save_interval=0", "trainer.export_hf=false")
     no_evaluation = ("data.val_files=[]", "trainer.eval_interval=null")
-    with Program(folder, config, f"trainer.output_dir={run}", *short, *no_evaluation, *METHODS[method]) as program:
+    reward = f"reward.function={config.parent / 'reward.py'}:{REWARDS.get(method, 'share_of_sevens')}"
+    keys = (reward, *METHODS[method])
+    with Program(folder, config, f"trainer.output_dir={run}", *short, *no_evaluation, *keys) as program:
         assert program.wait() == 0, program.output
         assert "evaluation: none (data.val_files names none)\n" in program.output
     steps = logged(run)

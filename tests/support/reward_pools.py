@@ -13,4 +13,9 @@ def load(folder: Path, body: str, num_workers: int = 1, timeout_seconds: float =
 
 
 def score(pool: RewardPool, count: int = 3) -> list[float]:
+    """The only score of each response."""
+    return [only for [only] in scores(pool, count)]
+
+
+def scores(pool: RewardPool, count: int = 3) -> list[list[float]]:
     return pool.score([f"p{i}" for i in range(count)], [f"r{i}" for i in range(count)], list(range(count)))

@@ -44,6 +44,11 @@ METHODS = {
     "reinforce++ baseline": {"adv_estimator": "reinforce_plus_plus_baseline"},
     "opo": {"adv_estimator": "opo"},
     "gpg": {"adv_estimator": "gpg"},
+    "gdpo": {"adv_estimator": "gdpo", "use_kl_in_reward": False},
+    "gdpo without deviations": {
+        **{"adv_estimator": "gdpo", "use_kl_in_reward": False},
+        **{"norm_adv_by_std_in_grpo": False, "whiten_advantages": False},
+    },
     "groups' rewards": {"adv_estimator": "rloo"},
     "remax": {"adv_estimator": "remax"},
     "reinforce++ of nemo_rl": {"adv_estimator": "reinforce_plus_plus", "preset": "nemo_rl"},
@@ -74,6 +79,7 @@ def make_rows() -> Rows:
     mask = torch.tensor([[float(token) for token in mask.ljust(3, "0")] for mask in written])
     fields = {name: torch.randn(len(SAMPLED), 3, generator=generator) for name in PER_TOKEN}
     per_row = {name: torch.randn(len(SAMPLED), generator=generator) for name in ("scores", "bootstrap_values")}
+    per_row["score_components"] = torch.randn(len(SAMPLED), 3, generator=generator) * torch.tensor([1.0, 10.0, 0.1])
     baselines = torch.randn(8, generator=generator)[list(prompts)]
     truncated = torch.tensor([1.0, 0.0] * (len(SAMPLED) // 2))
     fields |= {"response_mask": mask, "baselines": baselines, "truncated": truncated} | per_row
@@ -131,9 +137,21 @@ def plain_gae(rewards: list[float], values: list[float], after: float, gamma: fl
     return advantages
 
 
+def plain_gdpo(rows: Rows, row: int, config: Config) -> float:
+    """Of each score what stands out in its group; nothing that shapes the sum has a part in it."""
+    total = 0.0
+    for column in range(3):
+        scores = {other: float(rows.fields["score_components"][other, column]) for other in answers(row)}
+        scale = deviation(list(scores.values())) + 1e-6 if config.algorithm.norm_adv_by_std_in_grpo else 1.0
+        total += (scores[row] - sum(scores.values()) / len(scores)) / scale
+    return total
+
+
 def plain_without_values(rows: Rows, row: int, config: Config) -> list[float]:
     algorithm, length, others = config.algorithm, LENGTHS[row], answers(row)
     rewards = plain_rewards(rows, row, config)
+    if algorithm.adv_estimator == "gdpo":
+        return [plain_gdpo(rows, row, config)] * length
     if algorithm.adv_estimator == "remax":
         return [sum(rewards[t:]) - float(rows.fields["baselines"][row]) for t in range(length)]
     if algorithm.adv_estimator == "reinforce_plus_plus":
@@ -165,7 +183,7 @@ def plain_estimate(rows: Rows, row: int, config: Config) -> tuple[list[float], l
 def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[float]]]:
     found = [plain_estimate(rows, row, config) for row in range(len(LENGTHS))]
     advantages, returns = [a for a, _ in found], [r for _, r in found]
-    is_whitened = config.algorithm.adv_estimator.startswith(("gae", "reinforce_plus_plus"))
+    is_whitened = config.algorithm.adv_estimator.startswith(("gae", "reinforce_plus_plus", "gdpo"))
     if is_whitened and config.algorithm.whiten_advantages is None:
         every = [x for part in advantages for x in part]
         mean = sum(every) / len(every)

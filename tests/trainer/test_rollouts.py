@@ -1,6 +1,7 @@
 """What comes back from the engines, before it goes to the models."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver
+from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError
 from megappo.rollout.sampler import Sample
 from megappo.trainer.datasets import Datasets
@@ -47,20 +49,25 @@ EXPECTED = {
 
 class ScoredByFirstToken(Rollouts):
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
-        return torch.tensor([float(one.tokens[0]) for one in samples])
+        return torch.tensor([[float(one.tokens[0])] for one in samples]).reshape(-1, 1)
 
 
-def collect(rank: int, world_size: int) -> None:
-    config = Config.model_validate(
+def make_config(**algorithm: object) -> Config:
+    penalty = {} if algorithm["adv_estimator"] == "gdpo" else {"length_penalty": "linear", "length_penalty_factor": 1.0}
+    return Config.model_validate(
         {
             "model": {"path": "m"},
             "data": {"train_files": ["f"], "train_batch_size": 2},
             "trainer": {"output_dir": "o"},
             "rollout": {"n": 2, "max_response_length": 8},
-            "reward": {"length_penalty": "linear", "length_penalty_factor": 1.0},
-            "algorithm": {"adv_estimator": "remax"},
+            "reward": {"function": "rewards.py:f"} | penalty,
+            "algorithm": algorithm,
         }
     )
+
+
+def collect(rank: int, world_size: int) -> None:
+    config = make_config(adv_estimator="remax")
     exchange = Exchange(dist.group.WORLD)
     rollouts = ScoredByFirstToken(config, DATASETS, OwnEngine(rank), exchange, NullObserver(), num_engines=3)
     batch, metrics = rollouts.collect(Responses(SAMPLES[rank], GREEDY[rank]), PROMPTS)
@@ -77,9 +84,54 @@ def collect(rank: int, world_size: int) -> None:
     assert list(found) == [EXPECTED[row] for row in batch.owners[rank]]
     assert batch.table.policy_lengths.tolist() == [1, 2, 1, 2] and batch.table.response_lengths.tolist() == [1, 2, 2, 4]
     assert metrics == {"rollout/num_tokens": 6 + 3}
+    assert "score_components" not in rows.fields, "there is one score of each"
     with pytest.raises(EngineError, match="expected 2 responses to each of 2 prompts, got 3 in all"):
         rollouts.collect(Responses(SAMPLES[rank][: 1 + (rank == 0)], []), PROMPTS)
 
 
 def test_segments_of_policy_and_environment_become_rows_at_their_owners():
     run_ranks(3, collect)
+
+
+class Scores:
+    """Stands where a pool of workers is: of each text as many scores as it has numbers, with their order."""
+
+    def score(self, prompts: Sequence[str], texts: Sequence[str], labels: Sequence[None]) -> list[list[float]]:
+        return [[float(number) for number in text.split()] for text in texts]
+
+
+class Tokenizer:
+    def batch_decode(self, tokens: Sequence[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, of_sample)) for of_sample in tokens]
+
+
+def samples_of(*tokens: list[int]) -> list[Sample]:
+    return [Sample(i // 2, i % 2, written, [-1.0] * len(written), "stop") for i, written in enumerate(tokens)]
+
+
+def score_by_components(rank: int, world_size: int) -> None:
+    """Rank 0 has no engine, and takes rows all the same."""
+    exchange = Exchange(dist.group.WORLD)
+    config = make_config(adv_estimator="gdpo", use_kl_in_reward=False)
+    own = OwnEngine(rank, None, Scores()) if rank else OwnEngine()
+    rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
+    samples = samples_of([1, 20], [2, 7], [3, 20], [4, 9])
+    mine = ([], samples[1:], samples[:1])[rank]
+    rows = rollouts.collect(Responses(mine, []), PROMPTS)[0].rows
+    expected = {0: [1.0, 20.0], 1: [2.0, 7.0], 2: [3.0, 20.0], 3: [4.0, 9.0]}
+    assert rows.field("score_components").tolist() == [expected[row] for row in rows.ids.tolist()]
+    assert rows.field("score_components").shape == (len(rows), 2)
+    assert rows.field("scores").tolist() == [sum(expected[row]) for row in rows.ids.tolist()]
+    message = "reward function rewards.py:f returned of some responses 2 and of others 3 scores; expected as many"
+    with pytest.raises(RewardError, match=message):  # another step's
+        rollouts.score(samples_of([1, 2, 3]) if rank == 1 else [], PROMPTS)
+    rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
+    with pytest.raises(RewardError, match="returned of some responses 1 and of others 2 scores"):  # another rank's
+        rollouts.score(samples_of([1] * rank) if rank else [], PROMPTS)
+    rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
+    with pytest.raises(ConfigError, match="reward.function rewards.py:f returned one score .* such as grpo"):
+        rollouts.score(samples_of([1]) if rank else [], PROMPTS)
+
+
+def test_several_scores_of_a_response_reach_its_owner_and_add_up():
+    run_ranks(3, score_by_components)

@@ -40,6 +40,7 @@ def make_rows() -> Rows:
     names = ("values", "returns", "old_log_probs", "rollout_log_probs")
     fields = {name: torch.randn(5, 4, generator=generator) + 100 * (1 - mask) for name in names}
     fields |= {"response_mask": mask, "scores": torch.randn(5), "truncated": torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])}
+    fields["score_components"] = torch.stack([fields["scores"] - 2.0, torch.full((5,), 2.0)], dim=1)
     lengths = (mask * torch.arange(1, 5)).amax(1).long()
     return Rows(torch.arange(5), torch.arange(5), torch.ones_like(lengths), lengths, [], fields)
 
@@ -65,6 +66,8 @@ def check_rows(rank: int, world_size: int) -> None:
     assert sum(histogram.numbers[2:]) == 5
     assert found == pytest.approx(
         plain_statistics("reward/score", fields["scores"].tolist())
+        | plain_statistics("reward/score_component/0", [score - 2.0 for score in fields["scores"].tolist()])
+        | plain_statistics("reward/score_component/1", [2.0])
         | plain_statistics("rollout/response_length", rows.response_lengths.tolist())
         | {"rollout/truncated_frac": 2 / 5}
         | plain_statistics("rollout/log_prob_diff", of_tokens(rows, difference))

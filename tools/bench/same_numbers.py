@@ -182,7 +182,9 @@ class FixedRollouts(Rollouts):
         return samples
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
-        return torch.tensor([sum(one.tokens) % 7 / 3 - 1 for one in samples], dtype=torch.float32)
+        scores = [(sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)) for one in samples]
+        num_scores = 1 + self.config.algorithm.method.needs_score_components
+        return torch.tensor(scores, dtype=torch.float32).reshape(-1, 2)[:, :num_scores]
 
 
 def build(config: Config) -> Run:
