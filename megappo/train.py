@@ -24,24 +24,21 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from megappo import megatron_setup, platform
-from megappo.checkpoint.durable import write_durably
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_parser
-from megappo.config.loading import changes_since, dump_config, load_config
+from megappo.config.loading import load_config
 from megappo.config.schema import Config
 from megappo.listening import stay_on_this_node
 from megappo.observe.console import escape_unprintable
 from megappo.rollout.launch import home_of_sockets
+from megappo.table import resolved
 from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
 from megappo.trainer.resuming import already_finished
 
-megatron_setup.install()  # must come before the first import of megatron.core
-
-from megappo.trainer.build import build_run  # noqa: E402
-from megappo.trainer.loop import Trainer  # noqa: E402
-from megappo.trainer.run import Run  # noqa: E402
+TRAINING = "megappo.training:train"
+"""Imported only for a run that has something to do: megatron-core and transformers take seconds on every rank."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
-    config = load_config(args.config, args.overrides)
+    # What a file of trainer.extensions imports may import megatron.core.
+    config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
     if errors := check_run(config, world_size):
         raise ConfigError(errors)
     with config.locating():
@@ -103,24 +101,10 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
         store.set("finished", finished)
     if store.get("finished"):  # waits for rank 0: what a folder holds may look different elsewhere
         return
+    train = resolved(TRAINING)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
-    run = build_run(config, cleanup)
-    if rank == 0:  # not before: a folder that is refused stays as it was
-        _keep_config(config, run)
-    Trainer(config, run).train()
-
-
-def _keep_config(config: Config, run: Run) -> None:
-    """Write the resolved config beside the results, and say what a resumed run's has that the one there had not."""
-    path = Path(config.trainer.output_dir, "config.yaml")
-    if run.progress.start_step and path.exists():
-        try:
-            for change in changes_since(path, config):
-                run.observer.message(f"changed since then: {change}")
-        except ConfigError as error:
-            run.observer.message(f"WARNING: cannot tell what has changed since then: {'; '.join(error.errors)}")
-    write_durably(path, dump_config(config))
+    train(config, cleanup)
 
 
 def _print_capabilities() -> None:

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megappo.config.coercion import as_declared
@@ -13,14 +13,19 @@ from megappo.config.errors import shorten
 KEY = "trainer.extensions"
 
 
-def run_extensions(values: Mapping[str, object]) -> list[str]:
+def run_extensions(values: Mapping[str, object], before: Callable[[], None] | None = None) -> list[str]:
     """Run the files that a config's values name, each once in a process; what went wrong, one line each.
 
     Values of a wrong kind are left to the schema.
+
+    Args:
+        before: called once before the first of them.
     """
     trainer = values.get("trainer")
     files = as_declared(trainer.get("extensions"), tuple[str, ...]) if isinstance(trainer, dict) else ()
     named = [file for file in files if isinstance(file, str)] if isinstance(files, tuple) else []
+    if named and before:
+        before()
     errors = []
     for file in named:
         path = Path(file)

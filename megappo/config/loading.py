@@ -4,7 +4,7 @@ Relative paths in a `base:` are relative to the file that names them. All other 
 trainer.output_dir, reward files) are relative to the directory the program is started in.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from megappo.config.reading import KeyPath, Layer, read_override
 from megappo.config.schema import Config
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, before_extensions: Callable[[], None] | None = None
+) -> Config:
     """Read a run's config. Whether its keys agree with each other is `trainer.preflight.check_run`'s to tell.
 
     Args:
         path: YAML file. `base:` in it names one file or a list, merged deeply below it.
         overrides: `key=value`, dotted keys, values written as in YAML; they win over files, later ones over earlier.
             Files of trainer.extensions are run first.
+        before_extensions: called before such files are run, if there are any: what they import may need it.
     Raises:
         ConfigError: with everything wrong in files, overrides, key names and values.
     """
@@ -35,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         layer = read_override(override).over(layer)
     errors, origins = list(layer.errors), Origins(str(path), layer.origins)
-    errors += map(origins.located, run_extensions(layer.values))
+    errors += map(origins.located, run_extensions(layer.values, before_extensions))
     try:
         config = Config.written(layer.values, origins)
     except ValidationError as error:

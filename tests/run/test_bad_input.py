@@ -14,11 +14,11 @@ from program import REPOSITORY, Program
 from safetensors.torch import load_file, save_file
 
 END_SECONDS = 60
-WITHOUT_SGLANG = """
+WITHOUT = """
 from importlib.machinery import PathFinder
 
 find = PathFinder.find_spec
-PathFinder.find_spec = staticmethod(lambda name, *rest: None if name == "sglang" else find(name, *rest))
+PathFinder.find_spec = staticmethod(lambda name, *rest: None if name == "{}" else find(name, *rest))
 """
 
 pytestmark = pytest.mark.timeout(600)
@@ -34,6 +34,12 @@ def refused(folder: Path, config: Path, *overrides: str, environment: dict[str, 
     assert "Traceback" not in program.output and "Warning" not in program.output
     assert len(lines) == len(set(lines)), f"said twice:\n{program.output}"
     return lines[first:]
+
+
+def without(package: str, folder: Path) -> dict[str, str]:
+    """The environment of processes that find no such package."""
+    (folder / "sitecustomize.py").write_text(WITHOUT.format(package))
+    return {"PYTHONPATH": str(folder)}
 
 
 def alone(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -56,7 +62,8 @@ def test_without_torchrun_it_says_how_to_start(config):
 
 def test_all_errors_of_a_config_at_once(config, folder):
     wrong = ("actor.optm.lr=1", "rollout.temperature=warm")
-    lines = refused(folder, config, *wrong)
+    # Before megatron-core is imported, which takes seconds.
+    lines = refused(folder, config, *wrong, environment=without("megatron", folder))
     assert len(lines) == 2 and all(line.startswith("error: command line: ") for line in lines)
     assert "actor.optm: unknown key; did you mean actor.optim?" in "\n".join(lines)
     assert "rollout.temperature: expected" in "\n".join(lines)
@@ -126,8 +133,7 @@ def test_a_port_that_is_taken(config, folder):
 
 
 def test_sglang_is_not_installed(config, folder):
-    (folder / "sitecustomize.py").write_text(WITHOUT_SGLANG)
-    [line] = refused(folder, config, environment={"PYTHONPATH": str(folder)})
+    [line] = refused(folder, config, environment=without("sglang", folder))
     assert line.startswith("error (rank 0): SGLang, which writes rollouts, is not installed: run launch/setup.sh")
 
 

@@ -82,7 +82,8 @@ def family_folder(folder: Path, like: Path) -> Path:
 
 def test_each_takes_part_in_a_run(config, folder):
     extension, run = folder / "mine.py", folder / "run"
-    extension.write_text(EXTENSION)
+    # A model's code of one's own imports megatron-core, which must be made usable before.
+    extension.write_text(f"import megappo.models.build\n{EXTENSION}")
     overrides = (
         f"trainer.extensions={extension}",
         f"model.path={family_folder(folder / 'model', config.parent / 'model')}",

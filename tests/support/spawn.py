@@ -19,7 +19,7 @@ import megappo.platform
 # Ranks are forked from a server that has imported the program (and so made megatron-core usable) once, and what their
 # oracles need. A process that has touched CUDA cannot be forked.
 START_METHOD = "spawn" if megappo.platform.has_cuda() else "forkserver"
-multiprocessing.set_forkserver_preload(["megappo.train", "transformers.models.auto.modeling_auto"])
+multiprocessing.set_forkserver_preload(["megappo.training", "transformers.models.auto.modeling_auto"])
 MOST_CALLS = 50
 """After as many, ranks give way to fresh ones: what tests leave in them must not pile up."""
 
