@@ -45,7 +45,7 @@ def estimated(name: str, rewards: torch.Tensor, mask: torch.Tensor, groups: torc
     """(advantages, returns); of gdpo those of a single score, the sum of the rewards."""
     score = torch.where(mask.bool(), rewards.double(), 0.0).sum(dim=1, keepdim=True).float()
     inputs |= {"response_mask": mask, "groups": groups, "score_components": score}
-    return estimate(ESTIMATORS[name], token_level_rewards=rewards, **inputs)
+    return estimate(ESTIMATORS[name].function, token_level_rewards=rewards, **inputs)
 
 
 PROMPTS = st.builds(
@@ -101,13 +101,7 @@ ORACLES = {
 def test_grouped_estimators_equal_loops(name: str, case: Prompts):
     if name == "gpg":
         case.rewards[0], case.scores[0] = 0.0, 0.0
-<<<<<<< HEAD
-    found = estimate(
-        ESTIMATORS[name].function, token_level_rewards=case.rewards, response_mask=case.mask, groups=case.groups
-    )
-=======
     found = estimated(name, case.rewards, case.mask, case.groups)
->>>>>>> b39f45b (Give gdpo the scores that it is about)
     expected = case.on_tokens([ORACLES[name](case, i) for i in range(len(case.groups))])
     torch.testing.assert_close(found, (expected, expected), rtol=1e-6, atol=1e-6)
 
@@ -179,13 +173,7 @@ def test_gpg_scales_by_the_share_of_scores_that_are_not_0():
 def test_equal_scores_have_advantage_0_exactly(name: str):
     rewards = torch.tensor([[0.1, 0.0], [0.03, 0.07], [0.1, 0.0]]) / 3
     rewards[1] = rewards[0].flip(0)
-<<<<<<< HEAD
-    advantages, _ = estimate(
-        ESTIMATORS[name].function, token_level_rewards=rewards, response_mask=ONES, groups=ONE_PROMPT
-    )
-=======
     advantages, _ = estimated(name, rewards, ONES, ONE_PROMPT)
->>>>>>> b39f45b (Give gdpo the scores that it is about)
     assert advantages.count_nonzero() == 0
 
 
@@ -199,31 +187,19 @@ def test_reinforce_plus_plus_carries_the_reward_through_an_environments_turn():
 @pytest.mark.parametrize("name", GROUPED)
 def test_a_group_of_one_is_refused(name: str):
     with pytest.raises(ValueError, match=r"groups \[9\] have one response only.*rollout.n >= 2"):
-<<<<<<< HEAD
-        estimate(ESTIMATORS[name].function, **inputs)
-=======
         estimated(name, SCORES_1_2_6, ONES, torch.tensor([4, 9, 4]))
->>>>>>> b39f45b (Give gdpo the scores that it is about)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != "gae"])
 def test_rows_without_tokens_and_broken_rewards_are_refused(name: str):
     inputs = {"gamma": 1.0, "baselines": torch.zeros(3), "old_log_probs": torch.zeros(3, 2)}
     with pytest.raises(ValueError, match=r"responses \[0, 2\] have no token"):
-<<<<<<< HEAD
-        estimate(ESTIMATORS[name].function, token_level_rewards=SCORES_1_2_6, response_mask=ONLY_THE_SECOND, **inputs)
-=======
         estimated(name, SCORES_1_2_6, ONLY_THE_SECOND, ONE_PROMPT, **inputs)
->>>>>>> b39f45b (Give gdpo the scores that it is about)
     for broken in (math.nan, math.inf):
         rewards = SCORES_1_2_6.clone()
         rewards[1, 0] = broken
         with pytest.raises(FloatingPointError, match=r"rewards of responses \[1\] are not finite"):
-<<<<<<< HEAD
-            estimate(ESTIMATORS[name].function, token_level_rewards=rewards, response_mask=ONES, **inputs)
-=======
             estimated(name, rewards, ONES, ONE_PROMPT, **inputs)
->>>>>>> b39f45b (Give gdpo the scores that it is about)
 
 
 def test_remax_refuses_a_broken_baseline():
