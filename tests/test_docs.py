@@ -16,7 +16,7 @@ from megappo.architecture.families import FAMILIES
 from megappo.batch.metrics import ROW_METRICS
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
-from megappo.config.methods import ESTIMATORS, POLICY_LOSSES
+from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES
 from megappo.config.schema import Actor, Aggregation, Algorithm, Config, Critic, KLKind, Rejection
 from megappo.config.transports import AUTO, TRANSPORTS
 from megappo.placement.components import components_of
@@ -116,7 +116,7 @@ def undescribed(page: str, names: set[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        ("docs/methods.md", {*ESTIMATORS, *POLICY_LOSSES, *PRESETS}),
+        ("docs/methods.md", {*ESTIMATORS, *POLICY_LOSSES, *PRESETS, *LENGTH_PENALTIES}),
         ("docs/methods.md", {*literals(KLKind), *literals(Aggregation), *literals(Rejection)}),
         ("docs/methods.md", {f"algorithm.{key}" for method in ESTIMATORS.values() for key in method.reads}),
         ("docs/methods.md", {f"actor.{key}" for method in POLICY_LOSSES.values() for key in method.reads}),
