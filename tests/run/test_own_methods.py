@@ -8,7 +8,7 @@ from program import Program, logged
 OWN = """
 import torch
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
-from megappo.trainer.statistics import ROW_METRICS, RowMetric, of_rows
+from megappo.batch.metrics import ROW_METRICS, RowMetric, of_rows
 
 
 def halved_mean_baseline(token_level_rewards, response_mask, groups, truncated):
