@@ -9,8 +9,28 @@ import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.conventions import DEFAULT, Whitening
-from megappo.ppo.estimators import Estimates
+from megappo.ppo.estimators import (
+    Estimates,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+from megappo.ppo.gae import gae
 from megappo.ppo.ragged import add_to_last_token
+
+_GROUPED = (grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_passk, gdpo, optimal_token_baseline)
+ESTIMATORS: dict[str, Callable[..., Estimates]] = {
+    estimator.__name__: estimator for estimator in (gae, reinforce_plus_plus, remax, *_GROUPED)
+}
+"""The functions of `megappo.config.methods.ESTIMATORS`, to be called by hand; they return (advantages, returns), not
+whitened."""
 
 
 @torch.no_grad()

@@ -76,20 +76,35 @@ def _straight_through(value: torch.Tensor, gradient_of: torch.Tensor) -> torch.T
     return value.detach() + (gradient_of - gradient_of.detach())
 
 
-class KLController:
-    """The coefficient of the KL penalty, `value`: kept, or steered so that the KL per token approaches target_kl.
+class FixedKLController:
+    """Keeps the coefficient; a checkpoint does not change it, so a resumed run follows its config."""
 
-    Args:
-        config: algorithm.kl_ctrl.
+    def __init__(self, kl_coef: float):
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Nothing to restore."""
+
+
+class AdaptiveKLController:
+    """Steers the coefficient so that the KL per token approaches target_kl.
+
     Source: Ziegler et al. 2019, section 2.2.
     """
 
-    def __init__(self, config: Any):
-        self.config = config
-        self.value: float = config.kl_coef
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: int):
+        self.value = init_kl_coef
+        self.target_kl = target_kl
+        self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon; nothing where it is fixed.
+        """value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
 
         Args:
             current_kl: mean KL per response token of this step, over all ranks (verl: the mean over responses of
@@ -99,17 +114,20 @@ class KLController:
         Raises:
             FloatingPointError: current_kl is not finite.
         """
-        if self.config.type == "fixed":
-            return
         if not math.isfinite(current_kl):
             raise FloatingPointError(f"cannot adapt kl_coef: the KL to the reference is {current_kl}")
-        error = min(max(current_kl / self.config.target_kl - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * n_steps / self.config.horizon
+        error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """A checkpoint does not change a fixed coefficient, so a resumed run follows its config."""
-        if self.config.type == "adaptive":
-            self.value = state["value"]
+        self.value = state["value"]
+
+
+def kl_controller(config: Any) -> FixedKLController | AdaptiveKLController:
+    """The controller that algorithm.kl_ctrl, the config, names."""
+    if config.type == "fixed":
+        return FixedKLController(config.kl_coef)
+    return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)

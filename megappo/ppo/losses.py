@@ -14,7 +14,45 @@ import torch
 from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
 from megappo.ppo.conventions import DEFAULT, Conventions
 from megappo.ppo.kl import kl_estimate
-from megappo.ppo.surrogate import PolicyConfig, Result
+from megappo.ppo.surrogate import PolicyConfig, Result, Tokens
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    config: PolicyConfig,
+    *,
+    rollout_is_weights: torch.Tensor | None = None,
+    selected: torch.Tensor | None = None,
+    normaliser: Normaliser | None = None,
+    conventions: Conventions = DEFAULT,
+) -> Result:
+    """The loss that config.policy_loss names, called by hand; runs call it with `Tokens`.
+
+    Args:
+        config: the actor section.
+        selected: [B, R] bool, the tokens that the loss treats apart; None = as the method chooses among this call's.
+        The others: see `Tokens`.
+
+    Returns:
+        (loss, metrics): see `megappo.ppo.policy_losses.clip`.
+    """
+    if selected is None and config.method.select is not None:
+        selected = config.method.select(log_probs, advantages, response_mask, config)
+    tokens = Tokens(
+        log_probs,
+        old_log_probs,
+        advantages,
+        response_mask,
+        rollout_is_weights,
+        selected=selected,
+        normaliser=normaliser,
+        conventions=conventions,
+        opsm_delta=config.opsm_delta,
+    )
+    return config.method.function(tokens, config)
 
 
 def entropy_loss(

@@ -10,7 +10,7 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS
 from megappo.observe.metrics import METRICS_FILE
-from megappo.ppo.kl import KLController
+from megappo.ppo.kl import kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.models import Models
 
@@ -38,7 +38,7 @@ class Progress:
         self.store = CheckpointStore(self.output_dir / CHECKPOINTS, config.trainer.keep_checkpoints, exchange)
         self.checkpoint = self.store.latest()
         self.start_step = 0
-        self.kl = KLController(config.algorithm.kl_ctrl)
+        self.kl = kl_controller(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
     @property

@@ -13,6 +13,7 @@ from spawn import run_ranks
 
 from megappo.config.methods import ESTIMATORS
 from megappo.config.schema import Algorithm
+from megappo.ppo import advantages as by_hand
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
 from megappo.ppo.conventions import Whitening
 from megappo.ppo.estimators import grpo
@@ -152,3 +153,8 @@ def test_explained_variance_hand_computed():
     assert explained_variance(torch.zeros(1, 4), returns, mask) == pytest.approx(0.0, abs=1e-5)
     half = torch.tensor([[0.0, 1.0, 2.0, -99.0]])  # residual variance 1
     assert explained_variance(half, returns, mask) == pytest.approx(0.75, abs=1e-5)
+
+
+def test_the_functions_by_name_are_those_of_the_table_of_methods():
+    assert {name: entry.function for name, entry in ESTIMATORS.items()} == by_hand.ESTIMATORS
+    assert by_hand.gae is gae

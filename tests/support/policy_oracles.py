@@ -10,9 +10,9 @@ from ragged import Case
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
 from megappo.observe.metrics import Metric
-from megappo.ppo.aggregation import AGGREGATIONS, Metrics, Normaliser
+from megappo.ppo.aggregation import AGGREGATIONS, Metrics
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.surrogate import Result, Tokens
+from megappo.ppo.losses import policy_loss  # noqa: F401 (for the tests of losses)
 
 SEQUENCE_METHODS = ("gspo", "gmpo", "sapo")
 """Methods that mean seq-mean-token-mean where the config leaves the aggregation open."""
@@ -55,35 +55,6 @@ class Inputs:
             ratio = log_prob - float(self.old_log_probs[i, t])
             rows[i].append((log_prob, ratio, float(self.advantages[i, t]), weight))
         return rows
-
-
-def policy_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    config: Actor,
-    *,
-    rollout_is_weights: torch.Tensor | None = None,
-    selected: torch.Tensor | None = None,
-    normaliser: Normaliser | None = None,
-    conventions: Conventions = DEFAULT,
-) -> Result:
-    """The loss that config.policy_loss names; selected: None = chosen as the method does, among this call's tokens."""
-    if selected is None and config.method.select is not None:
-        selected = config.method.select(log_probs, advantages, response_mask, config)
-    tokens = Tokens(
-        log_probs,
-        old_log_probs,
-        advantages,
-        response_mask,
-        rollout_is_weights,
-        selected=selected,
-        normaliser=normaliser,
-        conventions=conventions,
-        opsm_delta=config.opsm_delta,
-    )
-    return config.method.function(tokens, config)
 
 
 def numbers_of(metrics: Metrics) -> dict[str, float]:

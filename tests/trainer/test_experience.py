@@ -16,7 +16,7 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.ppo.kl import KLController
+from megappo.ppo.kl import kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.experience import add_advantages
 
@@ -207,7 +207,7 @@ def check(rank: int, world_size: int) -> None:
     every, owned = make_rows().select(KEPT), filtered(exchange)
     for name, algorithm in METHODS.items():
         config = make_config(algorithm, "group" if name == "groups' rewards" else "none")
-        kl = KLController(config.algorithm.kl_ctrl)
+        kl = kl_controller(config.algorithm.kl_ctrl)
         progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
         run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
         kept = {key: x for key, x in owned.fields.items() if key != "bootstrap_values" or "decoupled" in name}
