@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from tiny_deepseek import DEEPSEEK_V3
 from tiny_folders import SHAPE
+from tiny_shapes import DEEPSEEK_V3
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.architecture import Architecture

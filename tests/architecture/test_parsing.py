@@ -4,30 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_deepseek import LATENT, YARN
+from tiny_shapes import QWEN2, QWEN3_MOE, V2, V3, YARN
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
-
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 6,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 6,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 91,
-    "max_position_embeddings": 64,
-}
-QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
-DEEPSEEK = LATENT | {"num_attention_heads": 4, "num_hidden_layers": 4}
-V2, V3 = (DEEPSEEK | {"architectures": [f"Deepseek{version}ForCausalLM"]} for version in ("V2", "V3"))
 
 
 def _parsed(**changes: Any) -> Architecture:

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
-from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3, PLAIN_ROPE
-from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, run, sequences
+from tiny_models import build, hf_folder, hf_model, outputs, run, sequences
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, PLAIN_ROPE, SHAPE, VOCAB_SIZE
 
 from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
@@ -47,7 +47,6 @@ MODELS = {
     "qwen3": ("qwen3", {"head_dim": 16, "rms_norm_eps": 1e-3}),
     "qwen3, tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTURES = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2 moe": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 40}),
@@ -70,7 +69,7 @@ MIXTURES = {
     ),
     "deepseek v3, unscaled rope": ("deepseek_v3", DEEPSEEK_V3 | {"rope_parameters": PLAIN_ROPE, "n_shared_experts": 1}),
 }
-"""Hugging Face's model_type and what differs from tiny_models.SHAPE."""
+"""Hugging Face's model_type and what differs from SHAPE."""
 EXPERT_LAYOUTS = {
     "tp1": Layout((0,)),
     "tp2 sp": Layout((2, 3), tensor=2),
@@ -260,17 +259,7 @@ def test_recomputation_leaves_gradients_alone(tmp_path: Path) -> None:
     run_ranks(1, _recomputed_equal, hf_folder(tmp_path / "hf", "qwen2"))
 
 
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 91,
-    "max_position_embeddings": 64,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
+QWEN2 = SHAPE | {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "rms_norm_eps": 1e-6}
 
 
 def arguments(head: HeadKind = "policy", **changes: object) -> dict:

@@ -4,24 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_deepseek import LATENT
+from tiny_shapes import QWEN2, QWEN3_MOE, V3
 
 from megappo.architecture.parsing import parse
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Model, Parallel
 from megappo.models.megatron_config import transformer_config
-
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "num_hidden_layers": 6,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 6,
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 91,
-    "max_position_embeddings": 64,
-}
 
 
 def _config(parallel: Parallel | None = None, **changes: Any) -> Any:
@@ -35,14 +23,6 @@ def test_supported_model_is_described() -> None:
     assert config.add_qkv_bias and not config.add_bias_linear and not config.qk_layernorm
 
 
-QWEN3_MOE = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
-
-
 @pytest.mark.parametrize("renormalizes", [True, False])
 def test_router_is_the_familys(renormalizes: bool) -> None:
     parallel = Parallel(tensor=2, expert=3, expert_tensor=2, sequence=True)
@@ -51,10 +31,6 @@ def test_router_is_the_familys(renormalizes: bool) -> None:
     assert config.moe_router_pre_softmax != renormalizes
     assert config.moe_router_load_balancing_type == "none" and config.moe_shared_expert_intermediate_size is None
     assert (config.expert_model_parallel_size, config.expert_tensor_parallel_size) == (3, 2)
-
-
-DEEPSEEK = LATENT | {"num_attention_heads": 4, "num_hidden_layers": 4}
-V2, V3 = (DEEPSEEK | {"architectures": [f"Deepseek{version}ForCausalLM"]} for version in ("V2", "V3"))
 
 
 def test_latent_attention_is_described() -> None:

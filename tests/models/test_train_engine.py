@@ -1,37 +1,17 @@
 """The engine's outputs and updates against Hugging Face on one process, in every layout and cut of the batch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ppo_engines import (
-    ACTOR,
-    CRITIC,
-    HEADS,
-    KL_LOSS,
-    LENGTHS,
-    OPTIM,
-    VALUE_COEF,
-    Case,
-    exported,
-    hf_bootstrap_values,
-    hf_full_kl,
-    hf_outputs,
-    hf_value_head,
-    make_engine,
-    make_loss,
-    make_reference,
-    make_rows,
-    with_score,
-)
+from hf_training import ByRow, Lengths, hf_train
+from ppo_engines import LENGTHS, OPTIM, Case, exported, make_engine, make_loss, make_reference, make_rows, with_score
 from safetensors.torch import load_file
 from slow import slow_ones
 from spawn import run_ranks
-from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from tiny_models import hf_folder, hf_model
+from tiny_models import hf_folder
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.balance import balanced_partitions
@@ -108,123 +88,6 @@ LONG_CASES = {
     "cp4, long rows": Case(Layout(FOUR, context=4), max_tokens=64, recompute="full"),
 }
 CASES |= EXPERT_CASES | CONTEXT_CASES | LONG_CASES | DEEP_CASES
-
-
-# --- Hugging Face, one process, one row at a time ---
-
-Lengths = Sequence[tuple[int, int]]
-ByRow = dict[str, list[torch.Tensor]]
-"""Outputs by name, a tensor for each row."""
-
-
-@dataclass
-class Oracle:
-    """Hugging Face's model, the value head of a critic or shared backbone, the reference of a full KL."""
-
-    model: torch.nn.Module
-    head: torch.nn.Linear | None
-    reference: torch.nn.Module | None
-    is_policy: bool
-
-    def outputs(self, rows: Rows) -> ByRow:
-        found: ByRow = {}
-        if self.is_policy:
-            found["log_probs"], found["entropy"] = zip(*hf_outputs(self.model, None, rows), strict=True)
-        if self.head is not None:
-            (found["values"],) = zip(*hf_outputs(self.model, self.head, rows), strict=True)
-            found["bootstrap_values"] = hf_bootstrap_values(self.model, self.head, rows)
-        if self.reference is not None:
-            found["full_kl"] = hf_full_kl(self.model, self.reference, rows)
-        return found
-
-    def loss(self, rows: Rows) -> torch.Tensor:
-        outputs, total = self.outputs(rows), torch.zeros(())
-        if self.is_policy:
-            total = total + policy_loss(outputs, rows)
-        if self.head is not None:
-            total = total + (VALUE_COEF if self.is_policy else 1.0) * value_loss(outputs, rows)
-        if self.reference is not None:
-            total = total + KL_LOSS["kl_loss_coef"] * torch.cat(outputs["full_kl"]).sum() / rows.response_mask.sum()
-        return total
-
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        if not self.is_policy:
-            named = dict(self.model.model.named_parameters(prefix="model"))
-        else:
-            named = dict(self.model.named_parameters())
-        return named | ({"score.weight": self.head.weight} if self.head is not None else {})
-
-    def router_biases(self) -> dict[str, torch.Tensor]:
-        """What training must leave alone."""
-        return {name: bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")}
-
-
-def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
-    """Mean of PPO's clipped loss with dual clip and entropy bonus over the tokens of mask 1, token by token."""
-    losses = []
-    for row, log_probs in enumerate(outputs["log_probs"]):
-        for t in rows.response_mask[row].nonzero().flatten().tolist():
-            advantage = rows.fields["advantages"][row, t]
-            ratio = (log_probs[t] - rows.fields["old_log_probs"][row, t]).exp()
-            loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - ACTOR.clip_ratio, 1 + ACTOR.clip_ratio))
-            if advantage < 0:
-                loss = torch.min(loss, -ACTOR.clip_ratio_c * advantage)
-            losses.append(loss - ACTOR.entropy_coeff * outputs["entropy"][row][t])
-    return torch.stack(losses).mean()
-
-
-def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
-    """Mean of the clipped squared error over the tokens of mask 1, token by token."""
-    losses = []
-    for row, values in enumerate(outputs["values"]):
-        for t in rows.response_mask[row].nonzero().flatten().tolist():
-            old, target = rows.fields["values"][row, t], rows.fields["returns"][row, t]
-            clipped = old + (values[t] - old).clamp(-CRITIC.value_clip, CRITIC.value_clip)
-            losses.append(0.5 * torch.max((values[t] - target) ** 2, (clipped - target) ** 2))
-    return torch.stack(losses).mean()
-
-
-def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int, lengths: Lengths) -> dict:
-    """Outputs before, gradient norms and parameters after some Adam steps."""
-    oracle = Oracle(
-        hf_model(folder),
-        hf_value_head(folder) if HEADS[kind] != "policy" else None,
-        hf_model(reference) if reference else None,
-        is_policy=HEADS[kind] != "value",
-    )
-    rows = make_rows(oracle.model.config.vocab_size, lengths)
-    named = oracle.parameters()
-    decayed = [parameter for parameter in named.values() if parameter.dim() > 1]
-    others = [parameter for parameter in named.values() if parameter.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps)
-    with torch.no_grad():
-        before = oracle.outputs(rows)
-    norms = []
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        oracle.loss(rows).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(named.values(), OPTIM.clip_grad)))
-        optimizer.step()
-    return {"outputs": before, "grad_norms": norms, "parameters": per_expert(named) | oracle.router_biases()}
-
-
-def per_expert(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Parameters by name, those of a Qwen mixture's experts apart."""
-    found = {}
-    for name, parameter in named.items():
-        block, is_expert, kind = name.partition(".experts.")
-        if not is_expert:
-            found[name] = parameter.detach()
-            continue
-        for expert, matrix in enumerate(parameter.detach()):
-            names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-            parts = zip(names, matrix.chunk(len(names)), strict=True)
-            found |= {f"{block}.experts.{expert}.{part}.weight": rows for part, rows in parts}
-    return found
-
-
-# --- Megatron ---
 
 
 def build(folder: Path, case: Case, kind: str, reference: Path | None = None) -> TrainedEngine:
@@ -312,7 +175,6 @@ def test_rows_of_any_length_are_shared_out(name: str, tmp_path: Path) -> None:
     check(name, "shared", with_score(hf_folder(tmp_path / "hf", "llama")), lengths=UNEVEN_LENGTHS)
 
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXTURES = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
     "qwen3_moe": EXPERTS | {"norm_topk_prob": True, "tie_word_embeddings": True},

@@ -161,7 +161,7 @@ def test_checkpoints_that_are_all_damaged(config, run, folder):
     assert (folder / "run" / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
 
 
-@pytest.mark.slow  # tests/test_plan.py has it, of the check that both make
+@pytest.mark.slow  # tests/plan has it, of the check that both make
 def test_fewer_steps_than_the_checkpoint_has(config, run, folder):
     shutil.copytree(run, folder / "run")
     [line] = refused(folder, config, "trainer.total_steps=9")

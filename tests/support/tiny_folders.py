@@ -1,12 +1,13 @@
-"""Small random Hugging Face folders, and Megatron models loaded from them."""
+"""Hugging Face folders of several shards, and Megatron models loaded from them."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import tiny_models
+import tiny_shapes
 import torch
-from tiny_deepseek import move_router_biases
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
@@ -15,33 +16,10 @@ from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
 
-SHAPE = {
-    "vocab_size": 91,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-
-
-def hf_folder(
-    folder: Path,
-    model_type: str,
-    dtype: torch.dtype = torch.float32,
-    save_original_format: bool = True,
-    **changes: object,
-) -> Path:
-    """A random model, every weight (norms and biases too) away from its initial value, in several shards."""
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes), dtype=dtype)
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    move_router_biases(model)
-    model.save_pretrained(folder, max_shard_size=40_000, save_original_format=save_original_format)
-    return folder
+HEADS = {"head_dim": 16}
+"""Wider than the hidden size divided by their number, as some models have them."""
+SHAPE = tiny_shapes.SHAPE | HEADS
+hf_folder = functools.partial(tiny_models.hf_folder, max_shard_size=40_000, **HEADS)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

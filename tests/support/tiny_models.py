@@ -7,7 +7,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from tiny_deepseek import move_router_biases
+from tiny_shapes import SHAPE, VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.families import HeadKind
@@ -17,29 +17,35 @@ from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
 
-VOCAB_SIZE = 91  # odd: every tensor-parallel layout pads it
 LENGTHS = (5, 1, 11, 7)
-SHAPE = dict(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
 
 
-def hf_folder(folder: Path, model_type: str, **changes: object) -> Path:
+def hf_folder(
+    folder: Path,
+    model_type: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    max_shard_size: int | str = "5GB",
+    save_original_format: bool = True,
+    **changes: object,
+) -> Path:
     """Save a random Hugging Face model, every weight (norms and biases too) away from its initial value."""
     torch.manual_seed(1)
-    config = AutoConfig.for_model(model_type, **SHAPE | changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SHAPE | changes), dtype=dtype)
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     move_router_biases(model)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=max_shard_size, save_original_format=save_original_format)
     return folder
+
+
+def move_router_biases(model: torch.nn.Module) -> None:
+    """Give every router a bias that changes which experts it chooses, in fp32 as published models have it; transformers
+    starts them at 0."""
+    generator = torch.Generator().manual_seed(3)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = 0.1 * torch.randn(module.num_experts, generator=generator)
 
 
 def hf_model(folder: Path) -> torch.nn.Module:

@@ -12,9 +12,9 @@ from hf_oracle import log_probs_of
 from ppo_engines import Case, at_owners, make_engine
 from slow import slow_ones
 from spawn import run_ranks
-from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_folders import read_config
 from tiny_models import hf_folder, hf_model
+from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3
 from transformers import AutoConfig, AutoModelForCausalLM
 from weight_sources import handle_sender
 

@@ -7,18 +7,9 @@ import pytest
 import torch
 from commands import CONVERT, assert_equal, convert, run, tensors_of
 from safetensors.torch import save_file
-from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_models import hf_folder, sequences
+from tiny_shapes import MIXTURES
 from transformers import AutoModelForCausalLM
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
-MIXTURES = {
-    "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
-    "qwen3_moe": EXPERTS,
-    "deepseek_v2": DEEPSEEK_V2 | {"num_hidden_layers": 2},
-    "deepseek_v3": DEEPSEEK_V3 | {"num_hidden_layers": 2},
-}
 
 
 def mixture(root: Path, family: str) -> tuple[Path, Path]:
@@ -68,8 +59,7 @@ def test_the_experts_of_a_checkpoint_are_compared_and_cut_anew(tmp_path: Path) -
 
 
 def test_layers_that_predict_further_tokens_are_no_difference(tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    source = hf_folder(tmp_path / "source", "deepseek_v3", **DEEPSEEK_V3 | shape)
+    source = hf_folder(tmp_path / "source", "deepseek_v3", **MIXTURES["deepseek_v3"], num_nextn_predict_layers=1)
     further = {"model.layers.2.eh_proj.weight": torch.ones(32, 64)}
     save_file(tensors_of(source) | further, source / "model.safetensors", {"format": "pt"})
     convert("hf-to-megatron", source, tmp_path / "megatron")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
-from tiny_deepseek import DEEPSEEK_V3, move_router_biases
 from tiny_folders import SHAPE
-from tiny_models import outputs, sequences
+from tiny_models import move_router_biases, outputs, sequences
+from tiny_shapes import DEEPSEEK_V3
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

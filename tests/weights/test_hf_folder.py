@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 from spawn import run_ranks
 from tiny_folders import hf_folder, load, read_config
+from tiny_shapes import MIXTURES
 from transformers import AutoModelForCausalLM
 
 from megappo.architecture.parsing import read_architecture
@@ -115,13 +116,11 @@ def give_to_some(rank: int, world_size: int, source: Path) -> None:
 
 
 def test_tensors_go_to_the_ranks_that_need_them(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
-    run_ranks(4, give_to_some, hf_folder(tmp_path / "source", "qwen3_moe", **experts))
+    run_ranks(4, give_to_some, hf_folder(tmp_path / "source", "qwen3_moe", **MIXTURES["qwen3_moe"]))
 
 
 def test_only_ranks_that_are_needed_gather(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
-    source = hf_folder(tmp_path / "source", "qwen3_moe", **experts)
+    source = hf_folder(tmp_path / "source", "qwen3_moe", **MIXTURES["qwen3_moe"])
     run_ranks(4, write_from_few, source, tmp_path / "target")
     expected = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
     for name in NEEDED:

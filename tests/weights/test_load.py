@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_folders import build, hf_folder, load, read_config
+from tiny_shapes import MIXTURES
 
 from megappo.architecture.parsing import read_architecture
 from megappo.placement.groups import ComponentGroups, build_groups
@@ -108,8 +109,8 @@ def fused_refusals(rank: int, world_size: int, fused: Path) -> None:
 
 
 def test_fused_experts_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
-    run_ranks(1, fused_refusals, hf_folder(tmp_path / "fused", "qwen3_moe", save_original_format=False, **experts))
+    folder = hf_folder(tmp_path / "fused", "qwen3_moe", save_original_format=False, **MIXTURES["qwen3_moe"])
+    run_ranks(1, fused_refusals, folder)
 
 
 def tied_and_untied(folder: Path) -> tuple[Path, Path]:

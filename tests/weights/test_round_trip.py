@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_shapes
 import torch
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
-from tiny_deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from tiny_folders import hf_folder, load
 
 from megappo.architecture.parsing import read_architecture
@@ -43,13 +43,8 @@ EXPERT_LAYOUTS = {
     "TP2xETP4": Layout(RANKS, tensor=2, expert_tensor=4),
     "TP2xPP2xETP2": Layout(RANKS, tensor=2, pipeline=2, expert_tensor=2),
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_hidden_layers": 2}
-MIXTURES = {
-    "mixtral": {"num_local_experts": 4, "num_hidden_layers": 2},
-    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 40},
-    "qwen3_moe": EXPERTS,
-    "deepseek_v2": DEEPSEEK_V2 | {"q_lora_rank": None, "num_hidden_layers": 2, "first_k_dense_replace": 0},
-    "deepseek_v3": DEEPSEEK_V3 | {"num_hidden_layers": 2},
+MIXTURES = tiny_shapes.MIXTURES | {
+    "deepseek_v2": tiny_shapes.MIXTURES["deepseek_v2"] | {"q_lora_rank": None, "first_k_dense_replace": 0}
 }
 WHOLE = ("qwen3_moe", "deepseek_v3")
 """Families that take every layout; the others these, in which each way of cutting is."""
@@ -198,7 +193,7 @@ def inseparable(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_what_sglang_takes_only_together_comes_in_one_bucket(tmp_path: Path) -> None:
-    folder = hf_folder(tmp_path / "hf", "deepseek_v3", **DEEPSEEK_V3 | {"num_hidden_layers": 2})
+    folder = hf_folder(tmp_path / "hf", "deepseek_v3", **MIXTURES["deepseek_v3"])
     run_ranks(2, inseparable, folder)
 
 
@@ -218,8 +213,8 @@ def further_layers(rank: int, world_size: int, folder: Path) -> None:
 
 
 def test_layers_that_predict_further_tokens_are_left_out_where_config_json_names_them(tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    run_ranks(1, further_layers, hf_folder(tmp_path / "hf", "deepseek_v3", **DEEPSEEK_V3 | shape))
+    folder = hf_folder(tmp_path / "hf", "deepseek_v3", **MIXTURES["deepseek_v3"], num_nextn_predict_layers=1)
+    run_ranks(1, further_layers, folder)
 
 
 def padded_rows(rank: int, world_size: int, folder: Path) -> None:

@@ -1,0 +1,76 @@
+"""The sizes of tiny models: one table for all tests that need no others."""
+
+VOCAB_SIZE = 91  # odd: every tensor-parallel layout pads it
+SHAPE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "beta_fast": 4,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.1,
+    "original_max_position_embeddings": 16,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": YARN,
+    "moe_layer_freq": 1,
+}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+DEEPSEEK_V2 = LATENT | {"topk_method": "greedy", "scoring_func": "softmax", "norm_topk_prob": False}
+DEEPSEEK_V3 = LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+TWO_LAYERS = {"num_hidden_layers": 2}
+MIXTURES = {
+    "mixtral": TWO_LAYERS | {"num_local_experts": 4},
+    "qwen2_moe": TWO_LAYERS | EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": TWO_LAYERS | EXPERTS,
+    "deepseek_v2": TWO_LAYERS | DEEPSEEK_V2,
+    "deepseek_v3": TWO_LAYERS | DEEPSEEK_V3,
+}
+"""What differs from SHAPE, by Hugging Face's model_type."""
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 6,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 64,
+}
+"""A config.json to be parsed, whose sizes divide by 2 and 3; the others are what differs from it."""
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+V2, V3 = (
+    LATENT | {"architectures": [f"Deepseek{version}ForCausalLM"], "num_attention_heads": 4, "num_hidden_layers": 4}
+    for version in ("V2", "V3")
+)
