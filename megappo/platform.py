@@ -1,4 +1,4 @@
-"""The machine under the program: its devices, and what is installed to use them. All that asks for CUDA asks here."""
+"""The machine under the program: its devices, and what is installed to use them."""
 
 import importlib.metadata
 import os

@@ -35,7 +35,8 @@ def of_tokens(field: str) -> RowValues:
     return lambda rows: rows.fields[field][rows.response_mask.bool()] if field in rows.fields else None
 
 
-def _log_prob_diff(rows: Any) -> Any:
+def log_prob_diff(rows: Any) -> Any:
+    """How far trainer and engine are apart about each token that the policy wrote."""
     return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[rows.response_mask.bool()]
 
 
@@ -49,7 +50,7 @@ ROW_METRICS = Table(
         "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
         "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float()),
         "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
-        "rollout/log_prob_diff": RowMetric(_log_prob_diff),
+        "rollout/log_prob_diff": RowMetric(log_prob_diff),
         "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, "histogram")),
         "advantages/clipped": RowMetric(of_tokens("clipped_advantages")),
         "returns": RowMetric(of_tokens("returns")),

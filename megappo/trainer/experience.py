@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megappo.batch.metrics import log_prob_diff, of_tokens
 from megappo.batch.rows import Rows
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
 from megappo.ppo.corrections import rollout_is_weights
@@ -57,10 +58,8 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
         metrics["critic/vf_explained_var"] = explained_variance(
             rows.fields["values"], returns, rows.response_mask, group=run.exchange.group
         )
-    mask = rows.response_mask.bool()
-    difference = (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()
-    kl_penalty = mean_over_ranks(run.exchange, rows.fields["kl_penalty"][mask]) if penalty else None
-    return Judged(rows, mean_over_ranks(run.exchange, difference[mask]), kl_penalty, metrics)
+    kl_penalty = mean_over_ranks(run.exchange, of_tokens("kl_penalty")(rows)) if penalty else None
+    return Judged(rows, mean_over_ranks(run.exchange, log_prob_diff(rows)), kl_penalty, metrics)
 
 
 def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
