@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from layouts import parallel_of
 from safetensors.torch import load_file, save_file
 
 from megappo.architecture.architecture import Architecture
@@ -49,16 +50,7 @@ class Case:
 
     @property
     def parallel(self) -> Parallel:
-        return Parallel(
-            tensor=self.layout.tensor,
-            pipeline=self.layout.pipeline,
-            virtual_pipeline=self.layout.virtual_pipeline,
-            pipeline_split=self.split,
-            expert=self.layout.expert,
-            expert_tensor=self.layout.expert_tensor,
-            context=self.layout.context,
-            sequence=self.sequence,
-        )
+        return parallel_of(self.layout, pipeline_split=self.split, sequence=self.sequence)
 
 
 def make_config(kind: str, ppo_epochs: int = 1) -> Config:

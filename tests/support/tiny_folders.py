@@ -8,10 +8,11 @@ from typing import Any
 import tiny_models
 import tiny_shapes
 import torch
+from layouts import parallel_of
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Model, Parallel
+from megappo.config.schema import Model
 from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
@@ -34,16 +35,7 @@ def build(
     split: tuple[int, ...] | None = None,
 ) -> ModelChunks:
     """An unloaded model in the layout of its groups."""
-    layout = groups.layout
-    parallel = Parallel(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        virtual_pipeline=layout.virtual_pipeline,
-        pipeline_split=split,
-        expert=layout.expert,
-        expert_tensor=layout.expert_tensor,
-        sequence=layout.tensor > 1,
-    )
+    parallel = parallel_of(groups.layout, pipeline_split=split, sequence=groups.layout.tensor > 1)
     return build_model(
         read_architecture(folder, head),
         Model(path=str(folder), dtype=dtype),

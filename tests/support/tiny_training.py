@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from layouts import parallel_of
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
@@ -35,12 +36,7 @@ class Trainee:
 
     @property
     def parallel(self) -> Parallel:
-        return Parallel(
-            tensor=self.layout.tensor,
-            pipeline=self.layout.pipeline,
-            virtual_pipeline=self.layout.virtual_pipeline,
-            sequence=self.sequence,
-        )
+        return parallel_of(self.layout, sequence=self.sequence)
 
 
 class Trained:

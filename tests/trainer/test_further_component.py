@@ -1,6 +1,5 @@
 """A further model, registered from outside in one entry (and its fields in theirs), takes part in a run."""
 
-import importlib.util
 import io
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -9,8 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
+from recorder import recorder_in
 from spawn import run_ranks
 
 from megappo import plan
@@ -20,7 +19,6 @@ from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass,
 from megappo.trainer.loop import Trainer
 from megappo.trainer.preflight import arrangement_errors
 
-BENCH = Path(__file__).parents[2] / "tools" / "bench" / "same_numbers.py"
 CASE = {"placement": {"actor": "0-1", "critic": "2-3"}, "critic": {"parallel": {"tensor": 2}}}
 
 
@@ -56,12 +54,7 @@ def with_a_judge(rank: int, world_size: int, folder: str) -> None:
 
 
 def check_steps(rank: int, world_size: int, folder: str) -> None:
-    spec = importlib.util.spec_from_file_location("same_numbers", BENCH)
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    if rank == 0:
-        bench.write_model(Path(folder))
-    dist.barrier()
+    bench = recorder_in(Path(folder))
     changes = {"algorithm": {"bootstrap_truncated": True}}
     config = Config.model_validate(bench.merged(bench.settings(Path(folder)), CASE, changes))
     assert arrangement_errors(config, world_size) == []

@@ -1,10 +1,10 @@
 """An actor and a critic on different ranks compute at the same time: neither waits for the other in a forward pass or
 an update, which are held here until the other's has run to its end."""
 
-import importlib.util
 from datetime import timedelta
 from pathlib import Path
 
+from recorder import recorder_in
 from spawn import run_ranks
 from torch.distributed import distributed_c10d
 
@@ -45,12 +45,7 @@ def announce(engine: MegatronEngine, method: str, key: str, num_calls: int) -> N
 
 
 def step_with_one_held(rank: int, world_size: int, folder: str) -> None:
-    spec = importlib.util.spec_from_file_location("same_numbers", BENCH)
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
-    if rank == 0:
-        bench.write_model(Path(folder))
-    distributed_c10d.barrier()
+    bench = recorder_in(Path(folder))
     config = Config.model_validate(bench.merged(bench.settings(Path(folder)), APART))
     updates = {name: one.optimizer_steps(config) // bench.STEPS for name, one in trained_components(config).items()}
     for method in ("forward", "train_batch"):
@@ -65,9 +60,6 @@ def step_with_one_held(rank: int, world_size: int, folder: str) -> None:
             metrics = Trainer(config, run).step(1)
             found = {name: metrics[f"{name}/num_optimizer_steps"] for name in updates}
             assert found == updates
-
-
-BENCH = Path(__file__).parents[2] / "tools" / "bench" / "same_numbers.py"
 
 
 def test_neither_waits_for_the_other(tmp_path):

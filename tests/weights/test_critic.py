@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import parallel_of
 from safetensors.torch import load_file, save_file
 from spawn import run_ranks
 from tiny_folders import SHAPE
@@ -84,13 +85,7 @@ def values(folder: Path) -> torch.Tensor:
 
 def critic(folder: Path, groups: ComponentGroups) -> ModelChunks:
     architecture = critic_architecture(folder)
-    layout = groups.layout
-    parallel = Parallel(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        virtual_pipeline=layout.virtual_pipeline,
-        sequence=layout.tensor > 1,  # experts need it
-    )
+    parallel = parallel_of(groups.layout, sequence=groups.layout.tensor > 1)  # experts need it
     chunks = build_model(
         architecture,
         Model(path=str(folder), dtype="fp32"),
