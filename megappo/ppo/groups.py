@@ -2,6 +2,9 @@
 
 import torch
 
+EPS = 1e-6
+"""Added to standard deviations of scores."""
+
 
 class Groups:
     """Which responses answer the same prompt; there are at least two to each.
@@ -33,8 +36,8 @@ class Groups:
         return scores - (self.sums(scores) / self.counts)[self.rows]
 
     def stds(self, scores: torch.Tensor) -> torch.Tensor:
-        """[groups], with ddof 1, plus 1e-6, as they divide by it."""
-        return (self.sums(self.centred(scores).square()) / (self.counts - 1)).sqrt() + 1e-6
+        """[groups], with ddof 1, plus EPS, as they divide by it."""
+        return (self.sums(self.centred(scores).square()) / (self.counts - 1)).sqrt() + EPS
 
     def normalized(self, scores: torch.Tensor) -> torch.Tensor:
         """[B]: centred, over the group's standard deviation."""

@@ -7,10 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
-from megappo.ppo.groups import Groups
-
-EPS = 1e-6
-"""Added to standard deviations."""
+from megappo.ppo.groups import EPS, Groups
 
 
 def no_penalty(response_lengths: torch.Tensor, max_response_length: int, config: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
 from megappo.trainer.objectives import conventions
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import mean_over_ranks, row_metrics
+from megappo.trainer.statistics import means_over_ranks, row_metrics
 
 Metrics = dict[str, Any]
 
@@ -58,8 +58,11 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
         metrics["critic/vf_explained_var"] = explained_variance(
             rows.fields["values"], returns, rows.response_mask, group=run.exchange.group
         )
-    kl_penalty = mean_over_ranks(run.exchange, of_tokens("kl_penalty")(rows)) if penalty else None
-    return Judged(rows, mean_over_ranks(run.exchange, log_prob_diff(rows)), kl_penalty, metrics)
+    steering = {"log_prob_diff": log_prob_diff(rows)}
+    if penalty:
+        steering["kl_penalty"] = of_tokens("kl_penalty")(rows)
+    means = means_over_ranks(run.exchange, steering)
+    return Judged(rows, means["log_prob_diff"], means.get("kl_penalty"), metrics)
 
 
 def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:

@@ -1,5 +1,6 @@
 """Metrics over all ranks from each rank's part, in one small exchange each."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ def value_metrics(exchange: Exchange, name: str, values: torch.Tensor) -> dict[s
     return reduce_ranks(exchange.share(_parts(name, values, SPREAD)))
 
 
-def mean_over_ranks(exchange: Exchange, values: torch.Tensor) -> float:
-    """The mean of all ranks' values, [n] each."""
-    return reduce_ranks(exchange.share({"mean": Metric.of(values, "mean")}))["mean"]
+def means_over_ranks(exchange: Exchange, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The mean of all ranks' values by name, [n] each."""
+    return reduce_ranks(exchange.share({name: Metric.of(found, "mean") for name, found in values.items()}))
 
 
 def _columns(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
