@@ -110,9 +110,8 @@ sys.path.insert(0, sys.argv[1])
 if __name__ == "__main__":
     import spawn
 
-    ranks = [spawn.Rank(number) for number in (0, 1)]
-    print(*(rank.process.pid for rank in ranks), flush=True)
-    spawn.POOL.ranks = ranks
+    spawn.POOL.ranks = [spawn.Rank(number) for number in (0, 1)]
+    print(*(rank.process.pid for rank in spawn.POOL.ranks), flush=True)  # whoever reads it may end this process at once
     time.sleep(float(sys.argv[2]))
 """
 
@@ -126,6 +125,9 @@ def test_no_rank_outlives_the_process_that_calls_it(number: signal.Signals | Non
     ranks = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     if number is not None:
         os.killpg(owner.pid, number) if number == signal.SIGINT else owner.send_signal(number)
-    owner.communicate(timeout=60)
+    try:
+        owner.communicate(timeout=60)
+    finally:
+        owner.kill()
     assert len(ranks) == 2
     assert not psutil.wait_procs(ranks, timeout=10)[1]
