@@ -28,6 +28,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.help import config_parser
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
+from megappo.imports import without_collector
 from megappo.listening import stay_on_this_node
 from megappo.observe.console import escape_unprintable
 from megappo.rollout.launch import home_of_sockets
@@ -101,7 +102,8 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
         store.set("finished", finished)
     if store.get("finished"):  # waits for rank 0: what a folder holds may look different elsewhere
         return
-    train = resolved(TRAINING)
+    with without_collector():
+        train = resolved(TRAINING)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     train(config, cleanup)

@@ -7,7 +7,6 @@ where there is no GPU, by name}}. Its parent, a keeper, has it end with itself.
 """
 
 import functools
-import gc
 import json
 import multiprocessing
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megappo.imports import without_collector
 from megappo.lifetime import die_with
 from megappo.listening import bind_stores
 from megappo.rollout import command_line, cpu
@@ -30,8 +30,9 @@ def main() -> None:
     """Serve until killed."""
     settings = json.load(sys.stdin)
     try:
-        arguments = _arguments(settings)
-        _import_sglang()
+        with without_collector():
+            arguments = _arguments(settings)
+            import sglang.srt.entrypoints.http_server  # noqa: F401
         serve(arguments)
     finally:
         for child in multiprocessing.active_children():
@@ -45,15 +46,6 @@ def _arguments(settings: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs
 
     return ServerArgs(**settings["server_args"])
-
-
-def _import_sglang() -> None:
-    """Import the engine's modules, without the garbage collector, which would take a quarter of the time."""
-    gc.disable()
-    import sglang.srt.entrypoints.http_server  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
 
 
 def serve(arguments: Any) -> None:
