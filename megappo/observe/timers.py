@@ -15,12 +15,12 @@ class Timers:
     """Measures phases: `with timers("rollout"): ...`, once or several times a step.
 
     Phases that stand directly in a step exclude each other, so they and `timing_s/other` add up to `timing_s/step`.
-    A phase inside another is reported as `timing_s/<outer>/<inner>` and counts in the outer one only.
+    A phase inside another is reported as `timing_s/<outer>/<inner>` and counts in the outer one only. The outermost
+    phases' peak memory is measured, too.
     """
 
-    def __init__(self, memory: PhaseMemory | None = None) -> None:
-        """With `memory`, the outermost phases' peak memory is measured and reported too."""
-        self._memory = memory
+    def __init__(self) -> None:
+        self._memory = PhaseMemory()
         self._open: list[str] = []
         self._seconds: dict[str, float] = defaultdict(float)
         self._step_start = time.perf_counter()
@@ -30,7 +30,7 @@ class Timers:
         """Time a block. On a GPU a phase ends when its kernels have run."""
         self._open.append(phase)
         name = "/".join(self._open)
-        if self._memory is not None and name == phase:
+        if name == phase:
             self._memory.start(phase)
         start = time.perf_counter()
         try:
@@ -39,15 +39,14 @@ class Timers:
         finally:
             self._seconds[name] += time.perf_counter() - start
             self._open.pop()
-            if self._memory is not None and name == phase:
+            if name == phase:
                 self._memory.stop()
 
     def restart(self) -> None:
         """Begin the first step now and forget what was measured: the set-up is no part of it."""
         self._step_start = time.perf_counter()
         self._seconds.clear()
-        if self._memory is not None:
-            self._memory.metrics()
+        self._memory.metrics()
 
     def lap(self) -> tuple[dict[str, float], dict[str, Metric]]:
         """End the step and begin the next at the same instant, so that no time falls between steps.
@@ -64,8 +63,8 @@ class Timers:
         phases = sum(seconds for name, seconds in self._seconds.items() if "/" not in name)
         timings = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
-        memory = self._memory.metrics() if self._memory is not None else {}
-        return timings | {"timing_s/other": step_seconds - phases, "timing_s/step": step_seconds}, memory
+        timings |= {"timing_s/other": step_seconds - phases, "timing_s/step": step_seconds}
+        return timings, self._memory.metrics()
 
 
 def _wait_for_kernels() -> None:

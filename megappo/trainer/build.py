@@ -7,7 +7,6 @@ import torch.distributed as dist
 from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
-from megappo.observe.memory import PhaseMemory
 from megappo.observe.observer import NullObserver, Observer, open_observer
 from megappo.observe.timers import Timers
 from megappo.placement.ranks import placement_layouts
@@ -41,8 +40,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     observer = _observer(config, progress, exchange, cleanup)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
     engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor))
-    timers = Timers(PhaseMemory())
-    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, timers)
+    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, Timers())
 
 
 def _observer(config: Config, progress: Progress, exchange: Exchange, cleanup: ExitStack) -> Observer | NullObserver:

@@ -3,7 +3,6 @@ import time
 import pytest
 import torch
 
-from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.timers import Timers
 
@@ -72,8 +71,7 @@ def test_ending_a_step_inside_a_phase_is_refused():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the phase's peak is the GPU's")
 def test_the_peak_of_a_phase_holds_what_was_allocated_in_it_and_not_in_the_next():
-    memory = PhaseMemory()
-    timers = Timers(memory)
+    timers = Timers()
     timers.restart()
     with timers("large"):
         block = torch.ones(128 * 2**20, dtype=torch.uint8)
