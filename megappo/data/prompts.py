@@ -28,14 +28,12 @@ class Prompt:
         tokens: token ids, at least one.
         text: the prompt as the model sees it; chat messages are rendered by the chat template.
         label: what the reward function gets, as the file has it.
-        source: the file, as the config spells it.
     """
 
     index: int
     tokens: list[int]
     text: str
     label: Any
-    source: str
 
 
 class PromptDataset:
@@ -86,7 +84,7 @@ class PromptDataset:
         entries = [self._entry(index) for index in indices]
         tokens = tokens_of(entries, self._tokenizer)
         return [
-            Prompt(index, ids, entry.text, entry.label, self.files[self._file_of(index)].path)
+            Prompt(index, ids, entry.text, entry.label)
             for index, ids, entry in zip(indices, tokens, entries, strict=True)
         ]
 
@@ -115,11 +113,8 @@ class PromptDataset:
         epoch, offset = divmod(position, len(self))
         return _epoch_order(self.seed, epoch, len(self))[offset] if self.config.shuffle else offset
 
-    def _file_of(self, index: int) -> int:
-        return bisect.bisect_right(self._starts, index) - 1
-
     def _entry(self, index: int) -> Entry:
-        file = self._file_of(index)
+        file = bisect.bisect_right(self._starts, index) - 1
         [record] = self._records[file].at([index - self._starts[file]])
         return entry_of(record, self.config, self._tokenizer)
 

@@ -69,7 +69,7 @@ def test_strings_get_the_tokenizers_special_tokens(tmp_path, tokenizer):
     file = write(tmp_path / "d.jsonl", {"prompt": "1 + 2 =", "label": "3", "more": 1})
     (prompt,) = dataset([file], tokenizer).all
     assert prompt.tokens == [1, 5, 8, 6, 9]
-    assert (prompt.index, prompt.text, prompt.label, prompt.source) == (0, "1 + 2 =", "3", file)
+    assert (prompt.index, prompt.text, prompt.label) == (0, "1 + 2 =", "3")
 
 
 def test_messages_go_through_the_chat_template_with_one_bos(tmp_path, tokenizer):
@@ -92,7 +92,7 @@ def test_parquet_and_jsonl_give_the_same_prompts(tmp_path, tokenizer):
 def test_several_files_are_numbered_through(tmp_path, tokenizer):
     files = [write(tmp_path / f"{i}.jsonl", {"prompt": str(i), "label": i}) for i in (1, 2)]
     prompts = dataset(files, tokenizer).all
-    assert [(p.index, p.label, p.source) for p in prompts] == [(0, 1, files[0]), (1, 2, files[1])]
+    assert [(p.index, p.label) for p in prompts] == [(0, 1), (1, 2)]
 
 
 def test_every_epoch_is_another_permutation_and_batches_run_on(tmp_path, tokenizer):

@@ -38,7 +38,7 @@ class Prompts:
         return 9
 
     def at(self, indices: list[int]) -> list[Prompt]:
-        return [Prompt(i, [1 + i], "", None, "fixed") for i in indices]
+        return [Prompt(i, [1 + i], "", None) for i in indices]
 
 
 class Actor(Component):

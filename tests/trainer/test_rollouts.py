@@ -30,7 +30,7 @@ def test_tokens_that_the_critic_does_not_know_are_refused():
 
 
 DATASETS = Datasets(None, (), 30, None, {})
-PROMPTS = [Prompt(i, tokens, "", None, "fixed") for i, tokens in enumerate(([5], [6, 7]))]
+PROMPTS = [Prompt(i, tokens, "", None) for i, tokens in enumerate(([5], [6, 7]))]
 SAMPLES = (
     [Sample(1, 1, [11, 12, 13, 14], [-0.5, None, None, -0.25], "length"), Sample(0, 0, [15], [-1.0], "stop")],
     [],

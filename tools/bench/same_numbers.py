@@ -162,7 +162,7 @@ class FixedPrompts:
     def _prompt(self, index: int, generator: torch.Generator) -> Prompt:
         length = 1 + index % LONGEST_PROMPT
         tokens = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
-        return Prompt(index, tokens, "", None, "fixed")
+        return Prompt(index, tokens, "", None)
 
 
 class FixedRollouts(Rollouts):
