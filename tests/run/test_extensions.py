@@ -16,22 +16,28 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 EXTENSION = '''
 from pathlib import Path
 
+import torch
+
 from megappo.architecture.families import FAMILIES, Family
 from megappo.batch.fields import FIELDS, Field
-from megappo.batch.metrics import ROW_METRICS, RowMetric, of_tokens
+from megappo.batch.metrics import ROW_METRICS, RowMetric, of_rows, of_tokens
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES, Estimator, PolicyLoss
 from megappo.config.transports import TRANSPORTS, Transport
 from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass, Setting
 
 
-def above_a_half(token_level_rewards, response_mask):
-    advantages = (token_level_rewards.sum(1, keepdim=True) - 0.5) * response_mask
+def halved_mean_baseline(token_level_rewards, response_mask, groups):
+    scores = token_level_rewards.sum(dim=1)
+    means = torch.stack([scores[groups == group].mean() for group in groups])
+    advantages = 0.5 * (scores - means)[:, None] * response_mask
     return advantages, advantages
 
 
-def unclipped(tokens, config):
+def squashed(tokens, config):
     ratios = tokens.ratios()
-    return tokens.result(tokens.weighted(-ratios * tokens.advantages), config, ratios=ratios)
+    loss = tokens.weighted(-tokens.advantages * torch.tanh(ratios) - config.clip_ratio)
+    result, metrics = tokens.result(loss, config, ratios=ratios)
+    return result, metrics | {"own_ratio_min": (ratios[tokens.mask], "min")}
 
 
 def judge(config):
@@ -54,13 +60,14 @@ def noted_writer(link):
     return DiskWriter(link)
 
 
-ESTIMATORS.register("above_a_half", Estimator(above_a_half))
-POLICY_LOSSES.register("unclipped", PolicyLoss(unclipped))
+ESTIMATORS.register("halved", Estimator(halved_mean_baseline, compares_responses=True))
+POLICY_LOSSES.register("squashed", PolicyLoss(squashed, ("clip_ratio",)))
 FAMILIES.register("InternLM3ForCausalLM", Family())
 FIELDS.register("judged", Field(True, "the judge's forward pass", "what the judge expects"))
 COMPONENTS.register("judge", judge)
 TRANSPORTS.register("noted", Transport("megappo.sync.disk:DiskReader", noted_writer))
 ROW_METRICS.register("judge/values", RowMetric(of_tokens("judged")))
+ROW_METRICS.register("reward/own_score", RowMetric(of_rows("scores"), ("sum",)))
 '''
 
 pytestmark = pytest.mark.timeout(300)
@@ -80,6 +87,11 @@ def family_folder(folder: Path, like: Path) -> Path:
     return folder
 
 
+def plan(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megappo.plan", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
 def test_each_takes_part_in_a_run(config, folder):
     extension, run = folder / "mine.py", folder / "run"
     # A model's code of one's own imports megatron-core, which must be made usable before.
@@ -87,15 +99,15 @@ def test_each_takes_part_in_a_run(config, folder):
     overrides = (
         f"trainer.extensions={extension}",
         f"model.path={family_folder(folder / 'model', config.parent / 'model')}",
-        "algorithm.adv_estimator=above_a_half",
-        "actor.policy_loss=unclipped",
+        "algorithm.adv_estimator=halved",
+        "actor.policy_loss=squashed",
+        "actor.clip_ratio=0.3",
         "algorithm.use_kl_in_reward=false",
         "rollout.sync.transport=noted",
         "trainer.total_steps=2",
         f"trainer.output_dir={run}",
     )
-    plan = [sys.executable, "-m", "megappo.plan", str(config), *overrides]
-    planned = subprocess.run(plan, cwd=REPOSITORY, capture_output=True, text=True)
+    planned = plan(config, *overrides)
     assert planned.returncode == 0, planned.stderr
     assert "  judge: data 1 x tensor 1 x pipeline 2\n" in planned.stdout
     assert "  weights: noted from rank 0 to engine 0\n" in planned.stdout
@@ -105,10 +117,17 @@ def test_each_takes_part_in_a_run(config, folder):
     steps = [line for line in logged(run) if line["step"] > 0]
     assert len(steps) == 2
     for metrics in steps:
-        scores = [metrics[f"reward/score/{kind}"] for kind in ("min", "max")]
-        assert [metrics[f"advantages/{kind}"] + 0.5 for kind in ("min", "max")] == pytest.approx(scores, abs=1e-6)
-        assert metrics["actor/pg_clipfrac"] == 0 and abs(metrics["judge/values/mean"]) > 0
+        assert "values/mean" not in metrics, "without values there is no critic"
+        assert metrics["reward/own_score/sum"] == pytest.approx(metrics["reward/score/mean"] * 32 * 4)
+        assert abs(metrics["advantages/mean"]) < 0.1 < metrics["advantages/max"] - metrics["advantages/min"]
+        assert 0 < metrics["actor/own_ratio_min"] <= metrics["actor/ratio"] <= metrics["actor/ratio_max"]
+        assert metrics["actor/pg_loss"] < -0.25, "tanh(1) x 0, minus the clip ratio"
+        assert abs(metrics["judge/values/mean"]) > 0
         assert metrics["timing_s/judge"] > 0
     assert set((run / "noted").read_text().split()) == {"made"}
     exported = json.loads((run / "hf_actor" / "config.json").read_text())
     assert exported["architectures"] == ["InternLM3ForCausalLM"]
+
+    refused = plan(config, *overrides, "actor.clip_ratio_c=2")
+    assert refused.returncode == 2
+    assert "actor.clip_ratio_c 2.0 has no effect, as actor.policy_loss squashed does not read it" in refused.stderr
