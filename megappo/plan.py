@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for warning in config_warnings(config):
         print(f"warning: {warning}", file=sys.stderr)
     if errors:
-        return _fail(ConfigError(errors))
+        return _fail(ConfigError(*errors))
     ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
     print(f"\n{already_finished(config) or ready}")
     return 0
@@ -152,7 +152,7 @@ def _world_size(config: Config) -> int:
     if leaves_world_open(config) and _is_count(of_launcher):
         return int(of_launcher)
     if named is None:
-        raise ConfigError(["placement: every component is on 'all' ranks: say how many with --world-size N"])
+        raise ConfigError("placement: every component is on 'all' ranks: say how many with --world-size N")
     return named
 
 

@@ -1,15 +1,15 @@
 """Tables that a person may add to: of methods, families, components, transports, metrics."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
 Function = str | Callable[..., Any]
 """A function or class, or "module:name" of one, that is imported when it is called."""
 
 
-class Table(Mapping[str, Entry], Generic[Entry]):
+class Table(dict[str, Entry]):
     """Entries by name, in the order in which they were added.
 
     Args:
@@ -17,8 +17,8 @@ class Table(Mapping[str, Entry], Generic[Entry]):
     """
 
     def __init__(self, kind: str, entries: Mapping[str, Entry]):
+        super().__init__(entries)
         self.kind = kind
-        self._entries = dict(entries)
 
     def register(self, name: str, entry: Entry) -> None:
         """Add an entry.
@@ -26,18 +26,9 @@ class Table(Mapping[str, Entry], Generic[Entry]):
         Raises:
             ValueError: there is one of this name.
         """
-        if name in self._entries:
+        if name in self:
             raise ValueError(f"the {self.kind} {name!r} exists already: choose another name")
-        self._entries[name] = entry
-
-    def __getitem__(self, name: str) -> Entry:
-        return self._entries[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self[name] = entry
 
 
 def resolved(function: Function) -> Callable[..., Any]:

@@ -86,7 +86,7 @@ def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int
     # What a file of trainer.extensions imports may import megatron.core.
     config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
     if errors := check_run(config, world_size):
-        raise ConfigError(errors)
+        raise ConfigError(*errors)
     with config.locating():
         _train(config, store, rank, world_size, cleanup)
 

@@ -70,7 +70,7 @@ def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architec
     try:
         found = read_model_config(Path(folder))
     except TextFileError as error:
-        raise ArchitectureError([str(error)]) from error
+        raise ArchitectureError(str(error)) from error
     return parse(found, Path(folder) / CONFIG_FILE, head)
 
 
@@ -84,16 +84,16 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
     name = language_model(named) if head == "value" else named
     if name not in FAMILIES:
         remedy = f"this version trains {', '.join(FAMILIES)}: choose one of these"
-        raise ArchitectureError([f"{file} is of architecture {shorten(named)}; {remedy}"])
+        raise ArchitectureError(f"{file} is of architecture {shorten(named)}; {remedy}")
     family = FAMILIES[name]
     missing = ", ".join(_missing(found, family))
     if missing:
-        raise ArchitectureError([f"{file} lacks {missing}: download it again"])
+        raise ArchitectureError(f"{file} lacks {missing}: download it again")
     faults = [f"{file}: {fault}: download it again" for fault in _contradictions(found, family)]
     faults += [f"{file} of this {named} has {fault}: {_ANOTHER}" for fault in _unsupported(found, family)]
     faults += [f"{file}: {fault}: {_ANOTHER}" for fault in _unsupported_rope(found, family)]
     if faults:
-        raise ArchitectureError(faults)
+        raise ArchitectureError(*faults)
     return Architecture(
         name=name,
         named=named,

@@ -68,11 +68,7 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
                 f"row {row} has {length} tokens, more than max_tokens_per_micro_batch {max_tokens}: "
                 f"raise it to at least {length}, or lower data.max_prompt_length or rollout.max_response_length"
             )
-    return _fewest_bins(lengths, max_tokens)
-
-
-def _fewest_bins(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Bisect the number of bins between a lower bound and what first-fit-decreasing needs."""
+    # Bisect the number of bins between a lower bound and what first-fit-decreasing needs.
     best = _first_fit_decreasing(lengths, max_tokens)
     low = max(1, -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
     high = len(best)

@@ -1,7 +1,5 @@
 """The error of a run that cannot start as configured."""
 
-from collections.abc import Iterable
-
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
 LONGEST_ERROR = 1000
@@ -17,7 +15,7 @@ class ConfigError(ValueError):
         errors: one printable line each, naming the key, what was found, what was expected and what to do.
     """
 
-    def __init__(self, errors: Iterable[str]):
+    def __init__(self, *errors: str):
         found = [printable(error) for error in errors]
         self.errors = (*found[:MOST_ERRORS], *(["and more: correct these first"] if found[MOST_ERRORS:] else ()))
         super().__init__("\n".join(self.errors))

@@ -44,7 +44,7 @@ def load_config(
     except ValidationError as error:
         errors += _schema_errors(error, layer, origins)
     if errors:
-        raise ConfigError(errors)
+        raise ConfigError(*errors)
     return config
 
 
@@ -61,7 +61,7 @@ def changes_since(file: Path, config: Config) -> list[str]:
     """
     before = read_file(file)
     if before.errors:
-        raise ConfigError(list(before.errors))
+        raise ConfigError(*before.errors)
     old, new = (dict(leaves(values)) for values in (before.values, config.model_dump(mode="json")))
     return [
         f"{key}: {show(old.get(key))} -> {show(new.get(key))}"

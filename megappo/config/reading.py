@@ -69,16 +69,16 @@ def parse(text: str, path: KeyPath, where: Callable[[int], str]) -> Layer:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         found = f"the character {chr(error.character)!r}"
-        raise ConfigError([f"{where(line)}: not valid YAML: {found} is not allowed: remove it"]) from error
+        raise ConfigError(f"{where(line)}: not valid YAML: {found} is not allowed: remove it") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         kind = "" if isinstance(error, NotReadError) else "not valid YAML: "
         remedy = "" if isinstance(error, NotReadError) else "; correct it, or quote what is text"
         problem = ", ".join(filter(None, [error.context, error.problem]))
-        raise ConfigError([f"{where(line)}: {kind}{problem}{remedy}"]) from error
+        raise ConfigError(f"{where(line)}: {kind}{problem}{remedy}") from error
     if not path and not isinstance(value, dict):
         found = "nothing" if value is None else shorten(repr(value))
-        raise ConfigError([f"{where(1)}: expected sections such as `model:`, found {found}"])
+        raise ConfigError(f"{where(1)}: expected sections such as `model:`, found {found}")
     above = {full_path[:end]: where(1) for full_path in _paths(path) for end in range(1, len(full_path) + 1)}
     return Layer(_nested(path, value), above | reader.origins, tuple(reader.errors))
 

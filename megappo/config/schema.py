@@ -303,7 +303,7 @@ class Config(Section):
         try:
             yield
         except ConfigError as error:
-            raise ConfigError(self.located(error.errors)) from error
+            raise ConfigError(*self.located(error.errors)) from error
 
     @property
     def has_values(self) -> bool:
@@ -336,11 +336,6 @@ class Config(Section):
         """The estimators of the KL to the reference that the run uses; without any it builds no reference."""
         penalty = (self.algorithm.kl_penalty,) if self.algorithm.use_kl_in_reward else ()
         return penalty + ((self.actor.kl_loss_type,) if self.actor.use_kl_loss else ())
-
-    @property
-    def needs_ref_log_probs(self) -> bool:
-        """Whether the reference's log-probs of the sampled tokens are needed; a full KL takes its whole distribution."""
-        return any(kind != "full" for kind in self.kl_kinds)
 
     model: Model = Field(description="the model all components start from")
     placement: Placement = Field(Placement(), description="which component lives on which ranks (torchrun's global ranks, one per GPU)")

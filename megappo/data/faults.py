@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megappo.data.records import Records
+
 MAX_FAULTS = 10
 """Different faults of a file that are told; the records with others are counted."""
 MAX_NAMED = 3
@@ -18,16 +20,11 @@ class DataFile:
     Attributes:
         key: that names it, such as data.train_files.
         path: as the config spells it.
-        unit: what it calls a record, line or row.
-        fields: names that its records have.
-        num_records: how many.
     """
 
     key: str
     path: str
-    unit: str
-    fields: tuple[str, ...]
-    num_records: int
+    records: Records
 
 
 @dataclass
@@ -73,17 +70,17 @@ def fault_lines(file: DataFile, parts: Sequence[Faults], options: dict[str, str]
         if fault in key_faults and 2 * count > whole.looked_at:
             yield _wrong_key(file, whole.looked_at, count, *key_faults[fault])
         else:
-            yield f"{file.key}: {file.path} {_named(file.unit, count, numbers)}: {fault}"
+            yield f"{file.key}: {file.path} {_named(file.records.unit, count, numbers)}: {fault}"
     if whole.untold:
-        yield f"{file.key}: {file.path}: {whole.untold:,} {file.unit}(s) more are wrong in other ways"
+        yield f"{file.key}: {file.path}: {whole.untold:,} {file.records.unit}(s) more are wrong in other ways"
 
 
 def _wrong_key(file: DataFile, looked_at: int, count: int, option: str, name: str) -> str:
     some = "any" if count == looked_at else f"{count:,}"
-    them = f"its {looked_at:,} {file.unit}s"
-    if looked_at < file.num_records:
-        them = f"the {looked_at:,} {file.unit}s looked at"
-    fields = ", ".join(file.fields) or "none"
+    them = f"its {looked_at:,} {file.records.unit}s"
+    if looked_at < len(file.records):
+        them = f"the {looked_at:,} {file.records.unit}s looked at"
+    fields = ", ".join(file.records.fields) or "none"
     shown = fields if len(fields) <= MAX_FIELDS else f"{fields[:MAX_FIELDS]}..."
     remedy = f"set data.{option}; the file has: {shown}"
     return f"data.{option}: {file.path} has no field {name!r} in {some} of {them}: {remedy}"

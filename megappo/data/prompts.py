@@ -60,12 +60,9 @@ class PromptDataset:
         self.config = config
         self.seed = seed
         self._tokenizer = tokenizer
-        self._records = [_open(key, file, (config.prompt_key, config.label_key)) for file in files]
-        self.files = [
-            DataFile(key, file, records.unit, records.fields, len(records))
-            for file, records in zip(files, self._records, strict=True)
-        ]
-        self._starts = [0, *itertools.accumulate(map(len, self._records))]
+        names = (config.prompt_key, config.label_key)
+        self.files = [DataFile(key, file, _open(key, file, names)) for file in files]
+        self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -101,7 +98,7 @@ class PromptDataset:
             chosen: which records of a file, by their numbers from 0, when it has so many.
         """
         checker = Checker(self.config, self._tokenizer, vocab_size)
-        return [checker.check(records, chosen(len(records))) for records in self._records]
+        return [checker.check(file.records, chosen(len(file.records))) for file in self.files]
 
     def fault_lines(self, parts: Iterable[Sequence[Faults]]) -> list[str]:
         """What several ranks' `check` found together, one line each."""
@@ -115,7 +112,7 @@ class PromptDataset:
 
     def _entry(self, index: int) -> Entry:
         file = bisect.bisect_right(self._starts, index) - 1
-        [record] = self._records[file].at([index - self._starts[file]])
+        [record] = self.files[file].records.at([index - self._starts[file]])
         return entry_of(record, self.config, self._tokenizer)
 
 
@@ -155,6 +152,6 @@ def _open(key: str, file: str, names: Sequence[str]) -> Records:
     try:
         return open_records(file, names)
     except RecordsError as error:
-        raise ConfigError([f"{key}: {file} {error}"]) from error
+        raise ConfigError(f"{key}: {file} {error}") from error
     except OSError as error:
-        raise ConfigError([f"{key}: cannot read {file} ({error.strerror}): correct the path, or its rights"]) from error
+        raise ConfigError(f"{key}: cannot read {file} ({error.strerror}): correct the path, or its rights") from error

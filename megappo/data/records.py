@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 HEAD_BYTES = 4096
 """How much of a file tells what it is."""
@@ -28,25 +28,7 @@ class RecordsError(ValueError):
     """Why a file holds no records, and what to do about it; the message follows the file's name."""
 
 
-class Records(Protocol):
-    """The records of one file.
-
-    Attributes:
-        unit: what a record is called: line or row.
-        fields: names that its first readable record has.
-    """
-
-    unit: str
-    fields: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def at(self, numbers: Sequence[int]) -> list[Any]:
-        """The records of these numbers, from 0; in place of one that cannot be read the ValueError that says why."""
-        ...
-
-
-def open_records(file: str, names: Sequence[str]) -> Records:
+def open_records(file: str, names: Sequence[str]) -> "Records":
     """Open a jsonl or parquet file.
 
     Args:
@@ -127,6 +109,11 @@ class ParquetRows:
             if len(numbers) == 1:
                 return [ValueError(f"cannot be read: {_first_line(error)}")]
             return list(itertools.chain.from_iterable(self.at([number]) for number in numbers))
+
+
+Records = JsonLines | ParquetRows
+"""The records of one file: a line or a row (`unit`) each, with the `fields` of the first readable one. `at` gives those
+of some numbers, from 0; in place of one that cannot be read the ValueError that says why."""
 
 
 def _refuse_other_kinds(head: bytes) -> None:

@@ -24,7 +24,7 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
         ConfigError: the folder has no usable tokenizer.
     """
     if not (Path(folder) / "tokenizer_config.json").is_file():
-        raise ConfigError([f"model.path: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json"])
+        raise ConfigError(f"model.path: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json")
     # Its threads share out the texts of a call. Said explicitly, or a process that forks later on is warned.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -37,7 +37,7 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     except Exception as error:  # transformers raises whatever its parsers do
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise ConfigError(
-            [f"model.path: cannot load the tokenizer in {folder} ({reason}): complete the download"]
+            f"model.path: cannot load the tokenizer in {folder} ({reason}): complete the download"
         ) from error
 
 
@@ -93,10 +93,10 @@ def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int
     try:
         found = [*end_tokens(Path(folder)), *own]
     except TextFileError as error:
-        raise ConfigError([f"model.path: {error}"]) from error
+        raise ConfigError(f"model.path: {error}") from error
     if not found:
         raise ConfigError(
-            [f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"]
+            f"model.path: neither the tokenizer nor generation_config.json in {folder} has eos_token_id: set it there"
         )
     return list(dict.fromkeys(found))
 
@@ -119,7 +119,7 @@ def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedToken
     except ConfigError as error:
         errors = [*error.errors, *errors]
     if errors:
-        raise ConfigError(errors)
+        raise ConfigError(*errors)
     return tuple(dict.fromkeys([*ends, *(token for tokens in of_text.values() for token in tokens)]))
 
 

@@ -30,10 +30,8 @@ def layer_kind(wanted: str) -> str:
         return "transformer_engine" if platform.has_transformer_engine() else "torch"
     if wanted == "transformer_engine" and not platform.has_transformer_engine():
         raise ConfigError(
-            [
-                "model.layer_spec is transformer_engine, but TransformerEngine is not installed or CUDA is missing: "
-                "install transformer-engine, or set model.layer_spec=torch"
-            ]
+            "model.layer_spec is transformer_engine, but TransformerEngine is not installed or CUDA is missing: "
+            "install transformer-engine, or set model.layer_spec=torch"
         )
     return wanted
 

@@ -37,7 +37,7 @@ def transformer_config(
     """
     errors = list(fit_errors(architecture, parallel))
     if errors:
-        raise ConfigError(errors)
+        raise ConfigError(*errors)
     dtype, interleaved = TORCH_DTYPES[model.dtype], parallel.virtual_pipeline > 1
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
     return kind(

@@ -273,7 +273,7 @@ class TrainedEngine(MegatronEngine):
         bins = self._bins(rows)
         on_idle = partial(self._loss, _no_loss)
         parts = self._run(rows, bins, partial(self._loss, loss_fn), on_idle, forward_only=False)
-        metrics = _on_host(merge_metrics(parts))
+        metrics = {name: replace(one, part=one.part.cpu()) for name, one in merge_metrics(parts).items()}
         self._check_finite(metrics)
         with self.groups.active():
             updated, grad_norm, _ = self.optimizer.step()
@@ -350,15 +350,3 @@ def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, 
 def _no_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, Metric]]:
     """A loss of 0 that runs the backward pass all the same."""
     return 0 * sum(output.sum() for output in outputs.values()), {}
-
-
-def _on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """The same metrics, brought to the host at once."""
-    if not metrics:
-        return {}
-    parts = [metric.part for metric in metrics.values()]
-    host = torch.cat([part.flatten() for part in parts]).cpu().split([part.numel() for part in parts])
-    return {
-        name: replace(metric, part=part.view_as(metric.part))
-        for (name, metric), part in zip(metrics.items(), host, strict=True)
-    }

@@ -136,7 +136,7 @@ def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     except OSError as error:
-        raise ConfigError([f"trainer.output_dir: cannot read {path} ({error.strerror}): move it away"]) from error
+        raise ConfigError(f"trainer.output_dir: cannot read {path} ({error.strerror}): move it away") from error
     steps = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -144,10 +144,8 @@ def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             if number < len(lines):
                 raise ConfigError(
-                    [
-                        f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
-                        f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
-                    ]
+                    f"{path}, line {number}: expected one step's metrics as a JSON object with 'step', found "
+                    f"{line[:60]!r}; delete the line or start in a new trainer.output_dir"
                 ) from error
     return steps
 

@@ -81,10 +81,3 @@ class NullObserver:
 
     def close(self) -> None:
         """Nothing."""
-
-
-def open_observer(
-    output_dir: str | Path, total_steps: int, *, enabled: bool, resume_step: int = 0
-) -> Observer | NullObserver:
-    """The observer of this rank: one that writes where `enabled` (rank 0), else one that does nothing."""
-    return Observer(output_dir, total_steps, resume_step) if enabled else NullObserver()

@@ -155,13 +155,14 @@ def _values(config: Config) -> dict[str, str]:
 def _ref(config: Config) -> ComponentSpec | None:
     if not config.kl_kinds:
         return None
+    forward = ForwardPass("ref_log_probs", {"log_probs": "ref_log_probs"})
     return ComponentSpec(
         ranks=setting(config, "placement.ref", "placement.actor"),
         parallel=setting(config, "ref.parallel", "actor.parallel"),
         folder=setting(config, "model.path"),
         max_tokens=setting(config, "ref.max_tokens_per_micro_batch", "actor.max_tokens_per_micro_batch"),
         head="policy",
-        forward=ForwardPass("ref_log_probs", {"log_probs": "ref_log_probs"}) if config.needs_ref_log_probs else None,
+        forward=forward if set(config.kl_kinds) != {"full"} else None,  # which the actor's head looks at by itself
     )
 
 

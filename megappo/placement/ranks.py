@@ -59,7 +59,7 @@ def smallest_world(config: Config) -> int | None:
         except ValueError as error:
             errors.append(f"{key}: {error}")
     if errors:
-        raise ConfigError(errors)
+        raise ConfigError(*errors)
     return max(named, default=None)
 
 
@@ -89,7 +89,7 @@ def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
     errors += _cover_errors(layouts, world_size) if len(layouts) == len(placed) else []
     errors += _batch_errors(config, layouts)
     if errors:
-        raise ConfigError(errors)
+        raise ConfigError(*errors)
     return layouts
 
 

@@ -23,7 +23,7 @@ from megappo.ppo.estimators import (
     rloo,
 )
 from megappo.ppo.gae import gae
-from megappo.ppo.ragged import add_to_last_token
+from megappo.ppo.ragged import add_to_last_token, check_finite
 
 _GROUPED = (grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_passk, gdpo, optimal_token_baseline)
 ESTIMATORS: dict[str, Callable[..., Estimates]] = {
@@ -77,9 +77,7 @@ def compute_token_level_rewards(
     empty = (~valid.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"responses {empty[:10]} have no token with response_mask 1, so their score has no place")
-    broken = (~scores.isfinite()).nonzero().flatten().tolist()
-    if broken:
-        raise FloatingPointError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
+    check_finite("scores", scores)
     penalty = torch.zeros_like(response_mask, dtype=torch.float32) if kl is None else kl_coef * kl.float()
     rewards = torch.where(valid, -penalty, 0.0)
     return add_to_last_token(rewards, valid, scores)

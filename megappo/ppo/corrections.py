@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.kl import FORMULAE
+from megappo.ppo.ragged import check_finite
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +- this before exp (verl's SAFETY_BOUND)."""
@@ -63,7 +64,8 @@ def rollout_is_weights(
         geometric rejection, veto); the numbers of verl's rollout_corr_helper.
     """
     valid = response_mask.bool()
-    _check_finite(valid, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
+    check_finite("old_log_probs", old_log_probs, valid)
+    check_finite("rollout_log_probs", rollout_log_probs, valid)
     log_ratio = torch.where(valid, old_log_probs.double() - rollout_log_probs.double(), 0.0)
     ratio = _exp(_at_level(log_ratio, valid, config.level))
     weights, clipped = _bounded(ratio, config)
@@ -77,13 +79,6 @@ def rollout_is_weights(
     weights = torch.where(kept, weights, 0.0).float()
     flags = {"clipped_frac": clipped} | {f"{name}_frac": rejected for name, rejected in diverging.items()}
     return weights, _metrics(valid, log_ratio, ratio, weights, flags, vetoed, group)
-
-
-def _check_finite(valid: torch.Tensor, **log_probs: torch.Tensor) -> None:
-    for name, values in log_probs.items():
-        broken = (valid & ~values.isfinite()).any(dim=1).nonzero().flatten().tolist()
-        if broken:
-            raise FloatingPointError(f"{name} of responses {broken[:10]} are not finite on tokens with response_mask 1")
 
 
 def _at_level(log_ratio: torch.Tensor, valid: torch.Tensor, level: str) -> torch.Tensor:

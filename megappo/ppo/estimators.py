@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.gae import gae
 from megappo.ppo.groups import Groups
-from megappo.ppo.ragged import add_to_last_token
+from megappo.ppo.ragged import add_to_last_token, check_finite
 
 Estimates = tuple[torch.Tensor, torch.Tensor]
 
@@ -98,10 +98,7 @@ def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baseli
         ValueError, FloatingPointError: as the module says; the second also for a baseline.
     Source: Li et al. 2023 (ReMax), algorithm 1; verl's compute_remax_outcome_advantage, 0 where the mask is 0.
     """
-    broken = (~baselines.isfinite()).nonzero().flatten().tolist()
-    if broken:
-        found = baselines[broken[:10]].tolist()
-        raise FloatingPointError(f"baselines of responses {broken[:10]} are not finite: {found}")
+    check_finite("baselines", baselines)
     returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
     return torch.where(response_mask.bool(), returns - baselines.float()[:, None], 0.0), returns
 
@@ -253,9 +250,7 @@ def _check_rows(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) 
     empty = (~valid.any(dim=1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"responses {empty[:10]} have no token with response_mask 1")
-    broken = (valid & ~token_level_rewards.isfinite()).any(dim=1).nonzero().flatten().tolist()
-    if broken:
-        raise FloatingPointError(f"rewards of responses {broken[:10]} are not finite on tokens with response_mask 1")
+    check_finite("rewards", token_level_rewards, valid)
 
 
 def _on_tokens(per_response: torch.Tensor, response_mask: torch.Tensor) -> Estimates:

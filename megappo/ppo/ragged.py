@@ -16,6 +16,18 @@ def are_prefixes(mask: torch.Tensor) -> bool:
     return bool(tokens.sum() - followed == mask[:, :1].sum())
 
 
+def check_finite(name: str, values: torch.Tensor, valid: torch.Tensor | None = None) -> None:
+    """See that all of [B], or of [B, R] those at tokens with mask 1, are numbers.
+
+    Raises:
+        FloatingPointError: names the first responses with one that is not.
+    """
+    broken = (~values.isfinite() if valid is None else (valid & ~values.isfinite()).any(dim=1)).nonzero().flatten()
+    if len(broken):
+        found = f": {values[broken[:10]].tolist()}" if valid is None else " on tokens with response_mask 1"
+        raise FloatingPointError(f"{name} of responses {broken[:10].tolist()} are not finite{found}")
+
+
 def add_to_last_token(x: torch.Tensor, valid: torch.Tensor, amounts: torch.Tensor) -> torch.Tensor:
     """x, [B, R], with amounts [B] added at each row's last token with mask 1; a row without any stays as it is."""
     position = torch.arange(valid.shape[1], device=valid.device)

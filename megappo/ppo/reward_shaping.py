@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.groups import EPS, Groups
+from megappo.ppo.ragged import check_finite
 
 
 def no_penalty(response_lengths: torch.Tensor, max_response_length: int, config: Any) -> torch.Tensor:
@@ -136,9 +137,7 @@ def shape_scores(
         ValueError: as normalize_scores.
         FloatingPointError: scores that are not finite.
     """
-    broken = (~scores.isfinite()).nonzero().flatten().tolist()
-    if broken:
-        raise FloatingPointError(f"scores of responses {broken[:10]} are not finite: {scores[broken[:10]].tolist()}")
+    check_finite("scores", scores)
     limit = math.inf if config.clip is None else config.clip
     # In float32, so that the mean of equal scores, summed in float64, is exact and they become exactly 0.
     scaled = scores.float() * config.scale

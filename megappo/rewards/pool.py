@@ -5,9 +5,9 @@ import symtable
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megappo.rewards.builtin import BUILTIN
@@ -79,7 +79,7 @@ def load_reward(spec: str, *, num_workers: int, timeout_seconds: float) -> "Rewa
     return RewardPool(spec, [Worker(file, name) for _ in range(num_workers)], timeout_seconds)
 
 
-class RewardPool:
+class RewardPool(AbstractContextManager):
     """A reward function spread over worker processes; made by `load_reward`, usable as a context manager.
 
     Keep it in the thread that made it: the kernel ends the workers together with that thread, so they never outlive the
@@ -105,10 +105,9 @@ class RewardPool:
         if not self._workers:
             raise RewardError(f"reward function {self.spec} is closed")
         count = min(len(self._workers), len(responses))
-        bounds = [len(responses) * i // count for i in range(count + 1)] if count else []
         calls = []
-        for worker, start, stop in zip(self._workers, bounds, bounds[1:], strict=False):
-            part = slice(start, stop)
+        for i, worker in enumerate(self._workers[:count]):
+            part = slice(len(responses) * i // count, len(responses) * (i + 1) // count)
             rows = (list(prompts[part]), list(responses[part]), list(labels[part]))
             calls.append(partial(worker.score, rows))
         parts = self._all(calls, self.timeout_seconds, "score its responses")
@@ -135,28 +134,24 @@ class RewardPool:
                     future.result()
                 return [future.result() for future in futures]
             except BaseException:
-                self._close(0.0)  # the other calls end with their workers
+                self.close(0.0)  # the other calls end with their workers
                 raise
 
     def _error(self, reason: str) -> RewardError:
         remedy = "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds"
         return RewardError(f"reward function {self.spec} {reason}\n{remedy}")
 
-    def close(self) -> None:
-        """End all workers and what they started. May be called again."""
-        self._close(CLOSE_TIMEOUT_SECONDS)
+    def close(self, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        """End all workers and what they started. May be called again.
 
-    def _close(self, timeout_seconds: float) -> None:
+        Args:
+            timeout_seconds: how long an idle one may take to end by itself.
+        """
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.hang_up()
         for worker in workers:
             worker.end(timeout_seconds)
 
-    def __enter__(self) -> "RewardPool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -91,17 +91,6 @@ class EngineClient:
         reply = self.post("/generate", _generate_body(prompts, params))
         return _generations(reply, len(prompts))
 
-    def score(self, sequences: Sequence[list[int]]) -> list[list[float]]:
-        """Log-probs of given sequences at temperature 1: for each, log p(token[t] | token[:t]) for t = 1, 2, ..."""
-        body = {
-            "input_ids": list(sequences),
-            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        }
-        replies = self.post("/generate", body)
-        return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
-
     def sleep(self) -> None:
         """Free the GPU memory of weights and KV cache (on a CPU both stay). After wake() send the weights anew."""
         self.post("/release_memory_occupation", {})

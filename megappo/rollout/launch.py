@@ -42,20 +42,14 @@ def server_arguments(
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "max_running_requests": rollout.max_running_requests,
         "log_level": "warning",
-        **(_gpu_arguments(rollout) if on_gpu else _cpu_arguments(rollout)),
+        # On a GPU sleep() frees the memory for the trainer.
+        **(
+            {"mem_fraction_static": rollout.mem_fraction_static, "enable_memory_saver": True}
+            if on_gpu
+            else CPU_ARGUMENTS
+        ),
+        **({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {}),
         **rollout.server_args,
-    }
-
-
-def _cpu_arguments(rollout: Rollout) -> dict[str, Any]:
-    return CPU_ARGUMENTS | ({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {})
-
-
-def _gpu_arguments(rollout: Rollout) -> dict[str, Any]:
-    return {
-        "mem_fraction_static": rollout.mem_fraction_static,
-        "max_total_tokens": rollout.max_total_tokens,
-        "enable_memory_saver": True,  # sleep() frees the GPU for the trainer
     }
 
 

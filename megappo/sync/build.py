@@ -42,7 +42,7 @@ def build_sync(
         ConfigError: the route cannot be on these GPUs.
     """
     if errors := list(route.errors(on_gpus=platform.has_cuda())):
-        raise ConfigError(errors)
+        raise ConfigError(*errors)
     bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if platform.has_cuda() else CPU_BUCKET_BYTES)
     links = {name: Link(config, architecture, bucket_bytes, len(engines)) for name, engines in route.transports.items()}
     export = Export(actor.chunks, architecture, actor.groups, needing=route.sources) if actor is not None else None

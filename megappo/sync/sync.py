@@ -28,10 +28,11 @@ class Source(Protocol):
     def gather(self, bucket: Sequence, flat: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
+@dataclass
 class WeightSync:
     """The way of one model's weights to all engines, on this rank. All ranks of the run make it, and call it, together.
 
-    Args:
+    Attributes:
         tensors: the model's, the same on every rank, in the order in which they are gathered.
         source: gives them, on all ranks that must join in gathering.
         senders, receivers: this rank's ends of transports.
@@ -42,27 +43,18 @@ class WeightSync:
         ValueError: a tensor is unknown to the engines, of another shape there, or missing; each named.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[TensorSpec],
-        source: Source | None,
-        senders: Sequence[Sender],
-        receivers: Sequence[Receiver],
-        expected: Mapping[str, tuple[int, ...]],
-        *,
-        bucket_bytes: int,
-        barrier: Callable[[], object],
-        engines_keep: bool,
-    ):
-        check_tensors(tensors, expected)
-        self._tensors = tensors
-        self._source = source
-        self._senders = senders
-        self._receivers = receivers
-        self._memory = next((sender.memory for sender in senders if sender.memory is not None), None)
-        self._bucket_bytes = bucket_bytes
-        self._barrier = barrier
-        self._engines_keep = engines_keep
+    tensors: Sequence[TensorSpec]
+    source: Source | None
+    senders: Sequence[Sender]
+    receivers: Sequence[Receiver]
+    expected: Mapping[str, tuple[int, ...]]
+    bucket_bytes: int
+    barrier: Callable[[], object]
+    engines_keep: bool
+
+    def __post_init__(self) -> None:
+        check_tensors(self.tensors, self.expected)
+        self._memory = next((sender.memory for sender in self.senders if sender.memory is not None), None)
         self._sent = False
 
     def __call__(self, *, changed: bool = True) -> SyncStats:
@@ -79,43 +71,43 @@ class WeightSync:
         tensors = self._stale(changed)
         if tensors:
             self._send(tensors)
-            self._barrier()
-            for receiver in self._receivers:
+            self.barrier()
+            for receiver in self.receivers:
                 receiver.close()
             self._sent = True
         return SyncStats(num_bytes(tensors), time.perf_counter() - started)
 
     def _stale(self, changed: bool) -> Sequence[TensorSpec]:
         """What the engines may not have."""
-        if not (self._sent and self._engines_keep):
-            return self._tensors
-        return [tensor for tensor in self._tensors if not tensor.is_frozen] if changed else []
+        if not (self._sent and self.engines_keep):
+            return self.tensors
+        return [tensor for tensor in self.tensors if not tensor.is_frozen] if changed else []
 
     def _send(self, tensors: Sequence[TensorSpec]) -> None:
         """Two buckets are in flight: one is gathered while the one before is sent."""
         in_place, gathered = self._apart(tensors)
-        buckets = into_buckets(gathered, self._bucket_bytes)
+        buckets = into_buckets(gathered, self.bucket_bytes)
         largest = max(map(num_bytes, buckets), default=0)
-        threads = ThreadPoolExecutor(max_workers=max(1, len(self._senders) + len(self._receivers)))
+        threads = ThreadPoolExecutor(max_workers=max(1, len(self.senders) + len(self.receivers)))
         try:
             if in_place:
                 self._memory.move(in_place)
-            pending = [threads.submit(sender.open, in_place) for sender in self._senders]
-            pending += [threads.submit(receiver.open) for receiver in self._receivers]
+            pending = [threads.submit(sender.open, in_place) for sender in self.senders]
+            pending += [threads.submit(receiver.open) for receiver in self.receivers]
             check_each_finite(in_place)
             if not self._sent:  # a group may be made, which nothing else of torch.distributed must cross
                 wait_for(pending)
             for bucket in buckets:
                 flat = self._gathered(bucket, largest)
                 wait_for(pending)
-                pending = [threads.submit(sender.send, bucket, flat) for sender in self._senders]
-                pending += [threads.submit(receiver.send, bucket) for receiver in self._receivers]
+                pending = [threads.submit(sender.send, bucket, flat) for sender in self.senders]
+                pending += [threads.submit(receiver.send, bucket) for receiver in self.receivers]
                 del flat
             wait_for(pending)
-            for sender in self._senders:
+            for sender in self.senders:
                 sender.close()
         except BaseException:
-            for sender in self._senders:
+            for sender in self.senders:
                 sender.abort()
             raise
         finally:
@@ -123,11 +115,11 @@ class WeightSync:
 
     def _apart(self, tensors: Sequence[TensorSpec]) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
         """What the engine of this rank can read where it is, and what must be gathered."""
-        if self._source is None or any(sender.memory is None for sender in self._senders):
+        if self.source is None or any(sender.memory is None for sender in self.senders):
             return [], list(tensors)
         in_place, gathered = [], []
         for together in inseparable(tensors):
-            found = {tensor.name: self._source.in_place(tensor) for tensor in together}
+            found = {tensor.name: self.source.in_place(tensor) for tensor in together}
             if None in found.values():
                 gathered += together
             else:
@@ -135,11 +127,11 @@ class WeightSync:
         return in_place, gathered
 
     def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
-        if self._source is None:
+        if self.source is None:
             return None
         buffer = self._memory.buffer(largest)[: num_bytes(bucket)] if self._memory is not None else None
-        flat = self._source.gather(bucket, buffer)
-        if self._senders:
+        flat = self.source.gather(bucket, buffer)
+        if self.senders:
             check_finite(bucket, flat)
         return flat
 

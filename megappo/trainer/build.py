@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
-from megappo.observe.observer import NullObserver, Observer, open_observer
+from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
 from megappo.placement.ranks import placement_layouts
 from megappo.trainer.datasets import load_datasets
@@ -46,12 +46,9 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
 def _observer(config: Config, progress: Progress, exchange: Exchange, cleanup: ExitStack) -> Observer | NullObserver:
     """Rank 0's writes and prints; it begins with what kind of run this is."""
     start = progress.describe()  # before the files are opened
-    observer = open_observer(
-        config.trainer.output_dir,
-        config.trainer.total_steps,
-        enabled=exchange.rank == 0,
-        resume_step=progress.start_step + 1 if progress.checkpoint else 0,
-    )
+    folder, total_steps = config.trainer.output_dir, config.trainer.total_steps
+    resume_step = progress.start_step + 1 if progress.checkpoint else 0
+    observer = Observer(folder, total_steps, resume_step) if exchange.rank == 0 else NullObserver()
     cleanup.callback(observer.close)
     for line in (*([start] if start else []), *config.absences):
         observer.message(line)

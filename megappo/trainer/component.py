@@ -23,16 +23,8 @@ class Batch:
     owners: RankRows
 
 
-@dataclass(frozen=True)
-class MiniBatches:
-    """How a component splits a step's rows: `rows[i][shard]` are the row numbers of mini-batch i."""
-
-    rows: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def shards(self) -> tuple[tuple[int, ...], ...]:
-        """All rows of each data-parallel shard, mini-batch after mini-batch."""
-        return tuple(tuple(row for part in parts for row in part) for parts in zip(*self.rows, strict=True))
+MiniBatches = tuple[RankRows, ...]
+"""How a component splits a step's rows: `[i][shard]` are the row numbers of mini-batch i."""
 
 
 def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches:
@@ -42,7 +34,12 @@ def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches
     for rows in table.split(num_mini_batches):
         parts = balanced_partitions([lengths[row] for row in rows], layout.data)
         mini_batches.append(tuple(tuple(rows[i] for i in part) for part in parts))
-    return MiniBatches(tuple(mini_batches))
+    return tuple(mini_batches)
+
+
+def shards_of(mini_batches: MiniBatches) -> RankRows:
+    """All rows of each data-parallel shard, mini-batch after mini-batch."""
+    return tuple(tuple(row for part in parts for row in part) for parts in zip(*mini_batches, strict=True))
 
 
 class Component:
@@ -61,24 +58,24 @@ class Component:
     def scatter(self, batch: Batch, num_mini_batches: int = 1) -> "Scattered":
         """Bring a step's rows, tokens and mask only, to the component's shards."""
         mini_batches = split(batch.table, self.layout, num_mini_batches)
-        destinations = shard_destinations(self.layout, mini_batches.shards, self.exchange.world_size)
+        destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
         rows = self.exchange.move(batch.rows, batch.table, batch.owners, destinations, ["response_mask"])
         return Scattered(self, batch, mini_batches, destinations, rows)
 
 
+@dataclass
 class Scattered:
     """A step's rows at a component's shards. Every rank calls every method, in the same order."""
 
-    def __init__(self, component: Component, batch: Batch, split: MiniBatches, destinations: RankRows, rows: Rows):
-        self.component = component
-        self.batch = batch
-        self.split = split
-        self.destinations = destinations
-        self.rows = rows
+    component: Component
+    batch: Batch
+    split: MiniBatches
+    destinations: RankRows
+    rows: Rows
 
     def passed_to(self, component: Component) -> "Scattered":
         """The same rows at another component of the same layout: they are there already."""
-        return Scattered(component, self.batch, self.split, self.destinations, self.rows)
+        return replace(self, component=component)
 
     def forward(self) -> Outputs:
         """The head's outputs for the rows here; {} but on the component's last stages. Waits for no other component.
@@ -94,7 +91,7 @@ class Scattered:
     def gather(self, outputs: Outputs, owned: Rows, names: Mapping[str, str]) -> Rows:
         """`owned` with the outputs of `forward` added: `names` maps an output to the field that it becomes."""
         component = self.component
-        sources = output_sources(component.layout, self.split.shards, component.exchange.world_size)
+        sources = output_sources(component.layout, shards_of(self.split), component.exchange.world_size)
         reports = component.engine is not None and component.engine.is_output
         results = self.rows if reports else empty_rows((), self.batch.table)
         results = replace(results, fields={field: outputs[output] for output, field in names.items() if reports})
@@ -113,7 +110,7 @@ class Scattered:
         shard = self.component.layout.shard_of(self.component.exchange.rank)
         parts = []
         start = 0
-        for shards in self.split.rows:
+        for shards in self.split:
             lengths = self.batch.table.policy_lengths[[row for part in shards for row in part]]
             size = len(shards[shard]) if shard is not None else 0
             parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), int((lengths > 0).sum())))

@@ -40,7 +40,7 @@ class Datasets:
             errors += dataset.fault_lines(exchange.share(mine))
         errors += batch_errors(self.train)
         if errors:
-            raise ConfigError(errors)
+            raise ConfigError(*errors)
 
 
 def load_datasets(config: Config) -> Datasets:

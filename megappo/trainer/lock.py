@@ -25,12 +25,12 @@ def take(output_dir: Path) -> IO[str]:
         output_dir.mkdir(parents=True, exist_ok=True)
         file = (output_dir / LOCK).open("a+", encoding="utf-8")
         if not _locked(file, fcntl.LOCK_EX, PATIENCE_SECONDS):
-            raise ConfigError([_busy(output_dir, file)])
+            raise ConfigError(_busy(output_dir, file))
         file.truncate(0)
         file.write(f"{socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()
     except OSError as error:
-        raise ConfigError([_refusal(output_dir, error)]) from error
+        raise ConfigError(_refusal(output_dir, error)) from error
     return file
 
 

@@ -1,5 +1,7 @@
 """PPO's losses as the engine takes them: from a micro-batch's outputs to its part of the mini-batch's loss."""
 
+from typing import Any
+
 import torch
 
 from megappo.batch.rows import Rows
@@ -9,7 +11,7 @@ from megappo.observe.metrics import Metric
 from megappo.ppo.aggregation import Metrics, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
-from megappo.ppo.surrogate import Result, Tokens
+from megappo.ppo.surrogate import Tokens
 
 SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""
@@ -32,7 +34,7 @@ class ActorLoss:
 
     def __init__(self, config: Config, num_tokens: int, num_sequences: int):
         self.config = config
-        self.normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
+        self._shared = _shared(config, num_tokens, num_sequences)
         self._policy_kl: list[torch.Tensor] = []
 
     @property
@@ -41,79 +43,57 @@ class ActorLoss:
         return float(sum(self._policy_kl))
 
     def __call__(self, outputs: Outputs, rows: Rows) -> Part:
-        config, normaliser = self.config, self.normaliser
-        mask, fields = _on(outputs["log_probs"].device, rows)
-        tokens = _tokens(config, outputs, fields, mask, normaliser)
+        config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
+        mask, fields = _on(log_probs.device, rows)
+        old = fields["old_log_probs"]
+        tokens = Tokens(
+            log_probs,
+            old,
+            fields["advantages"],
+            mask,
+            rollout_is_weights=fields.get("rollout_is_weights"),
+            selected=fields[SELECTED].bool() if SELECTED in fields else None,
+            opsm_delta=actor.opsm_delta,
+            **self._shared,
+        )
         self._policy_kl.append(tokens.policy_kl.double())
-        loss, found = config.actor.method.function(tokens, config.actor)
+        loss, found = actor.method.function(tokens, actor)
         found = {"pg_loss": loss, **found}
-        for part, part_metrics in (
-            _entropy_loss(config, outputs, mask, normaliser),
-            *([_kl_loss(config, outputs, fields, mask, normaliser)] if config.actor.use_kl_loss else []),
-        ):
-            loss, found = loss + part, found | part_metrics
+        # Without a bonus the entropy is only a metric: keep it out of the backward pass.
+        entropy = outputs["entropy"] if actor.entropy_coeff else outputs["entropy"].detach()
+        parts = [entropy_loss(entropy, mask, actor, **self._shared)]
+        if actor.use_kl_loss:
+            ref = fields.get("ref_log_probs", log_probs)
+            full = outputs["full_kl"] if actor.kl_loss_type == "full" else None
+            parts.append(kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **self._shared))
+        for part, of_part in parts:
+            loss, found = loss + part, found | of_part
         metrics = _named("actor", found)
         if config.algorithm.shared_backbone:
-            value_part, value_metrics = _value_loss(config, outputs, fields, mask, normaliser)
-            loss, metrics = loss + config.algorithm.value_coef * value_part, metrics | value_metrics
+            part, of_values = _value_loss(config, outputs, mask, fields, self._shared)
+            loss, metrics = loss + config.algorithm.value_coef * part, metrics | of_values
         return loss, metrics
 
 
 def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
     """The critic's value loss; arguments as in `ActorLoss`."""
-    normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
+    shared = _shared(config, num_tokens, num_sequences)
 
     def loss_fn(outputs: Outputs, rows: Rows) -> Part:
-        mask, fields = _on(outputs["values"].device, rows)
-        return _value_loss(config, outputs, fields, mask, normaliser)
+        return _value_loss(config, outputs, *_on(outputs["values"].device, rows), shared)
 
     return loss_fn
 
 
-def _tokens(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Tokens:
-    return Tokens(
-        outputs["log_probs"],
-        fields["old_log_probs"],
-        fields["advantages"],
-        mask,
-        rollout_is_weights=fields.get("rollout_is_weights"),
-        selected=fields[SELECTED].bool() if SELECTED in fields else None,
-        normaliser=normaliser,
-        conventions=conventions(config),
-        opsm_delta=config.actor.opsm_delta,
-    )
+def _shared(config: Config, num_tokens: int, num_sequences: int) -> dict[str, Any]:
+    """What every loss of a mini-batch takes."""
+    normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
+    return {"normaliser": normaliser, "conventions": conventions(config)}
 
 
-def _entropy_loss(config: Config, outputs: Outputs, mask: torch.Tensor, normaliser: Normaliser) -> Result:
-    # Without a bonus the entropy is only a metric: keep it out of the backward pass.
-    entropy = outputs["entropy"] if config.actor.entropy_coeff else outputs["entropy"].detach()
-    return entropy_loss(entropy, mask, config.actor, normaliser=normaliser, conventions=conventions(config))
-
-
-def _kl_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Result:
-    log_probs = outputs["log_probs"]
-    return kl_loss(
-        log_probs,
-        fields.get("ref_log_probs", log_probs),
-        mask,
-        config.actor,
-        old_log_probs=fields["old_log_probs"],
-        kl=outputs["full_kl"] if config.actor.kl_loss_type == "full" else None,
-        normaliser=normaliser,
-        conventions=conventions(config),
-    )
-
-
-def _value_loss(config: Config, outputs: Outputs, fields: Fields, mask: torch.Tensor, normaliser: Normaliser) -> Part:
-    loss, metrics = value_loss(
-        outputs["values"],
-        fields["values"],
-        fields["returns"],
-        mask,
-        config.critic,
-        normaliser=normaliser,
-        conventions=conventions(config),
-    )
+def _value_loss(config: Config, outputs: Outputs, mask: torch.Tensor, fields: Fields, shared: dict[str, Any]) -> Part:
+    old, returns = fields["values"], fields["returns"]
+    loss, metrics = value_loss(outputs["values"], old, returns, mask, config.critic, **shared)
     return loss, _named("critic", {"vf_loss": loss, **metrics})
 
 

@@ -56,10 +56,8 @@ def _engine(config: Config, layout: Layout, number: int, rank: int) -> Engine:
     ranks = layout.shard_ranks(number)
     if ranks[-1] // local_world != node:
         raise ConfigError(
-            [
-                f"rollout.tensor_parallel: engine {number} on ranks {format_ranks(ranks)} reaches over several nodes "
-                f"of {local_world} ranks: make it a divisor of {local_world}, and start placement.rollout on a multiple"
-            ]
+            f"rollout.tensor_parallel: engine {number} on ranks {format_ranks(ranks)} reaches over several nodes "
+            f"of {local_world} ranks: make it a divisor of {local_world}, and start placement.rollout on a multiple"
         )
     first_on_node = next(i for i in range(layout.data) if layout.output_rank(i) // local_world == node)
     return Engine(

@@ -1,7 +1,7 @@
 """How far a run has come: the checkpoint that it goes on from, and what it saves besides its models."""
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
@@ -10,17 +10,12 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS
 from megappo.observe.metrics import METRICS_FILE
-from megappo.ppo.kl import kl_controller
+from megappo.ppo.kl import AdaptiveKLController, FixedKLController, kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.models import Models
 
-
-class Stateful(Protocol):
-    """What a checkpoint holds as plain numbers."""
-
-    def state_dict(self) -> dict[str, float]: ...
-
-    def load_state_dict(self, state: dict[str, float]) -> None: ...
+Stateful = FixedKLController | AdaptiveKLController | RunningMoments
+"""What a checkpoint holds as plain numbers."""
 
 
 class Progress:

@@ -65,8 +65,8 @@ def _look_at(dataset: PromptDataset, vocab_size: int, findings: Findings, *, eve
     findings.errors += dataset.fault_lines([faults])
     for file, part in zip(dataset.files, faults, strict=True):
         of_all = f"all {part.looked_at:,}"
-        if part.looked_at < file.num_records:
-            of_all = f"{part.looked_at:,} of {file.num_records:,} (with --all: every one)"
+        if part.looked_at < len(file.records):
+            of_all = f"{part.looked_at:,} of {len(file.records):,} (with --all: every one)"
         findings.looked_at.append(f"prompts of {file.path}: {of_all}")
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,14 +67,10 @@ class Rollouts:
         self.engine_number = own.number
         self.num_engines = num_engines
         self.vocab_size = datasets.vocab_size
-        stop_token_ids, rollout = datasets.stop_token_ids, config.rollout
-        self.training = SamplingParams(
-            rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_token_ids
-        )
-        self.evaluation = SamplingParams(
-            rollout.max_response_length, rollout.val_temperature, stop_token_ids=stop_token_ids
-        )
-        self.greedy = SamplingParams(rollout.max_response_length, 0.0, stop_token_ids=stop_token_ids)
+        rollout = config.rollout
+        params = partial(SamplingParams, rollout.max_response_length, stop_token_ids=datasets.stop_token_ids)
+        self.training = params(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
+        self.evaluation, self.greedy = params(temperature=rollout.val_temperature), params(temperature=0.0)
         self._store = distributed_c10d._get_default_store()  # torchrun's; no public way to it
         self._calls = 0
         self._nums_scores: set[int] = set()
@@ -135,7 +132,7 @@ class Rollouts:
             )
         num_scores = max(self._nums_scores, default=1)
         if errors := num_scores_errors(self.config, num_scores):
-            raise ConfigError(errors)
+            raise ConfigError(*errors)
         return num_scores
 
     def collect(self, responses: Responses, prompts: Sequence[Prompt]) -> tuple[Batch, dict[str, float]]:
@@ -220,7 +217,7 @@ def check_known(samples: Sequence[Sample], vocab_size: int) -> None:
     highest = max((token for one in samples for token in one.tokens), default=0)
     if highest >= vocab_size:
         found = f"the actor wrote token {highest}, for which the critic has no embedding (vocab_size is {vocab_size} in"
-        raise ConfigError([f"critic.model_path: {found} its config.json): choose a model with the actor's vocabulary"])
+        raise ConfigError(f"critic.model_path: {found} its config.json): choose a model with the actor's vocabulary")
 
 
 def summed(scores: torch.Tensor) -> torch.Tensor:

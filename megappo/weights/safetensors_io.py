@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +20,7 @@ class WeightsError(ValueError):
     """What is wrong with a folder of weights, and what to do about it."""
 
 
-class HFFolder:
+class HFFolder(AbstractContextManager):
     """The tensors of a Hugging Face folder by name; only the slices asked for are read.
 
     A context manager: the files stay open (memory-mapped) inside it.
@@ -38,10 +38,7 @@ class HFFolder:
         for file, handle in self._files.items():
             _check_names(self.folder / file, {n for n, f in self._file_of.items() if f == file}, set(handle.keys()))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._files.clear()
 
     def rename(self, names: Mapping[str, str]) -> None:

@@ -200,7 +200,7 @@ def test_an_error_raised_later_names_the_place_too(tmp_path):
     path = write(tmp_path, "run.yaml", MINIMAL + "rollout:\n  stop: [ab]\n")
     config = load_config(path, ["trainer.seed=1"])
     with pytest.raises(ConfigError) as caught, config.locating():
-        raise ConfigError(["rollout.stop: 'ab' is 2 tokens", "trainer.seed 1: no", "critic: none\n\x1b[2J"])
+        raise ConfigError("rollout.stop: 'ab' is 2 tokens", "trainer.seed 1: no", "critic: none\n\x1b[2J")
     assert caught.value.errors == (
         f"{path}:5: rollout.stop: 'ab' is 2 tokens",
         "command line: trainer.seed 1: no",

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from megappo.observe.console import COLUMNS, Console
-from megappo.observe.observer import NullObserver, Observer, open_observer
+from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.samples import format_samples
 
 STEP = {
@@ -57,13 +57,13 @@ def test_samples_are_readable_and_cannot_break_the_terminal():
 
 
 def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
-    observer = open_observer(tmp_path, 4, enabled=True)
+    observer = Observer(tmp_path, 4)
     for step in range(4):
         observer.log(step, STEP)
         observer.samples(step, [{"prompt": "p", "response": f"first {step}"}])
     observer.close()
 
-    observer = open_observer(tmp_path, 4, enabled=True, resume_step=3)
+    observer = Observer(tmp_path, 4, resume_step=3)
     observer.samples(3, [{"prompt": "p", "response": "second 3"}])
     observer.samples(3, [{"prompt": "q", "response": "second set"}])
     observer.close()
@@ -76,16 +76,16 @@ def test_a_resumed_run_leaves_every_step_once(tmp_path, capsys):
 
 
 def test_the_report_is_there_only_while_a_run_has_ended(tmp_path, capsys):
-    observer = open_observer(tmp_path, 4, enabled=True)
+    observer = Observer(tmp_path, 4)
     observer.finish()
     observer.close()
     assert (tmp_path / "report.html").is_file()
-    open_observer(tmp_path, 4, enabled=True, resume_step=3).close()
+    Observer(tmp_path, 4, resume_step=3).close()
     assert not (tmp_path / "report.html").exists()
 
 
 def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
-    observer = open_observer(tmp_path, 2, enabled=True)
+    observer = Observer(tmp_path, 2)
     worst_and_best = {"val/a/score/min": 0.0, "val/a/score/max": 1.0}
     observer.log(0, {"val/a/score/mean": 0.2, "val/b/score/mean": 0.4} | worst_and_best)
     observer.log(1, STEP)
@@ -116,7 +116,7 @@ def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
 
 
 def test_scores_that_are_not_only_right_or_wrong_are_not_called_accuracy(tmp_path, capsys):
-    observer = open_observer(tmp_path, 1, enabled=True)
+    observer = Observer(tmp_path, 1)
     observer.log(0, {"val/a/score/mean": 0.2, "val/a/score/min": 0.1, "val/a/score/max": 1.0})
     observer.finish()
     observer.close()
@@ -125,7 +125,7 @@ def test_scores_that_are_not_only_right_or_wrong_are_not_called_accuracy(tmp_pat
 
 
 def test_a_run_without_evaluation_still_gets_its_report(tmp_path, capsys):
-    observer = open_observer(tmp_path, 1, enabled=True)
+    observer = Observer(tmp_path, 1)
     observer.log(1, {"timing_s/step": 1.0})
     observer.finish()
     observer.close()
@@ -139,7 +139,7 @@ def test_the_silent_observer_has_the_same_methods_and_leaves_nothing(tmp_path, c
         return {name: inspect.signature(function) for name, function in functions.items()}
 
     assert interface(NullObserver) == interface(Observer)
-    observer = open_observer(tmp_path / "run", 1, enabled=False)
+    observer = NullObserver()
     observer.log(1, STEP)
     observer.samples(1, [{"response": "x"}])
     observer.message("text")

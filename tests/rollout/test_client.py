@@ -3,6 +3,7 @@
 import httpx
 import pytest
 import torch
+from engine_log_probs import engine_log_probs
 
 from megappo.rollout.client import EngineClient, EngineError, SamplingParams
 
@@ -50,7 +51,7 @@ def test_a_response_ends_with_its_stop_token(client, oracle):
 
 
 def test_score_equals_hugging_face(client, oracle):
-    for sequence, log_probs in zip(PROMPTS, client.score(PROMPTS), strict=True):
+    for sequence, log_probs in zip(PROMPTS, engine_log_probs(client, PROMPTS), strict=True):
         expected = oracle(sequence[:1], sequence[1:]) if len(sequence) > 1 else []
         assert log_probs == pytest.approx(expected, abs=1e-4)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from engine_log_probs import engine_log_probs
 from hf_oracle import log_probs_of
 from ppo_engines import Case, at_owners, make_engine
 from slow import slow_ones
@@ -139,7 +140,7 @@ class Actor:
         shared = self.exchange.share([row[row != 0] for row in rows.fields["old_log_probs"]])
         trainer = torch.cat([row for part in shared for row in part])
         torch.testing.assert_close(trainer, torch.tensor(sum(expected, [])), rtol=0, atol=TOLERANCE)
-        engines = self.exchange.share([sum(client.score(SEQUENCES), []) for client in self.clients])[0]
+        engines = self.exchange.share([sum(engine_log_probs(client, SEQUENCES), []) for client in self.clients])[0]
         distance = (torch.tensor(engines) - trainer).abs()
         return float(distance.max()), float(distance.mean())
 

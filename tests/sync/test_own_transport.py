@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from engine_log_probs import engine_log_probs
 from hf_oracle import log_probs_of
 from ppo_engines import Case, make_engine
 from safetensors.torch import save_file
@@ -94,7 +95,9 @@ def test_a_registered_transport_takes_the_weights_to_an_engine(
         "rollout": {"sync": {"transport": "file", "bucket_bytes": 60_000}},
     }
     run_ranks(3, check_sent, engine.url, engine._api_key, checkpoint, sections)
-    assert client.score([SEQUENCE])[0] == pytest.approx(log_probs_of(model, SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
+    assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(
+        log_probs_of(model, SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4
+    )
 
 
 def test_the_names_of_the_key_follow_from_the_table() -> None:

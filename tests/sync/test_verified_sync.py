@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from engine_log_probs import engine_log_probs
 from hf_oracle import named_weights
 from weight_sources import push
 
@@ -29,7 +30,7 @@ def test_a_whole_sync_restores_the_engine(client, hf_model, oracle, restored, sy
     before = client.weight_checksums()
     verified_sync(sync(named_weights(hf_model)), client, barrier=lambda: None, as_loaded=True)
     assert client.weight_checksums() == before
-    assert client.score([SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
+    assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
 
 
 @pytest.mark.parametrize(

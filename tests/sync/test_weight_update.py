@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_log_probs import engine_log_probs
 from hf_oracle import named_weights
 from weight_sources import Given, handle_sender, push, specs
 
@@ -27,7 +28,7 @@ def test_the_engine_computes_with_the_new_weights(client, hf_model, oracle, engi
     stats = push(client, weights, engine_shapes, bucket_bytes=bucket_bytes)
     new = oracle(SEQUENCE[:1], SEQUENCE[1:])
     assert max(abs(a - b) for a, b in zip(old, new, strict=True)) > 0.1
-    assert client.score([SEQUENCE])[0] == pytest.approx(new, abs=1e-4)
+    assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(new, abs=1e-4)
     [generation] = client.generate([SEQUENCE], SamplingParams(6))
     assert generation.log_probs == pytest.approx(oracle(SEQUENCE, generation.tokens), abs=1e-4)
     assert stats.bytes == sum(tensor.nbytes for _, tensor in weights)
@@ -39,7 +40,7 @@ def test_tensors_of_several_dtypes_arrive(client, hf_model, oracle, engine_shape
         odd.copy_((odd * 1.5).bfloat16())
     weights = [(name, t.bfloat16() if t is odd or "norm" in name else t) for name, t in named_weights(hf_model)]
     push(client, weights, engine_shapes)
-    assert client.score([SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
+    assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
 
 
 def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_model, oracle, engine_shapes, tmp_path):
@@ -52,7 +53,7 @@ def test_every_rank_of_a_tensor_parallel_engine_gets_the_weights(checkpoint, hf_
             for _, tensor in named_weights(hf_model):
                 tensor.mul_(0.9)
         push(client, named_weights(hf_model), engine_shapes, tensor_parallel=2)
-        assert client.score([SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
+        assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(oracle(SEQUENCE[:1], SEQUENCE[1:]), abs=1e-4)
     finally:
         engine.stop()
 

@@ -98,7 +98,7 @@ def prompts_of(file: Path, folder: Path) -> None:
     data = Data(train_files=[str(file)])
     dataset = PromptDataset([str(file)], load_tokenizer(str(folder)), data, 0)
     if lines := dataset.fault_lines([dataset.check(vocab_size=2**31)]):
-        raise ConfigError(lines)
+        raise ConfigError(*lines)
 
 
 # What reads one file, which is in a folder where all others are as they should be.

@@ -85,7 +85,7 @@ def test_other_errors_keep_their_traceback(capsys):
 
 def test_a_rank_that_fails_later_leaves_the_word_and_the_exit_code_to_the_first(capsys):
     store = dist.HashStore()
-    assert report(ConfigError(["wrong"]), store, 0, 2) == 2
+    assert report(ConfigError("wrong"), store, 0, 2) == 2
     assert report(ValueError("too"), store, 1, 2) == 2
     assert capsys.readouterr().err == "error: wrong\n"
 

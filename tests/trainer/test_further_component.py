@@ -44,8 +44,8 @@ def fields_of(run, step: int) -> dict[str, torch.Tensor]:
 
 def with_a_judge(rank: int, world_size: int, folder: str) -> None:
     with (
-        patch.dict(FIELDS._entries),
-        patch.dict(COMPONENTS._entries),
+        patch.dict(FIELDS),
+        patch.dict(COMPONENTS),
     ):  # other tests' calls meet the tables as they were
         FIELDS.register("judged", Field(True, "the judge", "what the judge expects before the token"))
         FIELDS.register("judged_at_the_end", Field(False, "the judge", "what it expects after the last token"))
@@ -104,6 +104,6 @@ def test_what_is_wrong_with_it_is_told(ranks, tokens, error, monkeypatch):
         }
     )
     spec = replace(judge(config, ranks), max_tokens=Setting("judge.max_tokens", tokens))
-    monkeypatch.setitem(COMPONENTS._entries, "judge", lambda config: spec)
+    monkeypatch.setitem(COMPONENTS, "judge", lambda config: spec)
     (found,) = arrangement_errors(config, 4)
     assert found.startswith(error)

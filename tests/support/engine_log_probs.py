@@ -1,0 +1,17 @@
+"""What an engine computes with the weights that it has."""
+
+from collections.abc import Sequence
+
+from megappo.rollout.client import EngineClient
+
+
+def engine_log_probs(client: EngineClient, sequences: Sequence[list[int]]) -> list[list[float]]:
+    """At temperature 1, for each sequence log p(token[t] | token[:t]) for t = 1, 2, ..."""
+    body = {
+        "input_ids": list(sequences),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    replies = client.post("/generate", body)
+    return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]
