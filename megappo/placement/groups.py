@@ -146,9 +146,12 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
         layouts: component -> layout.
         seed: of the components' random streams.
         timeout: after which a collective on these groups ends the run; None = torch's default.
+    Raises:
+        ValueError: a layout's ranks do not ascend, or are not all in the world.
     """
-    for layout in layouts.values():
-        assert list(layout.ranks) == sorted(layout.ranks), "torch orders groups by rank"
+    for name, layout in layouts.items():
+        if list(layout.ranks) != sorted(layout.ranks):
+            raise ValueError(f"{name}: ranks {layout.ranks} must ascend, as torch orders groups by rank")
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
     cache: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): dist.group.WORLD}

@@ -93,6 +93,7 @@ def test_a_model_with_a_weight_that_is_no_number(config, folder):
     )
 
 
+@pytest.mark.slow  # tests/trainer/test_not_finite.py has the loss, test_endings.py an error in a step
 def test_rewards_whose_loss_overflows(config, folder):
     (folder / "reward.py").write_text("def huge(prompts, responses, labels):\n    return [3e38] * len(labels)\n")
     reward = f"reward.function={folder / 'reward.py'}:huge"

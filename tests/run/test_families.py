@@ -88,7 +88,7 @@ def check_export(run: Path) -> None:
         assert tokenizer.decode(tokens, skip_special_tokens=True) == sample["response"]
 
 
-@pytest.mark.parametrize("family", slow_ones(MODELS, ("mistral", "qwen2", "qwen3", "mixtral")))
+@pytest.mark.parametrize("family", slow_ones(MODELS, ("mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")))
 def test_a_family_trains(family: str, config: Path, folder: Path) -> None:
     run, model = folder / "run", write_model(folder / "model", family)
     prompts = write_prompts(folder / "prompts.jsonl")

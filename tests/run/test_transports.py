@@ -8,7 +8,7 @@ from slow import slow_ones
 
 ONE_RANK_EACH = (
     *("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1"),
-    *("trainer.total_steps=6", "trainer.save_interval=0", "trainer.export_hf=false"),
+    *("trainer.total_steps=4", "trainer.save_interval=0", "trainer.export_hf=false"),
 )
 WAYS = {
     "broadcast to an engine elsewhere": ("placement.rollout=1",),
@@ -17,7 +17,7 @@ WAYS = {
     "broadcast to the sender's own engine": ("placement.rollout=all", "rollout.sync.transport=broadcast"),
 }
 SLOW = ("broadcast to an engine elsewhere", "broadcast to the sender's own engine", "through a folder")
-PROBED = {"one engine here, one elsewhere": [2, 4, 6]}
+PROBED = {"one engine here, one elsewhere": [2, 4]}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -29,10 +29,10 @@ def test_the_engines_follow_the_actor(way: str, config: Path, folder: Path) -> N
     with Program(folder, config, f"trainer.output_dir={run}", *arguments) as program:
         assert program.wait() == 0, program.output
     steps = logged(run)[1:]
-    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4, 5, 6]
+    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4]
     assert all(metrics["rollout/log_prob_diff/mean"] < 1e-4 for metrics in steps)
     assert steps[0]["sync/bytes"] == 0, "while the critic warms up, the engines have the actor's weights"
     assert all(metrics["sync/bytes"] > 50_000 for metrics in steps[1:])
     probed = [metrics["step"] for metrics in steps if "sync/log_prob_diff/max" in metrics]
-    assert probed == PROBED.get(way, [1, 2, 3, 4, 5, 6])
+    assert probed == PROBED.get(way, [1, 2, 3, 4])
     assert all(metrics.get("sync/log_prob_diff/max", 0) < 1e-4 for metrics in steps)

@@ -16,7 +16,7 @@ from megappo.batch.exchange import Exchange, RowTable
 from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.component import Component, split
+from megappo.trainer.component import Component, shards_of, split
 
 # --- splitting ---
 
@@ -36,15 +36,15 @@ def test_mini_batches_are_consecutive_prompts_spread_over_the_shards(
     lengths = torch.randint(1, 50, (3, size * num_mini_batches), generator=torch.Generator().manual_seed(seed))
     table = RowTable(torch.arange(len(lengths[0])) // rows_per_prompt, *lengths)
     found = split(table, Layout(tuple(range(shards))), num_mini_batches)
-    assert len(found.rows) == num_mini_batches
-    for number, mini_batch in enumerate(found.rows):
+    assert len(found) == num_mini_batches
+    for number, mini_batch in enumerate(found):
         assert len(mini_batch) == shards
         rows = sorted(row for part in mini_batch for row in part)
         assert rows == list(range(number * size, (number + 1) * size)), "every row once, in consecutive prompts"
         tokens = [sum(table.total_lengths()[row] for row in part) for part in mini_batch]
         assert max(tokens) - min(tokens) <= max(table.total_lengths()[row] for row in rows), "balanced by tokens"
-    assert found.shards == tuple(
-        tuple(row for mini_batch in found.rows for row in mini_batch[shard]) for shard in range(shards)
+    assert shards_of(found) == tuple(
+        tuple(row for mini_batch in found for row in mini_batch[shard]) for shard in range(shards)
     )
 
 
