@@ -88,6 +88,7 @@ def check_export(run: Path) -> None:
         assert tokenizer.decode(tokens, skip_special_tokens=True) == sample["response"]
 
 
+# Mixtures of experts train in tests/models/test_train_engine.py, and reach an engine in tests/sync/test_layouts.py.
 @pytest.mark.parametrize("family", slow_ones(MODELS, ("mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")))
 def test_a_family_trains(family: str, config: Path, folder: Path) -> None:
     run, model = folder / "run", write_model(folder / "model", family)

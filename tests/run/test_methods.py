@@ -36,10 +36,8 @@ METHODS = {
         *("actor.use_kl_loss=true", "actor.kl_loss_type=full"),
     ),
 }
-SLOW = (
-    "shared out rows",
-    "shared backbone",
-)  # a critic shares out rows in a family's run; tests/run/test_extensions.py is without one
+# A critic shares out rows in a family's run; test_extensions.py has one without critic, whose responses are compared.
+SLOW = ("shared out rows", "shared backbone")
 SLOW += ("grpo", "rloo", "reinforce_plus_plus", "remax", "gdpo", "gspo", "clip_cov", "dual clip", "adaptive KL")
 REWARDS = {"gdpo": "sevens_and_pluses"}
 OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")
