@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import resource
 
 import torch
 
@@ -40,6 +41,15 @@ def backend() -> str:
 def has_transformer_engine() -> bool:
     """Whether TransformerEngine is installed and has a GPU to run on."""
     return has_cuda() and _version("transformer-engine") is not None
+
+
+def raise_open_file_limit() -> None:
+    """Let this process, and those it starts, open as many files as the hard limit allows.
+
+    A rank of a large run holds a socket for every other rank of each of its gloo groups; the usual 1024 are too few.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def capabilities() -> dict[str, str]:

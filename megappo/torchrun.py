@@ -26,6 +26,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
+from megappo import platform
 from megappo.launcher.agent import Agent, OtherNodeError
 from megappo.lifetime import EXIT_LOST_RANK
 from megappo.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
@@ -41,6 +42,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    platform.raise_open_file_limit()
     bind_stores()
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))

@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        stay_on_this_node()  # plain torchrun has not
+        stay_on_this_node()  # plain torchrun has not,
+    platform.raise_open_file_limit()  # nor has it raised this
     os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's manager of shared memory listens
     try:
         store, _, _ = next(dist.rendezvous("env://"))

@@ -143,7 +143,8 @@ def slurm(
 ) -> subprocess.CompletedProcess:
     """Run the batch script as Slurm would, on node 1 of the job, with stand-ins for Slurm's two commands."""
     executable(tmp_path / "bin" / "scontrol", "".join(f"echo {node}\n" for node in nodes))
-    executable(tmp_path / "bin" / "srun", 'shift; SLURM_NODEID=1 "$@"')
+    srun = 'while [[ $1 == -* ]]; do echo "srun $1"; shift; done; SLURM_NODEID=1 "$@"'
+    executable(tmp_path / "bin" / "srun", srun)
     executable(tmp_path / ".venv-gpu" / "bin" / "python", python)
     variables = {
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
@@ -152,6 +153,7 @@ def slurm(
         "SLURM_JOB_NODELIST": "gpu[07-09]",
         "SLURM_NNODES": "3",
         "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_ON_NODE": "96",
     }
     command = ["bash", ROOT / "launch" / "slurm.sbatch", "configs/x.yaml", "trainer.seed=1"]
     return run(command, tmp_path, **(variables | environment))
@@ -159,7 +161,7 @@ def slurm(
 
 def test_slurm_starts_torchrun_on_every_node_towards_the_first(tmp_path):
     result = slurm(tmp_path, ["gpu07", "gpu08", "gpu09"])
-    words = result.stdout.splitlines()[2:]
+    words = [line for line in result.stdout.splitlines()[2:] if not line.startswith("srun ")]
     assert result.returncode == 0, result.stderr
     options = dict(zip(words[2:12:2], words[3:12:2], strict=True))
     assert words[:2] == ["-m", "megappo.torchrun"]
@@ -171,6 +173,12 @@ def test_slurm_starts_torchrun_on_every_node_towards_the_first(tmp_path):
         "--nproc-per-node": "8",
     }
     assert words[12:] == ["-m", "megappo.train", "configs/x.yaml", "trainer.seed=1"]
+
+
+def test_slurm_gives_a_nodes_one_task_all_cores_and_all_memory(tmp_path):
+    options = {line for line in slurm(tmp_path, ["gpu07"]).stdout.splitlines() if line.startswith("srun ")}
+    assert {"srun --cpu-bind=none", "srun --cpus-per-task=96", "srun --mem=0"} <= options
+    assert "#SBATCH --mem=0" in (ROOT / "launch" / "slurm.sbatch").read_text().splitlines(), "the step's is the job's"
 
 
 def test_slurm_starts_no_rank_of_what_the_dry_run_refuses(tmp_path):
@@ -190,7 +198,7 @@ def test_slurm_fails_with_the_job_step_and_without_nodes(tmp_path):
     script = (ROOT / "launch" / "slurm.sbatch").read_text()
     executable(tmp_path / "failing", script.replace("srun --kill-on-bad-exit=1", "false_run"))
     variables = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
-    variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a", "SLURM_GPUS_ON_NODE": "1"}
+    variables |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a", "SLURM_GPUS_ON_NODE": "1", "SLURM_CPUS_ON_NODE": "1"}
     executable(tmp_path / "bin" / "scontrol", "echo a")
     assert run(["bash", tmp_path / "failing", "c.yaml"], tmp_path, **variables).returncode == 7
 

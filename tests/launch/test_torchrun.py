@@ -1,6 +1,7 @@
 """How ranks, launchers and nodes end that cannot say it themselves: each with one line, in time, with nothing left."""
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -226,3 +227,25 @@ def test_a_node_that_is_killed(launch, lost):
     assert left.wait(60) == 1
     [line] = left.lines
     assert line.startswith(f"error: node {lost} ({HOST}, rank {lost}) has ")
+
+
+def soft_limit_of_256(*command: str) -> str:
+    """What a command prints whose shell allows it 256 open files."""
+    shell = ["bash", "-c", 'ulimit -Sn 256; exec "$@"', "-", sys.executable, "-m", *command]
+    return subprocess.run(shell, cwd=REPOSITORY, capture_output=True, text=True, timeout=100).stdout
+
+
+def test_ranks_may_open_as_many_files_as_the_hard_limit_allows():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    options = ("--standalone", "--nproc-per-node", "1", "--no-python")
+    assert soft_limit_of_256("megappo.torchrun", *options, "bash", "-c", "ulimit -n").strip() == str(hard)
+
+
+def test_ranks_of_plain_torchrun_may_too(tmp_path):
+    extension = tmp_path / "told.py"
+    extension.write_text("import resource\nprint('limits', *resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)\n")
+    options = ("--standalone", "--nproc-per-node", "1", "-m", "megappo.train", "configs/quickstart.yaml")
+    output = soft_limit_of_256("torch.distributed.run", *options, f"trainer.extensions=[{extension}]", "model.path=no")
+    [line] = [line for line in output.splitlines() if line.startswith("limits ")]
+    _, soft, hard = line.split()
+    assert soft == hard
