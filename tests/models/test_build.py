@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
-from tiny_models import build, hf_folder, hf_model, outputs, run, sequences
+from tiny_models import build, hf_folder, hf_model, inputs, outputs, run, sequences
 from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, PLAIN_ROPE, SHAPE, VOCAB_SIZE
 
+from megappo import platform
 from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
 from megappo.architecture.parsing import ArchitectureError, parse, read_architecture
@@ -253,6 +254,13 @@ def _recomputed_equal(rank: int, world_size: int, folder: Path) -> None:
     for recompute in ("selective", "full"):
         for name, gradient in _gradients(folder, recompute).items():
             torch.testing.assert_close(gradient, plain[name], msg=f"{recompute} recomputation: {name}")
+
+
+def test_models_are_handed_what_lies_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "device", lambda: torch.device("meta"))
+    tokens, positions, boundaries = inputs(sequences())
+    handed = (tokens, positions, boundaries.cu_seqlens_q, boundaries.cu_seqlens_kv)
+    assert {tensor.device.type for tensor in handed} == {"meta"}
 
 
 def test_recomputation_leaves_gradients_alone(tmp_path: Path) -> None:

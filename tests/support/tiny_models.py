@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from tiny_shapes import SHAPE, VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megappo import platform
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Parallel
@@ -96,7 +97,8 @@ def run(
 
     def step(iterator: object, model: torch.nn.Module) -> tuple:
         pack = next(iterator)
-        output = model(*inputs(pack)[:2], None, packed_seq_params=inputs(pack)[2])
+        tokens, positions, boundaries = inputs(pack)
+        output = model(tokens, positions, None, packed_seq_params=boundaries)
         return output, lambda output, non_loss_data=False: on_output(output, pack)
 
     pipeline = groups.collection.pp
@@ -117,11 +119,13 @@ def run(
 
 
 def inputs(pack: Pack) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
-    """Tokens [1, T], positions [1, T] and boundaries of a pack."""
+    """Tokens [1, T], positions [1, T] and boundaries of a pack, where models live."""
+    device = platform.device()
     lengths = [len(tokens) for tokens in pack]
-    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
     boundaries = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-    return torch.cat(list(pack))[None], torch.cat([torch.arange(length) for length in lengths])[None], boundaries
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return torch.cat(list(pack))[None].to(device), positions[None].to(device), boundaries
 
 
 def outputs(chunks: ModelChunks, groups: ComponentGroups) -> torch.Tensor | None:
