@@ -31,7 +31,7 @@ from megappo.config.schema import Config
 from megappo.imports import without_collector
 from megappo.listening import stay_on_this_node
 from megappo.observe.console import escape_unprintable
-from megappo.rollout.launch import home_of_sockets
+from megappo.rollout.launch import home_of_sockets, nccl_variables
 from megappo.table import resolved
 from megappo.trainer import lock
 from megappo.trainer.failure import report
@@ -103,6 +103,8 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
         store.set("finished", finished)
     if store.get("finished"):  # waits for rank 0: what a folder holds may look different elsewhere
         return
+    for name, value in nccl_variables(config.rollout.server_args).items():
+        os.environ.setdefault(name, value)  # the engine takes its environment from here
     with without_collector():
         train = resolved(TRAINING)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)

@@ -178,7 +178,7 @@ class Rollout(Section):
     max_running_requests: Positive = Field(256, description="sequences an engine decodes at once")
     mem_fraction_static: OpenFraction = Field(0.5, description="share of GPU memory for the engine's weights and KV cache (GPU only)")
     max_total_tokens: Positive | None = Field(None, description="KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)")
-    start_timeout_seconds: PositiveFloat = Field(600.0, description="how long an engine may take to start")
+    start_timeout_seconds: PositiveFloat = Field(1500.0, description="how long an engine may take to start; the first on a GPU compiles kernels")
     request_timeout_seconds: PositiveFloat = Field(1800.0, description="how long one request to an engine may take")
     port: NonNegative = Field(0, le=65535, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
     server_args: dict[str, str | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; those that SGLang does not know or megappo sets itself are errors")

@@ -12,6 +12,11 @@ import httpx
 FINISH_REASONS = ("stop", "length")
 ENDING_SECONDS = 3.0
 """How long a crashed engine may take, from the break of its connections, to end."""
+IDLE_SECONDS = 60.0
+"""How long an engine may take to be idle."""
+WEIGHTS = ("weights",)
+WORKING_MEMORY = ("kv_cache", "cuda_graph")
+"""SGLang's tags of what it frees asleep."""
 
 
 class EngineError(RuntimeError):
@@ -92,16 +97,21 @@ class EngineClient:
         return _generations(reply, len(prompts))
 
     def sleep(self) -> None:
-        """Free the GPU memory of weights and KV cache (on a CPU both stay). After wake() send the weights anew."""
+        """Free the GPU memory of weights, caches and CUDA graphs (on a CPU they stay). After wake() send the weights
+        anew."""
+        self.flush_cache()  # a scheduler that still holds its last batch would end with an assertion
         self.post("/release_memory_occupation", {})
 
-    def wake(self) -> None:
-        """Take the memory back."""
-        self.post("/resume_memory_occupation", {})
+    def wake(self, memory: Sequence[str] = WEIGHTS + WORKING_MEMORY) -> None:
+        """Take memory back: WEIGHTS, WORKING_MEMORY, or both, each once after a sleep."""
+        self.post("/resume_memory_occupation", {"tags": list(memory)})
 
     def flush_cache(self) -> None:
-        """Forget all cached keys and values. Refused while requests run."""
-        self.post("/flush_cache", {})
+        """Forget all cached keys and values, once no request runs any more; refused after IDLE_SECONDS.
+
+        The answer to the last request is there before the scheduler has put its batch away.
+        """
+        self.post(f"/flush_cache?timeout={IDLE_SECONDS:g}", {})
 
     def begin_weight_update(self) -> None:
         """Open a weight update."""

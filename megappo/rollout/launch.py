@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +25,12 @@ CPU_ARGUMENTS = {
     "sleep_on_idle": True,  # else an idle engine takes a core from the trainer
     "max_total_tokens": 65536,
 }
+GPU_ARGUMENTS = {
+    "enable_memory_saver": True,  # sleep() frees the memory for the trainer
+    "cuda_graph_backend_prefill": "disabled",  # SGLang's default there refuses graphs that sleep
+}
+GPU_VARIABLES = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}  # CUDA graphs sleep, too
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
@@ -42,12 +49,7 @@ def server_arguments(
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "max_running_requests": rollout.max_running_requests,
         "log_level": "warning",
-        # On a GPU sleep() frees the memory for the trainer.
-        **(
-            {"mem_fraction_static": rollout.mem_fraction_static, "enable_memory_saver": True}
-            if on_gpu
-            else CPU_ARGUMENTS
-        ),
+        **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else CPU_ARGUMENTS),
         **({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {}),
         **rollout.server_args,
     }
@@ -81,6 +83,7 @@ def environment(gpu_ids: list[str], tensor_parallel: int, temporary: Path) -> di
     """The variables of an engine on these GPUs, or on the cores that a trainer uses too."""
     variables = environment_of_owner(temporary)
     if gpu_ids:
+        variables = GPU_VARIABLES | _without_expandable_segments(variables)
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
     return variables | _cpu_threads(tensor_parallel)
 
@@ -93,6 +96,29 @@ def environment_of_owner(temporary: Path) -> dict[str, str]:
     variables["TMPDIR"] = str(temporary)
     variables["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"  # a generated token makes each check last a second
     return variables
+
+
+def nccl_variables(server_args: Mapping[str, Any]) -> dict[str, str]:
+    """What SGLang sets of NCCL's variables where they are unset: a group with the trainer fails unless both have it.
+
+    Args:
+        server_args: rollout.server_args.
+    Source: sglang.srt.entrypoints.engine._set_envs_and_config.
+    """
+    symmetric = bool(server_args.get("enable_symm_mem"))
+    switched = symmetric or bool(server_args.get("enable_nccl_nvls"))
+    return {"NCCL_CUMEM_ENABLE": str(int(symmetric)), "NCCL_NVLS_ENABLE": str(int(switched))}
+
+
+def _without_expandable_segments(variables: dict[str, str]) -> dict[str, str]:
+    """The variables without this option of torch's allocator, which may be right for the trainer: the memory saver,
+    by which an engine sleeps, refuses to start with it."""
+    left = dict(variables)
+    for name in ALLOCATOR_VARIABLES:
+        options = [part for part in left.pop(name, "").split(",") if "expandable_segments" not in part]
+        if any(options):
+            left[name] = ",".join(options)
+    return left
 
 
 def _cpu_threads(tensor_parallel: int) -> dict[str, str]:

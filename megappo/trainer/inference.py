@@ -1,16 +1,17 @@
 """The inference engines of a run, as its ranks see them: they sleep, wake, and take the actor's weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.placement.layout import Layout
-from megappo.rollout.client import EngineClient
+from megappo.rollout.client import WEIGHTS, WORKING_MEMORY, EngineClient
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import verified_sync
 from megappo.sync.route import find_route
-from megappo.sync.sync import WeightSync
+from megappo.sync.sync import SyncStats, WeightSync
 from megappo.trainer.models import Models
 from megappo.trainer.probe import Probe
 
@@ -33,7 +34,7 @@ class InferenceEngines:
     probe: Probe
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
-        """Reshard the actor's weights into the engines.
+        """Wake the engines with the actor's weights.
 
         Args:
             changed: the actor may have been trained since the last call.
@@ -41,7 +42,7 @@ class InferenceEngines:
             `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and, if it was the probe's turn,
             `sync/log_prob_diff/{mean,max}`.
         """
-        stats = self.weight_sync(changed=changed)
+        stats = self.wake(changed=changed)
         seconds = max(self.exchange.share(stats.seconds))
         metrics = {"sync/bytes": stats.bytes, "sync/seconds": seconds}
         return metrics | {"sync/gib_per_second": stats.bytes / 2**30 / seconds} | self.probe()
@@ -59,16 +60,29 @@ class InferenceEngines:
         self.probe()
 
     def sleep(self) -> None:
-        """Free the engines' GPU memory for the trainer."""
+        """Free the engines' GPU memory for the trainer: on return, of the engines on all ranks' GPUs."""
         if self.client is not None and self.sleeps:
             self.client.sleep()
+        self.exchange.share(None)
 
-    def wake(self) -> None:
-        """Give the engines their GPU memory back; their weights must be synced before they are used."""
+    def wake(self, *, changed: bool = False) -> SyncStats:
+        """Give the engines their GPU memory back, and the weights: those that slept have none.
+
+        First what the weights take, and the rest when the sync's buffers are gone, so that the peak is lower.
+
+        Args:
+            changed: see `sync`.
+        """
+        self._give_back(WEIGHTS)
+        stats = self.weight_sync(changed=changed)
+        self._give_back(WORKING_MEMORY)
+        return stats
+
+    def _give_back(self, memory: Sequence[str]) -> None:
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
         if self.client is not None and self.sleeps:
-            self.client.wake()
+            self.client.wake(memory)
 
 
 def connect(config: Config, layouts: dict[str, Layout], models: Models, probe: Probe) -> InferenceEngines:

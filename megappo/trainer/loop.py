@@ -41,7 +41,10 @@ class Trainer:
             run.observer.log(step, metrics)
             if self._is_due(step, self.config.trainer.save_interval):  # last: what it covers has been logged
                 with run.timers("save"):
+                    run.engines.sleep()  # saving takes memory
                     run.save(step)
+                    if step < total:
+                        run.engines.wake()
         run.finish()
 
     def _is_due(self, step: int, interval: int) -> bool:
@@ -73,7 +76,6 @@ class Trainer:
                 metrics |= training_metrics(run.exchange, steps, name)
         actor_trained = "actor" in optimizer_steps
         with run.timers("sync"):
-            run.engines.wake()
             metrics |= run.engines.sync(changed=actor_trained)
         metrics |= judged.metrics
         if judged.kl_penalty is not None and actor_trained:

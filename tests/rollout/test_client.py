@@ -1,11 +1,14 @@
 """The engine's answers against Hugging Face's model of the same weights."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import pytest
 import torch
 from engine_log_probs import engine_log_probs
 
-from megappo.rollout.client import EngineClient, EngineError, SamplingParams
+from megappo.rollout.client import WEIGHTS, WORKING_MEMORY, EngineClient, EngineError, SamplingParams
 
 PROMPTS = [[5, 6, 7], [11], [9, 8, 7, 6, 5, 4, 3, 2], [40, 41, 42, 43, 40]]
 
@@ -62,6 +65,27 @@ def test_it_generates_the_same_after_sleep_and_flush(client):
     for call in (client.sleep, client.wake, client.flush_cache):
         call()
     assert [g.tokens for g in client.generate(PROMPTS, params)] == [g.tokens for g in before]
+
+
+def test_it_sleeps_once_what_it_writes_is_written(client):
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(client.generate, PROMPTS * 16, SamplingParams(100))
+        time.sleep(0.2)
+        client.sleep()
+        assert writing.done(), "it slept while a request ran"
+        client.wake(WEIGHTS)
+        client.wake(WORKING_MEMORY)
+    client.generate(PROMPTS, SamplingParams(1))
+
+
+def test_an_engine_that_does_not_get_idle_is_told(client, monkeypatch):
+    monkeypatch.setattr("megappo.rollout.client.IDLE_SECONDS", 0.1)
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(client.generate, PROMPTS * 16, SamplingParams(100))
+        time.sleep(0.2)
+        with pytest.raises(EngineError, match="flush_cache.* refused .*waiting for idle state"):
+            client.sleep()
+        writing.result()
 
 
 def test_the_context_holds_two_tokens_less_and_prompts_seven_less(client):

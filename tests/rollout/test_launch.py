@@ -1,0 +1,56 @@
+"""What an engine's process is started with on a GPU."""
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from megappo import train
+from megappo.config.schema import Config, Rollout
+from megappo.rollout import launch
+
+
+def test_all_that_an_engine_on_gpus_has_can_sleep(monkeypatch):
+    rollout = Rollout(mem_fraction_static=0.4, server_args={"cuda_graph_backend_prefill": "full"})
+    arguments = launch.server_arguments("model", Rollout(mem_fraction_static=0.4), "bf16", on_gpu=True, seed=0)
+    assert arguments["enable_memory_saver"] and arguments["mem_fraction_static"] == 0.4
+    assert arguments["cuda_graph_backend_prefill"] == "disabled", "SGLang ends: its default's graphs cannot sleep"
+    assert launch.environment(["0"], 1, Path("/tmp/x"))["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "true"
+    arguments = launch.server_arguments("model", rollout, "bf16", on_gpu=True, seed=0)
+    assert arguments["cuda_graph_backend_prefill"] == "full", "a user's own argument is not passed on"
+    monkeypatch.setenv("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "false")
+    assert launch.environment(["0"], 1, Path("/tmp/x"))["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "false"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("set_to", "left"),
+    [
+        ("expandable_segments:True", None),
+        ("max_split_size_mb:512, expandable_segments:True", "max_split_size_mb:512"),
+        ("expandable_segments:True,roundup_power2_divisions:[256:1,512:2]", "roundup_power2_divisions:[256:1,512:2]"),
+        ("max_split_size_mb:512", "max_split_size_mb:512"),
+    ],
+)
+def test_the_trainers_expandable_segments_do_not_reach_the_engine(monkeypatch, name, set_to, left):
+    monkeypatch.setenv(name, set_to)
+    assert launch.environment(["3", "5"], 2, Path("/tmp/x")).get(name) == left
+
+
+@pytest.mark.parametrize(("of_user", "cumem"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
+def test_nccl_is_set_alike_for_trainer_and_engine_before_a_group_is_made(monkeypatch, of_user, cumem):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")} | of_user
+    monkeypatch.setattr(os, "environ", environment)
+    seen = {}
+    monkeypatch.setattr(train.dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
+    monkeypatch.setattr(train, "resolved", lambda _: lambda config, cleanup: None)
+    store = train.dist.HashStore()
+    store.set("finished", "")
+    sections = {"model": {"path": "m"}, "data": {"train_files": ["t"]}, "trainer": {"output_dir": "out"}}
+    sections["rollout"] = {"server_args": {"enable_nccl_nvls": True}}
+    train._train(Config.model_validate(sections), store, 1, 2, ExitStack())
+    variables = launch.environment(["3", "5"], 2, Path("/tmp/x"))
+    for name, value in {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": "1"}.items():
+        assert seen[name] == variables[name] == value
+    assert variables["CUDA_VISIBLE_DEVICES"] == "3,5"

@@ -1,0 +1,101 @@
+"""The order in which engines sleep, wake and take the weights, seen by a recording client."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megappo.rollout.client import EngineClient
+from megappo.sync.sync import SyncStats
+from megappo.trainer.inference import InferenceEngines
+from megappo.trainer.loop import Trainer
+
+WAKING = [
+    "resume_memory_occupation ['weights']",
+    "weights",
+    "resume_memory_occupation ['kv_cache', 'cuda_graph']",
+]
+
+
+class Recorder(EngineClient):
+    """Notes what it is asked."""
+
+    def __init__(self, asked: list[str]):
+        self.asked = asked
+
+    def post(self, path, body):
+        self.asked.append(" ".join([path.split("?")[0].removeprefix("/"), *map(str, body.values())]))
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    asked: list[str] = []
+    monkeypatch.setattr("megappo.platform.empty_cache", lambda: asked.append("empty_cache"))
+    return asked
+
+
+def engines(asked: list[str], *, sleeps: bool = True) -> InferenceEngines:
+    def weight_sync(*, changed):
+        asked.append("weights")
+        return SyncStats(8, 1.0)
+
+    def probe():
+        asked.append("probe")
+        return {}
+
+    exchange = SimpleNamespace(share=lambda value: asked.append("barrier") or [value])
+    return InferenceEngines(exchange, Recorder(asked), sleeps, weight_sync, probe)
+
+
+def test_an_engine_wakes_for_its_weights_first_and_only_then_for_its_caches(asked):
+    found = engines(asked)
+    found.sleep()
+    assert asked == ["flush_cache", "release_memory_occupation", "barrier"]
+    asked.clear()
+    assert found.sync()["sync/bytes"] == 8
+    ready = ["empty_cache", "barrier"]  # what any rank keeps free, the engine cannot have
+    assert asked == [*ready, WAKING[0], WAKING[1], *ready, WAKING[2], "barrier", "probe"]
+
+
+def test_an_engine_that_does_not_sleep_is_asked_for_nothing(asked):
+    found = engines(asked, sleeps=False)
+    found.sleep()
+    found.sync()
+    assert [line for line in asked if line not in ("empty_cache", "barrier")] == ["weights", "probe"]
+
+
+class Steps(Trainer):
+    """Does nothing in a step."""
+
+    def step(self, step):
+        return {"rollout/num_tokens": 1}
+
+
+def test_engines_sleep_while_a_checkpoint_is_written(asked):
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(sync=SimpleNamespace(verify=False)),
+        trainer=SimpleNamespace(total_steps=3, save_interval=2),
+        eval_interval=0,
+    )
+
+    class Timers:
+        restart = staticmethod(lambda: None)
+
+        def __call__(self, name):
+            return self
+
+        __enter__ = __exit__ = lambda self, *_: None
+
+    run = SimpleNamespace(
+        engines=engines(asked),
+        progress=SimpleNamespace(start_step=0),
+        observer=SimpleNamespace(log=lambda step, metrics: asked.append(f"step {step}")),
+        timers=Timers(),
+        lap=lambda: {"timing_s/rollout": 1.0},
+        save=lambda step: asked.append("save"),
+        finish=lambda: None,
+    )
+    run.engines.first_sync = lambda **_: None
+    Steps(config, run).train()
+    asleep = ["flush_cache", "release_memory_occupation", "save"]
+    told = [line for line in asked if line not in ("empty_cache", "barrier")]
+    assert told == ["step 1", "step 2", *asleep, *WAKING, "step 3", *asleep]
