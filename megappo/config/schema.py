@@ -163,7 +163,7 @@ class Sync(Section):
     bucket_bytes: Positive | None = Field(None, description="bytes of weights handed to the engine at a time, two such buckets being in flight; null = 512 MiB (on a CPU: 128 MiB, and what one rank has whole is read in place)")
     verify: bool = Field(True, description="before training, spoil the engines' weights, sync, and compare the engines' own checksums with those of the weights they had loaded")
     probe_interval: NonNegative = Field(1, description="after the first sync and every so many after it, each engine continues a few prompts, and the actor must agree about the log-probs; 0 = only the rollouts are compared")
-    probe_tolerance: PositiveFloat = Field(0.05, description="stop when trainer and engine log-probs of the probe or the rollouts differ by more than this on average (fp32: 1e-3)")
+    probe_tolerance: PositiveFloat = Field(0.05, description="warn, and count it, when trainer and engine log-probs of the probe or the rollouts differ by more than this on average (fp32: 1e-3), and stop when by more than 5 times this")
 
 
 class Rollout(Section):

@@ -40,7 +40,7 @@ class InferenceEngines:
             changed: the actor may have been trained since the last call.
         Returns:
             `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and, if it was the probe's turn,
-            `sync/log_prob_diff/{mean,max}`.
+            `sync/log_prob_diff/{mean,max,warnings}`.
         """
         stats = self.wake(changed=changed)
         seconds = max(self.exchange.share(stats.seconds))

@@ -67,7 +67,8 @@ class Trainer:
             rows = run.models.gather(scattered, outputs, batch.rows)
         with run.timers("advantages"):
             judged = add_advantages(run, rows)
-            check_log_probs("the rollouts", judged.log_prob_diff, config)
+            warnings = check_log_probs("the rollouts", judged.log_prob_diff, config, run.observer.message)
+            metrics["rollout/log_prob_diff/warnings"] = warnings
         with run.timers("scatter_fields"):
             run.models.scatter_fields(scattered, judged.rows, step)
         optimizer_steps = run.models.update(scattered, step, run.timers)

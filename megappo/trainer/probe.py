@@ -26,7 +26,7 @@ class Probe:
         self._calls = 0
 
     def __call__(self) -> dict[str, float]:
-        """`sync/log_prob_diff/{mean,max}` if it is this sync's turn; all ranks together.
+        """`sync/log_prob_diff/{mean,max,warnings}` if it is this sync's turn; all ranks together.
 
         Raises:
             EngineError: the difference is too large; see `check_probe`.
@@ -38,4 +38,6 @@ class Probe:
         batch = self.rollouts.probe(self.prompts)
         at_actor = self.actor.scatter(batch)
         rows = at_actor.gather(at_actor.forward(), batch.rows, {"log_probs": "old_log_probs"})
-        return check_probe(rows, self.rollouts.engine_number, self.config, self.actor.exchange)
+        rollouts = self.rollouts
+        warn = rollouts.observer.message
+        return check_probe(rows, rollouts.engine_number, self.config, self.actor.exchange, warn)

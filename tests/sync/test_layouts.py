@@ -249,10 +249,10 @@ def test_an_engine_of_deepseek_takes_every_weight(family: str, tmp_path: Path) -
 def check_probed(rank: int, world_size: int, address: Address, folder: Path, expected: list, config: Config) -> None:
     actor = Actor([address], "actor", folder, LAYOUTS["tp2"])
     actor.push()
-    check_log_probs("the probe", actor.differences(expected)[1], config)
+    check_log_probs("the probe", actor.differences(expected)[1], config, pytest.fail)
     actor.push(Corrupted)
     with pytest.raises(RuntimeError, match="the engine does not run the actor's weights"):
-        check_log_probs("the probe", actor.differences(expected)[1], config)
+        check_log_probs("the probe", actor.differences(expected)[1], config, pytest.fail)
 
 
 class Corrupted:

@@ -65,14 +65,21 @@ def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
     )
     engine = SimpleNamespace(wait_ready=lambda: Client(ENGINES[rank])) if rank in ENGINES else None
     own, datasets = OwnEngine(ENGINES.get(rank), engine), Datasets(None, (), 30, None, {})
-    rollouts = Rollouts(config, datasets, own, exchange, None, num_engines=3)
+    told: list[str] = []
+    observer = SimpleNamespace(message=told.append)
+    rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=3)
     actor = Actor("actor", Layout((0, 1)), None, exchange)
     probe = Probe(config, Prompts(), rollouts, actor)
     actor.difference = 0.09
     found = probe()
-    assert found == pytest.approx({"sync/log_prob_diff/mean": 0.03, "sync/log_prob_diff/max": 0.09})
+    names = [f"sync/log_prob_diff/{name}" for name in ("mean", "max", "warnings")]
+    assert found == pytest.approx(dict(zip(names, (0.03, 0.09, 0), strict=True)))
     actor.difference = 0.2  # of all engines together it is below the tolerance
-    with pytest.raises(EngineError, match="the log-probs of engine 1's probe by 0.2 on average"):
+    found = probe()
+    assert found == pytest.approx(dict(zip(names, (0.2 / 3, 0.2, 1), strict=True)))
+    assert ["the log-probs of engine 1's probe by 0.2 on average" in line for line in told] == [True]
+    actor.difference = 0.6
+    with pytest.raises(EngineError, match="the log-probs of engine 1's probe by 0.6 on average"):
         probe()
 
 
