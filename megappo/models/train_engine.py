@@ -254,6 +254,9 @@ class TrainedEngine(MegatronEngine):
                 use_gloo_process_groups=False,
                 pg_collection=groups.collection,
             )
+        for part in self.optimizer.chained_optimizers:
+            if part.init_state_fn is not None:  # else a checkpoint before the first step lacks the moments
+                part.init_state_fn(part.optimizer, part.config)
         self.scheduler = lr_scheduler(self.optimizer, optim, total_optimizer_steps)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = _finalize_without_token_count

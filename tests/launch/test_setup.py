@@ -177,6 +177,22 @@ def test_a_changed_pin_asks_no_index_for_torch_again(tmp_path, indexes, set_up):
     assert installed(tmp_path, ".venv")["six"] == "2.0" and configured.asked == {"six"}
 
 
+def test_the_cpu_environment_has_transformer_engines_python_apart(tmp_path, indexes, set_up):
+    configured, _ = indexes
+    configured.add_torch("cpu", "+cpu")
+    configured.add_others("9.9")
+    for version in ("1.0", "2.0"):
+        make_wheel(
+            configured.folder / "transformer-engine", "transformer_engine", version, {"transformer_engine.py": ""}
+        )
+        (tmp_path / "repository" / "requirements-gpu.txt").write_text(f"transformer-engine=={version}\n")
+        result = set_up("cpu")
+        assert result.returncode == 0, result.stderr
+        found = (tmp_path / "repository" / ".venv" / "contract").glob("*.dist-info")
+        assert [path.name for path in found] == [f"transformer_engine-{version}.dist-info"]
+    assert "transformer_engine" not in installed(tmp_path, ".venv"), "ordinary runs could import it"
+
+
 def test_the_cpu_build_that_pip_finds_wins(tmp_path, indexes, set_up):
     configured, pytorch = indexes
     configured.add_torch("cpu", cuda="13.0")

@@ -1,0 +1,120 @@
+"""The contract with TransformerEngine, whose Python is the real one here and whose kernels are absent: its layers hold
+every family's weights, its Adam's state is saved and resumed, its attention takes our packs."""
+
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from commands import assert_equal
+from component_engines import build as build_engines
+from ppo_engines import Case, make_engine, make_rows, with_score
+from safetensors.torch import load_file
+from tiny_models import build, hf_folder
+from tiny_shapes import MIXTURES, TWO_LAYERS
+from transformer_engine_stub import call
+
+from megappo import platform
+from megappo.architecture.families import HeadKind
+from megappo.architecture.parameters import stage_sizes
+from megappo.architecture.parsing import read_architecture
+from megappo.batch.exchange import Exchange
+from megappo.batch.packing import pack
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config.schema import Parallel
+from megappo.models.train_engine import TrainedEngine
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.weights.export import Export
+
+MODELS = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
+HEADS: tuple[HeadKind, ...] = ("policy", "value", "policy_value")
+
+
+def check_weights(folder: str) -> None:
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
+    for model_type, changes in MODELS.items():
+        of_model = hf_folder(Path(folder) / model_type, model_type, **changes)
+        for head in HEADS:
+            if head == "value":
+                with_score(of_model)
+            expected = load_file(of_model / "model.safetensors")
+            if head == "value":
+                del expected["lm_head.weight"]
+            architecture = read_architecture(of_model, head)
+            chunks = build(of_model, Parallel(), groups, head=head)
+            assert any(isinstance(module, TransformerEngineBaseModule) for module in chunks[0].modules())
+            assert stage_sizes(architecture, Parallel()) == [sum(one.numel() for one in chunks[0].parameters())]
+            found = {
+                name: tensor
+                for bucket in Export(chunks, architecture, groups).buckets(1 << 20)
+                for name, tensor in bucket
+            }
+            assert_equal(found, expected)
+
+
+def test_layers_of_every_family_take_all_weights_and_give_them_back(tmp_path: Path) -> None:
+    call(check_weights, tmp_path)
+
+
+def moments(engine: TrainedEngine) -> list[dict[str, torch.Tensor]]:
+    return [state for part in engine.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+
+
+def check_adam(folder: str) -> None:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    folders = {"actor": hf_folder(Path(folder) / "actor", "qwen3_moe", **MIXTURES["qwen3_moe"])}
+    store = CheckpointStore(Path(folder) / "checkpoints", 0, Exchange(dist.group.WORLD))
+    for dtype in ("fp32", "bf16"):
+        case = Case(Layout((0,)), dtype=dtype)
+        engines = build_engines(folders, {"actor": case})
+        optimizers = [part.optimizer for part in engines["actor"].optimizer.chained_optimizers]
+        assert len(optimizers) == 2 and all(isinstance(one, FusedAdam) for one in optimizers)
+        for steps in (0, 1):
+            path = store.save(steps, engines, {})
+            resumed = build_engines(folders, {"actor": case})
+            store.load(path, resumed)
+            for found, expected in zip(moments(resumed["actor"]), moments(engines["actor"]), strict=True):
+                assert_equal(found, expected)
+            for group in resumed["actor"].optimizer.param_groups:
+                assert group.get("step", 0) == steps
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+            for state in moments(engines["actor"]):
+                state["exp_avg"].normal_()  # as the kernel would leave them
+                state["exp_avg_sq"].uniform_()
+
+
+def test_adams_state_is_saved_and_resumed_before_and_after_the_first_step(tmp_path: Path) -> None:
+    call(check_adam, tmp_path)
+
+
+def check_packs(folder: str) -> None:
+    from transformer_engine.pytorch import DotProductAttention
+
+    groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
+    engine = make_engine(hf_folder(Path(folder), "qwen2"), Case(Layout((0,))), groups, "actor")
+    packed = pack(make_rows(91), 1, platform.device())
+    boundaries = engine._output(packed, lambda **given: given)["packed_seq_params"]
+    attention = engine.chunks[0].decoder.layers[0].self_attention
+    heads = torch.zeros(packed.input_ids.shape[1], 4, 8)
+    with patch.object(DotProductAttention, "forward", autospec=True, return_value=heads) as forward:
+        attention.core_attention(
+            heads, heads[:, :2], heads[:, :2], None, attention.attn_mask_type, packed_seq_params=boundaries
+        )
+    given = forward.call_args.kwargs
+    assert (given["qkv_format"], given["attn_mask_type"]) == ("thd", "padding_causal")
+    for side in ("q", "kv"):
+        assert given[f"cu_seqlens_{side}"].dtype == torch.int32
+        assert given[f"cu_seqlens_{side}"][-1] == len(heads)
+        assert type(given[f"max_seqlen_{side}"]) is int
+
+
+def test_attention_takes_our_packs(tmp_path: Path) -> None:
+    call(check_packs, tmp_path)

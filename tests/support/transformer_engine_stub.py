@@ -1,0 +1,83 @@
+"""TransformerEngine's own Python, as pinned for GPUs, on a CPU: only its compiled extension is stood in for."""
+
+import enum
+import importlib
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+import torch.distributed as dist
+
+from megappo import megatron_setup, platform
+from megappo.torchvision_on_cpu import define_torchvision_operators
+
+FOLDER = Path(sys.prefix) / "contract"
+
+
+class Absent(types.ModuleType):
+    """In place of a module that is not there: capitalised names are enumerations with whatever member is asked for,
+    others functions that do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = _Names(name, (), {}) if name[0].isupper() else MagicMock(name=name)
+        setattr(self, name, made)
+        return made
+
+
+class _Names(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        setattr(cls, name, enum.Enum(cls.__name__, [name])[name])
+        return getattr(cls, name)
+
+
+def install() -> None:
+    """Make `transformer_engine` importable in this process; before megatron-core is imported."""
+    if not FOLDER.is_dir():
+        raise FileNotFoundError(
+            f"there is no {FOLDER}: run launch/setup.sh, which puts TransformerEngine's Python there"
+        )
+    sys.path.append(str(FOLDER))
+    for name in ("transformer_engine_torch", "onnx", "onnxscript"):
+        sys.modules[name] = Absent(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)
+    sys.modules["transformer_engine_torch"].get_cudnn_version = lambda: 92400
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no look for CUDA's libraries
+    spec = importlib.util.find_spec("transformer_engine")
+    package = sys.modules["transformer_engine"] = importlib.util.module_from_spec(spec)
+    importlib.import_module("transformer_engine.common").load_framework_extension = lambda framework: None
+    asks_for_cuda = patch.object(torch.cuda, "is_available", lambda: True)
+    with asks_for_cuda:
+        layers = importlib.import_module("transformer_engine.pytorch.module.base").TransformerEngineBaseModule
+        spec.loader.exec_module(package)
+    layers.__init__ = asks_for_cuda(layers.__init__)
+
+
+def call(check: Callable[..., None], *args: object) -> None:
+    """Call a top-level function of a test module in a process that has TransformerEngine and one rank."""
+    file = sys.modules[check.__module__].__file__
+    command = [sys.executable, __file__, str(file), check.__name__, *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+if __name__ == "__main__":
+    install()
+    megatron_setup.install()
+    kept = define_torchvision_operators()
+    platform.has_transformer_engine = lambda: True
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module, function, *arguments = sys.argv[1:]
+    runpy.run_path(module)[function](*arguments)
