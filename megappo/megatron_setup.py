@@ -44,7 +44,10 @@ def install() -> None:
         warnings.filterwarnings("ignore", message=message)
     if platform.has_cuda():
         torch.cuda.set_device(platform.device())
-    else:
+    if platform.fault("transformer-engine"):
+        # Of what a broken one raises, megatron-core takes only an ImportError for its absence.
+        sys.modules["transformer_engine"] = None
+    if not platform.has_cuda():
         megatron_on_cpu.redirect_cuda()
         megatron_on_cpu.import_uncompiled()
         megatron_on_cpu.mend()

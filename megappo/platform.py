@@ -1,5 +1,7 @@
 """The machine under the program: its devices, and what is installed to use them."""
 
+import functools
+import importlib
 import importlib.metadata
 import os
 import resource
@@ -7,6 +9,8 @@ import resource
 import torch
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
+TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
+"""Packages that megatron-core does without where they cannot be imported, and what it imports of them."""
 
 
 def has_cuda() -> bool:
@@ -39,7 +43,7 @@ def backend() -> str:
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine is installed and has a GPU to run on."""
+    """Whether TransformerEngine is installed and has a GPU to run on; `fault` says whether it can be imported."""
     return has_cuda() and _version("transformer-engine") is not None
 
 
@@ -59,11 +63,26 @@ def capabilities() -> dict[str, str]:
         package -> version or "not installed", then device, backend, layer_spec and optimizer.
     """
     found = {package: _version(package) or "not installed" for package in PACKAGES}
+    found |= {
+        package: f"{found[package]}, which cannot be imported: {why}" for package in TRIED if (why := fault(package))
+    }
     found["device"] = torch.cuda.get_device_name(device()) if has_cuda() else "cpu"
     found["backend"] = backend()
     found["layer_spec"] = "transformer_engine" if has_transformer_engine() else "torch"
     found["optimizer"] = _adam_source()
     return found
+
+
+@functools.cache
+def fault(package: str) -> str | None:
+    """Why a package of TRIED, though installed, cannot be imported; None where it can, or is not installed."""
+    if _version(package) is None:
+        return None
+    try:
+        importlib.import_module(TRIED[package])
+    except Exception as error:  # an ImportError, or whatever it raises where its libraries lack
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
 
 
 def _version(package: str) -> str | None:
@@ -75,6 +94,7 @@ def _version(package: str) -> str | None:
 
 def _adam_source() -> str:
     """Where megatron-core takes its Adam from: it prefers TransformerEngine, then Apex, then torch."""
-    if _version("transformer-engine"):
-        return "TransformerEngine FusedAdam"
-    return "Apex FusedAdam" if _version("apex") else "torch AdamW"
+    for package, adam in (("transformer-engine", "TransformerEngine FusedAdam"), ("apex", "Apex FusedAdam")):
+        if _version(package) and not fault(package):
+            return adam
+    return "torch AdamW"

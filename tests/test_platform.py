@@ -1,7 +1,9 @@
 """The CPU compatibility layer: what it redirects, and that it leaves the rest of torch alone."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +33,48 @@ def test_install_refuses_when_megatron_came_first() -> None:
 def test_importing_platform_imports_no_megatron() -> None:
     code = "import sys, megappo.megatron_setup; assert not any(name.startswith('megatron') for name in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+BROKEN = """
+import megappo.megatron_setup
+from megappo import platform
+megappo.megatron_setup.install()
+platform.has_cuda = lambda: True
+platform.torch.cuda.get_device_name = lambda device: "a GPU"
+platform.device = lambda: None
+found = platform.capabilities()
+print(found["transformer-engine"], found["optimizer"], sep=chr(10))
+from megappo.models.layer_specs import layer_kind
+print(layer_kind("torch"))
+for wanted in ("auto", "transformer_engine"):
+    try:
+        print(layer_kind(wanted))
+    except ValueError as error:
+        print(str(error))
+"""
+
+
+@cpu_only
+@pytest.mark.parametrize("error", ["ImportError", "FileNotFoundError"])
+def test_a_broken_transformer_engine_is_told_and_refused(error: str, tmp_path: Path) -> None:
+    for name, text in {
+        "transformer_engine/__init__.py": f"raise {error}('libcudnn.so.9: no such file\\nand more')",
+        "transformer_engine-2.11.0.dist-info/METADATA": "Name: transformer-engine\nVersion: 2.11.0\n",
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", BROKEN], capture_output=True, text=True, timeout=120, env=environment)
+    reason = f"{error}: libcudnn.so.9: no such file"
+    told, optimizer, torch_layers, *refused = done.stdout.splitlines() or [done.stderr]
+    assert told == f"2.11.0, which cannot be imported: {reason}"
+    assert (optimizer, torch_layers) == ("torch AdamW", "torch")
+    for wanted, line in zip(("auto", "transformer_engine"), refused, strict=True):
+        assert line.startswith(
+            f"model.layer_spec is {wanted}, but TransformerEngine is installed and cannot be imported"
+        )
+        assert reason in line
+        assert "or set model.layer_spec=torch" in line
 
 
 def _redirected(rank: int, world_size: int) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,16 +25,22 @@ def layer_kind(wanted: str) -> str:
     Args:
         wanted: "auto" (TransformerEngine where it is installed with CUDA, else torch), "torch" or "transformer_engine".
     Raises:
-        ConfigError: "transformer_engine" is asked for and cannot run here.
+        ConfigError: "transformer_engine" is asked for and cannot run here; or it is installed and cannot be imported.
     """
-    if wanted == "auto":
-        return "transformer_engine" if platform.has_transformer_engine() else "torch"
-    if wanted == "transformer_engine" and not platform.has_transformer_engine():
+    if wanted == "torch" or (wanted == "auto" and not platform.has_transformer_engine()):
+        return "torch"
+    if not platform.has_transformer_engine():
         raise ConfigError(
             "model.layer_spec is transformer_engine, but TransformerEngine is not installed or CUDA is missing: "
             "install transformer-engine, or set model.layer_spec=torch"
         )
-    return wanted
+    if not HAVE_TE:  # megatron-core would build its layers of mocks
+        raise ConfigError(
+            f"model.layer_spec is {wanted}, but TransformerEngine is installed and cannot be imported "
+            f"({platform.fault('transformer-engine')}): install it again (delete .venv-gpu/setup-stamp and run "
+            "launch/setup.sh gpu), or set model.layer_spec=torch"
+        )
+    return "transformer_engine"
 
 
 def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> TransformerBlockSubmodules:
