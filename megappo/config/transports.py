@@ -20,17 +20,20 @@ class Transport:
         sender: (Link) -> the Sender of one of the actor's ranks, for all engines; None = each engine's owner gives it
             the weights itself, and must be one of the actor's ranks.
         needs_other_gpu: the rank that sends must not be on the engine's GPUs.
+        each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that
+            each hands over what is on its own GPU: with `Link.peers`, and on all but the first with None for a client.
     """
 
     engine: Function
     sender: Function | None = None
     needs_other_gpu: bool = False
+    each_rank: bool = False
 
 
 TRANSPORTS: Table[Transport] = Table(
     "transport",
     {
-        "ipc": Transport("megappo.sync.ipc:HandleSender"),
+        "ipc": Transport("megappo.sync.ipc:HandleSender", each_rank=True),
         "broadcast": Transport(
             "megappo.sync.broadcast:BroadcastReceiver", "megappo.sync.broadcast:BroadcastSender", needs_other_gpu=True
         ),

@@ -1,6 +1,9 @@
 """The way of the weights during a run, made from its route: what each rank has of it."""
 
 from dataclasses import replace
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from megappo import platform
 from megappo.architecture.architecture import Architecture
@@ -41,11 +44,14 @@ def build_sync(
     Raises:
         ConfigError: the route cannot be on these GPUs.
     """
-    if errors := list(route.errors(on_gpus=platform.has_cuda())):
+    on_gpus = platform.has_cuda()
+    if errors := list(route.errors(on_gpus=on_gpus)):
         raise ConfigError(*errors)
-    bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if platform.has_cuda() else CPU_BUCKET_BYTES)
+    bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
     links = {name: Link(config, architecture, bucket_bytes, len(engines)) for name, engines in route.transports.items()}
-    export = Export(actor.chunks, architecture, actor.groups, needing=route.sources) if actor is not None else None
+    export, needing = None, route.sources(on_gpus=on_gpus)
+    if actor is not None:
+        export = Export(actor.chunks, architecture, actor.groups, needing=needing)
     made, told = {}, None
     if export is not None and exchange.rank == route.sending_rank:
         made = {name: resolved(make)(links[name]) for name in links if (make := TRANSPORTS[name].sender)}
@@ -53,12 +59,13 @@ def build_sync(
     tensors, addresses = exchange.share(told)[route.sending_rank]
     senders: list[Sender] = [*made.values()]
     receivers: list[Receiver] = []
-    if client is not None:
-        number = next(i for i, engine in enumerate(route.engines) if engine.owner == exchange.rank)
-        name, entry = route.engines[number].transport, route.engines[number].entry
-        place = {"number": route.transports[name].index(number), "address": addresses.get(name)}
-        end = resolved(entry.engine)(replace(links[name], **place), client)
-        (receivers if entry.sender else senders).append(end)
+    for number, engine in enumerate(route.engines):
+        ends = route.ends(engine, on_gpus=on_gpus)
+        if exchange.rank in ends:
+            name, entry = engine.transport, engine.entry
+            place = {"number": route.transports[name].index(number), "address": addresses.get(name)}
+            link = replace(links[name], **place, peers=_peers(ends, config))
+            (receivers if entry.sender else senders).append(resolved(entry.engine)(link, client))
     return WeightSync(
         tensors,
         export if export is not None and export.joins else None,
@@ -69,3 +76,11 @@ def build_sync(
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
     )
+
+
+def _peers(ranks: tuple[int, ...], config: Config) -> dist.ProcessGroup | None:
+    """A group of several ranks, which they alone make."""
+    if len(ranks) == 1:
+        return None
+    timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
+    return dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)

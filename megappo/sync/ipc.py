@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from megappo import platform
@@ -23,18 +24,25 @@ DEVICE_ARGUMENT = 6  # position of the device among reductions.rebuild_cuda_tens
 
 
 class HandleSender(Sender):
-    """Hands buckets to the engine that this rank owns.
+    """Hands buckets to an engine, from the rank that owns it and, with `Link.peers`, from the engine's other ranks.
 
     On a CPU the engine also reads tensors where the model has them. On a GPU a copy costs less than a handle for each.
+    Peers have the engine's ranks read their own GPUs: to read the owner's takes each of them a CUDA context there, of
+    half a GB, and access from GPU to GPU.
+
+    Args:
+        client: the engine's, where this rank owns it.
     """
 
-    def __init__(self, link: Link, client: EngineClient):
+    def __init__(self, link: Link, client: EngineClient | None):
         self.client = client
+        self.peers = link.peers
         self.num_ranks = link.config.rollout.tensor_parallel
         self.memory = None if platform.has_cuda() else SharedMemory()
 
     def open(self, in_place: NamedTensors) -> None:
-        self.client.begin_weight_update()
+        if self.client is not None:
+            self.client.begin_weight_update()
         if in_place:
             self._send(in_place, None)
 
@@ -43,13 +51,24 @@ class HandleSender(Sender):
 
     def _send(self, payload: object, load_format: str | None) -> None:
         """As SGLang's `load_format` says; None = a list of (name, tensor)."""
-        # Each of the engine's ranks gets a handle of its own: handles are counted.
-        payloads = [_serialize(payload) for _ in range(self.num_ranks)]
-        body = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
-        self.client.post("/update_weights_from_tensor", body)
+        payloads = self._payloads(payload)
+        if self.client is not None:
+            body = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
+            self.client.post("/update_weights_from_tensor", body)
+        if self.peers is not None:
+            dist.barrier(self.peers)  # the engine has read what was handed over
+
+    def _payloads(self, payload: object) -> list[str] | None:
+        """One for each of the engine's ranks, in order; where this rank owns the engine."""
+        if self.peers is None:  # a handle of its own for each: handles are counted
+            return [_serialize(payload) for _ in range(self.num_ranks)]
+        gathered = [""] * self.num_ranks if self.client is not None else None
+        dist.gather_object(_serialize(payload), gathered, group=self.peers, group_dst=0)
+        return gathered
 
     def close(self) -> None:
-        self.client.end_weight_update()
+        if self.client is not None:
+            self.client.end_weight_update()
         if platform.has_cuda():
             torch.cuda.ipc_collect()  # free the buckets the engine has let go
 
@@ -77,7 +96,7 @@ def _serialize(payload: object) -> str:
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
     """torch's own reduction, but naming a GPU by its UUID: the engine numbers its visible GPUs differently."""
     rebuild, arguments = reductions.reduce_tensor(tensor)
-    if tensor.is_cuda:
-        uuid = str(torch.cuda.get_device_properties(tensor.device).uuid)
+    if rebuild is reductions.rebuild_cuda_tensor:
+        uuid = str(torch.cuda.get_device_properties(arguments[DEVICE_ARGUMENT]).uuid)
         arguments = (*arguments[:DEVICE_ARGUMENT], uuid, *arguments[DEVICE_ARGUMENT + 1 :])
     return rebuild, arguments

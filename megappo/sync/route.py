@@ -46,10 +46,18 @@ class Route:
         taken = {rank for engine in self.engines if engine.entry.needs_other_gpu for rank in engine.ranks}
         return next((rank for rank in self.actor if rank not in taken), self.actor[0])
 
-    @property
-    def sources(self) -> frozenset[int]:
+    def ends(self, engine: EngineRoute, *, on_gpus: bool) -> tuple[int, ...]:
+        """The engine's ranks at which its transport ends; the first owns it."""
+        each = on_gpus and engine.entry.each_rank and set(engine.ranks) <= set(self.actor)
+        return engine.ranks if each else engine.ranks[:1]
+
+    def sources(self, *, on_gpus: bool) -> frozenset[int]:
         """The actor's ranks that need whole tensors."""
-        return frozenset(self.sending_rank if engine.entry.sender else engine.owner for engine in self.engines)
+        found = [
+            (self.sending_rank,) if engine.entry.sender else self.ends(engine, on_gpus=on_gpus)
+            for engine in self.engines
+        ]
+        return frozenset().union(*found)
 
     @property
     def transports(self) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
 from megappo.config.schema import Config
@@ -27,6 +28,7 @@ class Link:
         architecture: the actor's.
         num_engines: that take this transport. number: of this rank's among them.
         address: what the sender gives as its `address`.
+        peers: the ranks of the engine, where each of them makes this end (gloo); else None.
     """
 
     config: Config
@@ -35,6 +37,7 @@ class Link:
     num_engines: int
     number: int = 0
     address: Any = None
+    peers: dist.ProcessGroup | None = None
 
     @property
     def folder(self) -> Path:

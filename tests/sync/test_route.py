@@ -35,7 +35,7 @@ def test_the_plan_says_which_way_from_which_rank() -> None:
     config = config_of("2-3", "0-7")
     route = find_route(config, placement_layouts(config, 8))
     assert route.describe() == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
-    assert route.sources == {2, 3}
+    assert route.sources(on_gpus=False) == {2, 3}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,25 @@ def test_who_sends_keeps_off_the_gpus_of_engines_that_take_a_broadcast(
     config: Config, sender: int, sources: set[int]
 ) -> None:
     route = find_route(config, placement_layouts(config, 4))
-    assert (route.sending_rank, route.sources) == (sender, sources)
+    assert (route.sending_rank, route.sources(on_gpus=False)) == (sender, sources)
+
+
+@pytest.mark.parametrize(
+    ("config", "ends", "sources"),
+    [
+        (config_of("0-3", "0-3", 2), [(0, 1), (2, 3)], {0, 1, 2, 3}),
+        (config_of("0-2", "0-3", 2), [(0, 1), (2,)], {0, 1, 2}),  # rank 3 has no weights
+        (config_of("0-3", "0-3", 2, "disk"), [(0,), (2,)], {0}),
+        (config_of("0-3", "2-3", 2, "broadcast"), [(2,)], {0}),
+    ],
+)
+def test_on_gpus_each_rank_of_an_engine_is_handed_the_weights_of_its_own_gpu(
+    config: Config, ends: list[tuple[int, ...]], sources: set[int]
+) -> None:
+    route = find_route(config, placement_layouts(config, 4))
+    assert [route.ends(engine, on_gpus=True) for engine in route.engines] == ends
+    assert [route.ends(engine, on_gpus=False) for engine in route.engines] == [(found[0],) for found in ends]
+    assert route.sources(on_gpus=True) == sources
 
 
 def test_a_broadcast_on_gpus_that_has_no_gpu_to_come_from_is_refused() -> None:
