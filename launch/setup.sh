@@ -6,11 +6,14 @@
 #   PYTHON         the interpreter (3.11 or newer)
 #   PYTORCH_INDEX  a mirror of PyTorch's package index, with its folders cpu and cu130. It is asked for torch and what is
 #                  built with it alone, and only where pip, as it is configured, finds no build of the kind
+#   TRANSFORMER_ENGINE=no   gpu without it: the slower torch layers; otherwise a set-up that cannot build it ends
+#   CUDA_HOME      a CUDA 13 toolkit, with nvcc, to build it with (default: pip's own, in .venv-gpu)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 pytorch_index=${PYTORCH_INDEX:-https://download.pytorch.org/whl}
 kind=${1:-cpu}
+build_te=${TRANSFORMER_ENGINE:-yes}
 venv=.venv
 [[ $kind == gpu ]] && venv=.venv-gpu
 stamp=$venv/setup-stamp
@@ -133,16 +136,63 @@ install_cuda_torch() {
     install_from_pytorch cu130 "${cuda[@]}"
 }
 
+# usage: refuse MISSING...: ends the set-up, unless nothing is
+refuse() {
+    (($# == 0)) || fail "this machine cannot run what $venv is for:$(printf '\n  %s' "$@")"
+}
+
+# usage: require_machine PYTHON: what SGLang's wheels, the build, and kernels that are compiled at run time need.
+require_machine() {
+    local missing=() glibc
+    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d ' ' -f 2) || true
+    printf '2.34\n%s\n' "${glibc:-none}" | sort -VC ||
+        missing+=("expected glibc 2.34 or newer, found ${glibc:-none}: take Ubuntu 22.04, Debian 12, RHEL 9 or a later one")
+    command -v "${CXX:-c++}" >/dev/null ||
+        missing+=("no C++ compiler ${CXX:-c++}: apt-get install g++ (RHEL: dnf install gcc-c++), or name one: CXX=/path/to/g++")
+    "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+        missing+=("no Python.h for $1: apt-get install python3-dev (RHEL: dnf install python3-devel), or name another: PYTHON=")
+    refuse "${missing[@]}"
+}
+
+any_file() {
+    local path
+    for path; do [[ -f $path ]] && return; done
+    return 1
+}
+
+# Where TransformerEngine's build, which looks into one folder at most, finds headers that pip keeps in three.
+find_cuda() {
+    local wheels header missing=() folders
+    wheels=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    export CUDA_HOME=${CUDA_HOME:-$wheels/cu13}
+    export CPLUS_INCLUDE_PATH=${CPLUS_INCLUDE_PATH:+$CPLUS_INCLUDE_PATH:}$wheels/cu13/include
+    CPLUS_INCLUDE_PATH+=:$wheels/cudnn/include:$wheels/nccl/include
+    [[ -x $CUDA_HOME/bin/nvcc ]] ||
+        missing+=("no nvcc in $CUDA_HOME/bin: name a CUDA 13 toolkit: CUDA_HOME=/usr/local/cuda-13.0")
+    IFS=: read -ra folders <<<"$CUDA_HOME/include:$CPLUS_INCLUDE_PATH"
+    for header in cuda_runtime.h cudnn.h nccl.h; do
+        any_file "${folders[@]/%//$header}" ||
+            missing+=("no $header in ${folders[*]}: name a folder that has it: CPLUS_INCLUDE_PATH=/path/to/include")
+    done
+    ((${#missing[@]} == 0)) || missing+=("or do without TransformerEngine: TRANSFORMER_ENGINE=no bash launch/setup.sh gpu")
+    refuse "${missing[@]}"
+}
+
 install_gpu() {
     say "installing the CUDA packages (10 to 20 minutes; log: $log)"
     { has_torch && is_torch_for_cuda; } || install_cuda_torch
     # With torch there, whichever build of it, pip keeps it.
     pip_install -c requirements-gpu.txt -r requirements.txt -r requirements-dev.txt sglang pybind11 ninja wheel
-    say "building TransformerEngine"
+    if [[ $build_te == no ]]; then
+        say "leaving out TransformerEngine, as asked: model.layer_spec auto takes the slower torch layers"
+        return
+    fi
+    find_cuda
+    say "building TransformerEngine with $CUDA_HOME/bin/nvcc"
     # It compiles against the torch just installed, hence no build isolation.
     (pip_install --no-build-isolation -c requirements-gpu.txt transformer-engine{,-cu13,-torch}) ||
-        say "WARNING: continuing without TransformerEngine: model.layer_spec auto takes the slower torch layers." \
-            "To have it, install nvcc and cuDNN, delete $stamp and run again"
+        fail "TransformerEngine was not built. To do without it, with slower layers:" \
+            "TRANSFORMER_ENGINE=no bash launch/setup.sh gpu"
 }
 
 main() {
@@ -151,10 +201,12 @@ main() {
     [[ $kind == cpu || $kind == gpu ]] || fail "expected cpu or gpu, found '$kind'"
     local wanted
     wanted="$kind $(cat setup.py requirements.txt requirements-dev.txt "requirements-$kind.txt" <(transformer_engine) | sha256sum | cut -d ' ' -f 1)"
+    [[ $build_te == no ]] && wanted+=" without TransformerEngine"
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
 
     local python clear=()
     python=$(find_python)
+    [[ $kind == cpu ]] || require_machine "$python"
     # The two kinds share no torch: start over where .venv is for CUDA, as it once could be.
     [[ -f $stamp && $(cut -d ' ' -f 1 "$stamp") != "$kind" ]] && clear=(--clear)
     say "creating $venv with $("$python" --version)"

@@ -1,10 +1,14 @@
-"""Which builds of torch the set-up installs, with a real pip, from local indexes of stand-in wheels."""
+"""What the set-up installs, which builds of torch, and what it refuses: with a real pip, from local indexes of stand-in
+wheels."""
 
 import functools
+import io
 import os
 import socket
+import stat
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import zipfile
@@ -24,9 +28,19 @@ def build_editable(folder, *args):
     wheel = next(pathlib.Path(__file__).parent.glob("megappo-*.whl"))
     return pathlib.Path(folder, wheel.name).write_bytes(wheel.read_bytes()) and wheel.name
 """
+TRANSFORMER_ENGINE_BACKEND = """
+import os, pathlib
+def build_wheel(folder, *args):
+    built_with = "\\n".join(os.environ[name] for name in ("CUDA_HOME", "CPLUS_INCLUDE_PATH"))
+    pathlib.Path(os.environ["BUILT_WITH"]).write_text(built_with)
+    wheel = next(pathlib.Path(__file__).parent.glob("*.whl"))
+    return pathlib.Path(folder, wheel.name).write_bytes(wheel.read_bytes()) and wheel.name
+"""
 
 
-def make_wheel(folder: Path, name: str, version: str, files: dict[str, str], requires: str = "") -> None:
+def make_wheel(
+    folder: Path, name: str, version: str, files: dict[str, str], requires: str = "", executable: str = "none"
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
@@ -37,7 +51,10 @@ def make_wheel(folder: Path, name: str, version: str, files: dict[str, str], req
     files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
         for path, text in files.items():
-            archive.writestr(path, text)
+            mode = 0o755 if Path(path).name == executable else 0o644
+            entry = zipfile.ZipInfo(path)
+            entry.external_attr = (stat.S_IFREG | mode) << 16
+            archive.writestr(entry, text)
 
 
 def pinned(kind: str) -> dict[str, str]:
@@ -118,7 +135,9 @@ def set_up(tmp_path: Path, python: Path, indexes: tuple[Index, Index]) -> Callab
     (tmp_path / "constraint.txt").write_text("torch==1.0\n")  # as in NVIDIA's containers
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     variables |= {"PIP_CONFIG_FILE": str(pip), "PIP_CONSTRAINT": str(tmp_path / "constraint.txt")}
-    variables |= {"PYTORCH_INDEX": pytorch.url, "PYTHON": str(python)}
+    variables |= {"PYTORCH_INDEX": pytorch.url, "PYTHON": str(python), "TRANSFORMER_ENGINE": "no"}
+    for name in ("CXX", "CUDA_HOME", "CPLUS_INCLUDE_PATH"):
+        variables.pop(name, None)
 
     def run(kind: str, **environment: str) -> subprocess.CompletedProcess:
         command = ["bash", repository / "launch" / "setup.sh", kind]
@@ -257,6 +276,92 @@ def test_without_the_build_it_says_what_it_looked_for_and_where(indexes, set_up,
     for part in (f"torch {wanted}", f"{pytorch.url}/{folder}", "pip config list", "PYTORCH_INDEX", "PIP_FIND_LINKS"):
         assert part in line
     assert not {"six", "sglang"} & configured.asked, "it went on without torch"
+
+
+CUDA_FILES = ("cu13/bin/nvcc", "cu13/include/cuda_runtime.h", "cudnn/include/cudnn.h", "nccl/include/nccl.h")
+
+
+def add_cuda(index: Index, files: tuple[str, ...] = CUDA_FILES) -> None:
+    """Torch and the rest for CUDA; among it files as NVIDIA's wheels hold them."""
+    index.add_torch("gpu", cuda="13.0")
+    index.add_others(versions("gpu", "")["torch"])
+    make_wheel(index.folder / "six", "six", "1.0", {f"nvidia/{file}": "" for file in files}, executable="nvcc")
+
+
+def add_transformer_engine(index: Index) -> None:
+    """Its two wheels, and the source of the third package, whose build writes its environment into what it makes."""
+    for name in ("transformer-engine", "transformer-engine-cu13"):
+        make_wheel(index.folder / name, name.replace("-", "_"), "1.0", {})
+    folder, name = index.folder / "transformer-engine-torch", "transformer_engine_torch"
+    make_wheel(folder / "built", name, "1.0", {})
+    system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    files = {"pyproject.toml": system, "backend.py": TRANSFORMER_ENGINE_BACKEND, "PKG-INFO": "Name: x\nVersion: 1.0\n"}
+    wheel = f"{name}-1.0-py3-none-any.whl"
+    with tarfile.open(folder / f"{name}-1.0.tar.gz", "w:gz") as archive:
+        for path, text in (files | {wheel: (folder / "built" / wheel).read_bytes()}).items():
+            data = text if isinstance(text, bytes) else text.encode()
+            entry = tarfile.TarInfo(f"{name}-1.0/{path}")
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+
+
+def test_transformer_engine_is_built_with_the_headers_of_the_wheels(tmp_path, indexes, set_up):
+    add_cuda(indexes[0])
+    add_transformer_engine(indexes[0])
+    result = set_up(
+        "gpu", TRANSFORMER_ENGINE="yes", CPLUS_INCLUDE_PATH="/mine", BUILT_WITH=str(tmp_path / "built_with")
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {"transformer_engine", "transformer_engine_cu13", "transformer_engine_torch"} <= set(
+        installed(tmp_path, ".venv-gpu")
+    )
+    cuda_home, includes = (tmp_path / "built_with").read_text().splitlines()
+    [wheels] = (tmp_path / "repository" / ".venv-gpu").glob("lib/python*/site-packages/nvidia")
+    assert cuda_home == f"{wheels}/cu13"
+    assert includes.split(":") == ["/mine", *(f"{wheels}/{name}/include" for name in ("cu13", "cudnn", "nccl"))]
+
+
+def test_a_build_that_fails_ends_the_set_up_unless_transformer_engine_is_not_wanted(tmp_path, indexes, set_up):
+    add_cuda(indexes[0])
+    failed = set_up("gpu", TRANSFORMER_ENGINE="yes")
+    assert failed.returncode == 1
+    assert "TransformerEngine was not built" in failed.stderr and "TRANSFORMER_ENGINE=no bash" in failed.stderr
+    without = set_up("gpu")
+    assert without.returncode == 0 and "leaving out TransformerEngine, as asked" in without.stdout
+    assert "megappo" in installed(tmp_path, ".venv-gpu")
+    assert set_up("gpu").stdout == ""
+    assert set_up("gpu", TRANSFORMER_ENGINE="yes").returncode == 1, "asked for now, it is not left out"
+
+
+@pytest.mark.parametrize(
+    "lacking, remedy",
+    [("nvcc", "CUDA_HOME="), ("cuda_runtime.h", "CPLUS_"), ("cudnn.h", "CPLUS_"), ("nccl.h", "CPLUS_INCLUDE_PATH=")],
+)
+def test_what_lacks_to_build_transformer_engine_is_named(indexes, set_up, lacking, remedy):
+    add_cuda(indexes[0], tuple(file for file in CUDA_FILES if not file.endswith(lacking)))
+    add_transformer_engine(indexes[0])
+    result = set_up("gpu", TRANSFORMER_ENGINE="yes")
+    assert result.returncode == 1
+    first, missing, instead = result.stderr.splitlines()
+    assert f"no {lacking} in" in missing and remedy in missing and "TRANSFORMER_ENGINE=no" in instead
+    assert "transformer-engine-torch" not in indexes[0].asked, "the build was tried"
+
+
+def test_a_machine_that_cannot_run_it_is_refused_before_anything_is_installed(tmp_path, indexes, set_up, python):
+    commands = tmp_path / "commands"
+    commands.mkdir()
+    fakes = {"getconf": "echo glibc 2.31", "python": f'[[ $2 == *Python.h* ]] && exit 1; exec {python} "$@"'}
+    for name, text in fakes.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (commands / name).chmod(0o755)
+    faults = {"PATH": f"{commands}:{os.environ['PATH']}", "CXX": "no-such-c++", "PYTHON": str(commands / "python")}
+    result = set_up("gpu", **faults)
+    assert result.returncode == 1
+    _, glibc, compiler, header = result.stderr.splitlines()
+    assert "expected glibc 2.34 or newer, found 2.31" in glibc and "Ubuntu 22.04" in glibc
+    assert "no C++ compiler no-such-c++" in compiler and "apt-get install g++" in compiler and "CXX=" in compiler
+    assert "no Python.h for" in header and "apt-get install python3-dev" in header and "PYTHON=" in header
+    assert not indexes[0].asked and not (tmp_path / "repository" / ".venv-gpu").exists()
 
 
 @pytest.mark.slow
