@@ -12,7 +12,7 @@ BOTTOM = frozenset(
     {"architecture", "config", "table", "platform", "torchvision_on_cpu", "lifetime", "keeper", "listening", "imports"}
 )
 APART = frozenset({"weights", "rollout", "checkpoint"})
-ENTRIES = frozenset({"train", "training", "plan", "serve"})
+ENTRIES = frozenset({"train", "training", "plan", "serve", "doctor"})
 FROM_TOOLS = frozenset({"batch", "weights", "checkpoint", "models", "placement", "megatron_setup"}) | BOTTOM
 FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "ppo", "trainer", "megatron_setup"}
 HEAVY = {
