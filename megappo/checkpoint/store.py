@@ -126,8 +126,8 @@ class CheckpointStore:
     def _write(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
         for name, component in components.items():
             if component is not None:
-                state = component.sharded_state_dict(is_loading=False)
-                save_sharded(state, partial / name, component.as_world())
+                # In no variable: one component's state must go before the next one's is made.
+                save_sharded(component.sharded_state_dict(is_loading=False), partial / name, component.as_world())
 
     def _publish(self, partial: Path, path: Path) -> None:
         """Give the checkpoint its name, then name it in `latest`, then remove what is old; a kill in between loses

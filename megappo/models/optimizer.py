@@ -1,6 +1,7 @@
 """Megatron's optimizer and learning-rate schedule, as a component's optim section sets them."""
 
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
@@ -22,6 +23,16 @@ def optimizer_config(optim: Optim, model: TransformerConfig) -> OptimizerConfig:
         params_dtype=model.params_dtype,
         use_distributed_optimizer=optim.distributed,
     )
+
+
+def make_saveable(optimizer: ChainedOptimizer) -> None:
+    """Let a checkpoint be saved at any time, and without room for gathered state on the GPU."""
+    for part in optimizer.chained_optimizers:
+        if part.init_state_fn is not None:  # else there are no moments before the first step
+            part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
+            # Over which `sharding_metadata` has states gathered: with CPU tensors every group speaks gloo.
+            part.data_parallel_group_gloo = part.data_parallel_group
 
 
 def lr_scheduler(optimizer: object, optim: Optim, total_optimizer_steps: int) -> OptimizerParamScheduler:

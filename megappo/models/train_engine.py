@@ -29,9 +29,9 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Optim
 from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
-from megappo.models.optimizer import lr_scheduler, optimizer_config
+from megappo.models.optimizer import lr_scheduler, make_saveable, optimizer_config
 from megappo.models.routing import router_bias_kept
-from megappo.models.sharding import load_chunks, sharded_chunks, sharding_metadata
+from megappo.models.sharding import load_chunks, sharded_chunks, sharded_optimizer
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.placement.groups import ComponentGroups
 
@@ -254,9 +254,7 @@ class TrainedEngine(MegatronEngine):
                 use_gloo_process_groups=False,
                 pg_collection=groups.collection,
             )
-        for part in self.optimizer.chained_optimizers:
-            if part.init_state_fn is not None:  # else a checkpoint before the first step lacks the moments
-                part.init_state_fn(part.optimizer, part.config)
+        make_saveable(self.optimizer)
         self.scheduler = lr_scheduler(self.optimizer, optim, total_optimizer_steps)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = _finalize_without_token_count
@@ -310,8 +308,7 @@ class TrainedEngine(MegatronEngine):
         """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""
         model = sharded_chunks(self.chunks, self.groups)
         with self.groups.active():
-            metadata = sharding_metadata(self.groups)
-            optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+            optimizer = sharded_optimizer(self.optimizer, model, self.groups, is_loading)
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

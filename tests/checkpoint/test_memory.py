@@ -1,0 +1,63 @@
+"""What a save takes in memory: nothing is gathered on the device, and one component's state is there at a time."""
+
+import gc
+import weakref
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from component_engines import build, train
+from ppo_engines import Case
+from spawn import run_ranks
+
+from megappo.batch.exchange import Exchange
+from megappo.checkpoint.store import CheckpointStore
+from megappo.models.train_engine import TrainedEngine
+from megappo.placement.layout import Layout
+
+
+def check_gathered(rank: int, world_size: int, folders: dict[str, Path]) -> None:
+    engines = build(folders, {"actor": Case(Layout((0, 1)))})
+    train(engines, 1)
+    with patch.object(torch.Tensor, "cuda", side_effect=AssertionError("gathered state goes to the device")):
+        state = engines["actor"].sharded_state_dict(is_loading=False)["optimizer"]
+    assert ("param_state" in state) == (rank == 0), "only the rank that writes the state needs all of it"
+
+
+def test_optimizer_state_is_gathered_on_the_first_host_alone(folders: dict[str, Path]) -> None:
+    run_ranks(2, check_gathered, folders)
+
+
+class Watched:
+    """An engine that is asked for its state only when that of the one before is gone."""
+
+    def __init__(self, engine: TrainedEngine, made: list[weakref.ref]):
+        self.engine, self.made = engine, made
+
+    def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
+        assert all(tensor() is None for tensor in self.made)
+        state = self.engine.sharded_state_dict(is_loading)
+        self.made += [weakref.ref(states["exp_avg"]) for states in state["optimizer"]["param_state"].values()]
+        return state
+
+    def as_world(self) -> AbstractContextManager:
+        return self.engine.as_world()
+
+
+def check_freed(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
+    engines = build(folders, {kind: Case(Layout((0,))) for kind in folders})
+    made: list[weakref.ref] = []
+    gc.disable()  # nothing may wait for it
+    try:
+        watched = {kind: Watched(engine, made) for kind, engine in engines.items()}
+        CheckpointStore(folder, 0, Exchange(dist.group.WORLD)).save(0, watched, {})
+    finally:
+        gc.enable()
+    assert len(made) > 2
+
+
+def test_one_components_state_is_gone_before_the_next_is_made(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(1, check_freed, folders, tmp_path)
