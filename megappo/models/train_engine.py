@@ -248,6 +248,8 @@ class TrainedEngine(MegatronEngine):
                 DistributedDataParallel(self.config, ddp_config, runner, pg_collection=groups.collection)
                 for runner in self.runners
             ]
+            for runner in self.runners:
+                _count_padding(runner)
             self.optimizer = get_megatron_optimizer(
                 optimizer_config(optim, self.config),
                 self.runners,
@@ -340,6 +342,16 @@ def _runner(chunk: GPTModel) -> torch.nn.Module:
     """What the schedule runs of a chunk."""
     with router_bias_kept(chunk):
         return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+
+
+def _count_padding(runner: DistributedDataParallel) -> None:
+    """Let the padding between a buffer's buckets count as their content. Checkpoints would leave it out when they gather
+    the optimizer's states, and then cut parameters of later buckets out of the wrong places: a shared embedding has a
+    bucket of its own."""
+    for buffer in runner.buffers + runner.expert_parallel_buffers:
+        for bucket in buffer.buckets[:-1]:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+        buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
 def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, **kwargs: object) -> None:

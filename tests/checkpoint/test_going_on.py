@@ -179,6 +179,12 @@ def test_any_layout_goes_on_from_any_other(
     run_ranks(2, check_moved, folders, tmp_path / "checkpoints", moves)
 
 
+def test_buckets_with_padding_between_them_go_on(tmp_path: Path) -> None:
+    """A shared embedding has a bucket of its own on the last stage, padded to a multiple of 128 numbers."""
+    folders = {"actor": hf_folder(tmp_path / "actor", "qwen2", vocab_size=93, tie_word_embeddings=True)}
+    run_ranks(2, check_moved, folders, tmp_path / "checkpoints", {"actor, pp2 to one rank": (PP2, ONE)})
+
+
 def assert_same_tensors(found_in: Path, expected_in: Path, name: str) -> None:
     found, expected = tensors_in(found_in), tensors_in(expected_in)
     assert len([key for key in expected if "exp_avg" in key]) > 10 and found.keys() == expected.keys()
