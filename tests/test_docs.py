@@ -89,7 +89,7 @@ def literal_metrics() -> Iterator[str]:
 
 
 def phases() -> set[str]:
-    found = re.findall(r'timers\("(\w+)"\)', (ROOT / "megappo" / "trainer" / "loop.py").read_text("utf-8"))
+    found = re.findall(r'phase\("(\w+)"\)', (ROOT / "megappo" / "trainer" / "loop.py").read_text("utf-8"))
     assert {"rollout", "sync"} <= set(found)
     required = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
     components = components_of(Config.model_validate(required))

@@ -31,6 +31,7 @@ MOST_RANKS = 100_000
 """Of a run, and so of every way of cutting a model."""
 Ways = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+TensorKind = Literal["weights", "gradients", "optimizer"]
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "low_var_kl"]
 """The last three are verl's words for k1, k2 and k3."""
 Rejection = Literal["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]
@@ -108,6 +109,7 @@ class Trained(Section):
     parallel: Parallel = Field(Parallel(), description="layout of this component over its placement's ranks")
     optim: Optim = Field(Optim(), description="optimizer")
     recompute: Literal["none", "selective", "full"] = Field("none", description="activation recomputation in the backward pass")
+    offload: tuple[TensorKind, ...] = Field((), description="what sleeps in the host's memory while no phase needs it on the device: weights, gradients, optimizer")
     max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")
     ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
@@ -155,6 +157,7 @@ class Critic(Trained):
 
 class Ref(Section):
     parallel: Parallel | None = Field(None, description="layout of the frozen reference; null = the actor's")
+    offload: tuple[Literal["weights"], ...] = Field((), description="weights: they sleep in the host's memory while no phase needs them on the device")
     max_tokens_per_micro_batch: Positive | None = Field(None, description="tokens per forward micro-batch; null = the actor's")
 
 

@@ -345,9 +345,9 @@ def _runner(chunk: GPTModel) -> torch.nn.Module:
 
 
 def _count_padding(runner: DistributedDataParallel) -> None:
-    """Let the padding between a buffer's buckets count as their content. Checkpoints would leave it out when they gather
-    the optimizer's states, and then cut parameters of later buckets out of the wrong places: a shared embedding has a
-    bucket of its own."""
+    """Let the padding between a buffer's buckets count as their content. Megatron leaves it out when it gathers the
+    optimizer's states for a checkpoint, and then cuts parameters of later buckets out of the wrong places: a shared
+    embedding has a bucket of its own."""
     for buffer in runner.buffers + runner.expert_parallel_buffers:
         for bucket in buffer.buckets[:-1]:
             bucket.numel_unpadded = bucket.grad_data.numel()

@@ -8,12 +8,12 @@ from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.observe.observer import NullObserver, Observer
-from megappo.observe.timers import Timers
 from megappo.placement.ranks import placement_layouts
 from megappo.trainer.datasets import load_datasets
 from megappo.trainer.inference import connect
 from megappo.trainer.models import build_models
 from megappo.trainer.own_engine import start_engine
+from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
 from megappo.trainer.progress import Progress
 from megappo.trainer.rollouts import Rollouts
@@ -40,7 +40,7 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     observer = _observer(config, progress, exchange, cleanup)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
     engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor))
-    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, Timers())
+    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, Phases(models))
 
 
 def _observer(config: Config, progress: Progress, exchange: Exchange, cleanup: ExitStack) -> Observer | NullObserver:

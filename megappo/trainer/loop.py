@@ -25,25 +25,27 @@ class Trainer:
         A step's `timing_s/evaluate` and `timing_s/save` are those that came between the step before and this one.
         """
         run, total = self.run, self.config.trainer.total_steps
-        run.engines.first_sync(verify=self.config.rollout.sync.verify, as_loaded=run.progress.start_step == 0)
+        with run.phase("sync"):
+            run.engines.first_sync(verify=self.config.rollout.sync.verify, as_loaded=run.progress.start_step == 0)
         if run.progress.start_step == total:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
         if run.progress.start_step == 0 and self.config.eval_interval:
             run.observer.log(0, self.evaluate(0))
-        run.timers.restart()
+        run.phase.timers.restart()
         for step in range(run.progress.start_step + 1, total + 1):
             metrics = self.step(step)
             metrics |= run.lap()
             metrics["rollout/tokens_per_second"] = metrics["rollout/num_tokens"] / metrics["timing_s/rollout"]
             if self.config.eval_interval and self._is_due(step, self.config.eval_interval):
-                with run.timers("evaluate"):
+                with run.phase("evaluate"):
                     metrics |= self.evaluate(step)
             run.observer.log(step, metrics)
             if self._is_due(step, self.config.trainer.save_interval):  # last: what it covers has been logged
-                with run.timers("save"):
-                    run.engines.sleep()  # saving takes memory
+                run.engines.sleep()  # saving takes memory
+                with run.phase("save"):
                     run.save(step)
-                    if step < total:
+                if step < total:
+                    with run.phase("sync"):
                         run.engines.wake()
         run.finish()
 
@@ -55,28 +57,28 @@ class Trainer:
         """One PPO step; returns its metrics, the same on every rank."""
         run, config = self.run, self.config
         prompts = run.datasets.train.batch(step - 1)
-        with run.timers("rollout"):
+        with run.phase("rollout"):
             responses = run.rollouts.respond(prompts)
             run.engines.sleep()
-        with run.timers("reward"):
+        with run.phase("reward"):
             batch, metrics = run.rollouts.collect(responses, prompts)
-        with run.timers("scatter"):
+        with run.phase("scatter"):
             scattered = run.models.scatter(batch)
-        outputs = run.models.forward(scattered, run.timers)
-        with run.timers("gather"):
+        outputs = run.models.forward(scattered, run.phase)
+        with run.phase("gather"):
             rows = run.models.gather(scattered, outputs, batch.rows)
-        with run.timers("advantages"):
+        with run.phase("advantages"):
             judged = add_advantages(run, rows)
             warnings = check_log_probs("the rollouts", judged.log_prob_diff, config, run.observer.message)
             metrics["rollout/log_prob_diff/warnings"] = warnings
-        with run.timers("scatter_fields"):
+        with run.phase("scatter_fields"):
             run.models.scatter_fields(scattered, judged.rows, step)
-        optimizer_steps = run.models.update(scattered, step, run.timers)
-        with run.timers("gather_metrics"):  # not earlier: all ranks wait for each other here
+        optimizer_steps = run.models.update(scattered, step, run.phase)
+        with run.phase("gather_metrics"):  # not earlier: all ranks wait for each other here
             for name, steps in optimizer_steps.items():
                 metrics |= training_metrics(run.exchange, steps, name)
         actor_trained = "actor" in optimizer_steps
-        with run.timers("sync"):
+        with run.phase("sync"):
             metrics |= run.engines.sync(changed=actor_trained)
         metrics |= judged.metrics
         if judged.kl_penalty is not None and actor_trained:

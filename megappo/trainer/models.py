@@ -4,7 +4,8 @@ What exchanges rows, all ranks do together, before and after; what computes (`fo
 another component.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
+from megappo.models.offload import Offload
 from megappo.models.train_engine import OptimizerStep, Outputs, TrainedEngine
 from megappo.observe.files import HF_ACTOR
-from megappo.observe.timers import Timers
 from megappo.placement.components import components_of, trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -26,6 +27,8 @@ from megappo.weights.hf_folder import write_hf_folder
 
 AtModels = Mapping[str, Scattered]
 """A step's rows at the components that have something to do with them, by name."""
+Phase = Callable[[str], AbstractContextManager[None]]
+"""See `trainer.phases`."""
 
 
 class Models:
@@ -55,6 +58,12 @@ class Models:
         return {name: self.components[name].engine for name in self.training}
 
     @property
+    def offloads(self) -> dict[str, Offload]:
+        """Of the components that live here."""
+        engines = {name: component.engine for name, component in self.components.items()}
+        return {name: Offload(engine, self.specs[name].offload) for name, engine in engines.items() if engine}
+
+    @property
     def description(self) -> str:
         """What checkpoints hold, in words: a run with other models cannot go on from them."""
         words = [
@@ -81,12 +90,12 @@ class Models:
                 found[name] = alike[0].passed_to(component) if alike else component.scatter(batch)
         return found
 
-    def forward(self, scattered: AtModels, timers: Timers) -> dict[str, Outputs]:
+    def forward(self, scattered: AtModels, phase: Phase) -> dict[str, Outputs]:
         """The outputs of every component that has a forward pass of its own, each in its own phase."""
         outputs = {}
         for name, at in scattered.items():
             if forward := self.specs[name].forward:
-                with timers(forward.phase):
+                with phase(forward.phase):
                     outputs[name] = at.forward()
         return outputs
 
@@ -102,11 +111,11 @@ class Models:
         for name in self.trained_in(step):
             scattered[name].scatter_fields(owned, self.training[name].fields)
 
-    def update(self, scattered: AtModels, step: int, timers: Timers) -> dict[str, list[OptimizerStep]]:
+    def update(self, scattered: AtModels, step: int, phase: Phase) -> dict[str, list[OptimizerStep]]:
         """Train the components, each in its own phase; their optimizer steps on their output ranks, [] elsewhere."""
         steps = {}
         for name in self.trained_in(step):
-            with timers(f"update_{name}"):
+            with phase(f"update_{name}"):
                 steps[name] = self._updates[name](scattered[name], self.config)
         return steps
 

@@ -6,10 +6,10 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
-from megappo.observe.timers import Timers
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.inference import InferenceEngines
 from megappo.trainer.models import Models
+from megappo.trainer.phases import Phases
 from megappo.trainer.progress import Progress
 from megappo.trainer.rollouts import Rollouts
 
@@ -26,11 +26,11 @@ class Run:
     rollouts: Rollouts
     progress: Progress
     observer: Observer | NullObserver
-    timers: Timers
+    phase: Phases
 
     def lap(self) -> dict[str, float]:
         """End the step: this rank's `timing_s/*`, and `memory/*` over all ranks."""
-        timings, memory = self.timers.lap()
+        timings, memory = self.phase.timers.lap()
         return timings | reduce_ranks(self.exchange.share(memory))
 
     def save(self, step: int) -> None:
@@ -40,6 +40,7 @@ class Run:
     def finish(self) -> None:
         """Export the actor and report; all ranks together."""
         if self.config.trainer.export_hf:
-            self.models.export_actor()
+            with self.phase("export"):
+                self.models.export_actor()
         self.exchange.share(None)
         self.observer.finish()

@@ -8,6 +8,7 @@ from megappo.rollout.client import EngineClient
 from megappo.sync.sync import SyncStats
 from megappo.trainer.inference import InferenceEngines
 from megappo.trainer.loop import Trainer
+from megappo.trainer.phases import Phases
 
 WAKING = [
     "resume_memory_occupation ['weights']",
@@ -89,7 +90,7 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked):
         engines=engines(asked),
         progress=SimpleNamespace(start_step=0),
         observer=SimpleNamespace(log=lambda step, metrics: asked.append(f"step {step}")),
-        timers=Timers(),
+        phase=Phases(SimpleNamespace(offloads={}, specs={})),
         lap=lambda: {"timing_s/rollout": 1.0},
         save=lambda step: asked.append("save"),
         finish=lambda: None,

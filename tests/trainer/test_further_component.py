@@ -39,7 +39,7 @@ def fields_of(run, step: int) -> dict[str, torch.Tensor]:
     prompts = run.datasets.train.batch(step - 1)
     batch, _ = run.rollouts.collect(run.rollouts.respond(prompts), prompts)
     scattered = run.models.scatter(batch)
-    return run.models.gather(scattered, run.models.forward(scattered, run.timers), batch.rows).fields
+    return run.models.gather(scattered, run.models.forward(scattered, run.phase), batch.rows).fields
 
 
 def with_a_judge(rank: int, world_size: int, folder: str) -> None:
@@ -63,7 +63,7 @@ def check_steps(rank: int, world_size: int, folder: str) -> None:
     torch.testing.assert_close(before["judged"], before["values"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(before["judged_at_the_end"], before["bootstrap_values"], rtol=1e-5, atol=1e-5)
     Trainer(config, run).step(1)
-    assert run.timers.lap()[0].keys() >= {"timing_s/judge", "timing_s/values"}
+    assert run.phase.timers.lap()[0].keys() >= {"timing_s/judge", "timing_s/values"}
     after = fields_of(run, 1)
     assert torch.equal(after["judged"], before["judged"]), "it is frozen"
     assert not torch.equal(after["values"], before["values"]), "the critic is not"

@@ -40,7 +40,6 @@ from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
 from megappo.data.prompts import Prompt  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
-from megappo.observe.timers import Timers  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.rollout.client import SamplingParams  # noqa: E402
@@ -51,6 +50,7 @@ from megappo.trainer.inference import InferenceEngines  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.models import build_models  # noqa: E402
 from megappo.trainer.own_engine import OwnEngine  # noqa: E402
+from megappo.trainer.phases import Phases  # noqa: E402
 from megappo.trainer.preflight import arrangement_errors  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.rollouts import Rollouts  # noqa: E402
@@ -194,7 +194,9 @@ def build(config: Config) -> Run:
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
     rollouts = FixedRollouts(config, datasets, OwnEngine(), exchange, observer, num_engines=1)
     engines = InferenceEngines(exchange, None, False, lambda changed: SyncStats(0, 1.0), probe=dict)
-    return Run(config, exchange, datasets, models, engines, rollouts, Progress(config, exchange), observer, Timers())
+    return Run(
+        config, exchange, datasets, models, engines, rollouts, Progress(config, exchange), observer, Phases(models)
+    )
 
 
 def numbers_of(config: Config) -> dict[str, object]:

@@ -1,0 +1,165 @@
+"""What no phase needs sleeps, and nothing else changes: the same numbers to the bit, and no use of what sleeps."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from recorder import recorder_in
+from spawn import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megappo.config.schema import Config
+from megappo.trainer.loop import Trainer
+from megappo.trainer.run import Run
+from megappo.trainer.train_engines import architecture_of
+from megappo.weights.export import Export
+
+ALL = ["weights", "gradients", "optimizer"]
+OFFLOADS = {
+    "everything": {"actor": {"offload": ALL}, "critic": {"offload": ALL}, "ref": {"offload": ["weights"]}},
+    "weights": {"actor": {"offload": ["weights"]}, "critic": {"offload": ["weights"]}},
+    "gradients": {"actor": {"offload": ["gradients"]}, "critic": {"offload": ["gradients"]}},
+    "optimizer": {"actor": {"offload": ["optimizer"]}, "critic": {"offload": ["optimizer"]}},
+}
+METHODS = {
+    "KL loss": {"actor": {"use_kl_loss": True, "kl_loss_type": "k3", "kl_loss_coef": 0.1}},
+    "full KL": {"actor": {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.1}},
+    "shared backbone": {"algorithm": {"shared_backbone": True}},
+}
+IN_BF16 = {"model": {"dtype": "bf16"}}  # the main parameters are no views of the weights
+BF16 = {
+    "bf16, optimizer sharded": {**IN_BF16, "placement": {"actor": "0-3", "critic": "0-1"}},
+    "bf16, optimizer not sharded": {
+        **IN_BF16,
+        "placement": {"actor": "0-1", "critic": "0-3"},
+        "actor": {"optim": {"distributed": False}},
+        "critic": {"optim": {"distributed": False}},
+    },
+}
+LAYOUTS = (
+    *("one rank", "actor tp2, critic pp2", "actor dp2, critic elsewhere tp2 sp", "tp2 dp2 sp"),
+    *("actor pp2 vpp2, critic dp4", "actor cp2 dp2, critic tp2 pp2", *BF16),
+)
+CASES = [
+    *((layout, "KL loss", "everything") for layout in LAYOUTS),
+    *(("tp2 dp2 sp", "KL loss", offload) for offload in OFFLOADS if offload != "everything"),
+    *(("actor cp2 dp2, critic tp2 pp2", method, "everything") for method in METHODS if method != "KL loss"),
+]
+SHOWN = ("actor pp2 vpp2, critic dp4", "bf16, optimizer sharded")
+
+
+class Watch(TorchDispatchMode):
+    """Refuses every operation on what sleeps."""
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.run, self.state, self.found = run, None, {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        offloads = self.run.phase.offloads
+        state = [set(offload.asleep) for offload in offloads.values()]
+        if state != self.state:
+            self.state = state
+            self.found = {
+                storage._cdata: f"{name}'s {kind}"
+                for name, offload in offloads.items()
+                for kind, storages in offload.storages_asleep.items()
+                for storage in storages
+            }
+        for leaf in tree_leaves((args, kwargs)):
+            found = self.found.get(leaf.untyped_storage()._cdata) if isinstance(leaf, torch.Tensor) else None
+            assert found is None, f"the {found} sleep in the phase {self.run.phase.current}"
+        return function(*args, **(kwargs or {}))
+
+
+def config_of(bench: ModuleType, folder: Path, *parts: dict) -> Config:
+    return Config.model_validate(bench.merged(bench.settings(folder), *parts))
+
+
+def weights_of(bench: ModuleType, run: Run) -> dict[str, object]:
+    found = {}
+    with run.phase("save"):
+        for name, engine in run.models.trained.items():
+            if engine is not None:
+                export = Export(engine.chunks, architecture_of(run.models.specs[name]), engine.groups)
+                found |= {
+                    f"{name}.{key}": bench.described(w.float()) for part in export.buckets(2**20) for key, w in part
+                }
+    return found
+
+
+def numbers_of(run: Run) -> dict[str, object]:
+    """Of three steps, each with a checkpoint after it, watched."""
+    found: dict[str, object] = {}
+    for step in range(1, 4):
+        with Watch(run):
+            metrics = Trainer(run.config, run).step(step)
+            with run.phase("save"):
+                run.save(step)
+        ours = {name: value for name, value in metrics.items() if not name.startswith(("timing", "sync"))}
+        found |= {f"{step}/{name}": value for name, value in ours.items()}
+    return found
+
+
+def compared(rank: int, world_size: int, folder: Path, layout: str, method: str, offload: str) -> None:
+    bench = recorder_in(folder)
+    parts = (BF16.get(layout) or bench.LAYOUTS[layout], METHODS[method])
+    run, other = (
+        bench.build(config_of(bench, folder, *parts, {"trainer": {"output_dir": str(folder / name)}}, changes))
+        for name, changes in (("with", OFFLOADS[offload]), ("without", {}))
+    )
+    assert numbers_of(run) == numbers_of(other)
+    weights = weights_of(bench, other)
+    assert weights_of(bench, run) == weights
+    if offload != "gradients":  # which need no copy
+        assert all(one.host_bytes for one in run.phase.offloads.values())
+    loaded = bench.build(run.config)
+    loaded.progress.restore(loaded.models)
+    assert loaded.progress.start_step == 3 and weights_of(bench, loaded) == weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "offload"),
+    [pytest.param(*case, marks=() if case[0] in SHOWN else pytest.mark.slow) for case in CASES],
+)
+def test_the_same_numbers_with_and_without(layout: str, method: str, offload: str, tmp_path: Path) -> None:
+    run_ranks(4, compared, tmp_path, layout, method, offload)
+
+
+def used_while_asleep(rank: int, world_size: int, folder: Path) -> None:
+    bench = recorder_in(folder)
+    run = bench.build(config_of(bench, folder, bench.LAYOUTS["one rank"], OFFLOADS["everything"], IN_BF16))
+    batch, _ = run.rollouts.collect(run.rollouts.respond(prompts := bench.FixedPrompts().batch(0)), prompts)
+    scattered = run.models.scatter(batch)
+    for component, phase in (("critic", "old_log_probs"), ("actor", "values")):
+        if rank == 0:
+            with run.phase(phase), Watch(run), pytest.raises(AssertionError) as error:
+                scattered[component].forward()
+            assert str(error.value).startswith(f"the {component}'s weights sleep in the phase {phase}")
+            with run.phase(phase), pytest.raises(FloatingPointError, match=f"the {component}'s .* are not finite"):
+                scattered[component].forward()
+    if rank == 0:
+        with run.phase("update_critic"), Watch(run), pytest.raises(AssertionError, match="actor's optimizer sleep"):
+            optimizer = run.models.actor.engine.optimizer.chained_optimizers[0].optimizer
+            optimizer.param_groups[0]["params"][0].sum()
+
+
+def test_any_use_of_what_sleeps_is_named_and_seen(tmp_path: Path) -> None:
+    run_ranks(4, used_while_asleep, tmp_path)
+
+
+def fifty_steps(rank: int, world_size: int, folder: Path) -> None:
+    bench = recorder_in(folder)
+    run = bench.build(config_of(bench, folder, bench.LAYOUTS["actor tp2, critic pp2"], OFFLOADS["everything"]))
+    found = []
+    for step in range(1, 51):
+        Trainer(run.config, run).step(step)
+        found.append([offload.host_bytes for offload in run.phase.offloads.values()])
+    assert found[0] and all(sizes == found[1] for sizes in found[2:])  # the optimizer has its states after a step
+
+
+@pytest.mark.slow
+def test_the_hosts_memory_does_not_grow(tmp_path: Path) -> None:
+    run_ranks(4, fifty_steps, tmp_path)
