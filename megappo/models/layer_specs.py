@@ -37,8 +37,8 @@ def layer_kind(wanted: str) -> str:
     if not HAVE_TE:  # megatron-core would build its layers of mocks
         raise ConfigError(
             f"model.layer_spec is {wanted}, but TransformerEngine is installed and cannot be imported "
-            f"({platform.fault('transformer-engine')}): install it again (delete .venv-gpu/setup-stamp and run "
-            "launch/setup.sh gpu), or set model.layer_spec=torch"
+            f"({platform.fault('transformer-engine')}): build it again, as docs/troubleshooting.md says, or "
+            "set model.layer_spec=torch"
         )
     return "transformer_engine"
 
