@@ -151,6 +151,8 @@ require_machine() {
         missing+=("no C++ compiler ${CXX:-c++}: apt-get install g++ (RHEL: dnf install gcc-c++), or name one: CXX=/path/to/g++")
     "$1" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
         missing+=("no Python.h for $1: apt-get install python3-dev (RHEL: dnf install python3-devel), or name another: PYTHON=")
+    "$1" -c 'import sys; sys.exit(sys.version_info >= (3, 13))' || command -v "${CARGO:-cargo}" >/dev/null ||
+        missing+=("no wheel of outlines_core for $("$1" --version), and no Rust to build it: PYTHON=python3.12, or install cargo")
     refuse "${missing[@]}"
 }
 

@@ -350,17 +350,24 @@ def test_what_lacks_to_build_transformer_engine_is_named(indexes, set_up, lackin
 def test_a_machine_that_cannot_run_it_is_refused_before_anything_is_installed(tmp_path, indexes, set_up, python):
     commands = tmp_path / "commands"
     commands.mkdir()
-    fakes = {"getconf": "echo glibc 2.31", "python": f'[[ $2 == *Python.h* ]] && exit 1; exec {python} "$@"'}
+    python_13 = f'[[ $2 == *Python.h* || $2 == *"(3, 13)"* ]] && exit 1; exec {python} "$@"'
+    fakes = {"getconf": "echo glibc 2.31", "python": python_13}
     for name, text in fakes.items():
         (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (commands / name).chmod(0o755)
-    faults = {"PATH": f"{commands}:{os.environ['PATH']}", "CXX": "no-such-c++", "PYTHON": str(commands / "python")}
+    faults = {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "CXX": "no-such-c++",
+        "CARGO": "no-such",
+        "PYTHON": str(commands / "python"),
+    }
     result = set_up("gpu", **faults)
     assert result.returncode == 1
-    _, glibc, compiler, header = result.stderr.splitlines()
+    _, glibc, compiler, header, rust = result.stderr.splitlines()
     assert "expected glibc 2.34 or newer, found 2.31" in glibc and "Ubuntu 22.04" in glibc
     assert "no C++ compiler no-such-c++" in compiler and "apt-get install g++" in compiler and "CXX=" in compiler
     assert "no Python.h for" in header and "apt-get install python3-dev" in header and "PYTHON=" in header
+    assert "no wheel of outlines_core for Python 3" in rust and "PYTHON=python3.12" in rust and "cargo" in rust
     assert not indexes[0].asked and not (tmp_path / "repository" / ".venv-gpu").exists()
 
 
