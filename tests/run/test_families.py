@@ -97,6 +97,7 @@ def test_a_family_trains(family: str, config: Path, folder: Path) -> None:
     settings += ["trainer.total_steps=2", "trainer.eval_interval=2", "rollout.sync.probe_tolerance=1e-4"]
     settings += ["actor.max_tokens_per_micro_batch=48"]  # so few that shards need different numbers of micro-batches
     settings += [f"{name}.parallel={layout}" for name, layout in zip(("actor", "critic"), LAYOUTS[family], strict=True)]
+    settings += [f"{name}.offload=[weights,gradients,optimizer]" for name in ("actor", "critic")]
     temporary = folder / ("job-" * 15)  # too long for the names of sockets, as a cluster's may be
     temporary.mkdir()
     variables = {"TMPDIR": str(temporary)}

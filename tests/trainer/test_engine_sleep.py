@@ -77,15 +77,6 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked):
         trainer=SimpleNamespace(total_steps=3, save_interval=2),
         eval_interval=0,
     )
-
-    class Timers:
-        restart = staticmethod(lambda: None)
-
-        def __call__(self, name):
-            return self
-
-        __enter__ = __exit__ = lambda self, *_: None
-
     run = SimpleNamespace(
         engines=engines(asked),
         progress=SimpleNamespace(start_step=0),
