@@ -5,9 +5,9 @@
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-if [[ $# -lt 1 ]]; then
-    echo "usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]" >&2
-    exit 2
+if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
+    echo "usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]; all keys: python -m megappo.plan --help" >&2
+    exit $(($# < 1 ? 2 : 0))
 fi
 
 num_gpus() {

@@ -5,6 +5,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    echo "usage: bash launch/quickstart.sh [gpu] [key=value ...]"
+    echo "all keys, after a first run: .venv/bin/python -m megappo.plan --help"
+    exit
+fi
 # The config places everything on two ranks.
 export NPROC=${NPROC:-2}
 if [[ ${1:-} == gpu ]]; then
@@ -26,9 +31,6 @@ if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; the
 fi
 # An interrupted run goes on; a finished one makes room for the next.
 run=outputs/quickstart/run
-if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec $venv/bin/python -m megappo.plan --help
-fi
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
     # What is wrong with the arguments is told before anything is moved; otherwise local.sh tells it.

@@ -62,7 +62,7 @@ def _data(config: Config) -> Iterator[str]:
     if config.trainer.eval_interval and not config.data.val_files:
         yield (
             f"trainer.eval_interval {config.trainer.eval_interval} needs data.val_files, found none: "
-            "name some or drop trainer.eval_interval"
+            "name some, or set trainer.eval_interval to null"
         )
     names = [Path(file).stem for file in config.data.val_files]
     for name in sorted({name for name in names if names.count(name) > 1}):

@@ -25,7 +25,7 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
         first, last = _bounds(part, text)
         if last >= world_size:
             raise ValueError(
-                f"{_quoted(text)} names rank {last}, but this run has {world_size}, numbered from 0: "
+                f"{_quoted(text)} names rank {last}, but this run has {counted(world_size, 'rank')}, numbered from 0: "
                 f"start {last + 1} processes or more (NPROC={last + 1} with launch/local.sh), or name lower ranks"
             )
         for rank in range(first, last + 1):

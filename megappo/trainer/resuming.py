@@ -36,7 +36,8 @@ def already_finished(config: Config) -> str:
     exported = (folder / HF_ACTOR).is_dir() or not config.trainer.export_hf
     if checkpoint is None or step_of(checkpoint) < total or not exported or not (folder / REPORT_FILE).is_file():
         return ""
-    return f"already finished: {folder} has all {total} steps; raise trainer.total_steps to train on"
+    remedy = "raise trainer.total_steps to train on, or set another trainer.output_dir for a new run"
+    return f"already finished: {folder} has all {total} steps; {remedy}"
 
 
 def _checkpoint(config: Config) -> Path | None:

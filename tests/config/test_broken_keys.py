@@ -148,7 +148,7 @@ CONTRADICTIONS = {
     ),
     "rollout.stop=['']": "rollout.stop holds an empty string",
     "data.val_files=[] trainer.eval_interval=10": (
-        "trainer.eval_interval 10 needs data.val_files, found none: name some or drop trainer.eval_interval"
+        "trainer.eval_interval 10 needs data.val_files, found none: name some, or set trainer.eval_interval to null"
     ),
     "actor.optim.lr_warmup_steps=1 trainer.total_steps=1": (
         "actor.optim.lr_warmup_steps 1 must be below the run's 1 optimizer step: shorten it or raise"
@@ -157,7 +157,7 @@ CONTRADICTIONS = {
 }
 PLACEMENTS = {
     "placement.rollout=4": (
-        "placement.rollout: '4' names rank 4, but this run has 4, numbered from 0: "
+        "placement.rollout: '4' names rank 4, but this run has 4 ranks, numbered from 0: "
         "start 5 processes or more (NPROC=5 with launch/local.sh), or name lower ranks"
     ),
     "placement.critic=3-1": "placement.critic: '3-1': the range 3-1 runs backwards: write 1-3",

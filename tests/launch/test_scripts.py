@@ -1,4 +1,5 @@
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -37,6 +38,14 @@ def test_ci_runs_the_test_script_and_nothing_else():
 def test_local_names_its_usage_without_a_config():
     result = run(["bash", ROOT / "launch" / "local.sh"], ROOT)
     assert result.returncode == 2 and "CONFIG [key=value ...]" in result.stderr
+
+
+def test_help_comes_before_anything_is_installed(tmp_path):
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    for script in ("local.sh", "quickstart.sh"):
+        result = run(["bash", tmp_path / "launch" / script, "--help"], tmp_path)
+        assert result.returncode == 0 and f"launch/{script}" in result.stdout + result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["launch"]
 
 
 def copy_script(name: str, repository: Path) -> Path:

@@ -13,7 +13,8 @@ def test_a_finished_run_says_so_and_leaves_everything_as_it_is(config, run, fold
     before = contents(run)
     with Program(folder, config, f"trainer.output_dir={run}") as program:
         assert program.wait() == 0
-    assert program.output == f"already finished: {run} has all 10 steps; raise trainer.total_steps to train on\n"
+    remedy = "raise trainer.total_steps to train on, or set another trainer.output_dir for a new run"
+    assert program.output == f"already finished: {run} has all 10 steps; {remedy}\n"
     assert contents(run) == before
 
 
