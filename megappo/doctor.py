@@ -112,8 +112,6 @@ def _read(index: int, tensor: torch.Tensor) -> None:
 
 def engine() -> str:
     """SGLang serves a tiny random model."""
-    on_gpu = platform.has_cuda()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[:1]
     # CUDA graphs take long to capture, and show nothing more.
     server_args = {"disable_cuda_graph": True}
     rollout = Rollout(max_running_requests=4, max_total_tokens=4096, mem_fraction_static=0.3, server_args=server_args)
@@ -122,9 +120,9 @@ def engine() -> str:
         started = Engine(
             folder,
             rollout,
-            "bf16" if on_gpu else "fp32",
+            "bf16" if platform.has_cuda() else "fp32",
             index=0,
-            gpu_ids=visible if on_gpu else [],
+            gpu_ids=platform.gpu_ids([0]),
             log_path=Path(folder, "engine.log"),
             seed=0,
         )

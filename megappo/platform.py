@@ -31,6 +31,15 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def gpu_ids(local_ranks: list[int]) -> list[str]:
+    """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    if not has_cuda():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(i) for i in range(max(local_ranks) + 1)]
+    return [names[i] for i in local_ranks]
+
+
 def empty_cache() -> None:
     """Give unused GPU memory of torch's allocator back to the GPU; nothing to do on a CPU."""
     if has_cuda():

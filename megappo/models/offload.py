@@ -47,12 +47,11 @@ class Offload:
 
     def rest(self, use: Use) -> None:
         """Put to sleep what is not needed."""
-        for kind in self._kinds:
-            if kind in use or kind in self.asleep:
-                continue
+        unneeded = [kind for kind in self._kinds if kind not in use and kind not in self.asleep]
+        found = _storages(self._engine) if unneeded else {}
+        for kind in unneeded:
             known = {memory.storage._cdata: memory for memory in self._memories.get(kind, ())}
-            found = _storages(self._engine)[kind]
-            self._memories[kind] = [known.get(storage._cdata) or _Memory(storage) for storage in found]
+            self._memories[kind] = [known.get(storage._cdata) or _Memory(storage) for storage in found[kind]]
             for memory in self._memories[kind]:
                 memory.sleep(save=kind not in self._saved)
             self._saved.add(kind)

@@ -65,16 +65,7 @@ def _engine(config: Config, layout: Layout, number: int, rank: int) -> Engine:
         config.rollout,
         config.model.dtype,
         index=number - first_on_node,
-        gpu_ids=_gpu_ids([r % local_world for r in ranks]),
+        gpu_ids=platform.gpu_ids([r % local_world for r in ranks]),
         log_path=Path(config.trainer.output_dir) / "engines" / f"engine_{number}.log",
         seed=config.trainer.seed + number,
     )
-
-
-def _gpu_ids(local_ranks: list[int]) -> list[str]:
-    """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
-    if not platform.has_cuda():
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(max(local_ranks) + 1)]
-    return [names[i] for i in local_ranks]
