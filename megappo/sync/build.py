@@ -61,10 +61,11 @@ def build_sync(
     receivers: list[Receiver] = []
     for number, engine in enumerate(route.engines):
         ends = route.ends(engine, on_gpus=on_gpus)
+        peers = _peers(ends, config)
         if exchange.rank in ends:
             name, entry = engine.transport, engine.entry
             place = {"number": route.transports[name].index(number), "address": addresses.get(name)}
-            link = replace(links[name], **place, peers=_peers(ends, config))
+            link = replace(links[name], **place, peers=peers)
             (receivers if entry.sender else senders).append(resolved(entry.engine)(link, client))
     return WeightSync(
         tensors,
@@ -79,8 +80,9 @@ def build_sync(
 
 
 def _peers(ranks: tuple[int, ...], config: Config) -> dist.ProcessGroup | None:
-    """A group of several ranks, which they alone make."""
+    """A group of several ranks, which all ranks make together: torch calls one that its members make alone by how many
+    groups each of them is in, so that ranks with unlike components would not find each other."""
     if len(ranks) == 1:
         return None
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    return dist.new_group(list(ranks), timeout=timeout, backend="gloo", use_local_synchronization=True)
+    return dist.new_group(list(ranks), timeout=timeout, backend="gloo")

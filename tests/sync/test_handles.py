@@ -114,12 +114,13 @@ def test_sglang_reads_a_handle_on_the_gpu_it_names(monkeypatch):
 
 
 def hand_over_from_each(rank: int, world_size: int, checkpoint: Path) -> None:
-    """Two tensor-parallel ranks have the actor, on whose GPUs an engine is cut the same way; a third has neither."""
+    """Two tensor-parallel ranks have the actor, on whose GPUs an engine is cut the same way; one of them shares the
+    critic with a third, and so is in more groups than the other."""
     parts = {"model": {"path": str(checkpoint), "dtype": "fp32"}, "actor": {"parallel": {"tensor": 2}}}
-    parts |= {"placement": {"actor": "1-2", "critic": "0", "rollout": "1-2"}, "rollout": {"tensor_parallel": 2}}
+    parts |= {"placement": {"actor": "1-2", "critic": "0-1", "rollout": "1-2"}, "rollout": {"tensor_parallel": 2}}
     config = Config.model_validate(SECTIONS | parts)
     layouts = placement_layouts(config, world_size)
-    groups = build_groups({"actor": layouts["actor"]}, seed=0)["actor"]
+    groups = build_groups({name: layouts[name] for name in ("actor", "critic")}, seed=0)["actor"]
     actor = make_engine(checkpoint, Case(layouts["actor"]), groups, "actor") if groups.member else None
     client, exchange = (Recorder() if rank == 1 else None), Exchange(dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
