@@ -46,9 +46,15 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def backend() -> str:
-    """torch.distributed backend: gloo for CPU tensors everywhere, NCCL for CUDA tensors."""
-    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+def backend(*, of_the_host: bool = True) -> str:
+    """torch.distributed backend: gloo for CPU tensors everywhere, NCCL for CUDA tensors.
+
+    Args:
+        of_the_host: whether CPU tensors and objects go over the group: on GPUs that takes a socket for each other rank.
+    """
+    if not has_cuda():
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if of_the_host else "nccl"
 
 
 def has_transformer_engine() -> bool:

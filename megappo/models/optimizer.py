@@ -31,7 +31,7 @@ def make_saveable(optimizer: ChainedOptimizer) -> None:
         if part.init_state_fn is not None:  # else there are no moments before the first step
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
-            # Over which `sharding_metadata` has states gathered: with CPU tensors every group speaks gloo.
+            # Over which `sharding_metadata` has states gathered: with CPU tensors such a group speaks gloo.
             part.data_parallel_group_gloo = part.data_parallel_group
 
 

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,6 +57,9 @@ GLOBALS = {
     for name in names
 }
 
+Ranks = tuple[int, ...]
+Groups = dict[Ranks, dist.ProcessGroup | None]
+"""Each set of ranks' group; None where this rank is not in it."""
 RngState = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -140,7 +144,8 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
     """Create every component's process groups. All ranks of the world call it together, with the same arguments.
 
     Components with equal rank sets share groups. Each group runs one collective, since NCCL's first batched
-    point-to-point call on a group needs every member.
+    point-to-point call on a group needs every member. All ranks make all groups, in one order: what torch calls a group
+    that its members make alone depends on how many groups each of them is in, which differs.
 
     Args:
         layouts: component -> layout.
@@ -154,30 +159,40 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
             raise ValueError(f"{name}: ranks {layout.ranks} must ascend, as torch orders groups by rank")
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:
         parallel_state._set_global_memory_buffer()
-    cache: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): dist.group.WORLD}
-    return {name: _component_groups(layout, seed, cache, timeout) for name, layout in layouts.items()}
+    named = {name: list(_rank_groups(layout)) for name, layout in layouts.items()}
+    of_the_host = {
+        ranks
+        for component, layout in layouts.items()
+        for name, ranks in named[component]
+        if _is_of_the_host(name, layout)
+    }
+    made: Groups = {tuple(range(dist.get_world_size())): dist.group.WORLD}
+    for _, ranks in chain.from_iterable(named.values()):
+        if ranks not in made:
+            made[ranks] = _new_group(ranks, platform.backend(of_the_host=ranks in of_the_host), timeout)
+    return {name: _component_groups(layout, seed, named[name], made) for name, layout in layouts.items()}
 
 
-def _component_groups(
-    layout: Layout, seed: int, cache: dict[tuple[int, ...], dist.ProcessGroup], timeout: timedelta | None
-) -> ComponentGroups:
-    own: dict[str, tuple[int, ...]] = {}
-    for name, ranks in _rank_groups(layout):
-        if ranks not in cache:
-            cache[ranks] = _new_group(ranks, timeout)
-        if dist.get_rank() in ranks:
-            own[name] = ranks
+def _is_of_the_host(name: str, layout: Layout) -> bool:
+    """Whether CPU tensors and objects go over a group: over all of a component's ranks what dist_checkpointing agrees
+    on, and over the data-parallel ones the optimizer's state that a checkpoint gathers. Experts that are not shared out
+    are among the other weights there."""
+    return name in ("intra_dist_opt", "intra_dp_cp") or (name == "intra_expt_dp" and layout.expert > 1)
+
+
+def _component_groups(layout: Layout, seed: int, named: list[tuple[str, Ranks]], made: Groups) -> ComponentGroups:
+    own = {name: ranks for name, ranks in named if dist.get_rank() in ranks}
     if dist.get_rank() not in layout.ranks:
         return ComponentGroups(layout, None)
     # hcp (hierarchical context parallelism) and inter_dist_opt (several optimizer instances) are not in use.
     absent = dict.fromkeys(("embd", "pos_embd", "hcp", "inter_dist_opt"))
-    collection = ProcessGroupCollection(**absent | {name: cache[ranks] for name, ranks in own.items()})
+    collection = ProcessGroupCollection(**absent | {name: made[ranks] for name, ranks in own.items()})
     groups = ComponentGroups(layout, collection, _globals(layout, collection, own))
     groups._rng = _fresh_rng_state(groups, seed)
     return groups
 
 
-def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
     """Every group of a component: its field in the collection and its global ranks."""
     order = "tp-cp-ep-dp-pp"
     generator = RankGenerator(
@@ -196,14 +211,14 @@ def _rank_groups(layout: Layout) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from ((name, tuple(among(stages))) for name, (among, _) in EMBEDDING_GROUPS.items())
 
 
-def _new_group(ranks: tuple[int, ...], timeout: timedelta | None) -> dist.ProcessGroup | None:
-    group = dist.new_group(list(ranks), timeout=timeout)
+def _new_group(ranks: Ranks, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     if dist.get_rank() in ranks and len(ranks) > 1:
         dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
     return group
 
 
-def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, Ranks]) -> dict[str, Any]:
     """parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
     pipeline = list(own["pp"])
     return {

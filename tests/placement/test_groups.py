@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from spawn import run_ranks
 from tiny_models import hf_folder
 from tiny_training import Trained, Trainee, check_outputs, reference
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo import platform
 from megappo.placement.groups import ComponentGroups, build_groups
@@ -175,6 +176,47 @@ def _random_streams(rank: int, world_size: int) -> None:
 
 def test_components_keep_their_own_random_streams() -> None:
     run_ranks(2, _random_streams)
+
+
+def _made(patch: pytest.MonkeyPatch, layouts: dict[str, Layout], rank: int, world_size: int) -> dict[tuple, str]:
+    """The groups that one rank of a large world makes, and their backends; its peers are not there."""
+    made, new_group = {}, dist.new_group
+
+    def record(ranks: list[int], *, backend: str, **options: object) -> dist.ProcessGroup:
+        assert tuple(ranks) not in made, "made twice"
+        made[tuple(ranks)] = backend
+        return new_group(ranks, **options)
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    patch.setattr(dist, "new_group", record)
+    build_groups(layouts, seed=0)
+    patch.setattr(dist, "new_group", new_group)
+    return made
+
+
+def _backends(rank: int, world_size: int) -> None:
+    everyone = tuple(range(4096))
+    dense = {"actor": Layout(everyone, tensor=8, pipeline=8), "critic": Layout(everyone, tensor=4, pipeline=2)}
+    with pytest.MonkeyPatch.context() as patch:
+        assert set(_made(patch, {"actor": Layout((0, 1), tensor=2)}, 0, 2).values()) == {"gloo"}
+        patch.setattr(platform, "has_cuda", lambda: True)
+        patch.setattr(platform, "device", lambda: torch.device("cpu"))
+        first, second = (_made(patch, dense, member, 4096) for member in (0, 1500))
+        assert first == second, "ranks disagree on the groups, or on their order"
+        assert list(first) == list(second)
+        sockets = [group for group, backend in first.items() if "gloo" in backend and 0 in group]
+        assert sorted(map(len, sockets)) == [64, 512], "data-parallel shards of the actor, and of the critic"
+        shared_out = {"actor": Layout(tuple(range(8)), tensor=2, expert=4), "critic": Layout((0, 1), tensor=2)}
+        made = _made(patch, shared_out, 0, 16)
+    mixed, nccl = "cpu:gloo,cuda:nccl", "nccl"
+    expected = {tuple(range(8)): mixed, (0, 2, 4, 6): mixed, (0, 4): mixed}  # all; shards of weights; and of experts
+    expected |= {(2, 3): nccl, (0, 1, 2, 3): nccl}  # the actor's tensor and expert parallelism
+    assert made.items() >= (expected | {(0, 1): mixed}).items(), "two that the actor cuts tensors over are a critic"
+
+
+def test_on_gpus_only_groups_that_the_host_speaks_over_have_sockets() -> None:
+    run_ranks(1, _backends)
 
 
 def _misplaced(rank: int, world_size: int) -> None:
