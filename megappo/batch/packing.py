@@ -22,9 +22,9 @@ class PackedBatch:
         max_seqlen: length of the longest of these.
         predictors: [N] int64 into T: the positions held here that predict a token of mask 1, rows in order.
         targets: [N] int64: the tokens that these predict.
-        predicted: [b, R] bool: which of all response tokens these are.
+        predicted: [N] int64 into b x R: which of all response tokens these are.
         last_tokens: [n] int64 into T: the rows' last tokens, as far as they are held here.
-        ended: [b] bool: whose these are.
+        ended: [n] int64 into b: whose these are.
     """
 
     rows: Rows
@@ -40,11 +40,13 @@ class PackedBatch:
 
     def responses(self, flat: torch.Tensor) -> torch.Tensor:
         """[N] values at `predictors` as [b, R], 0 at mask 0 and at tokens predicted elsewhere; differentiable."""
-        return flat.new_zeros(self.predicted.shape).masked_scatter(self.predicted, flat)
+        shape = self.rows.response_mask.shape
+        # By numbers: the gradient of what goes by a mask has the GPU wait for the host.
+        return flat.new_zeros(shape.numel()).index_copy(0, self.predicted, flat).view(shape)
 
     def ends(self, flat: torch.Tensor) -> torch.Tensor:
         """[n] values at `last_tokens` as [b], 0 for rows whose last token is elsewhere; differentiable."""
-        return flat.new_zeros(self.ended.shape).masked_scatter(self.ended, flat)
+        return flat.new_zeros(len(self.rows)).index_copy(0, self.ended, flat)
 
 
 def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, context_rank: int = 0) -> PackedBatch:
@@ -73,9 +75,9 @@ def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, c
         max_seqlen=max(lengths),
         predictors=predictors[predictors >= 0].to(device),
         targets=tokens[written[predictors >= 0]].to(device),
-        predicted=torch.zeros_like(valid).masked_scatter(valid, predictors >= 0).to(device),
+        predicted=valid.flatten().nonzero()[predictors >= 0, 0].to(device),
         last_tokens=last_tokens[last_tokens >= 0].to(device),
-        ended=(last_tokens >= 0).to(device),
+        ended=(last_tokens >= 0).nonzero()[:, 0].to(device),
     )
 
 

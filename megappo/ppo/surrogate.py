@@ -1,5 +1,6 @@
 """What the policy losses share: cleaned inputs, ratios, PPO's clip, and the way from token losses to a result."""
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -115,7 +116,8 @@ class Tokens:
         metrics: Metrics = {name: token_mean(x, self.mask, self.normaliser) for name, x in shown.items()}
         if self.masked is not None:
             metrics["opsm_frac"] = token_mean(self.masked, self.mask, self.normaliser)
-        metrics |= {"ppo_kl": self.policy_kl, "ratio_max": (ratios.detach()[self.mask], "max")}
+        shown_ratios = ratios.detach().masked_fill(~self.mask, -math.inf)
+        metrics |= {"ppo_kl": self.policy_kl, "ratio_max": (shown_ratios, "max")}
         return aggregate(loss, self.mask, mode, normaliser=self.normaliser), metrics
 
 

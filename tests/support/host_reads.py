@@ -1,0 +1,70 @@
+"""Where a computation has the device wait for the host: operations whose result, or its shape, the host must read.
+
+On a GPU each of them waits until all kernels before it are done, and the GPU then waits for the host. A CPU is its own
+host, so what merely copies is seen by the name of its call: `.cpu()`, `.tolist()`, `.numpy()`. A copy by `.to(...)` or
+`copy_`, in either direction, is not: only a GPU shows those (`torch.cuda.set_sync_debug_mode`).
+"""
+
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CALLS = ("cpu", "tolist", "numpy")
+READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+BY_MASK = (torch.bool, torch.uint8)
+
+
+def host_reads(compute: Callable[[], torch.Tensor]) -> Counter[str]:
+    """Those of computing something and of its backward pass: "operation at file:line" -> times."""
+    found: Counter[str] = Counter()
+    with ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(patch.object(torch.Tensor, name, _counted(name, found)))
+        stack.enter_context(_Operations(found))
+        compute().sum().backward()
+    return found
+
+
+def _counted(name: str, found: Counter[str]) -> Callable[..., Any]:
+    call = getattr(torch.Tensor, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found[_named(name)] += 1
+        return call(*args, **kwargs)
+
+    return counted
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, found: Counter[str]):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if _reads(function, args):
+            self.found[_named(str(function))] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def _reads(function: Any, args: tuple) -> bool:
+    name = function.overloadpacket._qualified_op_name
+    if name == "aten::masked_scatter_backward":
+        return True
+    if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+        by_mask = any(index is not None and index.dtype in BY_MASK for index in args[1])
+        is_fill = name != "aten::index" and args[2].numel() == 1  # CUDA fills by the mask
+        return by_mask and not is_fill
+    return any(tag in function.tags for tag in READING)
+
+
+def _named(operation: str) -> str:
+    """With the line that called it outside torch; in a backward pass that is the one which called for the pass."""
+    frames = [frame for frame in traceback.extract_stack() if "/torch/" not in frame.filename]
+    caller = next(frame for frame in reversed(frames) if frame.filename != __file__)
+    return f"{operation} at {caller.filename}:{caller.lineno}"

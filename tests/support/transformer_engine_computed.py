@@ -1,0 +1,75 @@
+"""TransformerEngine's kernels computed by torch, beneath megatron-core's Python; as those do, without a read from the
+device on the host."""
+
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from transformer_engine import pytorch as te
+
+
+def compute() -> None:
+    """Let the layers of `transformer_engine_stub.install` run, forward and backward; for this process."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    for layer, forward in (
+        (te.Linear, _linear),
+        (te.LayerNormLinear, _norm_and_linear),
+        (te.RMSNorm, _norm),
+        (te.DotProductAttention, _attention),
+    ):
+        patch.object(layer, "forward", forward).start()
+    patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", _rotate).start()
+    patch.object(moe_utils, "te_general_gemm", None).start()  # it then takes torch's
+
+
+def _linear(layer: te.Linear, x: torch.Tensor, **unused: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    bias = layer.bias if layer.use_bias else None
+    if layer.te_return_bias:
+        return F.linear(x, layer.weight), bias
+    return F.linear(x, layer.weight, bias)
+
+
+def _norm_and_linear(layer: te.LayerNormLinear, x: torch.Tensor, **unused: object) -> object:
+    return _linear(layer, F.rms_norm(x, x.shape[-1:], layer.layer_norm_weight, layer.eps))
+
+
+def _norm(layer: te.RMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], layer.weight, layer.eps)
+
+
+def _attention(
+    layer: te.DotProductAttention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    **unused: object,
+) -> torch.Tensor:
+    """Of [T, heads, D] each, with a mask over the whole pack: [T, heads x D]."""
+    number, place = _sequences(len(query), cu_seqlens_q)
+    mask = (number[:, None] == number) & (place[:, None] >= place)
+    query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+    found = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=layer.unfused_attention.softmax_scale, enable_gqa=True
+    )
+    return found[0].transpose(0, 1).flatten(1)
+
+
+def _rotate(
+    x: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, cp_size: int = 1, cp_rank: int = 0
+) -> torch.Tensor:
+    """Of [T, heads, D], by the place of each token in its sequence."""
+    angles = freqs[_sequences(len(x), cu_seqlens)[1], :, 0]
+    half = x.chunk(2, dim=-1)
+    return x * angles.cos() + torch.cat([-half[1], half[0]], dim=-1) * angles.sin()
+
+
+def _sequences(num_tokens: int, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token of a pack its sequence's number and its place in it."""
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    number = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    return number, tokens - cu_seqlens[number]
