@@ -211,4 +211,7 @@ def layers(text: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of the process groups can abort an interpreter that ends its own way
