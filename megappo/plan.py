@@ -124,7 +124,7 @@ def weights_summary(config: Config) -> str:
     rows = [["", "parameters", "bytes on a rank, at most"]]
     for name, spec in components_of(config).items():
         architecture = read_architecture(spec.folder.value, spec.head)
-        [whole], parts = stage_sizes(architecture, Parallel()), stage_sizes(architecture, spec.parallel.value)
+        [whole], parts = (map(sum, stage_sizes(architecture, cut)) for cut in (Parallel(), spec.parallel.value))
         rows.append([name, f"{whole:,}", f"{max(parts) * DTYPES[config.model.dtype].nbytes:,}"])
     return aligned(rows)
 

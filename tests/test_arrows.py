@@ -38,6 +38,7 @@ WITHOUT_TORCH = (
     "megappo/placement/layout.py",
     "megappo/placement/picture.py",
     "megappo/placement/ranks.py",
+    "megappo/placement/uses.py",
     "megappo/sync/route.py",
     "megappo/checkpoint/errors.py",
     "megappo/checkpoint/folders.py",

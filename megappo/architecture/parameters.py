@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ExpertFormat, SharedExpertFormat
@@ -162,12 +163,19 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return {name: piece.shape for name, piece in pieces_of(list_parameters(architecture)).items()}
 
 
-def stage_sizes(architecture: Architecture, parallel: Parallel) -> list[int]:
-    """Numbers in the parameters that a rank of each pipeline stage holds; the model fits the layout."""
+class StageSize(NamedTuple):
+    """Numbers in the parameters that a rank of a pipeline stage holds: of experts, and of all else."""
+
+    dense: int
+    experts: int
+
+
+def stage_sizes(architecture: Architecture, parallel: Parallel) -> list[StageSize]:
+    """Of each stage; the model fits the layout."""
     chunks, local_experts = parallel.num_chunks, architecture.num_experts // parallel.expert
     split = parallel.pipeline_split or (architecture.num_layers // chunks,) * chunks
     stages = [chunk % parallel.pipeline for chunk, layers in enumerate(split) for _ in range(layers)]
-    sizes = [0] * parallel.pipeline
+    dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
     for parameter in list_parameters(architecture, tensor=parallel.tensor, expert_tensor=parallel.expert_tensor):
         piece, is_head = parameter.pieces[0], parameter.names[0].startswith(OUTPUT_LAYER)
         is_tied_here = is_head and piece.name == EMBEDDING and parallel.pipeline == 1
@@ -175,8 +183,9 @@ def stage_sizes(architecture: Architecture, parallel: Parallel) -> list[int]:
         if parameter.is_buffer or is_tied_here or is_elsewhere:
             continue
         outside = 0 if piece.name == EMBEDDING and not is_head else -1
+        sizes = dense if piece.expert is None else experts
         sizes[outside if parameter.layer is None else stages[parameter.layer]] += prod(parameter.shard_shape)
-    return sizes
+    return [StageSize(*sizes) for sizes in zip(dense, experts, strict=True)]
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:

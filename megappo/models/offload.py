@@ -6,18 +6,16 @@ and its content lies in pinned host memory. On a CPU it keeps its size, since an
 what uses it all the same shows.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import torch
 
 from megappo import platform
 from megappo.config.schema import TensorKind
 from megappo.models.train_engine import MegatronEngine, TrainedEngine
+from megappo.placement.uses import Use
 
 NAN_BYTE = 255  # NaN in every floating dtype
-
-Use = Mapping[TensorKind, bool]
-"""The kinds of tensors that something needs of a model on the device -> whether it changes them."""
 
 
 class Offload:

@@ -1,36 +1,11 @@
-"""The phases of a step, and what each needs of every component on the device: the rest may sleep meanwhile."""
+"""The phases of a step: a part of it each, timed, for which every component has on the device what it needs."""
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megappo.models.offload import Use
 from megappo.observe.timers import Timers
-from megappo.placement.components import ComponentSpec
+from megappo.placement.uses import NOTHING, uses_of
 from megappo.trainer.models import Models
-
-READ_WEIGHTS: Use = {"weights": False}
-SAVE: Use = {"weights": False, "optimizer": False}
-TRAIN: Use = {"weights": True, "gradients": True, "optimizer": True}
-NOTHING: Use = {}
-
-
-def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, Use]]:
-    """Phase -> component -> what it needs; phases that need nothing of any component are left out."""
-    uses: dict[str, dict[str, Use]] = defaultdict(dict)
-    for name, spec in specs.items():
-        if spec.forward is not None:
-            uses[spec.forward.phase][name] = READ_WEIGHTS
-            if spec.reference and "full_kl" in spec.forward.fields:
-                uses[spec.forward.phase][spec.reference] = READ_WEIGHTS
-        if spec.training is not None:
-            uses[f"update_{name}"][name] = TRAIN
-            uses["save"][name] = SAVE
-            if spec.reference and spec.training.full_kl:
-                uses[f"update_{name}"][spec.reference] = READ_WEIGHTS
-    for phase in ("sync", "export"):
-        uses[phase]["actor"] = READ_WEIGHTS
-    return uses
 
 
 class Phases:

@@ -132,7 +132,7 @@ def _check_case(case: Case, groups: ComponentGroups) -> None:
     )
     chunks = build(case.folder, parallel, groups, trained=False, dtype=case.dtype)
     held = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
-    assert held == stage_sizes(read_architecture(case.folder), parallel)[groups.collection.pp.rank()], case.name
+    assert held == sum(stage_sizes(read_architecture(case.folder), parallel)[groups.collection.pp.rank()]), case.name
     logits = outputs(chunks, groups)
     if groups.collection.pp.rank() < pipeline - 1:
         assert logits is None
