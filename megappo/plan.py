@@ -1,9 +1,10 @@
 """Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
 
-    python -m megappo.plan CONFIG [key=value ...] [--world-size N] [--all]
+    python -m megappo.plan CONFIG [key=value ...] [--world-size N] [--all] [--gpu h100 [--suggest]]
 
-Where the config alone is right, it tries tokenizer, prompts and reward function. Exits with 0 when the run could start,
-with 2 after printing every error, one line each.
+Where the config alone is right, it tries tokenizer, prompts and reward function. With --gpu it reckons the memory of
+each phase on GPUs of that type, and the seconds. Exits with 0 when the run could start, with 2 after printing every
+error, one line each.
 """
 
 import argparse
@@ -23,6 +24,13 @@ from megappo.config.help import config_parser
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
 from megappo.config.schema import MOST_RANKS, Config, Parallel
+from megappo.estimate.fitting import settled, settled_offloads
+from megappo.estimate.gpus import GIB, GPU, GPUS
+from megappo.estimate.memory import MemoryEstimate
+from megappo.estimate.report import memory_table, misfits, time_table
+from megappo.estimate.seconds import TimeEstimate
+from megappo.estimate.shapes import Shapes
+from megappo.estimate.suggest import suggestions
 from megappo.observe.console import escape_unprintable
 from megappo.placement.arithmetic import batch_splits
 from megappo.placement.components import components_of, trained_components
@@ -61,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = check_run(config, world_size)
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
+    if args.gpu:
+        try:
+            errors += config.located(_reckon(config, world_size, GPUS[args.gpu], args.suggest))
+        except ConfigError as error:  # what it needs to know is wrong, as most probably was told already
+            errors += [line for line in config.located(error.errors) if line not in errors]
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
     if not errors:
@@ -75,6 +88,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
     print(f"\n{already_finished(config) or ready}")
     return 0
+
+
+def _reckon(config: Config, world_size: int, gpu: GPU, suggests: bool) -> list[str]:
+    """Print what a run takes of the GPUs; why it does not fit them."""
+    shapes = Shapes()
+    asked, config = config, settled(config, world_size, gpu.memory, shapes)
+    memory = MemoryEstimate(config, world_size, gpu.memory, shapes)
+    for line in settled_offloads(asked, config):
+        print(f"\n{line}")
+    print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated\n{memory_table(memory)}")
+    seconds = time_table(TimeEstimate(memory, gpu))
+    print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
+    if suggests:
+        print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(config, world_size, gpu, shapes)}")
+    return list(misfits(memory, gpu))
 
 
 def _left_out(config: Config) -> list[str]:
@@ -184,6 +212,8 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )
     parser.add_argument("--all", action="store_true", help="look at every prompt (default: a sample of each file)")
+    parser.add_argument("--gpu", choices=GPUS, help="reckon memory and seconds on GPUs of this type")
+    parser.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
     return parser
 
 

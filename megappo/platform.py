@@ -31,6 +31,11 @@ def device() -> torch.device:
     return torch.device("cpu")
 
 
+def gpu_bytes() -> int | None:
+    """Memory of this process's GPU; None on a CPU."""
+    return torch.cuda.get_device_properties(device()).total_memory if has_cuda() else None
+
+
 def gpu_ids(local_ranks: list[int]) -> list[str]:
     """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     if not has_cuda():

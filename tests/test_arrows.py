@@ -32,6 +32,7 @@ WITHOUT_TORCH = (
     "megappo/batch/fields.py",
     "megappo/batch/metrics.py",
     "megappo/config/",
+    "megappo/estimate/",
     "megappo/placement/arithmetic.py",
     "megappo/placement/checks.py",
     "megappo/placement/components.py",
@@ -67,9 +68,9 @@ def allowed(package: str) -> frozenset[str]:
     if package in ("torchrun", "launcher"):
         return BOTTOM | {"launcher"}
     if package in ENTRIES:
-        return MIDDLE | BOTTOM | {"trainer", "sync", "ppo", "megatron_setup"}
+        return MIDDLE | BOTTOM | {"trainer", "sync", "ppo", "megatron_setup", "estimate"}
     if package == "trainer":
-        return MIDDLE | BOTTOM | {"sync", "ppo", "trainer"}
+        return MIDDLE | BOTTOM | {"sync", "ppo", "trainer", "estimate"}
     if package == "sync":
         return MIDDLE | BOTTOM | {"sync"}
     if package in MIDDLE:
@@ -78,6 +79,7 @@ def allowed(package: str) -> frozenset[str]:
         "ppo": {"ppo"},
         "config": {"config", "table"},
         "architecture": {"architecture", "config", "table"},
+        "estimate": {"estimate", "architecture", "config", "placement"},
         "keeper": {"lifetime"},
         "megatron_setup": {"megatron_on_cpu", "platform"},
     }

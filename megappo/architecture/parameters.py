@@ -131,17 +131,20 @@ class Parameter:
         return (sum(piece.shard_shape[0] for piece in self.pieces), *self.pieces[0].shard_shape[1:])
 
 
-def list_parameters(architecture: Architecture, *, tensor: int = 1, expert_tensor: int = 1) -> list[Parameter]:
+def list_parameters(
+    architecture: Architecture, *, tensor: int = 1, expert_tensor: int = 1, num_experts: int | None = None
+) -> list[Parameter]:
     """Every parameter of the model under its head, and routers' biases, in the order of the rules.
 
     Args:
         tensor: tensor-parallel ranks, for which the vocabulary is padded.
         expert_tensor: ranks that cut each expert.
+        num_experts: of each layer, the first so many; None = all.
     """
     sizes = _sizes(architecture)
     shard_sizes = {**sizes, "vocab": padded_vocab_size(architecture.vocab_size, tensor)}
     rules: list[tuple[int | None, Rule]] = [(None, rule) for rule in _MODEL + _output_rules(architecture)]
-    rules += [(number, rule) for number, table in enumerate(_layer_rules(architecture)) for rule in table]
+    rules += [(number, rule) for number, table in enumerate(_layer_rules(architecture, num_experts)) for rule in table]
     return [
         _parameter(rule, layer, sizes, shard_sizes, tensor if rule.expert is None else expert_tensor)
         for layer, rule in rules
@@ -172,20 +175,28 @@ class StageSize(NamedTuple):
 
 def stage_sizes(architecture: Architecture, parallel: Parallel) -> list[StageSize]:
     """Of each stage; the model fits the layout."""
-    chunks, local_experts = parallel.num_chunks, architecture.num_experts // parallel.expert
-    split = parallel.pipeline_split or (architecture.num_layers // chunks,) * chunks
-    stages = [chunk % parallel.pipeline for chunk, layers in enumerate(split) for _ in range(layers)]
+    stages, local_experts = stage_of_layers(architecture, parallel), architecture.num_experts // parallel.expert
     dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
-    for parameter in list_parameters(architecture, tensor=parallel.tensor, expert_tensor=parallel.expert_tensor):
+    cut = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor}
+    for parameter in list_parameters(architecture, **cut, num_experts=1):  # all of a layer are alike
         piece, is_head = parameter.pieces[0], parameter.names[0].startswith(OUTPUT_LAYER)
         is_tied_here = is_head and piece.name == EMBEDDING and parallel.pipeline == 1
-        is_elsewhere = piece.expert is not None and piece.expert >= local_experts
-        if parameter.is_buffer or is_tied_here or is_elsewhere:
+        if parameter.is_buffer or is_tied_here:
             continue
         outside = 0 if piece.name == EMBEDDING and not is_head else -1
-        sizes = dense if piece.expert is None else experts
-        sizes[outside if parameter.layer is None else stages[parameter.layer]] += prod(parameter.shard_shape)
+        stage, size = outside if parameter.layer is None else stages[parameter.layer], prod(parameter.shard_shape)
+        if piece.expert is None:
+            dense[stage] += size
+        else:
+            experts[stage] += size * local_experts
     return [StageSize(*sizes) for sizes in zip(dense, experts, strict=True)]
+
+
+def stage_of_layers(architecture: Architecture, parallel: Parallel) -> list[int]:
+    """The pipeline stage of each layer; the model fits the layout."""
+    chunks = parallel.num_chunks
+    split = parallel.pipeline_split or (architecture.num_layers // chunks,) * chunks
+    return [chunk % parallel.pipeline for chunk, layers in enumerate(split) for _ in range(layers)]
 
 
 def padded_vocab_size(vocab_size: int, tensor: int) -> int:
@@ -193,11 +204,12 @@ def padded_vocab_size(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // tensor) * tensor
 
 
-def _layer_rules(architecture: Architecture) -> list[tuple[Rule, ...]]:
+def _layer_rules(architecture: Architecture, num_experts: int | None) -> list[tuple[Rule, ...]]:
     """The rules of every layer."""
     attention = _NORMS + _attention_rules(architecture)
     num_dense, written = architecture.num_dense_layers, architecture.family.experts
-    experts = _expert_rules(written, architecture.num_experts) if written else ()
+    count = architecture.num_experts if num_experts is None else num_experts
+    experts = _expert_rules(written, count) if written else ()
     return [attention + _MLP] * num_dense + [attention + experts] * (architecture.num_layers - num_dense)
 
 

@@ -109,7 +109,7 @@ class Trained(Section):
     parallel: Parallel = Field(Parallel(), description="layout of this component over its placement's ranks")
     optim: Optim = Field(Optim(), description="optimizer")
     recompute: Literal["none", "selective", "full"] = Field("none", description="activation recomputation in the backward pass")
-    offload: tuple[TensorKind, ...] = Field((), description="what sleeps in the host's memory while no phase needs it on the device: weights, gradients, optimizer")
+    offload: Literal["auto"] | tuple[TensorKind, ...] = Field((), description="what sleeps in the host's memory while no phase needs it on the device: weights, gradients, optimizer; auto = what does not fit otherwise, by the plan's arithmetic")
     max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")
     ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
@@ -157,7 +157,7 @@ class Critic(Trained):
 
 class Ref(Section):
     parallel: Parallel | None = Field(None, description="layout of the frozen reference; null = the actor's")
-    offload: tuple[Literal["weights"], ...] = Field((), description="weights: they sleep in the host's memory while no phase needs them on the device")
+    offload: Literal["auto"] | tuple[Literal["weights"], ...] = Field((), description="weights: they sleep in the host's memory while no phase needs them on the device; auto = if they do not fit otherwise")
     max_tokens_per_micro_batch: Positive | None = Field(None, description="tokens per forward micro-batch; null = the actor's")
 
 
@@ -308,6 +308,10 @@ class Config(Section):
         except ConfigError as error:
             raise ConfigError(*self.located(error.errors)) from error
 
+    def changed(self, key: str, value: object) -> Self:
+        """The same config but for one key, written with dots; the value is of the key's type."""
+        return _changed(self, key.split("."), value)
+
     @property
     def has_values(self) -> bool:
         """Whether the estimator needs values."""
@@ -350,3 +354,8 @@ class Config(Section):
     reward: Reward = Field(Reward(), description="scoring of responses")
     algorithm: Algorithm = Field(Algorithm(), description="advantages and KL")
     trainer: Trainer = Field(description="the run")
+
+
+def _changed(section: Any, names: list[str], value: object) -> Any:
+    first, *rest = names
+    return section.model_copy(update={first: _changed(getattr(section, first), rest, value) if rest else value})

@@ -42,6 +42,10 @@ class Timers:
             if name == phase:
                 self._memory.stop()
 
+    def seconds(self, phase: str) -> float:
+        """Of a phase, in this step so far."""
+        return self._seconds.get(phase, 0.0)
+
     def restart(self) -> None:
         """Begin the first step now and forget what was measured: the set-up is no part of it."""
         self._step_start = time.perf_counter()

@@ -7,7 +7,7 @@ model of the trainer's: `placement.rollout` places them.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from megappo.architecture.families import HeadKind
 from megappo.config.schema import Config, Parallel, TensorKind, Trained
@@ -82,7 +82,8 @@ class ComponentSpec:
         forward: of each step; None where it has none of its own.
         training: None for a frozen model.
         reference: the component whose logits its head compares with its own; that one is built first.
-        offload: its tensors that sleep in the host's memory while no phase needs them.
+        offload: its tensors that sleep in the host's memory while no phase needs them; "auto" is not settled yet (see
+            `estimate.fitting`).
     """
 
     ranks: Setting[str]
@@ -93,7 +94,7 @@ class ComponentSpec:
     forward: ForwardPass | None
     training: Training | None = None
     reference: str | None = None
-    offload: tuple[TensorKind, ...] = ()
+    offload: Setting[Literal["auto"] | tuple[TensorKind, ...]] = Setting("", ())
 
     def mini_batch_prompts(self, config: Config) -> Setting[int]:
         """Prompts of which it needs all trajectories at a time."""
@@ -124,7 +125,7 @@ def _actor(config: Config) -> ComponentSpec:
             warmup_steps=config.critic.warmup_steps,
         ),
         reference="ref" if "full" in config.kl_kinds else None,
-        offload=actor.offload,
+        offload=setting(config, "actor.offload"),
     )
 
 
@@ -147,7 +148,7 @@ def _critic(config: Config) -> ComponentSpec | None:
         head="value",
         forward=ForwardPass("values", _values(config)),
         training=Training("critic", config.critic, VALUE_FIELDS, "megappo.trainer.update:update_critic"),
-        offload=config.critic.offload,
+        offload=setting(config, "critic.offload"),
     )
 
 
@@ -167,7 +168,7 @@ def _ref(config: Config) -> ComponentSpec | None:
         max_tokens=setting(config, "ref.max_tokens_per_micro_batch", "actor.max_tokens_per_micro_batch"),
         head="policy",
         forward=forward if set(config.kl_kinds) != {"full"} else None,  # which the actor's head looks at by itself
-        offload=config.ref.offload,
+        offload=setting(config, "ref.offload"),
     )
 
 

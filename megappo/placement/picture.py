@@ -37,7 +37,8 @@ def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
 
 
 def _padded(cell: str, width: int) -> str:
-    return cell.rjust(width) if cell.replace(",", "").isdigit() else cell.ljust(width)
+    is_number = cell.lstrip("-").rstrip("%").replace(",", "").replace(".", "", 1).isdigit()
+    return cell.rjust(width) if is_number else cell.ljust(width)
 
 
 def _cell(name: str, layout: Layout, rank: int) -> str:

@@ -10,7 +10,7 @@ from megappo.architecture.architecture import Architecture
 from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.config.transports import TRANSPORTS
+from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES, TRANSPORTS
 from megappo.models.train_engine import MegatronEngine
 from megappo.rollout.client import EngineClient
 from megappo.sync.route import Route
@@ -19,8 +19,6 @@ from megappo.sync.transport import Link, Receiver, Sender
 from megappo.table import resolved
 from megappo.weights.export import Export
 from megappo.weights.load import folder_shapes
-
-GPU_BUCKET_BYTES, CPU_BUCKET_BYTES = 512 * 2**20, 128 * 2**20
 
 
 def engine_sleeps(route: Route, engine: int) -> bool:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
+from megappo.estimate.fitting import settled, settled_offloads
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.ranks import placement_layouts
 from megappo.trainer.datasets import load_datasets
@@ -18,15 +19,18 @@ from megappo.trainer.probe import Probe
 from megappo.trainer.progress import Progress
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run
+from megappo.trainer.utilisation import Utilisation
 
 
-def build_run(config: Config, cleanup: ExitStack) -> Run:
+def build_run(asked: Config, cleanup: ExitStack) -> Run:
     """Everything a run needs on this rank; all ranks together, after the default process group exists.
 
     Args:
+        asked: as it was written; an offload may be left to be settled.
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     exchange = Exchange(dist.group.WORLD)
+    config = settled(asked, exchange.world_size, platform.gpu_bytes())
     layouts = placement_layouts(config, exchange.world_size)
     datasets = load_datasets(config)
     progress = Progress(config, exchange)
@@ -38,9 +42,12 @@ def build_run(config: Config, cleanup: ExitStack) -> Run:
     models = build_models(config, layouts, exchange)
     progress.restore(models)
     observer = _observer(config, progress, exchange, cleanup)
+    for line in settled_offloads(asked, config):
+        observer.message(line)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
     engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor))
-    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, Phases(models))
+    utilisation = Utilisation(config.model.dtype, models.components, models.specs, exchange)
+    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, Phases(models), utilisation)
 
 
 def _observer(config: Config, progress: Progress, exchange: Exchange, cleanup: ExitStack) -> Observer | NullObserver:

@@ -77,6 +77,8 @@ class Trainer:
         with run.phase("gather_metrics"):  # not earlier: all ranks wait for each other here
             for name, steps in optimizer_steps.items():
                 metrics |= training_metrics(run.exchange, steps, name)
+                seconds = run.phase.timers.seconds(f"update_{name}")
+                metrics[f"{name}/mfu"] = run.utilisation.of_update(scattered[name], steps, seconds)
         actor_trained = "actor" in optimizer_steps
         with run.phase("sync"):
             metrics |= run.engines.sync(changed=actor_trained)

@@ -61,7 +61,7 @@ class Models:
     def offloads(self) -> dict[str, Offload]:
         """Of the components that live here."""
         engines = {name: component.engine for name, component in self.components.items()}
-        return {name: Offload(engine, self.specs[name].offload) for name, engine in engines.items() if engine}
+        return {name: Offload(engine, self.specs[name].offload.value) for name, engine in engines.items() if engine}
 
     @property
     def description(self) -> str:

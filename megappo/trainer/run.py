@@ -12,6 +12,7 @@ from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
 from megappo.trainer.progress import Progress
 from megappo.trainer.rollouts import Rollouts
+from megappo.trainer.utilisation import Utilisation
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Run:
     progress: Progress
     observer: Observer | NullObserver
     phase: Phases
+    utilisation: Utilisation
 
     def lap(self) -> dict[str, float]:
         """End the step: this rank's `timing_s/*`, and `memory/*` over all ranks."""

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -56,9 +57,11 @@ from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.rollouts import Rollouts  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.train_engines import architecture_of  # noqa: E402
+from megappo.trainer.utilisation import Utilisation  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61
+OF_TIME = re.compile("^(timing|sync)|/mfu$")
 PROMPTS, RESPONSES, LONGEST_PROMPT, LONGEST_RESPONSE = 6, 4, 5, 9
 TOLERANCE = 1e-6
 LAYOUTS = {
@@ -194,9 +197,8 @@ def build(config: Config) -> Run:
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
     rollouts = FixedRollouts(config, datasets, OwnEngine(), exchange, observer, num_engines=1)
     engines = InferenceEngines(exchange, None, False, lambda changed: SyncStats(0, 1.0), probe=dict)
-    return Run(
-        config, exchange, datasets, models, engines, rollouts, Progress(config, exchange), observer, Phases(models)
-    )
+    progress, utilisation = Progress(config, exchange), Utilisation("fp32", models.components, models.specs, exchange)
+    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, Phases(models), utilisation)
 
 
 def numbers_of(config: Config) -> dict[str, object]:
@@ -205,7 +207,7 @@ def numbers_of(config: Config) -> dict[str, object]:
     trainer = Trainer(config, run)
     found: dict[str, object] = {}
     for step in range(1, STEPS + 1):
-        metrics = {name: value for name, value in trainer.step(step).items() if not name.startswith(("timing", "sync"))}
+        metrics = {name: value for name, value in trainer.step(step).items() if not OF_TIME.search(name)}
         found |= {f"{step}/{name}": float(value) for name, value in metrics.items() if isinstance(value, float | int)}
     for component, engine in run.models.trained.items():
         if engine is None:

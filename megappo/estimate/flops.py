@@ -1,0 +1,60 @@
+"""Floating-point operations that a model's mathematics takes: what MFU is reckoned by, and time estimated.
+
+Recomputed activations, padding and idle stages are no work of the model's, so that what avoids them raises the MFU.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, list_parameters
+
+TRAINING = 3
+"""Forward passes that a training step is worth: the backward pass multiplies each matrix twice."""
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of a forward pass.
+
+    Attributes:
+        per_token: of the layers' matrix products.
+        per_pair: of attention, for a token and one that it attends to (itself, and all before it).
+        per_output: of the head, for a token that it reads.
+    """
+
+    per_token: float
+    per_pair: float
+    per_output: float
+
+    def forward(self, rows: Iterable[tuple[int, int]]) -> float:
+        """Of rows, (tokens, tokens that the head reads) each."""
+        return sum(
+            tokens * self.per_token + tokens * (tokens + 1) / 2 * self.per_pair + outputs * self.per_output
+            for tokens, outputs in rows
+        )
+
+
+def flops_of(architecture: Architecture) -> Flops:
+    """A multiplication and an addition for each number of a matrix and token; of experts, for those it goes to.
+
+    Attention is causal: a token attends to half of the others on average. A window, where a model has one, is not
+    looked at.
+
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
+    equation 3, with half of attention and by the model's own matrices; Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    layers, head, chosen = 0.0, 0.0, architecture.experts.top_k if architecture.experts else 0
+    for parameter in list_parameters(architecture, num_experts=1):  # all of a layer are alike
+        if len(parameter.shard_shape) < 2:  # norms, biases
+            continue
+        flops = 2 * prod(parameter.shard_shape)
+        if parameter.layer is not None:
+            layers += flops * (chosen if parameter.pieces[0].expert is not None else 1)
+        elif parameter.names[0].startswith((OUTPUT_LAYER, SECOND_HEAD)):  # the embedding is only looked up
+            head += flops
+    heads, latent = architecture.num_heads, architecture.latent
+    keys = latent.plain_size + latent.rope_size if latent else architecture.head_size
+    values = latent.v_size if latent else architecture.head_size
+    return Flops(layers, 2 * architecture.num_layers * heads * (keys + values), head)

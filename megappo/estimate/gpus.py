@@ -1,0 +1,64 @@
+"""What is known of GPUs by their data sheets."""
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A type of GPU.
+
+    Attributes:
+        memory: bytes that programs can have, as torch reports them.
+        flops: per second, dense, of bf16 matrix products; and of fp32 ones, without TF32.
+        memory_bandwidth: bytes per second to its own memory.
+        link: bytes per second to another GPU of the node, one way.
+        network: bytes per second to another node, one way, of the usual one adapter per GPU.
+        host: bytes per second to the host's memory, one way.
+    """
+
+    name: str
+    memory: float
+    flops: float
+    fp32_flops: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    host: float
+
+
+def _gpu(name: str, gib: float, tflops: float, fp32_tflops: float, *bandwidths: float) -> GPU:
+    """In GiB, 1e12 operations and 1e9 bytes."""
+    memory, link, network, host = (1e9 * bandwidth for bandwidth in bandwidths)
+    return GPU(name, gib * GIB, tflops * 1e12, fp32_tflops * 1e12, memory, link, network, host)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("a100-40gb", 39.4, 312, 19.5, 1555, 300, 25, 25),
+        _gpu("a100", 79.2, 312, 19.5, 2039, 300, 25, 25),
+        _gpu("a800", 79.2, 312, 19.5, 2039, 200, 25, 25),
+        _gpu("h100", 79.1, 989, 67, 3352, 450, 50, 50),
+        _gpu("h800", 79.1, 989, 67, 3352, 200, 50, 50),
+        _gpu("h20", 95.1, 148, 44, 4000, 450, 50, 50),
+        _gpu("h200", 139.8, 989, 67, 4800, 450, 50, 50),
+        _gpu("b200", 178.3, 2250, 75, 7700, 900, 50, 50),
+        _gpu("l40s", 44.4, 362, 91.6, 864, 25, 25, 25),
+        _gpu("rtx4090", 23.5, 165, 82.6, 1008, 25, 12, 25),
+    )
+}
+"""By the name that --gpu takes; those with NVLink are of the SXM form.
+
+Source: NVIDIA's data sheets of each, dense rates (without sparsity); memory as in messages of torch's allocator.
+"""
+
+
+def find_gpu(device_name: str) -> GPU | None:
+    """The type of a device, by the name that CUDA gives it, such as "NVIDIA H100 80GB HBM3"; None where unknown."""
+    words = device_name.lower().replace("geforce ", "").replace("rtx ", "rtx").replace("-", " ").split()
+    found = [gpu for name, gpu in GPUS.items() if name in words]
+    if found and found[0].name == "a100" and "40gb" in words:
+        return GPUS["a100-40gb"]
+    return found[0] if found else None

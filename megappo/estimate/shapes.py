@@ -1,0 +1,61 @@
+"""What the models of a run are and how large the parts of them are that ranks hold: read and counted once."""
+
+from functools import cached_property
+
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.families import HeadKind
+from megappo.architecture.parameters import StageSize, stage_of_layers, stage_sizes
+from megappo.architecture.parsing import read_architecture
+from megappo.config.schema import Parallel
+from megappo.estimate.flops import Flops, flops_of
+from megappo.placement.components import ComponentSpec
+
+
+class Shape:
+    """A model under a head, in whichever layout."""
+
+    def __init__(self, architecture: Architecture):
+        self.architecture = architecture
+        self._stages: dict[Parallel, list[StageSize]] = {}
+
+    @cached_property
+    def flops(self) -> Flops:
+        return flops_of(self.architecture)
+
+    @property
+    def size(self) -> int:
+        """Parameters of the whole model."""
+        return sum(self.stages(Parallel())[0])
+
+    @property
+    def expert_share(self) -> float:
+        """Of the parameters, those of experts."""
+        return self.stages(Parallel())[0].experts / self.size
+
+    def stages(self, parallel: Parallel) -> list[StageSize]:
+        """See `stage_sizes`."""
+        if parallel not in self._stages:
+            self._stages[parallel] = stage_sizes(self.architecture, parallel)
+        return self._stages[parallel]
+
+    def layers(self, parallel: Parallel, stage: int) -> list[int]:
+        """Numbers of the layers that a stage holds."""
+        stages = stage_of_layers(self.architecture, parallel)
+        return [layer for layer, at in enumerate(stages) if at == stage]
+
+
+class Shapes:
+    """The models of a run's folders."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[tuple[str, HeadKind], Shape] = {}
+
+    def of(self, spec: ComponentSpec) -> Shape:
+        """A component's."""
+        return self.at(spec.folder.value, spec.head)
+
+    def at(self, folder: str, head: HeadKind = "policy") -> Shape:
+        """Of a folder's model under a head."""
+        if (folder, head) not in self._shapes:
+            self._shapes[folder, head] = Shape(read_architecture(folder, head))
+        return self._shapes[folder, head]
