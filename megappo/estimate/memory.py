@@ -180,7 +180,7 @@ class MemoryEstimate:
         layers = shape.layers(parallel, stage)
         kept = activation_bytes(shape.architecture, parallel, dtype, layers, tokens=tokens, in_flight=in_flight)
         yield f"{name} activations", kept[recompute]
-        if stage == parallel.pipeline - 1:
+        if stage == parallel.pipeline - 1 and spec.head != "value":
             share = self.config.rollout.max_response_length / longest_row(self.config)
             full_kl = _compares(spec, is_forward)
             yield (

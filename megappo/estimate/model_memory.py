@@ -122,8 +122,6 @@ def logits_bytes(
     Args:
         tokens: of a micro-batch, that the rank holds; `responses` of them predict one.
     """
-    if architecture.head == "value":
-        return 0.0
     columns = padded_vocab_size(architecture.vocab_size, parallel.tensor) / parallel.tensor
     numbers = (tokens + responses) * ((2 if training else 1) + full_kl)
     return columns * (numbers * DTYPES[dtype].nbytes + min(tokens, HEAD_CHUNK) * 4 * FP32_COPIES * (1 + full_kl))

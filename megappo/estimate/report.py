@@ -53,9 +53,13 @@ def time_table(estimate: TimeEstimate) -> str:
     rows = [["", "seconds", "share", "MFU"]]
     for phase, seconds in estimate.seconds.items():
         mfu = estimate.mfu(phase)
-        rows.append([phase, f"{seconds:,.3g}", f"{seconds / estimate.step:.0%}", "" if mfu is None else f"{mfu:.0%}"])
-    rows.append(["together", f"{estimate.step:,.3g}", "", ""])
+        rows.append([phase, _seconds(seconds), f"{seconds / estimate.step:.0%}", "" if mfu is None else f"{mfu:.0%}"])
+    rows.append(["together", _seconds(estimate.step), "", ""])
     return aligned(rows)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds >= 1 else f"{seconds:.2f}"
 
 
 def misfits(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
@@ -70,7 +74,7 @@ def misfits(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     found = f"{_ranks(estimate, place)}: {_gib(most)} GiB in {phase} ({parts})"
     if most <= (1 - SPARE) * estimate.gpu_bytes:
         found = f"the engines have room for {max(estimate.cache_tokens(), 0):,.0f} tokens, fewer than one row's"
-    room = f"{_gib(estimate.gpu_bytes)} GiB of a {gpu.name}, of which {SPARE:.0%} should stay free"
+    room = f"{gpu.name} GPUs of {_gib(estimate.gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
     if found_remedies is None:
         advice = "no offload, recomputation or smaller micro-batch alone would do: take more GPUs, or see --suggest"
     else:

@@ -26,6 +26,8 @@ class Utilisation:
     Args:
         dtype: of the models.
         components, specs: by name.
+    Attributes:
+        peaks: component -> operations per second of all its ranks together.
     """
 
     def __init__(
@@ -38,11 +40,11 @@ class Utilisation:
         self._exchange = exchange
         peaks = exchange.share(peak_flops(dtype))
         self._flops: dict[str, Flops] = {}
-        self._peaks: dict[str, float] = {}
+        self.peaks: dict[str, float] = {}
         for name, spec in specs.items():
             if spec.training is not None:
                 self._flops[name] = flops_of(architecture_of(spec))
-                self._peaks[name] = sum(peaks[rank] for rank in components[name].layout.ranks)
+                self.peaks[name] = sum(peaks[rank] for rank in components[name].layout.ranks)
 
     def of_update(self, scattered: Scattered, steps: list[OptimizerStep], seconds: float) -> float:
         """The model's work in an update, over what all of the component's ranks could have computed meanwhile.
@@ -60,7 +62,7 @@ class Utilisation:
         done = [split[step % len(split)] for step in range(max(count for count, _ in shared))]
         rows = [lengths[row] for shards in done for shard in shards for row in shard]
         slowest = max(found for _, found in shared)
-        return TRAINING * self._flops[name].forward(rows) / (self._peaks[name] * slowest)
+        return TRAINING * self._flops[name].forward(rows) / (self.peaks[name] * slowest)
 
 
 def peak_flops(dtype: str) -> float:

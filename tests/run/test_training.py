@@ -15,7 +15,7 @@ TOTAL_STEPS = 10
 STATISTICS = ("mean", "max", "min")
 PROMISED = {
     *(f"actor/{name}" for name in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy")),
-    *("actor/grad_norm", "actor/lr", "critic/grad_norm", "critic/lr"),
+    *(f"{name}/{metric}" for name in ("actor", "critic") for metric in ("grad_norm", "lr", "mfu")),
     *(f"critic/{name}" for name in ("vf_loss", "vf_clipfrac", "vf_explained_var")),
     *(f"{name}/{kind}" for name in ("reward/score", "reward/kl_penalty") for kind in STATISTICS),
     *(f"{name}/{kind}" for name in ("advantages", "returns", "values") for kind in STATISTICS),
@@ -35,6 +35,7 @@ def test_each_step_is_logged_once_with_all_that_is_promised(run):
     for metrics in steps[1:]:
         assert metrics.keys() >= PROMISED | {f"timing_s/{phase}" for phase in PHASES}
         assert all(value is not None for value in metrics.values())
+        assert 0 < metrics["actor/mfu"] < 1 and 0 < metrics["critic/mfu"] < 1
     assert "timing_s/save" in steps[10], "what stands between two steps counts in the second"
     evaluated = [metrics["step"] for metrics in steps if "val/held_out/score/mean" in metrics]
     assert evaluated == [0, 5, 10]

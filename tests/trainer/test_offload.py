@@ -90,7 +90,7 @@ def weights_of(bench: ModuleType, run: Run) -> dict[str, object]:
     return found
 
 
-def numbers_of(run: Run) -> dict[str, object]:
+def numbers_of(bench: ModuleType, run: Run) -> dict[str, object]:
     """Of three steps, each with a checkpoint after it, watched."""
     found: dict[str, object] = {}
     for step in range(1, 4):
@@ -98,7 +98,7 @@ def numbers_of(run: Run) -> dict[str, object]:
             metrics = Trainer(run.config, run).step(step)
             with run.phase("save"):
                 run.save(step)
-        ours = {name: value for name, value in metrics.items() if not name.startswith(("timing", "sync"))}
+        ours = {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name)}
         found |= {f"{step}/{name}": value for name, value in ours.items()}
     return found
 
@@ -110,7 +110,7 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str,
         bench.build(config_of(bench, folder, *parts, {"trainer": {"output_dir": str(folder / name)}}, changes))
         for name, changes in (("with", OFFLOADS[offload]), ("without", {}))
     )
-    assert numbers_of(run) == numbers_of(other)
+    assert numbers_of(bench, run) == numbers_of(bench, other)
     weights = weights_of(bench, other)
     assert weights_of(bench, run) == weights
     if offload != "gradients":  # which need no copy

@@ -1,0 +1,78 @@
+"""Operations of a forward pass, against those that torch counts of Hugging Face's model, and published MFU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import hf_folder, hf_model
+from tiny_shapes import MIXTURES
+from torch.utils.flop_counter import FlopCounterMode
+
+from megappo.architecture.parsing import parse, read_architecture
+from megappo.estimate.flops import TRAINING, flops_of
+
+TOKENS = 40
+
+
+def counted_by_torch(folder: Path) -> int:
+    model = hf_model(folder)
+    model.set_attn_implementation("eager")  # whole squares of scores, where ours are what is causal
+    model.set_experts_implementation("eager")  # one expert after the other, in products that torch counts
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(TOKENS)[None])
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"])
+def test_as_many_as_torch_counts(model_type: str, tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, model_type, **MIXTURES.get(model_type, {}))
+    flops = flops_of(read_architecture(folder))
+    squares = TOKENS**2 * flops.per_pair
+    ours = TOKENS * (flops.per_token + flops.per_output) + squares
+    # Rope's outer product of positions and frequencies is a matrix product to torch.
+    assert ours == pytest.approx(counted_by_torch(folder), rel=0.01)
+    causal = flops.forward([(TOKENS, TOKENS)])
+    assert causal == ours - squares + TOKENS * (TOKENS + 1) / 2 * flops.per_pair
+
+
+def test_values_take_one_number_per_token(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path, "qwen2")
+    architecture = read_architecture(folder, "value")
+    assert flops_of(architecture).per_output == 2 * architecture.hidden_size
+
+
+@pytest.mark.parametrize(
+    ("hidden", "layers", "heads", "vocabulary", "batch", "gpus", "seconds", "mfu"),
+    [
+        (6144, 48, 64, 51200, 4, 8, 1.10, 0.415),
+        (12288, 96, 96, 51200, 64, 64, 13.75, 0.514),
+        (20480, 105, 128, 51200, 280, 280, 37.83, 0.560),
+        (25600, 128, 160, 51200, 512, 512, 71.49, 0.563),
+    ],
+)
+def test_published_mfu(
+    hidden: int,
+    layers: int,
+    heads: int,
+    vocabulary: int,
+    batch: int,
+    gpus: int,
+    seconds: float,
+    mfu: float,
+) -> None:
+    """Korthikanti et al. 2022, tables 3 and 5: 22, 175, 530 and 1,000 billion parameters on A100, 2,048 tokens a row.
+    Their MLP of two matrices 4 x hidden wide is ours of three, 8/3 x hidden wide."""
+    sizes = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": hidden,
+        "intermediate_size": round(8 * hidden / 3),
+        "max_position_embeddings": 2048,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": heads,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": vocabulary,
+    }
+    flops = flops_of(parse(sizes, Path("config.json")))
+    work = TRAINING * flops.forward([(2048, 2048)] * batch)
+    assert work / (seconds * gpus * 312e12) == pytest.approx(mfu, rel=0.1)

@@ -1,0 +1,98 @@
+"""plan --gpu, as people start it: what published models take of GPUs, what does not fit, and what would."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from planning import REPOSITORY, start_plan
+from published_models import published_folders
+
+RECIPES = [path.name for path in (REPOSITORY / "configs").glob("*.yaml") if path.name != "quickstart.yaml"]
+TABLE = re.compile(r"^  together +([-\d., ]+)$", re.MULTILINE)
+MISFIT = "error: [^ ]+placement: this run does not fit "
+Plan = Callable[..., subprocess.CompletedProcess]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """In a folder with the config.json of published models: their weights, tokenizers and data are missing."""
+    folder = published_folders(tmp_path_factory.mktemp("published"))
+    return lambda name, *arguments: start_plan(folder, str(REPOSITORY / "configs" / name), "--gpu", "h100", *arguments)
+
+
+def misfits(done: subprocess.CompletedProcess) -> list[str]:
+    assert "Traceback" not in done.stderr
+    return [line for line in done.stderr.splitlines() if "does not fit" in line]
+
+
+def overrides(values: dict[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def fullest(done: subprocess.CompletedProcess) -> float:
+    """GiB on the fullest GPU in its fullest phase."""
+    return max(float(number.replace(",", "")) for number in TABLE.search(done.stdout)[1].split())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_fit(plan: Plan, name: str) -> None:
+    done = plan(name)
+    assert misfits(done) == []
+    assert fullest(done) < 0.95 * 79.1
+    others = [line for line in done.stderr.splitlines() if not re.search("no (folder|file)|holds no", line)]
+    assert others == []
+
+
+def test_what_does_not_fit_is_refused_with_what_would(plan: Plan) -> None:
+    recipe = "qwen2.5_7b_critic_7b_8gpu.yaml"
+    without = {"actor.offload": "[]", "critic.offload": "[]", "ref.offload": "[]"}
+    refused = plan(recipe, *overrides(without))
+    assert refused.returncode == 2
+    (line,) = misfits(refused)
+    remedies = dict(re.findall(r"'([\w.]+)=(\S+)'", line.partition("it would fit with ")[2]))
+    assert {"actor.offload", "critic.offload"} <= remedies.keys() <= without.keys()
+    accepted = plan(recipe, *overrides(without | remedies))
+    assert misfits(accepted) == [] and fullest(accepted) < 0.95 * 79.1 < fullest(refused)
+    for key in remedies:  # and none is too much
+        assert misfits(plan(recipe, *overrides(without | remedies | {key: "[]"})))
+
+
+def test_auto_offloads_what_does_not_fit(plan: Plan) -> None:
+    recipe = "qwen2.5_7b_critic_7b_8gpu.yaml"
+    done = plan(recipe, "actor.offload=auto", "critic.offload=auto", "ref.offload=auto")
+    assert misfits(done) == []
+    assert "actor.offload auto: gradients" in done.stdout and "critic.offload auto: gradients" in done.stdout
+    small = plan("qwen2.5_0.5b_gsm8k_1gpu.yaml", "actor.offload=auto")
+    assert "actor.offload auto: nothing" in small.stdout
+
+
+def test_what_no_key_can_mend_says_so(plan: Plan) -> None:
+    done = plan("llama3.1_70b_8node.yaml", "placement.actor=0-7", "placement.critic=0-7", "placement.rollout=0-7",
+                "actor.parallel.pipeline=1", "rollout.mem_fraction_static=0.6")  # fmt: skip
+    (line,) = misfits(done)
+    assert "take more GPUs" in line
+
+
+def test_thousands_of_ranks(plan: Plan) -> None:
+    everywhere = [f"placement.{name}=all" for name in ("actor", "critic", "rollout")]
+    done = plan("llama3.1_70b_8node.yaml", *everywhere, "--world-size", "4096", "data.train_batch_size=8192")
+    assert misfits(done) == [] and "on ranks 3072-4095" in done.stdout
+
+
+def suggested(done: subprocess.CompletedProcess) -> list[dict]:
+    text = done.stdout.partition("layouts that fit, the fastest by estimate first\n")[2].partition("\nerror")[0]
+    return [yaml.safe_load(part) for part in re.split(r"(?m)^  # \d+: .*$", text)[1:]]
+
+
+@pytest.mark.parametrize("name", ["qwen2.5_7b_critic_7b_8gpu.yaml"])
+def test_suggestions_fit(plan: Plan, name: str, tmp_path: Path) -> None:
+    found = suggested(plan(name, "--suggest", "rollout.mem_fraction_static=0.5"))
+    assert len(found) == 3
+    for number, values in enumerate(found):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(yaml.safe_dump({"base": str(REPOSITORY / "configs" / name)} | values))
+        done = plan(path, "rollout.mem_fraction_static=0.5", "--world-size", "8")
+        assert misfits(done) == [] and fullest(done) < 0.95 * 79.1

@@ -1,0 +1,45 @@
+"""A component's MFU, against a plain count of its optimizer steps' rows."""
+
+from pathlib import Path
+
+import pytest
+from recorder import recorder_in
+from spawn import run_ranks
+
+from megappo.architecture.parsing import read_architecture
+from megappo.config.schema import Config
+
+SECONDS = 2.5
+
+
+def plain_work(folder: Path, rows: list[tuple[int, int]]) -> int:
+    """Of forward and backward passes: 6 for each number of a matrix and token that it is multiplied with."""
+    model = read_architecture(folder)
+    hidden, head = model.hidden_size, model.head_size
+    attention = 2 * hidden * head * (model.num_heads + model.num_kv_heads)
+    layer = attention + 3 * hidden * model.ffn_size
+    total = 0
+    for tokens, responses in rows:
+        attended = sum(seen + 1 for seen in range(tokens))
+        total += 6 * model.num_layers * (tokens * layer + 2 * attended * model.num_heads * head)
+        total += 6 * responses * hidden * model.vocab_size
+    return total
+
+
+def check_work(rank: int, world_size: int, folder: Path) -> None:
+    bench = recorder_in(folder)
+    config = Config.model_validate(bench.merged(bench.settings(folder), bench.LAYOUTS["actor cp2 dp2, critic tp2 pp2"]))
+    run = bench.build(config)
+    batch, _ = run.rollouts.collect(run.rollouts.respond(prompts := bench.FixedPrompts().batch(0)), prompts)
+    scattered = run.models.scatter(batch)["actor"]
+    lengths = list(zip(batch.table.total_lengths(), batch.table.response_lengths.tolist(), strict=True))
+    first_half = [lengths[row] for shard in scattered.split[0] for row in shard]
+    for steps, rows in ((2, lengths), (3, lengths + first_half), (4, lengths * 2)):
+        mine = [None] * steps if rank == 0 else []  # output ranks have the steps
+        mfu = run.utilisation.of_update(scattered, mine, SECONDS if rank == 3 else 0.1)
+        assert mfu * run.utilisation.peaks["actor"] * SECONDS == pytest.approx(plain_work(folder, rows))
+    assert 1e8 < run.utilisation.peaks["actor"] < 1e14
+
+
+def test_it_counts_the_rows_of_the_steps(tmp_path: Path) -> None:
+    run_ranks(4, check_work, tmp_path)
