@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch.nn.attention.bias import causal_lower_right
 
 from megappo import platform
 from megappo.batch.zigzag import chunk_numbers
@@ -163,9 +164,15 @@ class PackedAttention(torch.nn.Module):
         return torch.cat(parts, dim=2).transpose(1, 2)
 
     def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Queries [sequences, heads, chunk, D] of the last tokens of [sequences, groups, end, D]."""
-        before = key.shape[2] - query.shape[2]
-        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(before) if before else None
+        """Queries [sequences, heads, chunk, D] of the last tokens of [sequences, groups, end, D].
+
+        Of torch's kernels for GPUs those that keep no scores take no mask that is laid out and, in fp32, no groups.
+        """
+        if query.is_cuda and query.dtype == torch.float32:
+            heads_of_group = query.shape[1] // key.shape[1]
+            key, value = (tensor.repeat_interleave(heads_of_group, dim=1) for tensor in (key, value))
+        chunk, end = query.shape[2], key.shape[2]
+        mask = causal_lower_right(chunk, end) if chunk < end else None
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
