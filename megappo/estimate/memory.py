@@ -55,6 +55,8 @@ class MemoryEstimate:
         shapes: models read before, of this config or another one.
     Attributes:
         places: each kind of rank, with the ranks of it.
+        states: component -> what a rank of each of its stages keeps from step to step (see `state_bytes`).
+        ledgers: phase by phase, what is on a GPU of each kind of rank.
     Raises:
         ConfigError: the placement is wrong, or a model's config.json.
     """
@@ -70,11 +72,11 @@ class MemoryEstimate:
         self._splits = batch_splits(config, self.layouts)
         self.uses = uses_of(self.specs)
         self._policy = self.shapes.at(config.model.path)
-        self._states = {name: self._states_of(name) for name in self.specs}
-        self._ledgers = {place: self._on(place) for place in self.places}
+        self.states = {name: self._states_of(name) for name in self.specs}
+        self.ledgers = {place: self._on(place) for place in self.places}
 
     def _check_fit(self) -> None:
-        errors = []
+        errors: list[str] = []
         for spec in self.specs.values():
             key, parallel = spec.parallel
             errors += fit_errors(self.shapes.of(spec).architecture, parallel, f"{key}.{{}}".format)
@@ -91,17 +93,11 @@ class MemoryEstimate:
     def peak(self) -> tuple[float, Place, str]:
         """The most bytes that any GPU holds, where, and in which phase."""
         found = (
-            (sum(ledger.values()), place, phase) for place in self.places for phase, ledger in self.on(place).items()
+            (sum(ledger.values()), place, phase)
+            for place, ledgers in self.ledgers.items()
+            for phase, ledger in ledgers.items()
         )
         return max(found, key=lambda one: one[0])
-
-    def on(self, place: Place) -> dict[str, Ledger]:
-        """Phase -> what is on a GPU of such a rank."""
-        return self._ledgers[place]
-
-    def states(self, name: str, stage: int) -> dict[TensorKind, float]:
-        """What a rank of a component's stage keeps from step to step (see `state_bytes`)."""
-        return self._states[name][stage]
 
     def cache_tokens(self) -> float:
         """Tokens of which an engine can hold keys and values; below 0 where its weights alone are too many."""
@@ -117,8 +113,8 @@ class MemoryEstimate:
                 node = nodes[rank // GPUS_PER_NODE]
                 node["processes"] += PROCESS_BYTES + place.has_engine * ENGINE_PROCESS_BYTES
                 node["what sleeps"] += asleep
-        for node, size in self._saved_on().items():
-            nodes[node]["a save"] = size
+        for number, size in self._saved_on().items():
+            nodes[number]["a save"] = size
         return dict(max(nodes.values(), key=lambda ledger: sum(ledger.values())))
 
     def _states_of(self, name: str) -> list[dict[TensorKind, float]]:
@@ -133,7 +129,7 @@ class MemoryEstimate:
     def _entries(self, place: Place, phase: str) -> Iterator[tuple[str, float]]:
         for name, stage in place.stages:
             use = self.uses.get(SYNC if phase == PROBE else phase, {}).get(name, NOTHING)
-            for kind, size in self.states(name, stage).items():
+            for kind, size in self.states[name][stage].items():
                 if kind in use or kind not in self.specs[name].offload.value:
                     yield f"{name} {kind}", size
             yield from self._passes(name, stage, phase)
@@ -199,7 +195,7 @@ class MemoryEstimate:
     def _copied(self, name: str, stage: int) -> float:
         """Pinned host memory; gradients are freed and made anew."""
         kinds = set(self.specs[name].offload.value) - {"gradients"}
-        return sum(size for kind, size in self.states(name, stage).items() if kind in kinds)
+        return sum(size for kind, size in self.states[name][stage].items() if kind in kinds)
 
     def _saved_on(self) -> dict[int, float]:
         """Node -> bytes of optimizer states that a save gathers there, of the component with most: one at a time."""

@@ -15,7 +15,7 @@ from megappo.placement.ranks import format_ranks
 def memory_table(estimate: MemoryEstimate) -> str:
     """Of the GPU that is fullest: what is on it in each phase; the peaks of the others; the host's memory."""
     _, fullest, _ = estimate.peak()
-    ledgers = estimate.on(fullest)
+    ledgers = estimate.ledgers[fullest]
     entries = dict.fromkeys(entry for ledger in ledgers.values() for entry in ledger)
     rows = [["", *(phase.replace("update_", "update ") for phase in ledgers)]]
     rows += [[entry, *(_gib(ledger.get(entry)) for ledger in ledgers.values())] for entry in entries]
@@ -37,7 +37,7 @@ def _others(estimate: MemoryEstimate, fullest: Place) -> list[str]:
     lines = []
     for place in estimate.places:
         if place != fullest:
-            totals = {phase: sum(ledger.values()) for phase, ledger in estimate.on(place).items()}
+            totals = {phase: sum(ledger.values()) for phase, ledger in estimate.ledgers[place].items()}
             phase = max(totals, key=lambda name: totals[name])
             lines.append(f"  on {_ranks(estimate, place)}: {_gib(totals[phase])} at most, in {phase}")
     return lines
@@ -69,7 +69,7 @@ def misfits(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     world_size = sum(map(len, estimate.places.values()))
     found_remedies = remedies(estimate.config, world_size, estimate.gpu_bytes, estimate.shapes)
     most, place, phase = estimate.peak()
-    largest = sorted(estimate.on(place)[phase].items(), key=lambda entry: -entry[1])[:3]
+    largest = sorted(estimate.ledgers[place][phase].items(), key=lambda entry: -entry[1])[:3]
     parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in largest)
     found = f"{_ranks(estimate, place)}: {_gib(most)} GiB in {phase} ({parts})"
     if most <= (1 - SPARE) * estimate.gpu_bytes:

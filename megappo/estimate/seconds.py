@@ -148,7 +148,7 @@ class TimeEstimate:
         moved = 0.0
         for name, stage in place.stages:
             uses = [use[name] for phase, use in self.memory.uses.items() if name in use and phase not in BETWEEN_STEPS]
-            for kind, size in self.memory.states(name, stage).items():
+            for kind, size in self.memory.states[name][stage].items():
                 if kind in self.memory.specs[name].offload.value and kind != "gradients":
                     moved += size * sum(1 + use[kind] for use in uses if kind in use)
         return moved
