@@ -115,7 +115,8 @@ class MemoryEstimate:
                 node["what sleeps"] += asleep
         for number, size in self._saved_on().items():
             nodes[number]["a save"] = size
-        return {**max(nodes.values(), key=lambda ledger: sum(ledger.values()))}
+        fullest = max(nodes.values(), key=lambda ledger: sum(ledger.values()))
+        return dict(fullest)
 
     def _states_of(self, name: str) -> list[dict[TensorKind, float]]:
         spec, layout = self.specs[name], self.layouts[name]
