@@ -35,10 +35,6 @@ class Offload:
         self._saved: set[TensorKind] = {"gradients"}  # every optimizer step begins by making them 0
 
     @property
-    def storages_asleep(self) -> dict[TensorKind, list[torch.UntypedStorage]]:
-        return {kind: [memory.storage for memory in self._memories[kind]] for kind in self.asleep}
-
-    @property
     def host_bytes(self) -> int:
         """Of the copies on the host, which are kept for the next time."""
         return sum(memory.copy.nbytes() for kind in self._memories.values() for memory in kind if memory.copy)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megappo.observe.metrics import Metric
 from megappo.observe.timers import Timers
 from megappo.placement.uses import NOTHING, uses_of
 from megappo.trainer.models import Models
@@ -16,17 +17,21 @@ class Phases:
 
     def __init__(self, models: Models):
         self.timers = Timers()
-        self.current = ""
         self.offloads = models.offloads
         self._uses = uses_of(models.specs)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         with self.timers(phase):
-            self.current = phase
             uses = self._uses.get(phase, {})
             for name, offload in self.offloads.items():  # before any wakes: that is where its memory comes from
                 offload.rest(uses.get(name, NOTHING))
             for name, offload in self.offloads.items():
                 offload.wake(uses.get(name, NOTHING))
             yield
+
+    def lap(self) -> tuple[dict[str, float], dict[str, Metric]]:
+        """As `Timers.lap`, with `memory/offloaded_gib/sum`: what this host keeps of what sleeps, if anything."""
+        timings, memory = self.timers.lap()
+        kept = sum(offload.host_bytes for offload in self.offloads.values())
+        return timings, memory | ({"memory/offloaded_gib/sum": Metric.of(kept / 2**30, "sum")} if kept else {})

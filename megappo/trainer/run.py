@@ -32,7 +32,7 @@ class Run:
 
     def lap(self) -> dict[str, float]:
         """End the step: this rank's `timing_s/*`, and `memory/*` over all ranks."""
-        timings, memory = self.phase.timers.lap()
+        timings, memory = self.phase.lap()
         return timings | reduce_ranks(self.exchange.share(memory))
 
     def save(self, step: int) -> None:

@@ -63,14 +63,14 @@ class Watch(TorchDispatchMode):
         if state != self.state:
             self.state = state
             self.found = {
-                storage._cdata: f"{name}'s {kind}"
+                memory.storage._cdata: f"{name}'s {kind}"
                 for name, offload in offloads.items()
-                for kind, storages in offload.storages_asleep.items()
-                for storage in storages
+                for kind in offload.asleep
+                for memory in offload._memories[kind]
             }
         for leaf in tree_leaves((args, kwargs)):
             found = self.found.get(leaf.untyped_storage()._cdata) if isinstance(leaf, torch.Tensor) else None
-            assert found is None, f"the {found} sleep in the phase {self.run.phase.current}"
+            assert found is None, f"the {found} sleep in the phase {self.run.phase.timers._open[0]}"
         return function(*args, **(kwargs or {}))
 
 
@@ -115,6 +115,7 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str,
     assert weights_of(bench, run) == weights
     if offload != "gradients":  # which need no copy
         assert all(one.host_bytes for one in run.phase.offloads.values())
+        assert run.lap()["memory/offloaded_gib/sum"] > 0 and "memory/offloaded_gib/sum" not in other.lap()
     loaded = bench.build(run.config)
     loaded.progress.restore(loaded.models)
     assert loaded.progress.start_step == 3 and weights_of(bench, loaded) == weights
