@@ -5,8 +5,10 @@ temporary folder. Standard input goes on to the server. It imports the standard 
 and takes little memory.
 """
 
+import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from megappo.keeper import keep
@@ -31,6 +33,18 @@ def remove_traces(folder: Path) -> None:
         if link.is_symlink():
             link.readlink().unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_stale_loads() -> None:
+    """Remove this user's files in which SGLang's ranks tell their load that no process has mapped. No folder leads to
+    them where an engine's went before its keeper was killed."""
+    found = [entry for entry in os.scandir("/dev/shm") if entry.name.startswith("sglang_loads_")]
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    mapped = set().union(*map(shared_memory, pids))
+    for entry in found:
+        with suppress(FileNotFoundError):  # another engine starts at the same time
+            if Path(entry.path) not in mapped and entry.stat().st_uid == os.getuid():
+                os.unlink(entry.path)
 
 
 def shared_memory(pid: int) -> set[Path]:

@@ -13,7 +13,7 @@ from typing import IO, Any
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineError
-from megappo.rollout.keeper import remove_traces
+from megappo.rollout.keeper import remove_stale_loads, remove_traces
 
 HOST = "127.0.0.1"
 CPU_ARGUMENTS = {
@@ -174,3 +174,4 @@ def remove_stale_traces() -> None:
         owner = folder.name.removeprefix(TRACES_PREFIX).split("-")[0]
         if not Path("/proc", owner).exists():
             remove_traces(folder)
+    remove_stale_loads()

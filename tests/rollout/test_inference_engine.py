@@ -1,6 +1,7 @@
 """The engine's process: what it refuses, and that nothing is left of it, whoever dies first."""
 
 import importlib.util
+import mmap
 import os
 import shutil
 import signal
@@ -74,6 +75,21 @@ def test_sockets_have_names_that_are_short_enough(tmp_path, monkeypatch):
         shutil.rmtree(folder)
     launch.remove_stale_traces()
     assert not stale.exists()
+
+
+def test_of_the_files_that_no_folder_leads_to_those_of_others_stay():
+    stale, mapped = (Path(f"/dev/shm/sglang_loads_{name}_{os.getpid()}.shm") for name in ("stale", "mapped"))
+    try:
+        for path in (stale, mapped):
+            path.write_bytes(b"loads")
+        with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 5):
+            launch.remove_stale_traces()
+            assert mapped.exists() and not stale.exists()
+        launch.remove_stale_traces()
+        assert not mapped.exists()
+    finally:
+        for path in (stale, mapped):
+            path.unlink(missing_ok=True)
 
 
 def test_without_sglang_it_says_so(checkpoint, tmp_path, monkeypatch):
