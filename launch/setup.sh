@@ -162,10 +162,23 @@ any_file() {
     return 1
 }
 
+nvidia_wheels() {
+    "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia")'
+}
+
+# Kernels that SGLang compiles at run time are linked with lib64/libcudart.so, which pip's toolkit calls otherwise.
+link_cuda_runtime() {
+    local home
+    home=$(nvidia_wheels)/cu13
+    [[ -d $home/lib ]] || return 0
+    ln -sfn lib "$home/lib64"
+    ln -sf libcudart.so.13 "$home/lib/libcudart.so"
+}
+
 # Where TransformerEngine's build, which looks into one folder at most, finds headers that pip keeps in three.
 find_cuda() {
     local wheels header missing=() folders
-    wheels=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
+    wheels=$(nvidia_wheels)
     export CUDA_HOME=${CUDA_HOME:-$wheels/cu13}
     export CPLUS_INCLUDE_PATH=${CPLUS_INCLUDE_PATH:+$CPLUS_INCLUDE_PATH:}$wheels/cu13/include
     CPLUS_INCLUDE_PATH+=:$wheels/cudnn/include:$wheels/nccl/include
@@ -185,6 +198,7 @@ install_gpu() {
     { has_torch && is_torch_for_cuda; } || install_cuda_torch
     # With torch there, whichever build of it, pip keeps it.
     pip_install -c requirements-gpu.txt -r requirements.txt -r requirements-dev.txt sglang pybind11 ninja wheel
+    link_cuda_runtime
     if [[ $build_te == no ]]; then
         say "leaving out TransformerEngine, as asked: model.layer_spec auto takes the slower torch layers"
         return

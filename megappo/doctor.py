@@ -176,9 +176,8 @@ def compiler() -> str:
 
 
 def nvcc() -> str:
-    """Where SGLang's kernels look for it."""
-    own = os.environ.get("CUDA_HOME", "/none")
-    return _on_gpus(map(shutil.which, [f"{own}/bin/nvcc", "nvcc", "/usr/local/cuda/bin/nvcc"]))
+    """What SGLang compiles kernels with."""
+    return _on_gpus([platform.nvcc()])
 
 
 def header() -> str:
@@ -220,7 +219,10 @@ CHECKS: dict[str, tuple[Callable[[], str], str]] = {
     "shared_memory": (shared_memory, "mount -o remount,size=8g /dev/shm; containers: docker run --shm-size=8g"),
     "open_files": (open_files, "docker run --ulimit nofile=1048576, LimitNOFILE= of slurmd's unit, or limits.conf"),
     "compiler": (compiler, "apt-get install g++, or name one: CC=/path/to/gcc"),
-    "nvcc": (nvcc, "export CUDA_HOME=/usr/local/cuda-13.0, or nvidia/cu13 in the site-packages of .venv-gpu"),
+    "nvcc": (
+        nvcc,
+        "export CUDA_HOME=/usr/local/cuda-13.0; or unset it: bash launch/setup.sh gpu brings one",
+    ),
     "header": (header, "apt-get install python3-dev, or another PYTHON for launch/setup.sh"),
 }
 """What is checked, in this order: how, and the remedy."""

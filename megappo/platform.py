@@ -5,6 +5,8 @@ import importlib
 import importlib.metadata
 import os
 import resource
+import shutil
+import sysconfig
 
 import torch
 
@@ -43,6 +45,14 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(max(local_ranks) + 1)]
     return [names[i] for i in local_ranks]
+
+
+def nvcc() -> str | None:
+    """What compiles kernels for GPUs at run time: CUDA_HOME's, else where SGLang looks, too, or pip's."""
+    own = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    pip = f"{sysconfig.get_path('purelib')}/nvidia/cu13"
+    places = [f"{own}/bin/nvcc"] if own else ["nvcc", "/usr/local/cuda/bin/nvcc", f"{pip}/bin/nvcc"]
+    return next(filter(None, map(shutil.which, places)), None)
 
 
 def empty_cache() -> None:

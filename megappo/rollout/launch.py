@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megappo import platform
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineError
@@ -83,7 +84,9 @@ def environment(gpu_ids: list[str], tensor_parallel: int, temporary: Path) -> di
     """The variables of an engine on these GPUs, or on the cores that a trainer uses too."""
     variables = environment_of_owner(temporary)
     if gpu_ids:
-        variables = GPU_VARIABLES | _without_expandable_segments(variables)
+        found = platform.nvcc()
+        toolkit = {"CUDA_HOME": str(Path(found).parents[1])} if found else {}  # where SGLang would not look for pip's
+        variables = GPU_VARIABLES | toolkit | _without_expandable_segments(variables)
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
     return variables | _cpu_threads(tensor_parallel)
 

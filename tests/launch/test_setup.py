@@ -279,6 +279,7 @@ def test_without_the_build_it_says_what_it_looked_for_and_where(indexes, set_up,
 
 
 CUDA_FILES = ("cu13/bin/nvcc", "cu13/include/cuda_runtime.h", "cudnn/include/cudnn.h", "nccl/include/nccl.h")
+CUDA_FILES += ("cu13/lib/libcudart.so.13",)
 
 
 def add_cuda(index: Index, files: tuple[str, ...] = CUDA_FILES) -> None:
@@ -318,6 +319,7 @@ def test_transformer_engine_is_built_with_the_headers_of_the_wheels(tmp_path, in
     cuda_home, includes = (tmp_path / "built_with").read_text().splitlines()
     [wheels] = (tmp_path / "repository" / ".venv-gpu").glob("lib/python*/site-packages/nvidia")
     assert cuda_home == f"{wheels}/cu13"
+    assert (wheels / "cu13" / "lib64" / "libcudart.so").samefile(wheels / "cu13" / "lib" / "libcudart.so.13")
     assert includes.split(":") == ["/mine", *(f"{wheels}/{name}/include" for name in ("cu13", "cudnn", "nccl"))]
 
 

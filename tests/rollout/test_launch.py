@@ -1,12 +1,14 @@
 """What an engine's process is started with on a GPU."""
 
 import os
+import shutil
+import sysconfig
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from megappo import train
+from megappo import platform, train
 from megappo.config.schema import Config, Rollout
 from megappo.rollout import launch
 
@@ -36,6 +38,33 @@ def test_all_that_an_engine_on_gpus_has_can_sleep(monkeypatch):
 def test_the_trainers_expandable_segments_do_not_reach_the_engine(monkeypatch, name, set_to, left):
     monkeypatch.setenv(name, set_to)
     assert launch.environment(["3", "5"], 2, Path("/tmp/x")).get(name) == left
+
+
+def executable(home: Path) -> str:
+    """A toolkit's nvcc."""
+    path = home / "bin" / "nvcc"
+    path.parent.mkdir(parents=True)
+    path.touch(0o755)
+    return str(path)
+
+
+def test_the_engine_compiles_with_the_users_toolkit_else_the_hosts_else_pips(monkeypatch, tmp_path):
+    def home() -> str | None:
+        return launch.environment(["0"], 1, Path("/tmp/x")).get("CUDA_HOME")
+
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "host" / "bin"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    which, host = shutil.which, tmp_path / "host"
+    monkeypatch.setattr(shutil, "which", lambda name: None if name.startswith("/usr/local") else which(name))
+    assert home() is None
+    pip = executable(tmp_path / "nvidia" / "cu13")
+    assert (platform.nvcc(), home()) == (pip, str(tmp_path / "nvidia" / "cu13"))
+    assert (executable(host), home()) == (platform.nvcc(), str(host))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "own"))
+    assert home() == str(tmp_path / "own")
+    assert platform.nvcc() is None, "SGLang looks nowhere else then"
 
 
 @pytest.mark.parametrize(("of_user", "cumem"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
