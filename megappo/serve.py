@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from megappo.architecture.files import CONFIG_FILE, named_architecture
+from megappo.config.errors import looked_in
 from megappo.config.text_files import TextFileError
 from megappo.rollout import launch
 from megappo.rollout.keeper import remove_traces
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
     """Why a folder cannot be served, as far as its files' names and config.json tell; None if it can."""
     if not folder.is_dir():
-        return f"no folder {folder}: expected a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
+        wanted = "a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
+        return f"no folder {folder}{looked_in(folder)}: expected {wanted}"
     needed = [CONFIG_FILE, "*.safetensors", *(["tokenizer_config.json"] if with_tokenizer else [])]
     missing = [pattern for pattern in needed if not any(folder.glob(pattern))]
     if missing:

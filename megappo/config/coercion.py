@@ -1,7 +1,7 @@
 """Reading a YAML value as the type its key declares, losing nothing."""
 
 from types import NoneType, UnionType
-from typing import Annotated, Union, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from pydantic_core import PydanticCustomError
 
@@ -13,8 +13,8 @@ TOO_LARGE = "too_large"
 def as_declared(value: object, annotation: object) -> object:
     """The value as the declared type, where YAML reads it as another one: `1e-6` is a string to PyYAML.
 
-    Whole numbers may be written as `1e3`; a single string may stand for a list of one. Bounds, literals and sections
-    are left to pydantic.
+    Whole numbers may be written as `1e3`; a single string may stand for a list of one, unless it is a word that stands
+    for itself there. Bounds, literals and sections are left to pydantic.
 
     Raises:
         ValueError: reading it so would lose something: 1.5 as an int, true as a number, 1 as a bool.
@@ -23,8 +23,9 @@ def as_declared(value: object, annotation: object) -> object:
     if origin is Annotated:
         return as_declared(value, args[0])
     if origin in (Union, UnionType):
-        options = [option for option in args if option is not NoneType]
-        return value if value is None or len(options) > 1 else as_declared(value, options[0])
+        words = [word for option in args if get_origin(option) is Literal for word in get_args(option)]
+        others = [option for option in args if option is not NoneType and get_origin(option) is not Literal]
+        return value if value is None or value in words or len(others) != 1 else as_declared(value, others[0])
     if origin is tuple:
         return _as_tuple(value, args)
     if annotation is int or annotation is float:
@@ -35,7 +36,7 @@ def as_declared(value: object, annotation: object) -> object:
 
 
 def _as_tuple(value: object, args: tuple) -> object:
-    if args == (str, ...) and isinstance(value, str):
+    if isinstance(value, str) and args[-1] is ... and (args[0] is str or get_origin(args[0]) is Literal):
         return (value,)
     return tuple(as_declared(item, args[0]) for item in value) if isinstance(value, list | tuple) else value
 

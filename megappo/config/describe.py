@@ -67,6 +67,13 @@ def nearest_key(path: str) -> str:
     return f"{section or 'the top level'} has {', '.join(names)}"
 
 
+def nearest_word(key: Key, value: object) -> str:
+    """Advice on a wrong value of a key that takes some words: the one or two probably meant."""
+    words = {word.removeprefix("list of ") for word in key.values.split(" | ")} - set(WORDS.values())
+    close = difflib.get_close_matches(value, words, 2) if isinstance(value, str) else []
+    return f": did you mean {' or '.join(close)}?" if close else ""
+
+
 def show(value: object) -> str:
     """A value as a message or an override writes it."""
     if isinstance(value, Section):

@@ -1,5 +1,7 @@
 """The error of a run that cannot start as configured."""
 
+from pathlib import Path
+
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
 LONGEST_ERROR = 1000
@@ -36,3 +38,8 @@ def printable(text: str) -> str:
 def shorten(text: str) -> str:
     """The text as an error repeats it."""
     return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
+
+
+def looked_in(path: str | Path) -> str:
+    """Where a path that is not there was looked for, to follow it in an error, if the path itself does not say."""
+    return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"

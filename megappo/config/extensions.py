@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megappo.config.coercion import as_declared
-from megappo.config.errors import shorten
+from megappo.config.errors import looked_in, shorten
 
 KEY = "trainer.extensions"
 
@@ -30,7 +30,7 @@ def run_extensions(values: Mapping[str, object], before: Callable[[], None] | No
     for file in named:
         path = Path(file)
         if not path.is_file():
-            errors.append(f"{KEY}: no file {shorten(file)}: create it or correct the path")
+            errors.append(f"{KEY}: no file {shorten(file)}{looked_in(file)}: create it or correct the path")
             continue
         try:
             _run(str(path.resolve()))

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from megappo.config.bases import read_file
 from megappo.config.coercion import TOO_LARGE
-from megappo.config.describe import REQUIRED, Key, keys, nearest_key, show
+from megappo.config.describe import REQUIRED, Key, keys, nearest_key, nearest_word, show
 from megappo.config.errors import MOST_ERRORS, ConfigError, shorten
 from megappo.config.extensions import run_extensions
 from megappo.config.origins import Origins
@@ -92,8 +92,8 @@ def _schema_errors(error: ValidationError, layer: Layer, origins: Origins) -> li
         elif problem["type"] == "extra_forbidden":
             lines[path] = f"{origins.of(path)}: {'.'.join(path)}: unknown key; {nearest_key('.'.join(path))}"
         elif (path := _key_path(known, path)) not in lines:
-            found = shorten(show(_at(layer.values, path))) + _why(problem["type"], problem["msg"])
-            key = known[".".join(path)]
+            key, value = known[".".join(path)], _at(layer.values, path)
+            found = shorten(show(value)) + _why(problem["type"], problem["msg"]) + nearest_word(key, value)
             lines[path] = f"{origins.of(path)}: {key.path}: expected {key.values}, found {found}"
     return list(lines.values())
 

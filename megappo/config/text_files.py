@@ -6,6 +6,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from megappo.config.errors import looked_in
+
 LARGEST_JSON = 16 * 2**20
 """Bytes. An index of a model's tensors has a few MiB at most, its other files some KiB."""
 
@@ -29,7 +31,7 @@ def read_text(path: Path, most_bytes: int) -> str:
             raise TextFileError(f"it has {info.st_size:,} bytes, more than {most_bytes:,}: is it the right file?")
         data = path.read_bytes()
     except FileNotFoundError as error:
-        raise TextFileError(f"{error.strerror} (looked in {Path.cwd()}): correct the path") from error
+        raise TextFileError(f"{error.strerror}{looked_in(path)}: correct the path") from error
     except OSError as error:
         raise TextFileError(f"{error.strerror}: correct the path or its permissions") from error
     except ValueError as error:

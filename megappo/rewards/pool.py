@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megappo.config.errors import looked_in
 from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.process import Worker, WorkerError
 
@@ -35,7 +36,7 @@ def parse_spec(spec: str) -> tuple[str, str]:
     if not separator or not file.endswith(".py") or not name.isidentifier():
         raise ValueError(f"reward.function {spec!r}: expected {', '.join(BUILTIN)} or FILE.py:FUNCTION")
     if not Path(file).is_file():
-        raise ValueError(f"reward.function {spec!r}: no file {file} (looked in {Path.cwd()}): correct the path")
+        raise ValueError(f"reward.function {spec!r}: no file {file}{looked_in(file)}: correct the path")
     return str(Path(file).resolve()), name
 
 

@@ -11,7 +11,7 @@ from megappo.architecture.files import check_weights, end_tokens
 from megappo.architecture.fit import dense_stage_errors, engine_fit_errors, fit_errors
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, longest_row
-from megappo.config.errors import shorten
+from megappo.config.errors import looked_in, shorten
 from megappo.config.schema import Config
 from megappo.config.text_files import TextFileError
 from megappo.placement.components import ComponentSpec, Setting, components_of
@@ -56,7 +56,8 @@ def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec
         yield f"{key} is empty: name the model's folder"
         return
     if not folder.is_dir():
-        yield f"{key}: no folder {folder}: download the model (hf download NAME --local-dir FOLDER) or correct the path"
+        remedy = "download the model (hf download NAME --local-dir FOLDER) or correct the path"
+        yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
         return
     if not (folder / "tokenizer_config.json").is_file():
         yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
@@ -99,7 +100,7 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
         yield f"{key}: {path} is neither .jsonl nor .parquet: convert it"
         return
     if not path.is_file():  # nor a pipe, which would be waited for
-        yield f"{key}: no file {path}: create it or correct the path"
+        yield f"{key}: no file {path}{looked_in(path)}: create it or correct the path"
         return
     try:
         with path.open("rb") as file:

@@ -209,9 +209,9 @@ PLACEMENTS = {
 FILES = {
     "model.path=''": "model.path is empty: name the model's folder",
     "critic.model_path=''": "critic.model_path is empty: name the model's folder",
-    "model.path=absent": "model.path: no folder absent: download the model",
-    "critic.model_path=absent": "critic.model_path: no folder absent: download the model",
-    "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl: create it or correct the path",
+    "model.path=absent": "model.path: no folder absent (looked in /",
+    "critic.model_path=absent": "critic.model_path: no folder absent (looked in /",
+    "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl (looked in /",
     "data.val_files=[val.jsonl, val.jsonl]": (
         "data.val_files: several are called 'val', under which each would be reported: rename or merge them"
     ),
@@ -224,7 +224,7 @@ FILES = {
     f"reward.function={'r' * 5000}.py:f": "reward.function: cannot read " + "r" * 80,
     'trainer.output_dir="a\\0b"': "trainer.output_dir: no path holds a NUL, found 'a\\x00b': correct it",
     "model.path=circle": "model.path: cannot look at circle: Too many levels of symbolic links: correct the path",
-    "data.train_files=pipe.jsonl": "data.train_files: no file pipe.jsonl: create it or correct the path",
+    "data.train_files=pipe.jsonl": "data.train_files: no file pipe.jsonl (looked in /",
     "reward.function=absent.py:score": "reward.function 'absent.py:score': no file absent.py",
     "trainer.output_dir=train.jsonl": "trainer.output_dir: train.jsonl is a file: name a folder",
     "actor.parallel.tensor=4": (

@@ -257,7 +257,7 @@ PROCESSES = {
     "text": ([b"bad.yaml"], {}, "bad.yaml:2: model: expected section, found"),
     "bytes": ([b"run.yaml", b"caf\xe9=1"], {}, "command line: 'caf\\udce9=1': a key must be a name"),
     "path": ([b"caf\xe9.yaml"], {}, "caf\\udce9.yaml: No such file or directory"),
-    "ascii": ([*RUN, "model.path=é".encode()], {"PYTHONIOENCODING": "ascii"}, "model.path: no folder \\xe9: download"),
+    "ascii": ([*RUN, "model.path=é".encode()], {"PYTHONIOENCODING": "ascii"}, "model.path: no folder \\xe9 (looked"),
     "ranks": ([b"run.yaml"], {"WORLD_SIZE": "\u0664"}, "placement: every component is on 'all' ranks: say how many"),
     "key": ([*RUN, b"actor.ppo_mini_batch_size=3"], {}, "command line: actor.ppo_mini_batch"),
     "model": ([*RUN, b"model.path=absent"], {}, "command line: model.path: no folder absent"),

@@ -55,6 +55,8 @@ def test_defaults_fill_what_the_file_leaves_out(minimal):
         ("actor.clip_ratio_low=2e-1", lambda c: c.actor.clip_ratio_low, 0.2),
         ("actor.optim.betas=[0, 9e-1]", lambda c: c.actor.optim.betas, (0.0, 0.9)),
         ("data.train_files=a.jsonl", lambda c: c.data.train_files, ("a.jsonl",)),
+        ("actor.offload=weights", lambda c: c.actor.offload, ("weights",)),
+        ("actor.offload=auto", lambda c: c.actor.offload, "auto"),
         ("data.train_files=[a.jsonl, b.parquet]", lambda c: c.data.train_files, ("a.jsonl", "b.parquet")),
         ("data.shuffle=off", lambda c: c.data.shuffle, False),
         ("model.path=a=b", lambda c: c.model.path, "a=b"),
