@@ -1,0 +1,99 @@
+"""Attention of packs, as the torch layers do it, against a dense one; then torch's own for packs, varlen_attn.
+
+python tests/gpu/stages/attention.py
+"""
+
+from types import SimpleNamespace
+
+import torch
+from common import CUDA, DEVICE, measured, one_rank, report, sized
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megappo.models.layer_specs import PackedAttention
+
+HEADS, KV_HEADS, SIZE = sized((16, 8, 128), (4, 2, 8))
+TOKENS = sized(16_384, 24)
+CHECKED = sized(2048, 24)  # a dense mask is of their square
+SEQUENCES = sized((1, 8, 64), (1, 4))
+DTYPE = torch.bfloat16
+
+
+def qkv(num_tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    shapes = [(num_tokens, heads, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    made = [torch.randn(shape, generator=generator, device=DEVICE, dtype=DTYPE) for shape in shapes]
+    return [one.requires_grad_() for one in made]
+
+
+def bounds(num_tokens: int, num_sequences: int) -> torch.Tensor:
+    """Of sequences of different lengths."""
+    weights = torch.arange(num_sequences) + num_sequences
+    inner = (weights.cumsum(0) * num_tokens // weights.sum())[:-1]
+    return torch.tensor([0, *inner.tolist(), num_tokens], dtype=torch.int32, device=DEVICE)
+
+
+def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Softmax over all tokens, in float32."""
+    tokens = torch.arange(len(query), device=DEVICE)
+    number = torch.searchsorted(cu_seqlens, tokens, right=True)
+    mask = (number[:, None] == number) & (tokens[:, None] >= tokens)
+    key, value = (x.float().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * SIZE**-0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), value).flatten(1)
+
+
+def packed(module: PackedAttention, cu_seqlens: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    longest = int(cu_seqlens.diff().max())
+    boundaries = PackedSeqParams("thd", cu_seqlens, cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest)
+    return module(*inputs, None, packed_seq_params=boundaries)
+
+
+def varlen(cu_seqlens: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = int(cu_seqlens.diff().max())
+    causal = dict(window_size=(-1, 0), enable_gqa=True)
+    return varlen_attn(*inputs, cu_seqlens, cu_seqlens, longest, longest, **causal).flatten(1)
+
+
+def with_gradients(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    output = attend(*inputs)
+    weights = torch.linspace(-1, 1, output.numel(), device=DEVICE).view_as(output)
+    return [output.detach(), *torch.autograd.grad((output.float() * weights).sum(), inputs)]
+
+
+def compare(attend, num_tokens: int, cu_seqlens: torch.Tensor) -> None:
+    inputs = qkv(num_tokens)
+    wanted = with_gradients(lambda *inputs: dense(*inputs, cu_seqlens), inputs)
+    for found, expected in zip(with_gradients(attend, inputs), wanted, strict=True):
+        torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2)
+
+
+def measure() -> dict:
+    figures, ways = {}, {}
+    with one_rank() as groups:
+        module = PackedAttention(SimpleNamespace(kv_channels=SIZE), groups.collection)
+        ways["packed"] = lambda cu_seqlens: lambda *inputs: packed(module, cu_seqlens, *inputs)
+        if CUDA:
+            ways["varlen_attn"] = lambda cu_seqlens: lambda *inputs: varlen(cu_seqlens, *inputs)
+        else:
+            figures["skipped"] = "varlen_attn needs CUDA"
+        for name, way in ways.items():
+            try:
+                compare(way(bounds(CHECKED, 4)), CHECKED, bounds(CHECKED, 4))
+            except (ImportError, TypeError) as error:  # of a torch whose varlen_attn is another
+                assert name == "varlen_attn"
+                figures["skipped"] = str(error)
+                continue
+            for num_sequences in SEQUENCES:
+                cu_seqlens, inputs = bounds(TOKENS, num_sequences), qkv(TOKENS)
+                _, figure = measured(lambda: with_gradients(way(cu_seqlens), inputs))  # noqa: B023
+                # Two products forwards and five backwards, over half of each sequence's square.
+                flops = 7 * HEADS * SIZE * float(cu_seqlens.diff().double().square().sum())
+                figure["tflops"] = flops / figure["seconds"] / 1e12
+                figures |= {f"{name}_{num_sequences}_sequences_{key}": value for key, value in figure.items()}
+    return {"stage": "attention", "tokens": TOKENS, **figures}
+
+
+if __name__ == "__main__":
+    report(measure)

@@ -1,0 +1,128 @@
+"""What the stages share; imported first, since it makes megatron-core usable."""
+
+import contextlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+REPOSITORY = Path(__file__).parents[3]
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests" / "support")]
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+if importlib.util.find_spec("tensorboard") is None:  # which no stage writes
+    sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=None)
+
+from megappo import megatron_setup, platform  # noqa: E402
+from megappo.torchvision_on_cpu import define_torchvision_operators  # noqa: E402
+
+megatron_setup.install()
+OPERATORS = define_torchvision_operators()  # live as long as this name
+
+from megappo.placement.groups import ComponentGroups, build_groups  # noqa: E402
+from megappo.placement.layout import Layout  # noqa: E402
+
+CUDA = platform.has_cuda()
+DEVICE = platform.device()
+GIB = 2**30
+REPEATS = 5 if CUDA else 0
+T = TypeVar("T")
+
+
+def sized(cuda: T, cpu: T) -> T:
+    """The sizes of this machine: full ones with CUDA, else tiny ones of the same computation."""
+    return cuda if CUDA else cpu
+
+
+def report(measure: Callable[[], dict[str, Any]]) -> None:
+    """Print what a stage found as one JSON object; what is wrong ends it with a traceback and exit code 1."""
+    with contextlib.redirect_stdout(sys.stderr):
+        found = measure()
+    machine = {"device": torch.cuda.get_device_name(DEVICE) if CUDA else "cpu", "torch": torch.__version__}
+    print(json.dumps(machine | found, indent=1))
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[ComponentGroups]:
+    """A component's groups in a world of this process alone."""
+    dist.init_process_group(platform.backend(), store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield build_groups({"actor": Layout((0,))}, seed=0)["actor"]
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(compute: Callable[[], T], repeats: int = REPEATS) -> tuple[T, dict[str, float]]:
+    """What it returned, the most memory that its first call took on the GPU beside what was there, and the median of
+    the seconds of the next ones; of the first without any."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated() if CUDA else 0
+    if CUDA:
+        torch.cuda.reset_peak_memory_stats()
+    result, first = timed(compute)
+    peak = {"peak_gib": (torch.cuda.max_memory_allocated() - before) / GIB} if CUDA else {}
+    seconds = [timed(compute)[1] for _ in range(repeats)] or [first]
+    return result, {"seconds": statistics.median(seconds), **peak}
+
+
+def timed(compute: Callable[[], T]) -> tuple[T, float]:
+    """What it returned, and its seconds until the GPU was done."""
+    start = time.perf_counter()
+    result = compute()
+    torch.cuda.synchronize()
+    return result, time.perf_counter() - start
+
+
+class OtherProcess:
+    """A process on the same GPU, in which a function of a module answers one call after another."""
+
+    def __init__(self, answer: Callable[[Any], Any]):
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(answer, theirs), daemon=True)
+        self.process.start()
+
+    def ask(self, call: Any) -> Any:
+        self.connection.send((call,))
+        answer, error = self.connection.recv()
+        assert error is None, error
+        return answer
+
+    def end(self) -> None:
+        self.connection.send(None)
+        self.process.join()
+
+
+def _serve(answer: Callable[[Any], Any], connection: Connection) -> None:
+    while (call := connection.recv()) is not None:
+        try:
+            connection.send((answer(*call), None))
+        except Exception:
+            connection.send((None, traceback.format_exc()))
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names and bits."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(_bytes(found[name]), _bytes(tensor)), name
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten().view(torch.uint8)
+
+
+def num_bytes(tensors: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())

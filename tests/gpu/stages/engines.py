@@ -1,0 +1,72 @@
+"""Random models and their train engines, for the stages that need one."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import DEVICE, sized
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.parsing import read_architecture
+from megappo.config.schema import Model, Optim, Parallel
+from megappo.models.build import build_model
+from megappo.models.heads import policy_head
+from megappo.models.train_engine import TrainedEngine
+from megappo.placement.groups import ComponentGroups
+from megappo.weights.export import Export
+from megappo.weights.load import load_hf
+
+QWEN = dict(
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=32_768,
+    tie_word_embeddings=True,
+)
+"""Of 0.6 billion parameters, and the same made tiny for a CPU."""
+TINY = QWEN | dict(vocab_size=91, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+TINY |= dict(num_key_value_heads=2, max_position_embeddings=64)
+
+
+def model_folder(folder: Path, model_type: str = "qwen3", **changes: Any) -> Path:
+    """A random model of this machine's size, in bf16, made where it is fast."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **sized(QWEN, TINY) | changes)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def trained_engine(
+    folder: Path, groups: ComponentGroups, *, recompute: str = "none", max_tokens: int = 16_384
+) -> TrainedEngine:
+    """An actor in bf16 with the folder's weights."""
+    architecture = read_architecture(folder)
+    model = Model(path=str(folder), dtype="bf16")
+    chunks = build_model(architecture, model, Parallel(), groups, recompute=recompute, trained=True)
+    load_hf(chunks, folder, architecture, groups)
+    head = policy_head(groups.collection.tp, architecture.vocab_size, temperature=1.0)
+    return TrainedEngine(chunks, groups, head, max_tokens, Optim(lr=1e-5), total_optimizer_steps=100)
+
+
+def weights_of(engine: TrainedEngine, architecture: Architecture) -> dict[str, torch.Tensor]:
+    """Under their Hugging Face names."""
+    buckets = Export(engine.chunks, architecture, engine.groups).buckets(2**28)
+    return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
+
+
+def states_of(engine: TrainedEngine) -> dict[str, torch.Tensor]:
+    """Main parameters, moments and step counters of the optimizer."""
+    found = {}
+    for i, part in enumerate(engine.optimizer.chained_optimizers):
+        parameters = [one for group in part.optimizer.param_groups for one in group["params"]]
+        for j, parameter in enumerate(parameters):
+            found[f"{i}.{j}"] = parameter.detach().cpu().clone()
+            for name, value in part.optimizer.state[parameter].items():
+                found[f"{i}.{j}.{name}"] = torch.as_tensor(value).cpu().clone()
+    return found

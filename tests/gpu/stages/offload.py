@@ -1,0 +1,72 @@
+"""What a model puts to sleep in the host's memory, and its return: speed, equality to the bit, and whether another
+process on the GPU has the memory meanwhile.
+
+    python tests/gpu/stages/offload.py
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+from common import CUDA, GIB, OtherProcess, assert_equal, one_rank, report, sized, timed
+from engines import QWEN, TINY, model_folder, states_of, trained_engine, weights_of
+from ppo_engines import make_loss, make_rows
+
+from megappo import platform
+from megappo.architecture.parsing import read_architecture
+from megappo.models.offload import Offload
+
+KINDS = ("weights", "gradients", "optimizer")
+VOCABULARY = sized(QWEN, TINY)["vocab_size"]
+
+
+def free_bytes(call: None = None) -> int:
+    """On the GPU, as this process sees it."""
+    return torch.cuda.mem_get_info()[0]
+
+
+def sleep_and_wake(offload: Offload, kind: str, watcher: OtherProcess | None) -> dict[str, float]:
+    """One kind, for the second time, so that its place on the host is there."""
+    others = {other: False for other in KINDS if other != kind}
+    for _ in range(2):
+        platform.empty_cache()
+        before, free = torch.cuda.memory_allocated() if CUDA else 0, watcher.ask(None) if watcher else 0
+        _, asleep = timed(lambda: offload.rest(others))
+        assert offload.asleep == {kind}
+        freed = before - torch.cuda.memory_allocated() if CUDA else 0
+        platform.empty_cache()
+        seen = watcher.ask(None) - free if watcher else 0
+        _, awake = timed(lambda: offload.wake({kind: True}))
+    figures = {f"{kind}_sleep_seconds": asleep, f"{kind}_wake_seconds": awake}
+    if watcher:
+        assert freed > 0 and seen > 0.8 * freed, f"{kind}: {freed} bytes are freed, another process sees {seen}"
+        speeds = {f"{kind}_{name}_gib_per_second": freed / GIB / x for name, x in (("sleep", asleep), ("wake", awake))}
+        figures |= {f"{kind}_gib": freed / GIB, **speeds}
+    return figures
+
+
+def measure() -> dict:
+    figures: dict = {} if CUDA else {"skipped": "memory that another process sees needs CUDA"}
+    watcher = OtherProcess(free_bytes) if CUDA else None
+    with one_rank() as groups, tempfile.TemporaryDirectory() as root:
+        folder = model_folder(Path(root))
+        architecture = read_architecture(folder)
+        engine, rows = trained_engine(folder, groups), make_rows(VOCABULARY)
+        loss = make_loss("actor", rows)
+        engine.train_batch(rows, loss)
+        offload = Offload(engine, KINDS)
+        weights, states = weights_of(engine, architecture), states_of(engine)
+        for kind in KINDS:
+            figures |= sleep_and_wake(offload, kind, watcher)
+            assert_equal(weights_of(engine, architecture), weights)
+            assert_equal(states_of(engine), states)
+        engine.train_batch(rows, loss)
+        after = states_of(engine)
+        assert any((after[name] != state).any() for name, state in states.items())
+    if watcher:
+        watcher.end()
+    return {"stage": "offload", **figures}
+
+
+if __name__ == "__main__":
+    report(measure)
