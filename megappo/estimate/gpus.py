@@ -56,9 +56,10 @@ Source: NVIDIA's data sheets of each, dense rates (without sparsity); memory as 
 
 
 def find_gpu(device_name: str) -> GPU | None:
-    """The type of a device, by the name that CUDA gives it, such as "NVIDIA H100 80GB HBM3"; None where unknown."""
+    """The type of a device, by the name that CUDA gives it, such as "NVIDIA H100 80GB HBM3"; None where unknown, as the
+    slower forms for PCIe are."""
     words = device_name.lower().replace("geforce ", "").replace("rtx ", "rtx").replace("-", " ").split()
-    found = [gpu for name, gpu in GPUS.items() if name in words]
-    if found and found[0].name == "a100" and "40gb" in words:
-        return GPUS["a100-40gb"]
-    return found[0] if found else None
+    names = [name for name in GPUS if name in words]
+    if not names or {"pcie", "nvl"} & set(words):
+        return None
+    return GPUS.get(f"{names[0]}-40gb" if "40gb" in words else names[0])
