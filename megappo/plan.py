@@ -26,10 +26,9 @@ from megappo.config.plausibility import config_warnings
 from megappo.config.schema import MOST_RANKS, Config, Parallel
 from megappo.estimate.fitting import settled, settled_offloads
 from megappo.estimate.gpus import GIB, GPU, GPUS
-from megappo.estimate.memory import MemoryEstimate
+from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.estimate.report import memory_table, misfits, time_table
 from megappo.estimate.seconds import TimeEstimate
-from megappo.estimate.shapes import Shapes
 from megappo.estimate.suggest import suggestions
 from megappo.observe.console import escape_unprintable
 from megappo.placement.arithmetic import batch_splits
@@ -49,7 +48,10 @@ WIDTH = 120
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; the process's exit code."""
-    args = _parser().parse_intermixed_args(arguments)
+    parser = _parser()
+    args = parser.parse_intermixed_args(arguments)
+    if args.suggest and not args.gpu:
+        parser.error(f"--suggest needs --gpu TYPE: of {', '.join(GPUS)}")
     escape_unprintable()
     try:
         config = load_config(args.config, args.overrides)
@@ -92,16 +94,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _reckon(config: Config, world_size: int, gpu: GPU, suggests: bool) -> list[str]:
     """Print what a run takes of the GPUs; why it does not fit them."""
-    shapes = Shapes()
-    asked, config = config, settled(config, world_size, gpu.memory, shapes)
-    memory = MemoryEstimate(config, world_size, gpu.memory, shapes)
+    cluster = Cluster(world_size, gpu.memory)
+    asked, config = config, settled(config, cluster)
+    memory = MemoryEstimate(config, cluster)
     for line in settled_offloads(asked, config):
         print(f"\n{line}")
     print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated\n{memory_table(memory)}")
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
     if suggests:
-        print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(config, world_size, gpu, shapes)}")
+        print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(asked, cluster, gpu)}")
     return list(misfits(memory, gpu))
 
 
@@ -212,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )
     parser.add_argument("--all", action="store_true", help="look at every prompt (default: a sample of each file)")
-    parser.add_argument("--gpu", choices=GPUS, help="reckon memory and seconds on GPUs of this type")
+    parser.add_argument("--gpu", type=str.lower, choices=GPUS, help="reckon memory and seconds on GPUs of this type")
     parser.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
     return parser
 

@@ -309,7 +309,8 @@ class Config(Section):
             raise ConfigError(*self.located(error.errors)) from error
 
     def changed(self, key: str, value: object) -> Self:
-        """The same config but for one key, written with dots; the value is of the key's type."""
+        """The same config but for one key, written with dots; the value is of the key's type. The same where it has no
+        such key: components that people register may have their settings elsewhere."""
         return _changed(self, key.split("."), value)
 
     @property
@@ -358,4 +359,6 @@ class Config(Section):
 
 def _changed(section: Any, names: list[str], value: object) -> Any:
     first, *rest = names
+    if not hasattr(section, first):
+        return section
     return section.model_copy(update={first: _changed(getattr(section, first), rest, value) if rest else value})

@@ -37,61 +37,66 @@ def state_bytes(size: StageSize, layout: Layout, dtype: str, optim: Optim | None
     return states
 
 
-def layer_bytes(architecture: Architecture, parallel: Parallel, dtype: str, *, layer: int) -> float:
+def layer_bytes(architecture: Architecture, parallel: Parallel, nbytes: int, *, layer: int) -> float:
     """What a layer keeps for its backward pass, per token that the rank holds of a micro-batch.
 
     Inputs of both norms and their outputs (cut over tensor-parallel ranks where `sequence` is on); queries, keys,
     values and the output of attention; gate, up and their product of the MLP. Of a mixture of experts, for as many
     experts as a token goes to, if these are chosen equally often: its input, its output and the same three.
 
+    Args:
+        nbytes: of a number.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, without
     attention's scores and dropout, for gated MLPs and fewer key-value heads.
     """
-    nbytes, experts = DTYPES[dtype].nbytes, architecture.experts
+    heads, latent, experts = architecture.num_heads, architecture.latent, architecture.experts
     hidden, tensor = architecture.hidden_size, parallel.tensor
-    shared = tensor if parallel.sequence else 1  # ranks that share out the tokens between the blocks
-    numbers = 4 * hidden / shared + _attention(architecture) / tensor
-    if layer < architecture.num_dense_layers:
-        numbers += 3 * architecture.ffn_size / tensor
-    elif experts:
-        dispatched = experts.top_k * (2 * hidden * parallel.expert_tensor + 3 * experts.ffn_size)
-        numbers += dispatched / shared + 3 * (experts.shared_ffn_size or 0) / tensor
-    return nbytes * numbers + 4 * architecture.num_heads / tensor  # and attention's normalisers, in fp32
-
-
-def _attention(architecture: Architecture) -> float:
-    """Numbers per token: queries, keys, values, output, and latent vectors."""
-    heads, latent = architecture.num_heads, architecture.latent
+    between = 4 * hidden  # what lies between the cut matrices
     if latent:
-        keys = latent.plain_size + latent.rope_size
-        return heads * (2 * keys + 2 * latent.v_size) + (latent.q_rank or 0) + latent.kv_rank
-    return (2 * heads + 2 * architecture.num_kv_heads) * architecture.head_size
+        between += (latent.q_rank or 0) + latent.kv_rank
+        cut = 2 * heads * (latent.plain_size + latent.rope_size + latent.v_size)
+    else:
+        cut = 2 * (heads + architecture.num_kv_heads) * architecture.head_size
+    if layer < architecture.num_dense_layers:
+        cut += 3 * architecture.ffn_size
+    elif experts:
+        between += experts.top_k * (2 * hidden * parallel.expert_tensor + 3 * experts.ffn_size)
+        cut += 3 * (experts.shared_ffn_size or 0)
+    return nbytes * (between / _sharing(parallel) + cut / tensor) + 4 * heads / tensor  # attention's normalisers: fp32
+
+
+def _sharing(parallel: Parallel) -> int:
+    """Ranks that share out the tokens between the blocks."""
+    return parallel.tensor if parallel.sequence else 1
 
 
 def activation_bytes(
-    architecture: Architecture, parallel: Parallel, dtype: str, layers: list[int], *, tokens: float, in_flight: float
-) -> dict[str, float]:
-    """Of the layers of a stage: by recompute setting, "none", "selective" or "full", what the backward pass needs, and
-    as "forward" what a pass without one does.
+    architecture: Architecture,
+    parallel: Parallel,
+    nbytes: int,
+    layers: list[int],
+    *,
+    tokens: float,
+    in_flight: float,
+    recompute: str,
+) -> float:
+    """Of the layers of a stage, what the backward pass needs.
 
     With full recomputation only the input of each layer is kept, and one layer at a time is computed again; selective
     recomputation gains nothing where attention keeps no scores.
 
     Args:
         tokens: of a micro-batch, that the rank holds.
-        in_flight: micro-batches whose backward pass is to come (see `micro_batches_in_flight`).
+        in_flight: micro-batches whose backward pass is to come (see `micro_batches_in_flight`); 0 where there is none,
+            and one layer's activations at a time are all there are.
+        recompute: "none", "selective" or "full".
     """
-    of_layers = [tokens * layer_bytes(architecture, parallel, dtype, layer=layer) for layer in layers]
-    shared = parallel.tensor if parallel.sequence else 1
-    inputs = tokens * DTYPES[dtype].nbytes * architecture.hidden_size / shared
-    kept = sum(of_layers) * in_flight
+    of_layers = [tokens * layer_bytes(architecture, parallel, nbytes, layer=layer) for layer in layers]
     largest = max(of_layers, default=0.0)
-    return {
-        "none": kept,
-        "selective": kept,
-        "full": len(layers) * inputs * in_flight + largest,
-        "forward": largest,
-    }
+    if recompute == "full":
+        inputs = tokens * nbytes * architecture.hidden_size / _sharing(parallel)
+        return in_flight * len(layers) * inputs + largest
+    return max(in_flight * sum(of_layers), largest)
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, most: int) -> float:
@@ -107,21 +112,14 @@ def micro_batches_in_flight(layout: Layout, stage: int, most: int) -> float:
 
 
 def logits_bytes(
-    architecture: Architecture,
-    parallel: Parallel,
-    dtype: str,
-    *,
-    tokens: float,
-    responses: float,
-    training: bool,
-    full_kl: bool,
+    architecture: Architecture, parallel: Parallel, nbytes: int, tokens: tuple[float, float], *, training: bool
 ) -> float:
     """What the head of a policy takes besides its input: logits of all tokens, a copy of those that predict responses,
-    for the backward pass a gradient of each, chunks of fp32; and for the full KL the reference's, too.
+    for the backward pass a gradient of each, and chunks of fp32.
 
     Args:
-        tokens: of a micro-batch, that the rank holds; `responses` of them predict one.
+        tokens: of a micro-batch, that the rank holds; and those of them that predict one of a response.
     """
     columns = padded_vocab_size(architecture.vocab_size, parallel.tensor) / parallel.tensor
-    numbers = (tokens + responses) * ((2 if training else 1) + full_kl)
-    return columns * (numbers * DTYPES[dtype].nbytes + min(tokens, HEAD_CHUNK) * 4 * FP32_COPIES * (1 + full_kl))
+    numbers = sum(tokens) * (2 if training else 1)
+    return columns * (numbers * nbytes + min(tokens[1], HEAD_CHUNK) * 4 * FP32_COPIES)

@@ -14,33 +14,23 @@ from megappo.placement.ranks import format_ranks
 
 def memory_table(estimate: MemoryEstimate) -> str:
     """Of the GPU that is fullest: what is on it in each phase; the peaks of the others; the host's memory."""
-    _, fullest, _ = estimate.peak()
+    fullest, host = estimate.fullest, estimate.host()
     ledgers = estimate.ledgers[fullest]
     entries = dict.fromkeys(entry for ledger in ledgers.values() for entry in ledger)
+    together = [sum(ledger.values()) for ledger in ledgers.values()]
     rows = [["", *(phase.replace("update_", "update ") for phase in ledgers)]]
     rows += [[entry, *(_gib(ledger.get(entry)) for ledger in ledgers.values())] for entry in entries]
-    rows.append(["together", *(_gib(sum(ledger.values())) for ledger in ledgers.values())])
-    rows.append(["free", *(_gib(estimate.gpu_bytes - sum(ledger.values())) for ledger in ledgers.values())])
-    host = estimate.host()
+    rows += [["together", *map(_gib, together)]]
+    rows += [["free", *(_gib(estimate.cluster.gpu_bytes - size) for size in together)]]
+    others = [
+        f"  on {_ranks(estimate, place)}: {_gib(most)} at most, in {phase}"
+        for place in estimate.places
+        for most, phase in [estimate.peak(place)]
+        if place != fullest
+    ]
     parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in host.items() if size)
-    return "\n".join(
-        [
-            f"  on {_ranks(estimate, fullest)}, the fullest",
-            aligned(rows),
-            *_others(estimate, fullest),
-            f"  host memory of the fullest node, about: {_gib(sum(host.values()))} ({parts})",
-        ]
-    )
-
-
-def _others(estimate: MemoryEstimate, fullest: Place) -> list[str]:
-    lines = []
-    for place in estimate.places:
-        if place != fullest:
-            totals = {phase: sum(ledger.values()) for phase, ledger in estimate.ledgers[place].items()}
-            phase = max(totals, key=lambda name: totals[name])
-            lines.append(f"  on {_ranks(estimate, place)}: {_gib(totals[phase])} at most, in {phase}")
-    return lines
+    node = f"  host memory of the fullest node, about: {_gib(sum(host.values()))} ({parts})"
+    return "\n".join([f"  on {_ranks(estimate, fullest)}, the fullest", aligned(rows), *others, node])
 
 
 def _ranks(estimate: MemoryEstimate, place: Place) -> str:
@@ -49,13 +39,12 @@ def _ranks(estimate: MemoryEstimate, place: Place) -> str:
 
 
 def time_table(estimate: TimeEstimate) -> str:
-    """Seconds of each phase, its share of the step, and the MFU of the updates."""
+    """Seconds of each phase, its share of the step, and the MFU of what computes."""
     rows = [["", "seconds", "share", "MFU"]]
     for phase, seconds in estimate.seconds.items():
-        mfu = estimate.mfu(phase)
-        rows.append([phase, _seconds(seconds), f"{seconds / estimate.step:.0%}", "" if mfu is None else f"{mfu:.0%}"])
-    rows.append(["together", _seconds(estimate.step), "", ""])
-    return aligned(rows)
+        mfu = f"{estimate.mfu[phase]:.0%}" if phase in estimate.mfu else ""
+        rows.append([phase, _seconds(seconds), f"{seconds / estimate.step:.0%}", mfu])
+    return aligned([*rows, ["together", _seconds(estimate.step), "", ""]])
 
 
 def _seconds(seconds: float) -> str:
@@ -66,19 +55,20 @@ def misfits(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     """Why a run does not fit, and with what it would; nothing where it fits."""
     if fits(estimate):
         return
-    world_size = sum(map(len, estimate.places.values()))
-    found_remedies = remedies(estimate.config, world_size, estimate.gpu_bytes, estimate.shapes)
-    most, place, phase = estimate.peak()
-    largest = sorted(estimate.ledgers[place][phase].items(), key=lambda entry: -entry[1])[:3]
-    parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in largest)
-    found = f"{_ranks(estimate, place)}: {_gib(most)} GiB in {phase} ({parts})"
-    if most <= (1 - SPARE) * estimate.gpu_bytes:
-        found = f"the engines have room for {max(estimate.cache_tokens(), 0):,.0f} tokens, fewer than one row's"
-    room = f"{gpu.name} GPUs of {_gib(estimate.gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
-    if found_remedies is None:
+    place = estimate.fullest
+    most, phase = estimate.peak(place)
+    if most > (1 - SPARE) * estimate.cluster.gpu_bytes:
+        largest = sorted(estimate.ledgers[place][phase].items(), key=lambda entry: -entry[1])[:3]
+        parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in largest)
+        found = f"{_ranks(estimate, place)}: {_gib(most)} GiB in {phase} ({parts})"
+    else:
+        found = f"the engines have room for {max(estimate.engine.cache_tokens, 0):,.0f} tokens, fewer than one row's"
+    room = f"{gpu.name} GPUs of {_gib(estimate.cluster.gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
+    helpful = remedies(estimate.config, estimate.cluster)
+    if helpful is None:
         advice = "no offload, recomputation or smaller micro-batch alone would do: take more GPUs, or see --suggest"
     else:
-        advice = "it would fit with " + " ".join(f"'{key}={_written(value)}'" for key, value in found_remedies.items())
+        advice = "it would fit with " + " ".join(f"'{key}={_written(value)}'" for key, value in helpful.items())
     yield f"placement: this run does not fit {room}: {found}: {advice}"
 
 

@@ -8,6 +8,7 @@ from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.estimate.fitting import settled, settled_offloads
+from megappo.estimate.memory import Cluster
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.ranks import placement_layouts
 from megappo.trainer.datasets import load_datasets
@@ -30,7 +31,8 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     exchange = Exchange(dist.group.WORLD)
-    config = settled(asked, exchange.world_size, platform.gpu_bytes())
+    gpu_bytes = platform.gpu_bytes()
+    config = settled(asked, Cluster(exchange.world_size, gpu_bytes) if gpu_bytes else None)
     layouts = placement_layouts(config, exchange.world_size)
     datasets = load_datasets(config)
     progress = Progress(config, exchange)

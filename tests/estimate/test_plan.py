@@ -1,14 +1,18 @@
-"""plan --gpu, as people start it: what published models take of GPUs, what does not fit, and what would."""
+"""plan --gpu: what published models take of GPUs, what does not fit, and what would."""
 
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from planning import REPOSITORY, start_plan
+from planning import REPOSITORY, plan_here
 from published_models import published_folders
+
+from megappo.config.schema import Config
+from megappo.placement.components import COMPONENTS, ComponentSpec, Setting
 
 RECIPES = [path.name for path in (REPOSITORY / "configs").glob("*.yaml") if path.name != "quickstart.yaml"]
 TABLE = re.compile(r"^  together +([-\d., ]+)$", re.MULTILINE)
@@ -20,7 +24,7 @@ Plan = Callable[..., subprocess.CompletedProcess]
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """In a folder with the config.json of published models: their weights, tokenizers and data are missing."""
     folder = published_folders(tmp_path_factory.mktemp("published"))
-    return lambda name, *arguments: start_plan(folder, str(REPOSITORY / "configs" / name), "--gpu", "h100", *arguments)
+    return lambda name, *arguments: plan_here(folder, str(REPOSITORY / "configs" / name), "--gpu", "h100", *arguments)
 
 
 def misfits(done: subprocess.CompletedProcess) -> list[str]:
@@ -82,17 +86,42 @@ def test_thousands_of_ranks(plan: Plan) -> None:
     assert misfits(done) == [] and "on ranks 3072-4095" in done.stdout
 
 
-def suggested(done: subprocess.CompletedProcess) -> list[dict]:
-    text = done.stdout.partition("layouts that fit, the fastest by estimate first\n")[2].partition("\nerror")[0]
-    return [yaml.safe_load(part) for part in re.split(r"(?m)^  # \d+: .*$", text)[1:]]
+def suggested(done: subprocess.CompletedProcess) -> list[tuple[dict, float]]:
+    """What it says to write, and GiB of the fullest GPU."""
+    text = done.stdout.partition("layouts that fit, the fastest by estimate first\n")[2]
+    _, *parts = re.split(r"(?m)^  # \d: .* the fullest GPU holds ([\d.]+) of .*$", text)
+    return [(yaml.safe_load(text), float(gib)) for gib, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
-@pytest.mark.parametrize("name", ["qwen2.5_7b_critic_7b_8gpu.yaml"])
+@pytest.mark.parametrize("name", ["qwen2.5_7b_critic_7b_8gpu.yaml", "qwen3_30b_a3b_4node.yaml"])
 def test_suggestions_fit(plan: Plan, name: str, tmp_path: Path) -> None:
-    found = suggested(plan(name, "--suggest", "rollout.mem_fraction_static=0.5"))
+    first = plan(name, "--suggest")
+    found, ranks = suggested(first), re.search(r"on (\d+) ranks", first.stdout)[1]
     assert len(found) == 3
-    for number, values in enumerate(found):
-        path = tmp_path / f"{number}.yaml"
+    for values, gib in found:
+        path = tmp_path / "suggested.yaml"
         path.write_text(yaml.safe_dump({"base": str(REPOSITORY / "configs" / name)} | values))
-        done = plan(path, "rollout.mem_fraction_static=0.5", "--world-size", "8")
-        assert misfits(done) == [] and fullest(done) < 0.95 * 79.1
+        done = plan(path, "--world-size", ranks)
+        assert misfits(done) == [] and fullest(done) == gib < 0.95 * 79.1
+
+
+def test_suggestions_need_a_gpu() -> None:
+    done = plan_here(REPOSITORY, "configs/quickstart.yaml", "--suggest")
+    assert done.returncode == 2 and "error: --suggest needs --gpu" in done.stderr
+
+
+def test_a_registered_component_counts(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is trained as the critic's section says, with settings of its own besides."""
+
+    def judge(config: Config) -> ComponentSpec:
+        critic = COMPONENTS["critic"](config)
+        return replace(critic, ranks=Setting("judge.ranks", "0-7"), max_tokens=Setting("judge.max_tokens", 4096))
+
+    name, values = "qwen2.5_7b_gsm8k_8gpu.yaml", ["critic.recompute=none", "critic.max_tokens_per_micro_batch=65536"]
+    alone = plan(name, *values)
+    monkeypatch.setitem(COMPONENTS, "judge", judge)
+    done = plan(name, *values, "--suggest")
+    assert fullest(done) > fullest(alone)
+    (line,) = misfits(done)
+    assert "'critic.recompute=full'" in line and "judge" not in line.partition("it would fit with")[2]
+    assert all(values.keys() <= {"placement", "actor", "critic", "ref", "rollout"} for values, _ in suggested(done))

@@ -1,14 +1,20 @@
-"""The dry run as a process of its own, a folder with everything that it needs, and what it says is wrong."""
+"""The dry run, as a process of its own or in this one, a folder with everything that it needs, and what it says is
+wrong."""
 
+import contextlib
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from megappo.plan import main
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = """\
@@ -60,6 +66,23 @@ def start_plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         text=True,
         timeout=60,
     )
+
+
+def plan_here(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """The command in this process, which has imported already what takes it a second."""
+    out, err = io.StringIO(), io.StringIO()
+    variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | environment
+    with (
+        contextlib.chdir(folder),
+        patch.dict(os.environ, variables, clear=True),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            code = main(arguments)
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
 
 
 def errors_of(done: subprocess.CompletedProcess) -> list[str]:
