@@ -8,21 +8,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from common import CUDA, DEVICE, measured, one_rank, report, sized
+from common import CUDA, measured, one_rank, report, sized
 from engines import QWEN, TINY, model_folder, trained_engine
 from ppo_engines import make_loss, make_rows
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, sequences
 from tiny_shapes import MIXTURES, TWO_LAYERS
 
+from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Parallel
+from megappo.estimate.flops import TRAINING, flops_of
 from megappo.placement.groups import ComponentGroups
+from megappo.trainer.utilisation import peak_flops
 
 FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
 SHAPE = sized(QWEN, TINY)
 LENGTHS = sized([(256, 1792)] * 16, [(3, 5)] * 4)
 MAX_TOKENS = sized(16_384, 16)
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""In bf16, dense, by what stands in a device's name."""
 
 
 def check_families(root: Path, groups: ComponentGroups) -> dict:
@@ -44,27 +45,23 @@ def check_speed(root: Path, groups: ComponentGroups) -> dict:
     folder = model_folder(root / "qwen")
     rows = make_rows(SHAPE["vocab_size"], LENGTHS)
     num_tokens = sum(len(tokens) for tokens in rows.input_ids)
+    forward_flops = flops_of(read_architecture(folder)).forward([(sum(pair), pair[1]) for pair in LENGTHS])
     figures, norms = {}, []
     for recompute in ("none", "full"):
         engine = trained_engine(folder, groups, recompute=recompute, max_tokens=MAX_TOKENS)
-        num_parameters = sum(one.numel() for one in engine.chunks[0].parameters())
-        # Products with each weight, and in attention with the keys and values of half the sequence.
-        size = engine.config.kv_channels * engine.config.num_attention_heads * engine.config.num_layers
-        forward_flops = num_tokens * (2 * num_parameters + 2 * size * sum(LENGTHS[0]))
         loss = make_loss("actor", rows)
         norms.append(engine.train_batch(rows, loss).grad_norm)
         calls = {"forward": partial(engine.forward, rows), "train_step": partial(engine.train_batch, rows, loss)}
-        for (name, call), passes in zip(calls.items(), (1, 3), strict=True):
+        for (name, call), passes in zip(calls.items(), (1, TRAINING), strict=True):
             _, figure = measured(call)
             figure["tokens_per_second"] = num_tokens / figure["seconds"]
-            figure["tflops"] = passes * forward_flops / figure["seconds"] / 1e12
-            for device, peak in PEAK_FLOPS.items():
-                if CUDA and device in torch.cuda.get_device_name(DEVICE):
-                    figure["mfu"] = figure["tflops"] * 1e12 / peak
+            flops_per_second = passes * forward_flops / figure["seconds"]
+            figure |= {"tflops": flops_per_second / 1e12, "mfu": flops_per_second / peak_flops("bf16")}
+            assert not CUDA or figure["mfu"] < 1, figure
             figures |= {f"{name}_recompute_{recompute}_{key}": value for key, value in figure.items()}
-        del engine, calls
+        del engine, calls, call
     assert abs(norms[0] - norms[1]) < 1e-2 * norms[0], f"recomputation changes the gradient's norm: {norms}"
-    return {"parameters": num_parameters, "tokens": num_tokens, **figures}
+    return {"tokens": num_tokens, **figures}
 
 
 def measure() -> dict:
