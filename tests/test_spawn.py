@@ -48,6 +48,7 @@ def _save_random(rank: int, world_size: int, path: Path) -> None:
 
 
 def test_a_call_meets_nothing_of_the_one_before(tmp_path: Path) -> None:
+    POOL.clear()  # its ranks would give way to fresh ones after so many calls
     run_ranks(2, _save_random, tmp_path / "random.pt")
     before = [rank.process.pid for rank in POOL.ranks]
     run_ranks(2, _leave_things, tmp_path)

@@ -21,7 +21,7 @@ LIMITS = {
     "offload": 240,
 }
 """Seconds at full size."""
-SHOWN = ("heads", "attention", "ipc", "offload")
+SHOWN = ("heads", "attention")
 """On a CPU; the others are slow ones there."""
 
 

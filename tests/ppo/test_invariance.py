@@ -160,7 +160,7 @@ def test_micro_batches_change_nothing():
     check_sharded(rank=0, world_size=1)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_data_parallel_ranks_change_nothing(world_size: int):
     run_ranks(world_size, check_sharded)
 

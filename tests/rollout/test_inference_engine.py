@@ -173,7 +173,7 @@ def test_a_crash_is_reported_and_leaves_nothing_but_the_owner(checkpoint, tmp_pa
     assert not any(path.exists() for path in memory)
 
 
-@pytest.mark.parametrize("keeper_too", [False, True])
+@pytest.mark.parametrize("keeper_too", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_all_of_it_dies_with_a_killed_owner(checkpoint, tmp_path, keeper_too):
     command = [sys.executable, "-c", OWNER, str(checkpoint), str(tmp_path / "engine.log")]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

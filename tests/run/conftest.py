@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,9 @@ def run_killing_all(folder: Path, config: Path, run: Path) -> None:
     before = latest(run)
     with Program(folder / "2", config, f"trainer.output_dir={run}") as program:
         program.wait_until(lambda: reached(run, 7))
+        while not any((run / "checkpoints").glob("step_????????.partial")):  # a save takes a fraction of a second
+            assert program.process.poll() is None, program.output
+            time.sleep(0.001)
         assert f"going on after step {int(before[-8:])} from {run}/checkpoints/{before}" in program.output
         for process in (*program.ranks, program.process):
             process.send_signal(signal.SIGKILL)
@@ -132,7 +136,8 @@ def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
 
 @pytest.fixture(scope="session")
 def run(config: Path) -> Iterator[Path]:
-    """The output folder of a run of 10 steps, with checkpoints every 3, killed in about the 5th and the 8th."""
+    """The output folder of a run of 10 steps, with checkpoints every 3, killed in about the 5th, and in the save after
+    the 9th."""
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     run = folder / "run"
     try:

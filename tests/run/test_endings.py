@@ -53,6 +53,7 @@ def test_ctrl_c_in_a_step_during_which_all_listen_on_loopback_alone(config, fold
     assert "Traceback" not in program.output and not errors(program.output)
 
 
+@pytest.mark.slow  # tests/launch has the signals, and tests/rollout an engine whose start is cut short
 def test_sigterm_while_the_engine_starts(config, folder):
     with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *ENDLESS) as program:
         log = folder / "run" / "engines" / "engine_0.log"
@@ -71,6 +72,7 @@ def test_the_ranks_end_with_a_killed_torchrun(config, folder):
         assert program.wait(20) == 128 + signal.SIGKILL
 
 
+@pytest.mark.slow  # tests/rewards has what is said, and test_bad_input.py how an error of a run is said once
 def test_a_reward_function_that_raises(config, folder):
     (folder / "reward.py").write_text(FAILING)
     reward = f"{folder / 'reward.py'}:fails"

@@ -68,6 +68,7 @@ def kill(processes: list[psutil.Process]) -> None:
         process.send_signal(signal.SIGKILL)
 
 
+@pytest.mark.slow  # the fixture `run` is killed inside a save, too
 def test_killed_inside_a_save(config, folder):
     """All of a run, torchrun too. Then it goes on."""
     series = Series(folder, config, save_interval=1)

@@ -36,8 +36,9 @@ METHODS = {
         *("actor.use_kl_loss=true", "actor.kl_loss_type=full"),
     ),
 }
-# A critic shares out rows in a family's run; test_extensions.py has one without critic, whose responses are compared.
-SLOW = ("shared out rows", "shared backbone")
+# The fixture `run` has a critic, test_extensions.py a run without, whose responses are compared; tests/trainer has what
+# each layout computes.
+SLOW = ("shared out rows", "shared backbone", "shared backbone, shared out rows")
 SLOW += ("grpo", "rloo", "reinforce_plus_plus", "remax", "gdpo", "gspo", "clip_cov", "dual clip", "adaptive KL")
 REWARDS = {"gdpo": "sevens_and_pluses"}
 OF_CRITIC = ("critic/vf_loss", "critic/vf_explained_var", "values/mean", "returns/mean")

@@ -168,8 +168,7 @@ def ranks_of(process: subprocess.Popen) -> dict[int, int]:
     ("command", "rank"),
     [
         ("hf-to-megatron", 1),
-        ("megatron-to-hf", 0),
-        pytest.param("hf-to-megatron", 0, marks=pytest.mark.slow),
+        *(pytest.param(command, 0, marks=pytest.mark.slow) for command in ("hf-to-megatron", "megatron-to-hf")),
         pytest.param("megatron-to-hf", 1, marks=pytest.mark.slow),
     ],
 )
