@@ -35,13 +35,18 @@ class EngineMemory:
         self.cache = max(self.cache_tokens, 0) * self.cache_per_token
 
     @property
+    def graphs(self) -> float:
+        """CUDA graphs of decoding."""
+        return self.rollout.max_running_requests * GRAPH_BYTES
+
+    @property
     def working(self) -> float:
-        """Besides: CUDA graphs, a layer's activations of a chunk of prompts, logits to sample from."""
-        sequences, experts = self.rollout.max_running_requests, self.architecture.experts
+        """Besides: a layer's activations of a chunk of prompts, logits to sample from."""
+        experts = self.architecture.experts
         widest = max(self.architecture.ffn_size, experts.top_k * experts.ffn_size if experts else 0)
         layer = 3 * (self.architecture.hidden_size + widest / self.rollout.tensor_parallel)
-        sampled = self.architecture.vocab_size * 4 * FP32_LOGITS
-        return sequences * (GRAPH_BYTES + sampled) + PREFILL_CHUNK * self._nbytes * layer
+        sampled = self.rollout.max_running_requests * self.architecture.vocab_size * 4 * FP32_LOGITS
+        return sampled + PREFILL_CHUNK * self._nbytes * layer
 
     def _cached_numbers(self) -> float:
         """Of a token in a layer: keys and values, whose heads are repeated where there are fewer than GPUs. Latent

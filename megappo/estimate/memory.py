@@ -148,13 +148,15 @@ class MemoryEstimate:
             yield "engine weights", self.engine.weights
             if not place.stages or phase != SYNC:
                 yield "KV cache", self.engine.cache
+                yield "CUDA graphs", self.engine.graphs
                 yield "engine working memory", self.engine.working
         buckets = 2 if "actor" in dict(place.stages) else int(place.has_engine)
         if phase == SYNC and buckets:  # where the actor is one is gathered while the one before is handed over
             yield "sync buckets", buckets * (self.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES)
         communicators = sum(_communicators(self.layouts[name]) for name, _ in place.stages) + 1
         contexts = CONTEXT_BYTES + place.has_engine * ENGINE_CONTEXT_BYTES
-        yield "contexts, communicators", contexts + communicators * COMMUNICATOR_BYTES
+        yield "CUDA contexts", contexts
+        yield "NCCL communicators", communicators * COMMUNICATOR_BYTES
 
     def _pass(self, name: str, stage: int, *, trains: bool) -> Iterator[tuple[str, float]]:
         spec, nbytes = self.specs[name], DTYPES[self.config.model.dtype].nbytes
