@@ -3,6 +3,7 @@
 python tests/gpu/stages/attention.py
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -32,7 +33,7 @@ def bounds(num_tokens: int, num_sequences: int) -> torch.Tensor:
     return torch.tensor([0, *inner.tolist(), num_tokens], dtype=torch.int32, device=DEVICE)
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+def dense(cu_seqlens: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Softmax over all tokens, in float32."""
     tokens = torch.arange(len(query), device=DEVICE)
     number = torch.searchsorted(cu_seqlens, tokens, right=True)
@@ -62,32 +63,31 @@ def with_gradients(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [output.detach(), *torch.autograd.grad((output.float() * weights).sum(), inputs)]
 
 
-def compare(attend, num_tokens: int, cu_seqlens: torch.Tensor) -> None:
-    inputs = qkv(num_tokens)
-    wanted = with_gradients(lambda *inputs: dense(*inputs, cu_seqlens), inputs)
-    for found, expected in zip(with_gradients(attend, inputs), wanted, strict=True):
+def compare(way) -> None:
+    cu_seqlens, inputs = bounds(CHECKED, 4), qkv(CHECKED)
+    wanted = with_gradients(partial(dense, cu_seqlens), inputs)
+    for found, expected in zip(with_gradients(partial(way, cu_seqlens), inputs), wanted, strict=True):
         torch.testing.assert_close(found.float(), expected.float(), rtol=3e-2, atol=3e-2)
 
 
 def measure() -> dict:
-    figures, ways = {}, {}
+    figures = {}
     with one_rank() as groups:
-        module = PackedAttention(SimpleNamespace(kv_channels=SIZE), groups.collection)
-        ways["packed"] = lambda cu_seqlens: lambda *inputs: packed(module, cu_seqlens, *inputs)
+        ways = {"packed": partial(packed, PackedAttention(SimpleNamespace(kv_channels=SIZE), groups.collection))}
         if CUDA:
-            ways["varlen_attn"] = lambda cu_seqlens: lambda *inputs: varlen(cu_seqlens, *inputs)
+            ways["varlen_attn"] = varlen
         else:
             figures["skipped"] = "varlen_attn needs CUDA"
         for name, way in ways.items():
             try:
-                compare(way(bounds(CHECKED, 4)), CHECKED, bounds(CHECKED, 4))
+                compare(way)
             except (ImportError, TypeError) as error:  # of a torch whose varlen_attn is another
                 assert name == "varlen_attn"
                 figures["skipped"] = str(error)
                 continue
             for num_sequences in SEQUENCES:
                 cu_seqlens, inputs = bounds(TOKENS, num_sequences), qkv(TOKENS)
-                _, figure = measured(lambda: with_gradients(way(cu_seqlens), inputs))  # noqa: B023
+                _, figure = measured(partial(with_gradients, partial(way, cu_seqlens), inputs))
                 # Two products forwards and five backwards, over half of each sequence's square.
                 flops = 7 * HEADS * SIZE * float(cu_seqlens.diff().double().square().sum())
                 figure["tflops"] = flops / figure["seconds"] / 1e12

@@ -9,15 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-from common import GIB, assert_equal, measured, num_bytes, one_rank, report, sized
-from engines import QWEN, TINY, model_folder, states_of, trained_engine, weights_of
+from common import GIB, assert_equal, measured, num_bytes, one_rank, report
+from engines import VOCABULARY, model_folder, states_of, trained_engine, weights_of
 from ppo_engines import make_loss, make_rows
 
-from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.store import CheckpointStore
-
-VOCABULARY = sized(QWEN, TINY)["vocab_size"]
 
 
 def host_gib() -> float:
@@ -28,14 +25,13 @@ def host_gib() -> float:
 def measure() -> dict:
     with one_rank() as groups, tempfile.TemporaryDirectory() as root:
         folder = model_folder(Path(root, "hf"))
-        architecture = read_architecture(folder)
         engine, rows = trained_engine(folder, groups), make_rows(VOCABULARY)
         engine.train_batch(rows, make_loss("actor", rows))
         store = CheckpointStore(Path(root, "checkpoints"), 1, Exchange(dist.group.WORLD))
         figures = {"host_before_gib": host_gib()}
         path, saved = measured(partial(store.save, 1, {"actor": engine}, {}), repeats=0)
         figures["host_peak_of_save_gib"] = host_gib()
-        weights, states = weights_of(engine, architecture), states_of(engine)
+        weights, states = weights_of(engine, folder), states_of(engine)
         nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         assert nbytes >= num_bytes(weights) + num_bytes(states), "the checkpoint lacks something"
         del engine
@@ -44,7 +40,7 @@ def measure() -> dict:
         assert any((fresh[name] != state).any() for name, state in states.items())
         _, read = measured(lambda: store.load(path, {"actor": loaded}), repeats=0)
         figures["host_peak_of_load_gib"] = host_gib()
-        assert_equal(weights_of(loaded, architecture), weights)
+        assert_equal(weights_of(loaded, folder), weights)
         assert_equal(states_of(loaded), states)
     for name, figure in (("save", saved), ("load", read)):
         figures |= {f"{name}_{key}": value for key, value in figure.items()}

@@ -7,7 +7,6 @@ import torch
 from common import DEVICE, sized
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Optim, Parallel
 from megappo.models.build import build_model
@@ -30,12 +29,14 @@ QWEN = dict(
 """Of 0.6 billion parameters, and the same made tiny for a CPU."""
 TINY = QWEN | dict(vocab_size=91, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 TINY |= dict(num_key_value_heads=2, max_position_embeddings=64)
+SHAPE = sized(QWEN, TINY)
+VOCABULARY = SHAPE["vocab_size"]
 
 
-def model_folder(folder: Path, model_type: str = "qwen3", **changes: Any) -> Path:
+def model_folder(folder: Path, **changes: Any) -> Path:
     """A random model of this machine's size, in bf16, made where it is fast."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **sized(QWEN, TINY) | changes)
+    config = AutoConfig.for_model("qwen3", **SHAPE | changes)
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -54,9 +55,9 @@ def trained_engine(
     return TrainedEngine(chunks, groups, head, max_tokens, Optim(lr=1e-5), total_optimizer_steps=100)
 
 
-def weights_of(engine: TrainedEngine, architecture: Architecture) -> dict[str, torch.Tensor]:
-    """Under their Hugging Face names."""
-    buckets = Export(engine.chunks, architecture, engine.groups).buckets(2**28)
+def weights_of(engine: TrainedEngine, folder: Path) -> dict[str, torch.Tensor]:
+    """Of a model of this folder, under their Hugging Face names."""
+    buckets = Export(engine.chunks, read_architecture(folder), engine.groups).buckets(2**28)
     return {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
 
 

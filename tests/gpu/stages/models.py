@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from common import CUDA, measured, one_rank, report, sized
-from engines import QWEN, TINY, model_folder, trained_engine
+from engines import VOCABULARY, model_folder, trained_engine
 from ppo_engines import make_loss, make_rows
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, sequences
 from tiny_shapes import MIXTURES, TWO_LAYERS
@@ -21,7 +21,6 @@ from megappo.placement.groups import ComponentGroups
 from megappo.trainer.utilisation import peak_flops
 
 FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
-SHAPE = sized(QWEN, TINY)
 LENGTHS = sized([(256, 1792)] * 16, [(3, 5)] * 4)
 MAX_TOKENS = sized(16_384, 16)
 
@@ -43,7 +42,7 @@ def check_families(root: Path, groups: ComponentGroups) -> dict:
 
 def check_speed(root: Path, groups: ComponentGroups) -> dict:
     folder = model_folder(root / "qwen")
-    rows = make_rows(SHAPE["vocab_size"], LENGTHS)
+    rows = make_rows(VOCABULARY, LENGTHS)
     num_tokens = sum(len(tokens) for tokens in rows.input_ids)
     forward_flops = flops_of(read_architecture(folder)).forward([(sum(pair), pair[1]) for pair in LENGTHS])
     figures, norms = {}, []

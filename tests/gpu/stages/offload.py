@@ -8,16 +8,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from common import CUDA, GIB, OtherProcess, assert_equal, one_rank, report, sized, timed
-from engines import QWEN, TINY, model_folder, states_of, trained_engine, weights_of
+from common import CUDA, GIB, OtherProcess, assert_equal, one_rank, report, timed
+from engines import VOCABULARY, model_folder, states_of, trained_engine, weights_of
 from ppo_engines import make_loss, make_rows
 
 from megappo import platform
-from megappo.architecture.parsing import read_architecture
 from megappo.models.offload import Offload
 
 KINDS = ("weights", "gradients", "optimizer")
-VOCABULARY = sized(QWEN, TINY)["vocab_size"]
 
 
 def free_bytes(call: None = None) -> int:
@@ -50,15 +48,14 @@ def measure() -> dict:
     watcher = OtherProcess(free_bytes) if CUDA else None
     with one_rank() as groups, tempfile.TemporaryDirectory() as root:
         folder = model_folder(Path(root))
-        architecture = read_architecture(folder)
         engine, rows = trained_engine(folder, groups), make_rows(VOCABULARY)
         loss = make_loss("actor", rows)
         engine.train_batch(rows, loss)
         offload = Offload(engine, KINDS)
-        weights, states = weights_of(engine, architecture), states_of(engine)
+        weights, states = weights_of(engine, folder), states_of(engine)
         for kind in KINDS:
             figures |= sleep_and_wake(offload, kind, watcher)
-            assert_equal(weights_of(engine, architecture), weights)
+            assert_equal(weights_of(engine, folder), weights)
             assert_equal(states_of(engine), states)
         engine.train_batch(rows, loss)
         after = states_of(engine)
