@@ -219,10 +219,7 @@ CHECKS: dict[str, tuple[Callable[[], str], str]] = {
     "shared_memory": (shared_memory, "mount -o remount,size=8g /dev/shm; containers: docker run --shm-size=8g"),
     "open_files": (open_files, "docker run --ulimit nofile=1048576, LimitNOFILE= of slurmd's unit, or limits.conf"),
     "compiler": (compiler, "apt-get install g++, or name one: CC=/path/to/gcc"),
-    "nvcc": (
-        nvcc,
-        "export CUDA_HOME=/usr/local/cuda-13.0; or unset it: bash launch/setup.sh gpu brings one",
-    ),
+    "nvcc": (nvcc, "export CUDA_HOME=/usr/local/cuda-13.0; or unset it: bash launch/setup.sh gpu brings one"),
     "header": (header, "apt-get install python3-dev, or another PYTHON for launch/setup.sh"),
 }
 """What is checked, in this order: how, and the remedy."""
