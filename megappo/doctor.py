@@ -233,6 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(names) - CHECKS.keys()):
         parser.error(f"no check {', '.join(unknown)}: expected some of {', '.join(CHECKS)}")
     well = [_is_well(name) for name in names]
+    print("nothing is wrong" if all(well) else f"wrong: {well.count(False)} of {len(well)}", flush=True)
     return int(not all(well))
 
 

@@ -24,7 +24,7 @@ from megappo.config.help import config_parser
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
 from megappo.config.schema import MOST_RANKS, Config, Parallel
-from megappo.estimate.fitting import settled, settled_offloads
+from megappo.estimate.fitting import fits, settled, settled_offloads
 from megappo.estimate.gpus import GIB, GPU, GPUS
 from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.estimate.report import memory_table, misfits, time_table
@@ -61,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(error)
     print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
-    if not arrangement_errors(config, world_size):
+    is_arranged = not arrangement_errors(config, world_size)
+    if is_arranged:
         layouts = placement_layouts(config, world_size)
         picture = placement_picture(layouts, pipeline_splits(config))
         ways = find_route(config, layouts).describe()
@@ -71,11 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = check_run(config, world_size)
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
-    if args.gpu:
+    if args.gpu and is_arranged:
         try:
             errors += config.located(_reckon(config, world_size, GPUS[args.gpu], args.suggest))
-        except ConfigError as error:  # what it needs to know is wrong, as most probably was told already
-            errors += [line for line in config.located(error.errors) if line not in errors]
+        except ConfigError as error:  # of a model's config.json, as was told already
+            errors = errors or config.located(error.errors)
+    elif args.gpu:
+        print("\nmemory: not reckoned, see the errors")
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
     if not errors:
@@ -100,6 +103,9 @@ def _reckon(config: Config, world_size: int, gpu: GPU, suggests: bool) -> list[s
     for line in settled_offloads(asked, config):
         print(f"\n{line}")
     print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated\n{memory_table(memory)}")
+    if fits(memory):
+        most, phase = memory.peak(memory.fullest)
+        print(f"  it fits: {(gpu.memory - most) / GIB:.1f} GiB stay free of every GPU at least, in {phase}")
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
     if suggests:

@@ -26,12 +26,15 @@ def examine(*checks: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedP
 def test_this_machine_is_well():
     result = examine()
     assert result.returncode == 0, result.stdout + result.stderr
-    assert [line.split()[:2] for line in result.stdout.splitlines()] == [[name, "ok"] for name in doctor.CHECKS]
+    *lines, last = result.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [[name, "ok"] for name in doctor.CHECKS]
+    assert last == "nothing is wrong"
 
 
 def test_a_low_limit_of_open_files_is_found_beside_what_is_well():
     result = examine("ports", "open_files", prefix=("bash", "-c", 'ulimit -n 256; exec "$@"', "-"))
-    well, found, remedy = result.stdout.splitlines()
+    well, found, remedy, last = result.stdout.splitlines()
+    assert last == "wrong: 1 of 2"
     assert result.returncode == 1 and well.split()[:2] == ["ports", "ok"]
     assert found.split(maxsplit=2) == ["open_files", "PROBLEM", "256 files for a process"]
     assert remedy.split()[0] == "remedy" and "--ulimit nofile=" in remedy
@@ -110,7 +113,8 @@ def test_a_fault_is_told_with_its_remedy(fault, monkeypatch, capsys):
     check, break_it, found, remedy = FAULTS[fault]
     break_it(monkeypatch)
     assert doctor.main([check]) == 1
-    *problem, last = capsys.readouterr().out.splitlines()
+    *problem, last, verdict = capsys.readouterr().out.splitlines()
+    assert verdict == "wrong: 1 of 1"
     assert problem[0].split()[:2] == [check, "PROBLEM"] and found in "\n".join(problem)
     assert last.split()[0] == "remedy" and remedy in last
 

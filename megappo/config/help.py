@@ -14,7 +14,7 @@ def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=prog, description=description, epilog=config_help(), formatter_class=layout)
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of single keys")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="overrides of single keys")
     return parser
 
 

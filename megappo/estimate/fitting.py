@@ -12,7 +12,7 @@ from megappo.placement.components import components_of
 AUTO = "auto"
 SPARE = 0.05
 """Share of a GPU that the estimate leaves free: allocators fragment, and it is no more than an estimate."""
-SMALLEST_ENGINE_SHARE, ENGINE_SHARE_STEP = 0.2, 0.1
+ENGINE_SHARES = tuple(number / 10 for number in range(1, 10))
 Change = Callable[[Config], Config]
 
 
@@ -41,18 +41,33 @@ def settled_offloads(asked: Config, config: Config) -> Iterator[str]:
 def fits(estimate: MemoryEstimate) -> bool:
     """Whether every GPU has SPARE left in every phase, and the engines room for one row at least."""
     most, _ = estimate.peak(estimate.fullest)
-    has_room = estimate.engine.cache_tokens >= longest_row(estimate.config)
-    return most <= (1 - SPARE) * estimate.cluster.gpu_bytes and has_room
+    return most <= (1 - SPARE) * estimate.cluster.gpu_bytes and _has_room(estimate)
+
+
+def _has_room(estimate: MemoryEstimate) -> bool:
+    return estimate.engine.cache_tokens >= longest_row(estimate.config)
 
 
 def remedies(config: Config, cluster: Cluster) -> dict[str, object] | None:
     """Keys and values with which a run that does not fit would; None if none of these help.
 
-    What costs least comes first: gradients, which are freed, other offloads, recomputation, smaller micro-batches, a
-    smaller engine.
+    An engine without room for a row gets a larger share of the GPU first. Of the rest, what costs least comes first:
+    gradients, which are freed, other offloads, recomputation, smaller micro-batches, a smaller engine.
     """
-    fitting = _fitting(config, _changes(config), cluster)
-    return None if fitting is None else differences(fitting, config)
+    for roomy in _with_room(config, cluster):
+        if (fitting := _fitting(roomy, _changes(roomy), cluster)) is not None:
+            return differences(fitting, config)
+    return None
+
+
+def _with_room(config: Config, cluster: Cluster) -> Iterator[Config]:
+    """The config if its engines have room for a row, else with larger shares of the GPU for them, if these do."""
+    larger = [share for share in ENGINE_SHARES if share > config.rollout.mem_fraction_static]
+    for one in (config, *(config.changed("rollout.mem_fraction_static", share) for share in larger)):
+        if _has_room(MemoryEstimate(one, cluster)):
+            yield one
+            if one is config:
+                return
 
 
 def differences(config: Config, *others: Config) -> dict[str, object]:
@@ -85,10 +100,9 @@ def _changes(config: Config) -> Iterator[Change]:
     for key, most in dict.fromkeys(spec.max_tokens for spec in specs):
         if most > longest_row(config):
             yield _setting(key, max(most // 2, longest_row(config)))
-    share = config.rollout.mem_fraction_static - ENGINE_SHARE_STEP
-    while share >= SMALLEST_ENGINE_SHARE - 1e-9:
-        yield _setting("rollout.mem_fraction_static", round(share, 2))
-        share -= ENGINE_SHARE_STEP
+    for share in reversed(ENGINE_SHARES):
+        if share < config.rollout.mem_fraction_static:
+            yield _setting("rollout.mem_fraction_static", share)
 
 
 def _offloads(config: Config) -> Iterator[tuple[str, Change]]:

@@ -18,7 +18,7 @@ def memory_table(estimate: MemoryEstimate) -> str:
     ledgers = estimate.ledgers[fullest]
     entries = dict.fromkeys(entry for ledger in ledgers.values() for entry in ledger)
     together = [sum(ledger.values()) for ledger in ledgers.values()]
-    rows = [["", *(phase.replace("update_", "update ") for phase in ledgers)]]
+    rows = [["", *ledgers]]
     rows += [[entry, *(_gib(ledger.get(entry)) for ledger in ledgers.values())] for entry in entries]
     rows += [["together", *map(_gib, together)]]
     rows += [["free", *(_gib(estimate.cluster.gpu_bytes - size) for size in together)]]
@@ -29,7 +29,7 @@ def memory_table(estimate: MemoryEstimate) -> str:
         if place != fullest
     ]
     parts = ", ".join(f"{entry} {_gib(size)}" for entry, size in host.items() if size)
-    node = f"  host memory of the fullest node, about: {_gib(sum(host.values()))} ({parts})"
+    node = f"  host memory of the fullest node, about {_gib(sum(host.values()))} GiB ({parts})"
     return "\n".join([f"  on {_ranks(estimate, fullest)}, the fullest", aligned(rows), *others, node])
 
 
@@ -43,11 +43,14 @@ def time_table(estimate: TimeEstimate) -> str:
     rows = [["", "seconds", "share", "MFU"]]
     for phase, seconds in estimate.seconds.items():
         mfu = f"{estimate.mfu[phase]:.0%}" if phase in estimate.mfu else ""
-        rows.append([phase, _seconds(seconds), f"{seconds / estimate.step:.0%}", mfu])
-    return aligned([*rows, ["together", _seconds(estimate.step), "", ""]])
+        rows.append([phase, written_seconds(seconds), f"{seconds / estimate.step:.0%}", mfu])
+    steps = estimate.config.trainer.total_steps
+    whole = f"  {steps:,} steps: {steps * estimate.step / 3600:,.1f} hours, without evaluations and saves"
+    return "\n".join([aligned([*rows, ["together", written_seconds(estimate.step), "", ""]]), whole])
 
 
-def _seconds(seconds: float) -> str:
+def written_seconds(seconds: float) -> str:
+    """As short as they can be read."""
     return f"{seconds:,.1f}" if seconds >= 1 else f"{seconds:.2f}"
 
 
@@ -66,7 +69,8 @@ def misfits(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     room = f"{gpu.name} GPUs of {_gib(estimate.cluster.gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
     helpful = remedies(estimate.config, estimate.cluster)
     if helpful is None:
-        advice = "no offload, recomputation or smaller micro-batch alone would do: take more GPUs, or see --suggest"
+        advice = "offload, recomputation, smaller micro-batches and another rollout.mem_fraction_static would not do: "
+        advice += "take another layout (--suggest looks for some), or more or larger GPUs"
     else:
         advice = "it would fit with " + " ".join(f"'{key}={_written(value)}'" for key, value in helpful.items())
     yield f"placement: this run does not fit {room}: {found}: {advice}"

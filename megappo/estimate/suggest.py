@@ -14,6 +14,7 @@ from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import AUTO, differences, fits, settled
 from megappo.estimate.gpus import GIB, GPU
 from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
+from megappo.estimate.report import written_seconds
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shape
 from megappo.placement.components import components_of
@@ -101,7 +102,7 @@ def _text(number: int, config: Config, found: TimeEstimate) -> str:
         reduce(lambda at, section: at.setdefault(section, {}), sections, values)[name] = value
     most, phase = found.memory.peak(found.memory.fullest)
     title = (
-        f"  # {number}: {found.step:,.3g} s a step; the fullest GPU holds {most / GIB:.1f} of "
+        f"  # {number}: {written_seconds(found.step)} s a step; the fullest GPU holds {most / GIB:.1f} of "
         f"{found.gpu.memory / GIB:.1f} GiB, in {phase}"
     )
     text = yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=200)

@@ -45,7 +45,7 @@ def fullest(done: subprocess.CompletedProcess) -> float:
 def test_recipes_fit(plan: Plan, name: str) -> None:
     done = plan(name)
     assert misfits(done) == []
-    assert fullest(done) < 0.95 * 79.1
+    assert fullest(done) < 0.95 * 79.1 and "it fits: " in done.stdout
     others = [line for line in done.stderr.splitlines() if not re.search("no (folder|file)|holds no", line)]
     assert others == []
 
@@ -64,6 +64,20 @@ def test_what_does_not_fit_is_refused_with_what_would(plan: Plan) -> None:
         assert misfits(plan(recipe, *overrides(without | remedies | {key: "[]"})))
 
 
+def test_engines_without_room_get_more_of_the_gpu(plan: Plan) -> None:
+    (line,) = misfits(plan("qwen2.5_7b_critic_7b_8gpu.yaml", "rollout.mem_fraction_static=0.05"))
+    assert "the engines have room for 0 tokens" in line
+    (share,) = re.findall(r"it would fit with '(rollout.mem_fraction_static=[\d.]+)'$", line)
+    assert misfits(plan("qwen2.5_7b_critic_7b_8gpu.yaml", share)) == []
+
+
+@pytest.mark.parametrize("key", ["rollout.max_response_length", "data.max_prompt_length"])
+def test_rows_that_no_micro_batch_holds_are_not_reckoned(plan: Plan, key: str) -> None:
+    done = plan("qwen2.5_7b_critic_7b_8gpu.yaml", f"{key}=20000")
+    assert "memory: not reckoned, see the errors" in done.stdout
+    assert "max_tokens_per_micro_batch 16384 cannot hold one row" in done.stderr
+
+
 def test_auto_offloads_what_does_not_fit(plan: Plan) -> None:
     recipe = "qwen2.5_7b_critic_7b_8gpu.yaml"
     done = plan(recipe, "actor.offload=auto", "critic.offload=auto", "ref.offload=auto")
@@ -77,7 +91,7 @@ def test_what_no_key_can_mend_says_so(plan: Plan) -> None:
     done = plan("llama3.1_70b_8node.yaml", "placement.actor=0-7", "placement.critic=0-7", "placement.rollout=0-7",
                 "actor.parallel.pipeline=1", "rollout.mem_fraction_static=0.6")  # fmt: skip
     (line,) = misfits(done)
-    assert "take more GPUs" in line
+    assert "more or larger GPUs" in line
 
 
 def test_thousands_of_ranks(plan: Plan) -> None:
