@@ -15,20 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo.architecture.dtypes import DTYPES
-from megappo.architecture.parameters import stage_sizes
-from megappo.architecture.parsing import read_architecture
 from megappo.config.checks import longest_row
 from megappo.config.describe import counted, show
 from megappo.config.errors import ConfigError, printable, shorten
 from megappo.config.help import config_parser
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
-from megappo.config.schema import MOST_RANKS, Config, Parallel
+from megappo.config.schema import MOST_RANKS, Config
 from megappo.estimate.fitting import fits, settled, settled_offloads
 from megappo.estimate.gpus import GIB, GPU, GPUS
 from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.estimate.report import memory_table, misfits, time_table
 from megappo.estimate.seconds import TimeEstimate
+from megappo.estimate.shapes import Shapes
 from megappo.estimate.suggest import suggestions
 from megappo.observe.console import escape_unprintable
 from megappo.placement.arithmetic import batch_splits
@@ -158,10 +157,11 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
 def weights_summary(config: Config) -> str:
     """How many parameters each model has, and the bytes of those on the rank that holds most of them."""
     rows = [["", "parameters", "bytes on a rank, at most"]]
+    shapes = Shapes()
     for name, spec in components_of(config).items():
-        architecture = read_architecture(spec.folder.value, spec.head)
-        [whole], parts = (map(sum, stage_sizes(architecture, cut)) for cut in (Parallel(), spec.parallel.value))
-        rows.append([name, f"{whole:,}", f"{max(parts) * DTYPES[config.model.dtype].nbytes:,}"])
+        shape = shapes.of(spec)
+        most = max(map(sum, shape.stages(spec.parallel.value)))
+        rows.append([name, f"{shape.size:,}", f"{most * DTYPES[config.model.dtype].nbytes:,}"])
     return aligned(rows)
 
 

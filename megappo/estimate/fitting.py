@@ -60,14 +60,13 @@ def remedies(config: Config, cluster: Cluster) -> dict[str, object] | None:
     return None
 
 
-def _with_room(config: Config, cluster: Cluster) -> Iterator[Config]:
-    """The config if its engines have room for a row, else with larger shares of the GPU for them, if these do."""
+def _with_room(config: Config, cluster: Cluster) -> list[Config]:
+    """The config if its engines have room for a row, else with those larger shares of the GPU with which they have."""
+    if _has_room(MemoryEstimate(config, cluster)):
+        return [config]
     larger = [share for share in ENGINE_SHARES if share > config.rollout.mem_fraction_static]
-    for one in (config, *(config.changed("rollout.mem_fraction_static", share) for share in larger)):
-        if _has_room(MemoryEstimate(one, cluster)):
-            yield one
-            if one is config:
-                return
+    changed = [config.changed("rollout.mem_fraction_static", share) for share in larger]
+    return [one for one in changed if _has_room(MemoryEstimate(one, cluster))]
 
 
 def differences(config: Config, *others: Config) -> dict[str, object]:

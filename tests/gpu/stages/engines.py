@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import tiny_shapes
 import torch
 from common import DEVICE, sized
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -26,10 +27,8 @@ QWEN = dict(
     max_position_embeddings=32_768,
     tie_word_embeddings=True,
 )
-"""Of 0.6 billion parameters, and the same made tiny for a CPU."""
-TINY = QWEN | dict(vocab_size=91, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-TINY |= dict(num_key_value_heads=2, max_position_embeddings=64)
-SHAPE = sized(QWEN, TINY)
+"""Of 0.6 billion parameters."""
+SHAPE = sized(QWEN, QWEN | tiny_shapes.SHAPE | tiny_shapes.TWO_LAYERS)
 VOCABULARY = SHAPE["vocab_size"]
 
 
