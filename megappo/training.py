@@ -11,17 +11,20 @@ from megappo.config.schema import Config
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
-from megappo.trainer.build import build_run  # noqa: E402
+from megappo.trainer.build import build_rolling_out, build_run  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 
 
 def train(config: Config, cleanup: ExitStack) -> None:
-    """Build the run and train to its end; all ranks together, after the default process group exists.
+    """Build a run and have it train, or only roll out, to its end; all ranks together, after the default group exists.
 
     Args:
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
+    if config.trainer.rollout_only:
+        build_rolling_out(config, cleanup).run()
+        return
     run = build_run(config, cleanup)
     if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _keep_config(config, run)

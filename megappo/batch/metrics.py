@@ -36,7 +36,9 @@ def of_tokens(field: str) -> RowValues:
 
 
 def log_prob_diff(rows: Any) -> Any:
-    """How far trainer and engine are apart about each token that the policy wrote."""
+    """How far trainer and engine are apart about each token that the policy wrote; None without a trainer."""
+    if "old_log_probs" not in rows.fields:
+        return None
     return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[rows.response_mask.bool()]
 
 

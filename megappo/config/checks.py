@@ -16,6 +16,7 @@ def config_errors(config: Config) -> list[str]:
         *algorithm_errors(config),
         *_rollout(config),
         *_data(config),
+        *_record(config),
     ]
 
 
@@ -69,3 +70,19 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.val_files: several are called {name!r}, under which each would be reported: rename or merge them"
     if config.data.prompt_key == config.data.label_key:
         yield f"data.prompt_key and data.label_key are both {config.data.prompt_key!r}: name two different fields"
+
+
+def _record(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.rollout_only and trainer.record_rollouts is None:
+        yield "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder for the rollouts"
+    if trainer.replay_rollouts is None:
+        return
+    for key in ("record_rollouts", "rollout_only"):
+        if getattr(trainer, key):
+            yield f"trainer.{key} writes rollouts, which trainer.replay_rollouts only reads: unset one of them"
+    if config.eval_interval:
+        yield (
+            "trainer.replay_rollouts starts no engines, which the evaluation on data.val_files needs: set "
+            "trainer.eval_interval to 0"
+        )

@@ -280,6 +280,9 @@ class Trainer(Section):
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
     num_samples: NonNegative = Field(4, description="rollouts printed and logged per evaluation")
+    record_rollouts: str | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
+    replay_rollouts: str | None = Field(None, description="folder of such files to train on, in place of engines")
+    rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")
     extensions: tuple[str, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
     process_group_timeout_seconds: PositiveFloat = Field(1800.0, description="a collective that waits longer than this ends the run")
 

@@ -1,6 +1,7 @@
 """Building a run from its config."""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -10,14 +11,18 @@ from megappo.config.schema import Config
 from megappo.estimate.fitting import settled, settled_offloads
 from megappo.estimate.memory import Cluster
 from megappo.observe.observer import NullObserver, Observer
+from megappo.observe.timers import Timers
 from megappo.placement.ranks import placement_layouts
+from megappo.trainer.batches import SampledBatches
 from megappo.trainer.datasets import load_datasets
-from megappo.trainer.inference import connect
+from megappo.trainer.inference import NoEngines, connect
 from megappo.trainer.models import build_models
-from megappo.trainer.own_engine import start_engine
+from megappo.trainer.own_engine import OwnEngine, start_engine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
 from megappo.trainer.progress import Progress
+from megappo.trainer.record import Record, Replay
+from megappo.trainer.rolling_out import RollingOut
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run
 from megappo.trainer.utilisation import Utilisation
@@ -36,7 +41,8 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     layouts = placement_layouts(config, exchange.world_size)
     datasets = load_datasets(config)
     progress = Progress(config, exchange)
-    own = start_engine(config, layouts["rollout"], cleanup)
+    replayed = config.trainer.replay_rollouts
+    own = start_engine(config, layouts["rollout"], cleanup) if replayed is None else OwnEngine()
     datasets.check(exchange)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         own.wait_ready()
@@ -46,10 +52,36 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     observer = _observer(config, progress, exchange, cleanup)
     for line in settled_offloads(asked, config):
         observer.message(line)
-    rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
-    engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor))
+    if replayed is None:
+        rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
+        engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor))
+        batches = SampledBatches(datasets.train, rollouts, engines.sleep, _record(config, exchange))
+    else:
+        rollouts, engines = None, NoEngines()
+        batches = Replay(Path(replayed), config, datasets.vocab_size, exchange)
     utilisation = Utilisation(config.model.dtype, models.components, models.specs, exchange)
-    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, Phases(models), utilisation)
+    return Run(
+        *(config, exchange, datasets, models, engines, rollouts, batches, progress, observer),
+        *(Phases(models), utilisation),
+    )
+
+
+def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
+    """The parts of a run that only rolls out; arguments as of `build_run`."""
+    exchange = Exchange(dist.group.WORLD)
+    layout = placement_layouts(config, exchange.world_size)["rollout"]
+    datasets = load_datasets(config)
+    own = start_engine(config, layout, cleanup)
+    datasets.check(exchange)
+    observer = _observer(config, Progress(config, exchange), exchange, cleanup)
+    rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
+    batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=_record(config, exchange))
+    return RollingOut(config.trainer.total_steps, exchange, batches, observer, Timers())
+
+
+def _record(config: Config, exchange: Exchange) -> Record | None:
+    folder = config.trainer.record_rollouts
+    return None if folder is None else Record(Path(folder), config, exchange)
 
 
 def _observer(config: Config, progress: Progress, exchange: Exchange, cleanup: ExitStack) -> Observer | NullObserver:

@@ -25,7 +25,9 @@ def file_errors(config: Config) -> list[str]:
     looks = [(*folder, _model_folder(config, *folder, specs)) for folder, specs in _by_folder(config).items()]
     for key, paths in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         looks += [(key, path, _data_file(key, Path(path))) for path in paths]
-    looks.append(("trainer.output_dir", output_dir, _output_folder(output_dir)))
+    looks.append(("trainer.output_dir", output_dir, _output_folder("trainer.output_dir", output_dir)))
+    if folder := config.trainer.record_rollouts:
+        looks.append(("trainer.record_rollouts", folder, _output_folder("trainer.record_rollouts", folder)))
     return [error for look in looks for error in _looked_at(*look)]
 
 
@@ -110,15 +112,15 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
         yield f"{key}: cannot read {path} ({error.strerror}): correct the path, or its rights"
 
 
-def _output_folder(folder: str) -> Iterator[str]:
+def _output_folder(key: str, folder: str) -> Iterator[str]:
     """Whether the folder is there and can be written, or can be made."""
     if not folder.strip():
-        yield "trainer.output_dir is empty: name a folder"
+        yield f"{key} is empty: name a folder"
         return
     path = Path(folder)
     there = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
     if not there.is_dir():
-        yield f"trainer.output_dir: {there} is a file: name a folder"
+        yield f"{key}: {there} is a file: name a folder"
         return
     try:
         with tempfile.TemporaryFile(dir=there):  # without a name, and gone at once
@@ -126,4 +128,4 @@ def _output_folder(folder: str) -> Iterator[str]:
                 with suppress(FileNotFoundError):
                     os.lstat(made)  # names may be too long
     except OSError as error:
-        yield f"trainer.output_dir: cannot write in {there} ({error.strerror}): name a folder that you may write to"
+        yield f"{key}: cannot write in {there} ({error.strerror}): name a folder that you may write to"

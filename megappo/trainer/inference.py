@@ -85,6 +85,23 @@ class InferenceEngines:
             self.client.wake(memory)
 
 
+class NoEngines:
+    """The engines of a run that replays a record: there are none. Same methods as InferenceEngines."""
+
+    def sync(self, *, changed: bool = True) -> dict[str, float]:
+        """Nothing."""
+        return {}
+
+    def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
+        """Nothing."""
+
+    def sleep(self) -> None:
+        """Nothing."""
+
+    def wake(self, *, changed: bool = False) -> None:
+        """Nothing."""
+
+
 def connect(config: Config, layouts: dict[str, Layout], models: Models, probe: Probe) -> InferenceEngines:
     """The engines, which are up by now."""
     rollouts, exchange, route = probe.rollouts, models.actor.exchange, find_route(config, layouts)

@@ -35,7 +35,6 @@ class Trainer:
         for step in range(run.progress.start_step + 1, total + 1):
             metrics = self.step(step)
             metrics |= run.lap()
-            metrics["rollout/tokens_per_second"] = metrics["rollout/num_tokens"] / metrics["timing_s/rollout"]
             if self.config.eval_interval and self._is_due(step, self.config.eval_interval):
                 with run.phase("evaluate"):
                     metrics |= self.evaluate(step)
@@ -56,12 +55,7 @@ class Trainer:
     def step(self, step: int) -> dict[str, Any]:
         """One PPO step; returns its metrics, the same on every rank."""
         run, config = self.run, self.config
-        prompts = run.datasets.train.batch(step - 1)
-        with run.phase("rollout"):
-            responses = run.rollouts.respond(prompts)
-            run.engines.sleep()
-        with run.phase("reward"):
-            batch, metrics = run.rollouts.collect(responses, prompts)
+        batch, metrics = run.batches(step, run.phase)
         with run.phase("scatter"):
             scattered = run.models.scatter(batch)
         outputs = run.models.forward(scattered, run.phase)
@@ -77,7 +71,7 @@ class Trainer:
         with run.phase("gather_metrics"):  # not earlier: all ranks wait for each other here
             for name, steps in optimizer_steps.items():
                 metrics |= training_metrics(run.exchange, steps, name)
-                seconds = run.phase.timers.seconds(f"update_{name}")
+                seconds = run.phase.seconds(f"update_{name}")
                 metrics[f"{name}/mfu"] = run.utilisation.of_update(scattered[name], steps, seconds)
         actor_trained = "actor" in optimizer_steps
         with run.phase("sync"):

@@ -30,6 +30,10 @@ class Phases:
                 offload.wake(uses.get(name, NOTHING))
             yield
 
+    def seconds(self, phase: str) -> float:
+        """Of a phase, in this step so far."""
+        return self.timers.seconds(phase)
+
     def lap(self) -> tuple[dict[str, float], dict[str, Metric]]:
         """As `Timers.lap`, with `memory/offloaded_gib/sum`: what this host keeps of what sleeps, if anything."""
         timings, memory = self.timers.lap()

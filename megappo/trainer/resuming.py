@@ -1,9 +1,12 @@
 """What a run finds in its output folder, as far as names tell. Without torch, so that the dry run tells it, too."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from megappo.batch.folders import recorded_steps
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, candidates, step_of
+from megappo.config.errors import looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
 
@@ -14,19 +17,39 @@ def resume_errors(config: Config) -> list[str]:
         checkpoint = _checkpoint(config)
     except CheckpointError as error:
         return [str(error)]
+    trainer = config.trainer
     if checkpoint is None:
-        return []
-    if config.trainer.resume == "never":
+        return list(_missing_rollouts(config, 0))
+    if trainer.resume == "never":
         return [
             f"{checkpoint} exists, and trainer.resume is never: set it to auto, or choose another trainer.output_dir"
         ]
-    total, done = config.trainer.total_steps, step_of(checkpoint)
-    if total < done:
+    if trainer.rollout_only:
         return [
-            f"trainer.total_steps {total} is below the {done} steps that {checkpoint} has: raise it, write the name "
-            f"of an older one into {checkpoint.with_name(LATEST)}, or choose another trainer.output_dir"
+            f"{checkpoint} exists, but trainer.rollout_only rolls out by model.path's weights: convert it "
+            "(tools/convert.py megatron-to-hf), name that as model.path, and choose another trainer.output_dir"
         ]
-    return []
+    done = step_of(checkpoint)
+    if trainer.total_steps < done:
+        return [
+            f"trainer.total_steps {trainer.total_steps} is below the {done} steps that {checkpoint} has: raise it, "
+            f"write the name of an older one into {checkpoint.with_name(LATEST)}, or choose another trainer.output_dir"
+        ]
+    return list(_missing_rollouts(config, done))
+
+
+def _missing_rollouts(config: Config, done: int) -> Iterator[str]:
+    """Steps after those that are done of which there are no rollouts to replay."""
+    if config.trainer.replay_rollouts is None:
+        return
+    folder = Path(config.trainer.replay_rollouts)
+    missing = sorted(set(range(done + 1, config.trainer.total_steps + 1)) - set(recorded_steps(folder)))
+    if missing:
+        steps = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        yield (
+            f"trainer.replay_rollouts: {folder}{looked_in(folder)} has no rollouts of step {steps}: correct the path, "
+            "or lower trainer.total_steps"
+        )
 
 
 def already_finished(config: Config) -> str:

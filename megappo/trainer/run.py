@@ -6,25 +6,33 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
+from megappo.trainer.batches import SampledBatches
 from megappo.trainer.datasets import Datasets
-from megappo.trainer.inference import InferenceEngines
+from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
 from megappo.trainer.progress import Progress
+from megappo.trainer.record import Replay
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.utilisation import Utilisation
 
 
 @dataclass
 class Run:
-    """A run's parts. The same on every rank, but for null objects where a part is absent."""
+    """A run's parts. The same on every rank, but for null objects where a part is absent.
+
+    Attributes:
+        rollouts: asks the engines; None in a run that replays a record.
+        batches: from a step to its scored rows.
+    """
 
     config: Config
     exchange: Exchange
     datasets: Datasets
     models: Models
-    engines: InferenceEngines
-    rollouts: Rollouts
+    engines: InferenceEngines | NoEngines
+    rollouts: Rollouts | None
+    batches: SampledBatches | Replay
     progress: Progress
     observer: Observer | NullObserver
     phase: Phases

@@ -102,8 +102,12 @@ def latest(run: Path) -> str:
     return (run / "checkpoints" / "latest").read_text().strip()
 
 
+def recorded(run: Path) -> tuple[str, str]:
+    return f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}"
+
+
 def run_killing_a_rank(folder: Path, config: Path, run: Path) -> None:
-    with Program(folder / "1", config, f"trainer.output_dir={run}") as program:
+    with Program(folder / "1", config, *recorded(run)) as program:
         program.wait_until(lambda: reached(run, 4))
         killed = program.ranks[1]
         killed.kill()
@@ -114,7 +118,7 @@ def run_killing_a_rank(folder: Path, config: Path, run: Path) -> None:
 
 def run_killing_all(folder: Path, config: Path, run: Path) -> None:
     before = latest(run)
-    with Program(folder / "2", config, f"trainer.output_dir={run}") as program:
+    with Program(folder / "2", config, *recorded(run)) as program:
         program.wait_until(lambda: reached(run, 7))
         while not any((run / "checkpoints").glob("step_????????.partial")):  # a save takes a fraction of a second
             assert program.process.poll() is None, program.output
@@ -128,7 +132,7 @@ def run_killing_all(folder: Path, config: Path, run: Path) -> None:
 
 def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
     before = latest(run)
-    with Program(folder / "3", config, f"trainer.output_dir={run}") as program:
+    with Program(folder / "3", config, *recorded(run)) as program:
         assert program.wait() == 0, program.output
         assert f"going on after step {int(before[-8:])} from {run}/checkpoints/{before}" in program.output
         assert "Warning" not in program.output
@@ -137,7 +141,7 @@ def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
 @pytest.fixture(scope="session")
 def run(config: Path) -> Iterator[Path]:
     """The output folder of a run of 10 steps, with checkpoints every 3, killed in about the 5th, and in the save after
-    the 9th."""
+    the 9th; its rollouts are in record/."""
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     run = folder / "run"
     try:

@@ -46,6 +46,7 @@ from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.rollout.client import SamplingParams  # noqa: E402
 from megappo.rollout.sampler import Sample  # noqa: E402
 from megappo.sync.sync import SyncStats  # noqa: E402
+from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.datasets import Datasets  # noqa: E402
 from megappo.trainer.inference import InferenceEngines  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
@@ -197,8 +198,12 @@ def build(config: Config) -> Run:
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
     rollouts = FixedRollouts(config, datasets, OwnEngine(), exchange, observer, num_engines=1)
     engines = InferenceEngines(exchange, None, False, lambda changed: SyncStats(0, 1.0), probe=dict)
+    batches = SampledBatches(datasets.train, rollouts, engines.sleep)
     progress, utilisation = Progress(config, exchange), Utilisation("fp32", models.components, models.specs, exchange)
-    return Run(config, exchange, datasets, models, engines, rollouts, progress, observer, Phases(models), utilisation)
+    return Run(
+        *(config, exchange, datasets, models, engines, rollouts, batches, progress, observer),
+        *(Phases(models), utilisation),
+    )
 
 
 def numbers_of(config: Config) -> dict[str, object]:
@@ -229,7 +234,7 @@ def described(tensor: torch.Tensor) -> list:
     return [float(tensor.double().sum()), float(tensor.double().norm()), exact]
 
 
-def rank_main(rank: int, folder: str, only: str) -> None:
+def rank_main(rank: int, folder: str, names: Sequence[str]) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), LOCAL_WORLD_SIZE=str(WORLD_SIZE)
@@ -237,7 +242,7 @@ def rank_main(rank: int, folder: str, only: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD_SIZE)
     found = {}
     for name, config in cases(Path(folder)):
-        if only in name:
+        if name in names:
             found[name] = numbers_of(config)
             if rank == 0:
                 print(f"{name}: {len(found[name])} numbers", flush=True)
@@ -250,10 +255,17 @@ def measure(only: str) -> dict[str, dict]:
     """The numbers of every case whose name holds `only`."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        if not any(only in name for name, _ in cases(Path(folder))):
+        names = [name for name, _ in cases(Path(folder)) if only in name]
+        if not names:
             raise SystemExit(f"error: no case has {only!r} in its name")
-        mp.spawn(rank_main, (folder, only), nprocs=WORLD_SIZE)
-        return json.loads(Path(folder, "found.json").read_text())
+        found = {}
+        for layout in LAYOUTS:  # each in processes of its own: the threads of process groups that are done with add up
+            of_layout = [name for name in names if name.startswith(f"{layout}: ")]
+            if of_layout:
+                mp.spawn(rank_main, (folder, of_layout), nprocs=WORLD_SIZE)
+                found |= json.loads(Path(folder, "found.json").read_text())
+                Path(folder, "store").unlink(missing_ok=True)
+        return found
 
 
 def write_model(folder: Path) -> None:

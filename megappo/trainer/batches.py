@@ -1,0 +1,49 @@
+"""A step's rows from the engines; `trainer.record` has them from a file."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from megappo.data.prompts import PromptDataset
+from megappo.trainer.component import Batch
+from megappo.trainer.record import Record
+from megappo.trainer.rollouts import Rollouts
+
+
+class Phase(Protocol):
+    """Times a part of a step."""
+
+    def __call__(self, phase: str) -> AbstractContextManager[None]: ...
+
+    def seconds(self, phase: str) -> float: ...
+
+
+class SampledBatches:
+    """Rows that the engines write and the reward function scores. All ranks call together.
+
+    Args:
+        sleep: called once the engines have written all.
+        record: gets each step's rows; None for none.
+    """
+
+    def __init__(
+        self, prompts: PromptDataset, rollouts: Rollouts, sleep: Callable[[], None], record: Record | None = None
+    ):
+        self.prompts = prompts
+        self.rollouts = rollouts
+        self.sleep = sleep
+        self.record = record
+
+    def __call__(self, step: int, phase: Phase) -> tuple[Batch, dict[str, Any]]:
+        """A step's rows at their owners, and metrics."""
+        prompts = self.prompts.batch(step - 1)
+        with phase("rollout"):
+            responses = self.rollouts.respond(prompts)
+            self.sleep()
+        with phase("reward"):
+            batch, metrics = self.rollouts.collect(responses, prompts)
+        num_tokens = metrics["rollout/num_tokens"]
+        if self.record is not None:
+            with phase("record"):
+                self.record.write(step, batch, prompts, num_tokens)
+        return batch, metrics | {"rollout/tokens_per_second": num_tokens / phase.seconds("rollout")}

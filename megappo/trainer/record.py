@@ -1,0 +1,129 @@
+"""Rollouts on record: each step's scored rows in a file, to look at, and to train on again without engines."""
+
+import os
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from megappo.batch.exchange import Exchange
+from megappo.batch.files import RowsFile, write_rows
+from megappo.batch.folders import rows_file
+from megappo.batch.rows import Rows
+from megappo.checkpoint.durable import sync
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.trainer.component import Batch
+from megappo.trainer.models import Phase
+
+SAMPLING = (
+    *("data.train_batch_size", "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
+    "rollout.max_response_length",
+)
+"""What a run that replays a record must have as the run that wrote it: log-probs and mini-batches depend on it."""
+NEEDED = {"baselines": "needs_greedy_baseline", "score_components": "needs_score_components"}
+"""Fields of the rollout that some estimators need."""
+
+
+class Record:
+    """Writes every step's rows into a folder."""
+
+    def __init__(self, folder: Path, config: Config, exchange: Exchange):
+        self.folder = folder
+        self.config = config
+        self.exchange = exchange
+
+    def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int) -> None:
+        """Write a step's rows, from wherever they are; all ranks together.
+
+        A run that goes on from a checkpoint writes the steps after it anew.
+
+        Raises:
+            OSError, OtherRankError: the file cannot be written.
+        """
+        at_rank_0 = (tuple(range(len(batch.table))), *[()] * (self.exchange.world_size - 1))
+        rows = self.exchange.move(batch.rows, batch.table, batch.owners, at_rank_0, list(batch.rows.fields))
+        facts = {
+            "step": step,
+            "weights_step": step - 1,
+            "model": self.config.model.path,
+            "sampling": _sampling(self.config),
+            "num_tokens": num_tokens,
+            "prompts": [prompt.index for prompt in prompts],
+            "labels": [prompt.label for prompt in prompts],
+        }
+        error = None
+        if self.exchange.rank == 0:
+            try:
+                _write_durably(rows_file(self.folder, step), rows, facts)
+            except OSError as failure:
+                error = failure
+        self.exchange.raise_together(error)
+
+
+class Replay:
+    """Rollouts read from a folder instead of asked for: by any number of ranks, whatever number wrote them.
+
+    Args:
+        vocab_size: tokens below it are known to every model.
+    """
+
+    def __init__(self, folder: Path, config: Config, vocab_size: int, exchange: Exchange):
+        self.folder = folder
+        self.config = config
+        self.vocab_size = vocab_size
+        self.exchange = exchange
+
+    def __call__(self, step: int, phase: Phase) -> tuple[Batch, dict[str, Any]]:
+        """A step's rows at their owners, each of which reads its own, and metrics.
+
+        Raises:
+            ConfigError: they were sampled otherwise, or lack what this run needs.
+            RowsFileError: the file is damaged.
+        """
+        with phase("replay"), RowsFile(rows_file(self.folder, step)) as file:
+            if errors := self._errors(file):
+                raise ConfigError(*errors)
+            owners = file.table.split(self.exchange.world_size)
+            mine = owners[self.exchange.rank]
+            rows = file.rows(mine[0], mine[-1] + 1) if mine else file.rows(0, 0)
+            self._check_known(rows, file.path)
+            return Batch(rows, file.table, owners), {"rollout/num_tokens": file.facts["num_tokens"]}
+
+    def _check_known(self, rows: Rows, path: Path) -> None:
+        highest = max((int(tokens.max()) for tokens in rows.input_ids), default=0)
+        if highest >= self.vocab_size:
+            raise ConfigError(
+                f"trainer.replay_rollouts: {path} holds token {highest}, but this run's models know only those below "
+                f"{self.vocab_size}: name the record of a run of the same model"
+            )
+
+    def _errors(self, file: RowsFile) -> list[str]:
+        recorded, ours = file.facts["sampling"], _sampling(self.config)
+        errors = [
+            f"trainer.replay_rollouts: {file.path} was sampled with {key} {recorded.get(key)}, but here it is {value}: "
+            "set it as it was"
+            for key, value in ours.items()
+            if recorded.get(key) != value
+        ]
+        method = self.config.algorithm.method
+        return errors + [
+            f"trainer.replay_rollouts: {file.path} has no {field}, which algorithm.adv_estimator "
+            f"{self.config.algorithm.adv_estimator} needs: record the rollouts of a run with that estimator"
+            for field, need in NEEDED.items()
+            if getattr(method, need) and field not in file.names
+        ]
+
+
+def _sampling(config: Config) -> dict[str, Any]:
+    return {key: attrgetter(key)(config) for key in SAMPLING}
+
+
+def _write_durably(path: Path, rows: Rows, facts: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    write_rows(partial, rows, facts)
+    sync(partial)
+    os.replace(partial, path)
+    sync(path.parent)

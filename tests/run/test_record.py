@@ -1,0 +1,103 @@
+"""Rollouts on record: trained on again without engines, written without training, and shown."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import assert_equal, tensors_of
+from program import REPOSITORY, Program, logged
+from safetensors import safe_open
+
+pytestmark = pytest.mark.timeout(600)
+OF_ENGINES = re.compile("^(timing_s|memory|sync|val)/|/mfu$|^rollout/tokens_per_second$|^time$")
+
+
+def shown(*arguments: object) -> str:
+    command = [sys.executable, REPOSITORY / "tools" / "show_rollouts.py", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def trained_on(run: Path) -> list[dict]:
+    """Each step's metrics but those of clocks and engines."""
+    steps = [metrics for metrics in logged(run) if metrics["step"]]
+    return [{key: value for key, value in metrics.items() if not OF_ENGINES.search(key)} for metrics in steps]
+
+
+def test_a_replayed_run_is_the_same_to_the_bit(config, run, folder):
+    """As the one that engines wrote for, though that was killed twice, and went on from its checkpoints."""
+    again = folder / "again"
+    replay = (f"trainer.output_dir={again}", f"trainer.replay_rollouts={run / 'record'}", "trainer.eval_interval=0")
+    with Program(folder / "program", config, *replay) as program:
+        assert program.wait() == 0, program.output
+    assert not (again / "engines").exists()
+    found = trained_on(again)
+    assert len(found) == 10 and len(found[0]) > 40
+    assert found == trained_on(run)
+    assert_equal(tensors_of(again / "hf_actor"), tensors_of(run / "hf_actor"))
+
+
+def test_rollouts_without_training(config, folder):
+    out, record = folder / "out", folder / "record"
+    settings = ("trainer.rollout_only=true", f"trainer.record_rollouts={record}", "trainer.total_steps=2")
+    with Program(folder / "program", config, f"trainer.output_dir={out}", *settings) as program:
+        assert program.wait() == 0, program.output
+    assert not (out / "checkpoints").exists() and not (out / "hf_actor").exists()
+    metrics = logged(out)
+    assert [one["step"] for one in metrics] == [1, 2]
+    steps = shown(record).splitlines()
+    assert len(steps) == 3 and "mean score" in steps[0]
+    for line, of_step in zip(steps[1:], metrics, strict=True):
+        assert f"{of_step['reward/score/mean']:.3f}" in line.split()
+    text = shown(record, "--step", 2, "--num", 3, "--order", "best", "--tokens")
+    assert f"score {metrics[1]['reward/score/max']:g}," in text.split("\n[prompt]")[0]
+    prompts = re.findall(r"\[prompt\]   (.*)\n\[response\] (.*)\n", text)
+    assert len(prompts) == 3 and all(re.fullmatch(r"\d\d\+\d\d=", prompt) for prompt, _ in prompts)
+    assert check_scores(record / "step_00000001.safetensors") == 32 * 4
+
+
+def check_scores(path: Path) -> int:
+    """The scores are the reward function's of the tokens; how many there are. Read with nothing of the program's."""
+    spec = (REPOSITORY / "tools" / "make_quickstart.py").read_text()
+    with safe_open(path, framework="pt") as file:
+        tokens, scores = file.get_tensor("tokens"), file.get_tensor("fields.scores")
+        prompts, responses = file.get_tensor("prompt_lengths"), file.get_tensor("response_lengths")
+    namespace: dict = {"__name__": "make_quickstart", "__file__": str(REPOSITORY / "tools" / "make_quickstart.py")}
+    exec(compile(spec, "make_quickstart.py", "exec"), namespace)
+    seven = namespace["VOCABULARY"].index("7")
+    end = namespace["VOCABULARY"].index(namespace["EOS"])
+    rows = tokens.split((prompts + responses).tolist())
+    for row, start, score in zip(rows, prompts.tolist(), scores.tolist(), strict=True):
+        text = [token for token in row[start:].tolist() if token != end]
+        assert score == pytest.approx(text.count(seven) / max(1, len(text)))
+    return len(rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["trainer.rollout_only=true"], "trainer.rollout_only without trainer.record_rollouts keeps nothing"),
+        (["trainer.replay_rollouts={record}"], "trainer.replay_rollouts starts no engines, which the evaluation"),
+        (
+            ["trainer.replay_rollouts={record}", "trainer.eval_interval=0", "trainer.total_steps=12"],
+            "trainer.replay_rollouts: {record} has no rollouts of step 11, 12: correct the path",
+        ),
+        (
+            ["trainer.replay_rollouts={record}", "trainer.eval_interval=0", "rollout.temperature=0.5"],
+            "step_00000001.safetensors was sampled with rollout.temperature 1.0, but here it is 0.5: set it as it was",
+        ),
+        (
+            ["trainer.replay_rollouts={record}", "trainer.eval_interval=0", "algorithm.adv_estimator=remax"],
+            "step_00000001.safetensors has no baselines, which algorithm.adv_estimator remax needs",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_is_said(config, run, folder, settings, message):
+    settings = [setting.format(record=run / "record") for setting in settings]
+    with Program(folder / "program", config, f"trainer.output_dir={folder / 'out'}", *settings) as program:
+        assert program.wait() == 2, program.output
+    assert message.format(record=run / "record") in program.output
+    assert "Traceback" not in program.output

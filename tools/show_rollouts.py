@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""Show rollouts that a run has put on record (trainer.record_rollouts).
+
+python tools/show_rollouts.py FOLDER                what each step was like
+python tools/show_rollouts.py FOLDER --step 12      prompts, responses and scores of a step
+python tools/show_rollouts.py FILE --tokens --num 1 token by token
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megappo.batch.files import RowsFile, RowsFileError
+from megappo.batch.folders import recorded_steps, rows_file
+from megappo.batch.rows import Rows
+
+HEADER = ("step", "weights of", "prompts", "responses", "tokens", "mean score", "best", "worst", "truncated")
+RULE = "-" * 80
+
+
+def main() -> int:
+    """Print; 1 where the rollouts cannot be read."""
+    args = _arguments()
+    try:
+        for line in _lines(args):
+            print(line)
+    except BrokenPipeError:  # of head, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except (RowsFileError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="folder of a record, or one of its files")
+    parser.add_argument("--step", type=int, help="show the responses of this step of a folder")
+    parser.add_argument("--num", type=int, default=10, help="responses to show at most (default: 10)")
+    parser.add_argument("--order", choices=["prompt", "best", "worst"], default="prompt", help="which come first")
+    parser.add_argument("--prompt", type=int, help="responses to this prompt only, by its number in the step, from 0")
+    parser.add_argument("--tokens", action="store_true", help="show each token of a response with its log-prob")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer (default: the recorded run's model.path)")
+    return parser.parse_args()
+
+
+def _lines(args: argparse.Namespace) -> Iterator[str]:
+    if args.path.is_dir() and args.step is None:
+        yield from _overview(args.path)
+        return
+    with RowsFile(rows_file(args.path, args.step) if args.path.is_dir() else args.path) as file:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or file.facts["model"])
+        yield f"step {file.facts['step']}, by the weights after step {file.facts['weights_step']}"
+        yield ", ".join(f"{key} {value}" for key, value in file.facts["sampling"].items())
+        for row in _chosen(file, args):
+            yield from _response(file.rows(row, row + 1), file, tokenizer, args.tokens)
+
+
+def _overview(folder: Path) -> Iterator[str]:
+    """A line per step."""
+    steps = recorded_steps(folder)
+    if not steps:
+        raise RowsFileError(f"{folder} holds no rollouts: expected files step_XXXXXXXX.safetensors in it")
+    lines = [HEADER, *(_summary(rows_file(folder, step)) for step in steps)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    yield from ("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _summary(path: Path) -> tuple[str, ...]:
+    with RowsFile(path) as file:
+        scores, truncated = file.field("scores"), file.field("truncated")
+        numbers = (scores.mean(), scores.max(), scores.min(), truncated.mean())
+        counts = (len(file.facts["prompts"]), len(file.table), int(file.table.response_lengths.sum()))
+        facts = (file.facts["step"], f"step {file.facts['weights_step']}", *counts)
+        return (*map(str, facts), *(f"{float(number):.3f}" for number in numbers))
+
+
+def _chosen(file: RowsFile, args: argparse.Namespace) -> list[int]:
+    """Numbers of the rows to show."""
+    rows = [row for row, prompt in enumerate(file.table.prompt_ids.tolist()) if args.prompt in (None, prompt)]
+    if not rows:
+        raise RowsFileError(f"{file.path} has no response to a prompt {args.prompt}")
+    if args.order != "prompt":
+        scores = file.field("scores").tolist()
+        rows.sort(key=lambda row: scores[row], reverse=args.order == "best")
+    return rows[: args.num]
+
+
+def _response(row: Rows, file: RowsFile, tokenizer: PreTrainedTokenizerBase, each_token: bool) -> Iterator[str]:
+    prompt, [tokens], start = int(row.prompt_ids), row.input_ids, int(row.prompt_lengths)
+    index, label = file.facts["prompts"][prompt], file.facts["labels"][prompt]
+    end = "cut off" if row.fields["truncated"] else "ended by itself"
+    numbers = f"score {float(row.fields['scores']):g}, {len(tokens) - start} tokens, {end}"
+    yield RULE
+    yield f"prompt {prompt} (record {index} of the data), response {int(row.ids)}: {numbers}; label {label!r}"
+    yield f"[prompt]   {tokenizer.decode(tokens[:start])}"
+    yield f"[response] {tokenizer.decode(tokens[start:])}"
+    if each_token:
+        yield from _each_token(row, tokens[start:].tolist(), tokenizer)
+
+
+def _each_token(row: Rows, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Those of the policy with the engine's log-prob."""
+    masks, log_probs = row.response_mask[0].tolist(), row.fields["rollout_log_probs"][0].tolist()
+    for token, mask, log_prob in zip(tokens, masks, log_probs, strict=False):  # padding follows
+        said = f"{log_prob:10.4f}" if mask else "environment"
+        yield f"{token:>8}  {said:>11}  {tokenizer.decode([token])!r}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
