@@ -27,7 +27,8 @@ from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
 from megappo import platform
-from megappo.launcher.agent import Agent, OtherNodeError
+from megappo.interruption import EXIT_AGAIN
+from megappo.launcher.agent import Agent, OtherNodeError, StartAgain
 from megappo.lifetime import EXIT_LOST_RANK
 from megappo.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
 
@@ -38,7 +39,8 @@ GRACE_SECONDS = 5
 
 
 def main() -> int:
-    """Run torchrun; its exit code: the first failed rank's, or 128 + n when signal n ended torchrun."""
+    """Run torchrun; its exit code: the first failed rank's, 75 when the ranks have saved all and are to be started
+    again, or 128 + n when signal n ended torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
@@ -54,6 +56,10 @@ def main() -> int:
     except SignalException as error:
         print(f"ended by {error.sigval.name}", file=sys.stderr)
         return 128 + error.sigval
+    except StartAgain as reason:
+        if str(reason):
+            print(reason, file=sys.stderr)
+        return EXIT_AGAIN
     except OtherNodeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -72,6 +78,7 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
         args.master_addr = head_address(args.master_addr)
     if args.training_script == "megappo.train":
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
+        Agent.ranks_can_save = True
     if not args.log_dir and (args.redirects, args.tee, args.local_ranks_filter) == ("0", "0", ""):
         args.log_dir = os.devnull  # else a folder for the ranks' error files, which nobody reads or removes
     args.signals_to_handle = ",".join(number.name for number in ending_signals())

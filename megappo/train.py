@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
+from megappo.interruption import EXIT_AGAIN, INTERRUPTION, Interrupted
 from megappo.lifetime import die_with
 
 if __name__ == "__main__":
@@ -20,6 +21,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "WORLD_SIZE" in os.environ:
         die_with(os.getppid())  # torchrun
+        INTERRUPTION.listen()
 
 import torch.distributed as dist
 
@@ -44,7 +46,8 @@ TRAINING = "megappo.training:train"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this rank; the process's exit code: 2 for a config that cannot work, 1 for a run that failed, 3 for one that
-    another rank's end has ended, about which the launcher says more."""
+    another rank's end has ended, about which the launcher says more, 75 for one that has saved and is to be started
+    again."""
     description = "Train a language model by PPO: Megatron actor and critic, SGLang rollouts."
     parser = config_parser("torchrun --nproc-per-node N -m megappo.train", description)
     args = parser.parse_intermixed_args(arguments)
@@ -67,6 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     try:
         _run(args, store, rank, world_size, cleanup)
+    except Interrupted as reason:
+        code = EXIT_AGAIN
+        if rank == 0:
+            print(f"interrupted by {reason}: all is saved; started again, the run goes on", flush=True)
     except Exception as error:
         code = report(error, store, rank, world_size)
     try:

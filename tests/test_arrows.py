@@ -9,7 +9,10 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "data", "batch", "placement", "observe"})
 BOTTOM = frozenset(
-    {"architecture", "config", "table", "platform", "torchvision_on_cpu", "lifetime", "keeper", "listening", "imports"}
+    {
+        *("architecture", "config", "table", "platform", "torchvision_on_cpu"),
+        *("lifetime", "interruption", "keeper", "listening", "imports"),
+    }
 )
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "training", "plan", "serve", "doctor"})

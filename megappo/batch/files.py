@@ -73,7 +73,7 @@ class RowsFile(AbstractContextManager):
             raise RowsFileError(f"{path} has a field {unknown[0]!r} that no part of this program declares")
         self._response_ends = self._response_lengths.cumsum(0).tolist()
         self._ends = (self._prompt_lengths + self._response_lengths).cumsum(0).tolist()
-        self.table = RowTable(*columns, self._policy_lengths())
+        self.table = RowTable(self._prompt_ids, self._prompt_lengths, self._response_lengths, self._policy_lengths())
 
     def __exit__(self, *error: object) -> None:
         del self._file

@@ -11,23 +11,29 @@ LATEST = "latest"
 STATE = "state.json"
 PARTIAL = ".partial"
 """Ends the name of a checkpoint that is being written, or removed."""
-_NAME = re.compile(r"step_(\d{8,})")
+_NAME = re.compile(r"step_(\d{8,})(?:_(\d{4,}))?")
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return folder / f"step_{step:08d}"
+def step_folder(folder: Path, step: int, num_updates: int | None = None) -> Path:
+    """Where the checkpoint lies of a finished step, and of so many updates of the next one."""
+    return folder / (f"step_{step:08d}" + ("" if num_updates is None else f"_{num_updates:04d}"))
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name."""
-    return int(checkpoint.name.removeprefix("step_"))
+    """The last finished step, from a checkpoint's name."""
+    return position_of(checkpoint)[0]
+
+
+def position_of(checkpoint: Path) -> tuple[int, int]:
+    """That step, and the updates of the next one; -1 where it has not begun."""
+    step, num_updates = _NAME.fullmatch(checkpoint.name).groups()
+    return int(step), -1 if num_updates is None else int(num_updates)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first, whether whole or not."""
     found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _NAME.fullmatch(path.name) and path.is_dir()), key=step_of)
+    return sorted((path for path in found if _NAME.fullmatch(path.name) and path.is_dir()), key=position_of)
 
 
 def candidates(folder: Path) -> tuple[list[Path], str]:

@@ -31,9 +31,9 @@ from megappo.checkpoint.folders import (
     STATE,
     candidates,
     checkpoints_in,
+    position_of,
     read_state,
     step_folder,
-    step_of,
 )
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
 
@@ -86,17 +86,29 @@ class CheckpointStore:
             raise CheckpointError(self._none_left(faults, found))
         return None
 
-    def save(self, step: int, components: Mapping[str, Checkpointed | None], state: dict[str, Any]) -> Path:
+    def save(
+        self,
+        step: int,
+        components: Mapping[str, Checkpointed | None],
+        state: dict[str, Any],
+        *,
+        num_updates: int | None = None,
+        write_more: Callable[[Path], None] = lambda folder: None,
+    ) -> Path:
         """Write a checkpoint of `components` (None where this rank is not a member) and the trainer's `state`.
 
+        Args:
+            step: the last that is finished. num_updates: of the next one; None if that has not begun.
+            write_more: called on all ranks with the folder, to write what else belongs there.
         Raises:
             CheckpointError: it cannot be written; those before it are untouched.
         """
-        path = step_folder(self.folder, step)
+        path = step_folder(self.folder, step, num_updates)
         partial = path.with_name(path.name + PARTIAL)
         try:
             self._on_rank_0(lambda: self._prepare(partial, components))
             self._write(partial, components)
+            write_more(partial)
             text = json.dumps({"step": step} | state, indent=1)
             self._on_rank_0(lambda: (partial / STATE).write_text(text))  # when it returns, no rank writes any more
             write_sums(partial, self.exchange)
@@ -146,7 +158,7 @@ class CheckpointStore:
         if self.keep:
             # Newer ones are there after going back to an older one; they must not push out what was just saved.
             whole = [other for other in checkpoints_in(self.folder) if other not in self._damaged]
-            for old in [other for other in whole if step_of(other) <= step_of(path)][: -self.keep]:
+            for old in [other for other in whole if position_of(other) <= position_of(path)][: -self.keep]:
                 _remove(old)
 
     def _none_left(self, faults: list[str], found: list[Path]) -> str:

@@ -280,6 +280,8 @@ class Trainer(Section):
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
     num_samples: NonNegative = Field(4, description="rollouts printed and logged per evaluation")
+    time_limit: PositiveFloat | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
+    grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save")
     record_rollouts: str | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
     replay_rollouts: str | None = Field(None, description="folder of such files to train on, in place of engines")
     rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")

@@ -1,9 +1,11 @@
 """torchrun's agent, which starts and watches a node's ranks; this one says which rank ended first, and how."""
 
+import math
 import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,8 +14,10 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from megappo import interruption
+from megappo.interruption import EXIT_AGAIN
 from megappo.launcher.nodes import Nodes
-from megappo.launcher.signals import ending_signals
+from megappo.launcher.signals import ASKING, ending_signals
 from megappo.lifetime import EXIT_LOST_RANK, LAUNCHER
 
 
@@ -21,13 +25,25 @@ class OtherNodeError(RuntimeError):
     """Another node ended first."""
 
 
+class StartAgain(RuntimeError):
+    """All ranks have saved what they had, before the run's end."""
+
+
 class Agent(LocalElasticAgent):
-    """Ends all ranks of its node as soon as one has ended, or another node has."""
+    """Ends all ranks of its node as soon as one has ended, or another node has.
+
+    Attributes:
+        ranks_can_save: the ranks are a run's, so that the first of ASKING is passed on to them, and they save and end.
+    """
+
+    ranks_can_save = False
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._nodes: Nodes | None = None
         self._ended: list[int] = []  # local ranks that ended before any was asked to
+        self._asked = ""  # the signal by which the ranks were asked to save and end
+        self._first_saved = math.inf  # when the first rank had
         self._killed_for_memory = _killed_for_memory()
         os.environ[LAUNCHER] = str(os.getpid())
 
@@ -38,6 +54,7 @@ class Agent(LocalElasticAgent):
 
         Raises:
             OtherNodeError, SignalException: what ended them.
+            StartAgain: they have saved what they had.
         """
         try:
             result = super().run(role)
@@ -49,6 +66,8 @@ class Agent(LocalElasticAgent):
             self._report_stuck()
             self._leave(str(error))
             raise
+        if EXIT_AGAIN in self._codes().values() and not result.is_failed():
+            raise StartAgain(f"ended by {self._asked}: started again, the run goes on" if self._asked else "")
         if result.is_failed():
             self._report()
             own = [local for local in self._ended if self._codes()[local] != EXIT_LOST_RANK] or self._ended
@@ -58,10 +77,15 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._ended = []
-        _handle_signals()
+        self._handle_signals()
         signal.set_wakeup_fd(-1)  # from here on there are ranks to be ended
+        held_back = {interruption.SIGNAL} if self.ranks_can_save else set()
+        signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # as the ranks have it, until they can handle it
         pids = super()._start_workers(worker_group)
-        _handle_signals()  # torchrun has put its own handler there, which a second signal interrupts
+        self._handle_signals()  # torchrun has put its own handler there, which a second signal interrupts
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held_back)
+        if self._asked:
+            self._ask_to_save()
         if worker_group.group_world_size > 1 and self._nodes is None:
             node = worker_group.group_rank
             name = f"node {node} ({socket.gethostname()}, {self._ranks(worker_group)})"
@@ -70,6 +94,12 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._codes()
+        if EXIT_AGAIN in codes.values() and set(codes.values()) <= {0, EXIT_AGAIN, None}:
+            self._first_saved = min(self._first_saved, time.monotonic())
+            if None not in codes.values():
+                return RunResult(state=WorkerState.SUCCEEDED)
+            if time.monotonic() - self._first_saved < self._shutdown_timeout:
+                return RunResult(state=WorkerState.HEALTHY)
         self._ended = [local for local, code in codes.items() if code]
         if self._ended:
             self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)  # torchrun would give them 30 s
@@ -131,21 +161,27 @@ class Agent(LocalElasticAgent):
         rank = self._worker_group.workers[local].global_rank
         return f"rank {rank} (pid {self._processes()[local].pid}, {socket.gethostname()})"
 
+    def _handle_signals(self) -> None:
+        for number in ending_signals():
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.ranks_can_save and number in ASKING and not self._asked:
+            self._asked = _name(number)
+            self._ask_to_save()
+            return
+        for other in ending_signals():
+            signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the ending of the ranks
+        raise SignalException(f"signal {number}", signal.Signals(number))
+
+    def _ask_to_save(self) -> None:
+        for process in self._processes().values():
+            process.send_signal(interruption.SIGNAL)  # not to one that has ended
+
     @staticmethod
     def _ranks(worker_group: WorkerGroup) -> str:
         ranks = [worker.global_rank for worker in worker_group.workers]
         return f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-
-
-def _handle_signals() -> None:
-    for number in ending_signals():
-        signal.signal(number, _leave)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    for other in ending_signals():
-        signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the ending of the ranks
-    raise SignalException(f"signal {number}", signal.Signals(number))
 
 
 def _name(number: int) -> str:

@@ -7,6 +7,9 @@ import threading
 
 ENDING = tuple(signal.Signals[f"SIG{name}"] for name in ("TERM", "INT", "HUP", "QUIT", "USR1", "USR2"))
 
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
+"""Those of them by which batch systems say that a job's time is up."""
+
 
 def ending_signals() -> list[signal.Signals]:
     """Those of them that this process was not started to ignore, as nohup has it ignore SIGHUP."""

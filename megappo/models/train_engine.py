@@ -133,6 +133,12 @@ class MegatronEngine:
         dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
         return float(total)
 
+    def anywhere(self, here: bool) -> bool:
+        """Whether something is so on any rank of the component; all of them call together."""
+        found = torch.tensor(float(here), device=platform.device())
+        dist.all_reduce(found, group=self.groups.collection.intra_dist_opt)
+        return bool(found)
+
     def _collect(self, packed: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> Outputs:
         """What the schedule calls, with non_loss_data=True, and collects."""
         return self._read(self.head, output, packed)
@@ -295,8 +301,7 @@ class TrainedEngine(MegatronEngine):
         """
         sums = {name: float(metric.part) for name, metric in found.items() if metric.reduction == "sum"}
         broken = [f"{name} {value}" for name, value in sums.items() if not math.isfinite(value)]
-        anywhere = torch.tensor(float(bool(broken)), device=platform.device())
-        dist.all_reduce(anywhere, group=self.groups.collection.intra_dist_opt)
+        anywhere = self.anywhere(bool(broken))
         if broken:
             raise FloatingPointError(
                 f"the loss of an optimizer step is not finite: {', '.join(broken)}; no weight was changed by it. Look "

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from megappo.rollout.client import EngineClient, Generation, SamplingParams
 
 REQUESTS_IN_FLIGHT = 8
+STOP_SECONDS = 0.5
+"""How often to ask whether to stop."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ def sample(
     num_engines: int,
     max_running_requests: int,
     on_prompts: Callable[[int], None] = lambda count: None,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[Sample]:
     """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
 
@@ -57,6 +60,7 @@ def sample(
         num_engines: engines of all processes together.
         max_running_requests: sequences one engine decodes at once.
         on_prompts: called with the number of prompts of which this engine has just finished all n samples.
+        stop: asked now and then; once it says so, the rest is left, and what is there returned.
     Raises:
         EngineError: the engine failed.
     """
@@ -72,10 +76,17 @@ def sample(
                 samples.extend(_group(prompt_index, generations[order * n : (order + 1) * n]))
             on_prompts(len(taken))
 
+    async def watch(workers: Sequence[asyncio.Task]) -> None:
+        while not all(worker.done() for worker in workers):
+            if stop():
+                for worker in workers:
+                    worker.cancel()
+            await asyncio.wait(workers, timeout=STOP_SECONDS)
+
     async def work_all() -> None:
         async with client.open_async() as http, asyncio.TaskGroup() as tasks:
-            for _ in range(requests):
-                tasks.create_task(work(http))
+            workers = [tasks.create_task(work(http)) for _ in range(requests)]
+            tasks.create_task(watch(workers))
 
     _run(work_all())
     return samples

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
+from megappo.batch.files import RowsFile
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import MegatronEngine, Outputs
 from megappo.placement.layout import Layout
@@ -21,6 +22,18 @@ class Batch:
     rows: Rows
     table: RowTable
     owners: RankRows
+
+    def at_rank_0(self, exchange: Exchange) -> Rows:
+        """All rows with all of their fields on rank 0, none elsewhere; all ranks together."""
+        destinations = (tuple(range(len(self.table))), *[()] * (exchange.world_size - 1))
+        return exchange.move(self.rows, self.table, self.owners, destinations, list(self.rows.fields))
+
+    @classmethod
+    def read(cls, file: RowsFile, exchange: Exchange) -> "Batch":
+        """What `write_rows` wrote, at its owners, each of which reads its own."""
+        owners = file.table.split(exchange.world_size)
+        mine = owners[exchange.rank]
+        return cls(file.rows(mine[0], mine[-1] + 1) if mine else file.rows(0, 0), file.table, owners)
 
 
 MiniBatches = tuple[RankRows, ...]
@@ -65,13 +78,20 @@ class Component:
 
 @dataclass
 class Scattered:
-    """A step's rows at a component's shards. Every rank calls every method, in the same order."""
+    """A step's rows at a component's shards. Every rank calls every method, in the same order.
+
+    Attributes:
+        num_updates: mini-batches of all epochs that the component has been trained on.
+        interrupted: the rest of them was left for when the run goes on.
+    """
 
     component: Component
     batch: Batch
     split: MiniBatches
     destinations: RankRows
     rows: Rows
+    num_updates: int = 0
+    interrupted: bool = False
 
     def passed_to(self, component: Component) -> "Scattered":
         """The same rows at another component of the same layout: they are there already."""

@@ -32,6 +32,7 @@ class InferenceEngines:
     sleeps: bool
     weight_sync: WeightSync
     probe: Probe
+    asleep: bool = False
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
         """Wake the engines with the actor's weights.
@@ -61,6 +62,9 @@ class InferenceEngines:
 
     def sleep(self) -> None:
         """Free the engines' GPU memory for the trainer: on return, of the engines on all ranks' GPUs."""
+        if self.asleep:
+            return
+        self.asleep = True
         if self.client is not None and self.sleeps:
             self.client.sleep()
         self.exchange.share(None)
@@ -76,6 +80,7 @@ class InferenceEngines:
         self._give_back(WEIGHTS)
         stats = self.weight_sync(changed=changed)
         self._give_back(WORKING_MEMORY)
+        self.asleep = False
         return stats
 
     def _give_back(self, memory: Sequence[str]) -> None:

@@ -1,10 +1,15 @@
 """The training loop. Every rank runs the same lines; what does not live on a rank is a null object there."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megappo.config.schema import Config
+from megappo.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.sync.proof import check_log_probs
+from megappo.trainer.component import Scattered
 from megappo.trainer.experience import add_advantages
+from megappo.trainer.in_flight import InFlight
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import training_metrics, value_metrics
 
@@ -23,6 +28,9 @@ class Trainer:
         """From the newest checkpoint, or the beginning, to the last step; then the final checkpoint and the export.
 
         A step's `timing_s/evaluate` and `timing_s/save` are those that came between the step before and this one.
+
+        Raises:
+            Interrupted: the run was asked to end, on any rank, or its time is over; everything is saved.
         """
         run, total = self.run, self.config.trainer.total_steps
         with run.phase("sync"):
@@ -32,28 +40,48 @@ class Trainer:
         if run.progress.start_step == 0 and self.config.eval_interval:
             run.observer.log(0, self.evaluate(0))
         run.phase.timers.restart()
-        for step in range(run.progress.start_step + 1, total + 1):
-            metrics = self.step(step)
-            metrics |= run.lap()
-            if self.config.eval_interval and self._is_due(step, self.config.eval_interval):
-                with run.phase("evaluate"):
-                    metrics |= self.evaluate(step)
-            run.observer.log(step, metrics)
-            if self._is_due(step, self.config.trainer.save_interval):  # last: what it covers has been logged
-                run.engines.sleep()  # saving takes memory
-                with run.phase("save"):
-                    run.save(step)
-                if step < total:
-                    with run.phase("sync"):
-                        run.engines.wake()
+        INTERRUPTION.has_something_to_save(deadline(self.config.trainer.time_limit, self.config.trainer.grace_seconds))
+        try:
+            for step in range(run.progress.start_step + 1, total + 1):
+                run.check_interrupted()
+                self._step_with_all_around_it(step)
+        except Interrupted:
+            run.save_if_needed()
+            raise
+        INTERRUPTION.has_saved_all()
         run.finish()
+
+    def _step_with_all_around_it(self, step: int) -> None:
+        run = self.run
+        metrics = self.step(step)
+        metrics |= run.lap()
+        if self.config.eval_interval and self._is_due(step, self.config.eval_interval):
+            with run.phase("evaluate"):
+                metrics |= self.evaluate(step)
+        run.observer.log(step, metrics)
+        if self._is_due(step, self.config.trainer.save_interval):  # last: what it covers has been logged
+            run.save()
+            if step < self.config.trainer.total_steps:
+                with run.phase("sync"):
+                    run.engines.wake()
 
     def _is_due(self, step: int, interval: int) -> bool:
         last = step == self.config.trainer.total_steps
         return last or (interval > 0 and step % interval == 0)
 
     def step(self, step: int) -> dict[str, Any]:
-        """One PPO step; returns its metrics, the same on every rank."""
+        """One PPO step, or what is left of it; returns its metrics, the same on every rank."""
+        run = self.run
+        if run.progress.in_flight is None:
+            scattered = self._begin(step)
+        else:
+            with run.phase("scatter"):
+                scattered = run.models.scatter(run.progress.in_flight.batch)
+            run.progress.in_flight.resume(scattered)
+        return self._end(run.progress.in_flight, scattered)
+
+    def _begin(self, step: int) -> Mapping[str, Scattered]:
+        """From prompts to rows with their advantages, which are in flight then; the same rows at the components."""
         run, config = self.run, self.config
         batch, metrics = run.batches(step, run.phase)
         with run.phase("scatter"):
@@ -65,20 +93,30 @@ class Trainer:
             judged = add_advantages(run, rows)
             warnings = check_log_probs("the rollouts", judged.log_prob_diff, config, run.observer.message)
             metrics["rollout/log_prob_diff/warnings"] = warnings
+        batch = replace(batch, rows=judged.rows)
+        run.progress.in_flight = InFlight(step, batch, metrics | judged.metrics, judged.kl_penalty)
+        return scattered
+
+    def _end(self, flight: InFlight, scattered: Mapping[str, Scattered]) -> dict[str, Any]:
+        """The updates, and what follows from them; the step's metrics."""
+        run, metrics = self.run, dict(flight.metrics)
         with run.phase("scatter_fields"):
-            run.models.scatter_fields(scattered, judged.rows, step)
-        optimizer_steps = run.models.update(scattered, step, run.phase)
+            run.models.scatter_fields(scattered, flight.batch.rows, flight.step)
+        optimizer_steps = run.models.update(scattered, flight.step, run.phase)
         with run.phase("gather_metrics"):  # not earlier: all ranks wait for each other here
+            interrupted = flight.add(scattered, optimizer_steps, run.exchange)
+            if interrupted:
+                run.check_interrupted()
             for name, steps in optimizer_steps.items():
-                metrics |= training_metrics(run.exchange, steps, name)
+                metrics |= training_metrics(flight.optimizer_steps[name], name)
                 seconds = run.phase.seconds(f"update_{name}")
                 metrics[f"{name}/mfu"] = run.utilisation.of_update(scattered[name], steps, seconds)
         actor_trained = "actor" in optimizer_steps
         with run.phase("sync"):
             metrics |= run.engines.sync(changed=actor_trained)
-        metrics |= judged.metrics
-        if judged.kl_penalty is not None and actor_trained:
-            run.progress.kl.update(judged.kl_penalty, len(batch.table))
+        if flight.kl_penalty is not None and actor_trained:
+            run.progress.kl.update(flight.kl_penalty, len(flight.batch.table))
+        run.progress.finish(flight.step)
         return metrics
 
     def evaluate(self, step: int) -> dict[str, Any]:

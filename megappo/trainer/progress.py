@@ -5,13 +5,14 @@ from typing import Any
 
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import LATEST, STATE, read_state, step_of
+from megappo.checkpoint.folders import LATEST, STATE, position_of, read_state, step_of
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS
 from megappo.observe.metrics import METRICS_FILE
 from megappo.ppo.kl import AdaptiveKLController, FixedKLController, kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
+from megappo.trainer.in_flight import InFlight, read_in_flight, write_in_flight
 from megappo.trainer.models import Models
 
 Stateful = FixedKLController | AdaptiveKLController | RunningMoments
@@ -24,6 +25,8 @@ class Progress:
     Attributes:
         checkpoint: the one to go on from; None in a folder without any.
         start_step: steps done before this process started, once it is restored.
+        step: the last that is finished.
+        in_flight: the next one, if its rows have their advantages.
         kl: the KL coefficient's controller.
         reward_moments: of all scores so far, for reward.normalize running.
     """
@@ -32,7 +35,9 @@ class Progress:
         self.output_dir = Path(config.trainer.output_dir)
         self.store = CheckpointStore(self.output_dir / CHECKPOINTS, config.trainer.keep_checkpoints, exchange)
         self.checkpoint = self.store.latest()
-        self.start_step = 0
+        self.exchange = exchange
+        self.start_step = self.step = 0
+        self.in_flight: InFlight | None = None
         self.kl = kl_controller(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
@@ -54,17 +59,59 @@ class Progress:
         self.store.load(self.checkpoint, models.trained)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
-        self.start_step = state["step"]
+        self.start_step = self.step = state["step"]
+        self.in_flight = read_in_flight(self.checkpoint, self.exchange)
+        if self.in_flight is not None:
+            self._check_mini_batches(self.in_flight, models)
 
-    def save(self, step: int, models: Models) -> Path:
-        """Write the checkpoint of a finished step."""
+    def finish(self, step: int) -> None:
+        """A step has come to its end."""
+        self.step, self.in_flight = step, None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint has all that is known."""
+        return self.checkpoint is not None and position_of(self.checkpoint) == self._position
+
+    def save(self, models: Models) -> Path:
+        """Write a checkpoint of all that is known."""
         state = {name: part.state_dict() for name, part in self._parts.items()}
-        return self.store.save(step, models.trained, {"step": step} | state | {"models": models.description})
+        step, num_updates = self._position
+        self.checkpoint = self.store.save(
+            step,
+            models.trained,
+            {"step": step} | state | {"models": models.description},
+            num_updates=None if self.in_flight is None else num_updates,
+            write_more=self._write_in_flight,
+        )
+        return self.checkpoint
+
+    @property
+    def _position(self) -> tuple[int, int]:
+        """As `checkpoint.folders.position_of`."""
+        return self.step, -1 if self.in_flight is None else sum(self.in_flight.num_updates.values())
+
+    def _write_in_flight(self, folder: Path) -> None:
+        if self.in_flight is not None:
+            write_in_flight(folder, self.in_flight, self.exchange)
+
+    def _check_mini_batches(self, flight: InFlight, models: Models) -> None:
+        """An update that has begun goes on with the mini-batches it began with."""
+        num_prompts = models.config.data.train_batch_size
+        for name, found in flight.num_mini_batches.items():
+            section = models.training[name].section
+            if section.num_mini_batches(num_prompts) != found:
+                raise CheckpointError(
+                    f"{self.checkpoint} is in the middle of step {flight.step}, with {found} mini-batches an epoch for "
+                    f"the {name}: set {models.training[name].key}.ppo_mini_batch_size {num_prompts // found} until "
+                    "that step is finished"
+                )
 
     def describe(self) -> str:
         """What to say about a folder in which a run has been before; "" in a new one."""
         if self.checkpoint is not None:
-            return f"going on after step {self.start_step} from {self.checkpoint}"
+            begun = "" if self.in_flight is None else f", in the middle of step {self.in_flight.step},"
+            return f"going on after step {self.start_step}{begun} from {self.checkpoint}"
         if (self.output_dir / METRICS_FILE).exists():
             return (
                 f"starting anew: the run before left no checkpoint in {self.output_dir}; its metrics are kept, with "

@@ -42,8 +42,7 @@ class Record:
         Raises:
             OSError, OtherRankError: the file cannot be written.
         """
-        at_rank_0 = (tuple(range(len(batch.table))), *[()] * (self.exchange.world_size - 1))
-        rows = self.exchange.move(batch.rows, batch.table, batch.owners, at_rank_0, list(batch.rows.fields))
+        rows = batch.at_rank_0(self.exchange)
         facts = {
             "step": step,
             "weights_step": step - 1,
@@ -85,11 +84,9 @@ class Replay:
         with phase("replay"), RowsFile(rows_file(self.folder, step)) as file:
             if errors := self._errors(file):
                 raise ConfigError(*errors)
-            owners = file.table.split(self.exchange.world_size)
-            mine = owners[self.exchange.rank]
-            rows = file.rows(mine[0], mine[-1] + 1) if mine else file.rows(0, 0)
-            self._check_known(rows, file.path)
-            return Batch(rows, file.table, owners), {"rollout/num_tokens": file.facts["num_tokens"]}
+            batch = Batch.read(file, self.exchange)
+            self._check_known(batch.rows, file.path)
+            return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
 
     def _check_known(self, rows: Rows, path: Path) -> None:
         highest = max((int(tokens.max()) for tokens in rows.input_ids), default=0)

@@ -15,6 +15,7 @@ from megappo.config.algorithm_checks import num_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.interruption import INTERRUPTION, Interrupted
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardError
@@ -85,6 +86,9 @@ class Rollouts:
         """This rank's share of n responses to each prompt; `prompt_index` counts in `prompts`.
 
         All ranks call it and return together.
+
+        Raises:
+            Interrupted: any rank is to end; what has been sampled is lost.
         """
         self._calls += 1
         samples: list[Sample] = []
@@ -100,9 +104,16 @@ class Rollouts:
                 num_engines=self.num_engines,
                 max_running_requests=self.config.rollout.max_running_requests,
                 on_prompts=lambda count: progress(finished(count) + count),
+                stop=self._is_interrupted,
             )
-        self.exchange.share(None)
+        raise_if_interrupted(self.exchange)
         return samples
+
+    def _is_interrupted(self) -> bool:
+        """Whether any of the ranks that own an engine is to end."""
+        if INTERRUPTION.reason:
+            self._store.set("interrupted", INTERRUPTION.reason)
+        return self._store.check(["interrupted"])
 
     def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
         """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included.
@@ -206,6 +217,17 @@ class Rollouts:
         }
         of_all_ranks = {index: entry for part in self.exchange.share(shown) for index, entry in part.items()}
         return scores, [of_all_ranks[index] for index in sorted(of_all_ranks)]
+
+
+def raise_if_interrupted(exchange: Exchange) -> None:
+    """All ranks together.
+
+    Raises:
+        Interrupted: on all ranks, if any has a reason to end.
+    """
+    reasons = [reason for reason in exchange.share(INTERRUPTION.reason) if reason]
+    if reasons:
+        raise Interrupted(reasons[0])
 
 
 def check_known(samples: Sequence[Sample], vocab_size: int) -> None:

@@ -13,7 +13,7 @@ from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
 from megappo.trainer.progress import Progress
 from megappo.trainer.record import Replay
-from megappo.trainer.rollouts import Rollouts
+from megappo.trainer.rollouts import Rollouts, raise_if_interrupted
 from megappo.trainer.utilisation import Utilisation
 
 
@@ -43,9 +43,25 @@ class Run:
         timings, memory = self.phase.lap()
         return timings | reduce_ranks(self.exchange.share(memory))
 
-    def save(self, step: int) -> None:
-        """Write the checkpoint of a finished step; all ranks together."""
-        self.observer.message(f"checkpoint {self.progress.save(step, self.models)}")
+    def save(self) -> None:
+        """Write a checkpoint while the engines sleep; all ranks together."""
+        self.engines.sleep()  # saving takes memory
+        with self.phase("save"):
+            self.observer.message(f"checkpoint {self.progress.save(self.models)}")
+
+    def save_if_needed(self) -> None:
+        """The same, if there is something that no checkpoint has."""
+        is_new = self.progress.step == 0 and self.progress.in_flight is None
+        if not is_new and not self.progress.is_saved:
+            self.save()
+
+    def check_interrupted(self) -> None:
+        """All ranks together.
+
+        Raises:
+            Interrupted: on all ranks, if any has a reason to end.
+        """
+        raise_if_interrupted(self.exchange)
 
     def finish(self) -> None:
         """Export the actor and report; all ranks together."""

@@ -49,19 +49,26 @@ def _parts(name: str, values: torch.Tensor, reductions: tuple[str, ...] | str) -
     return {f"{name}/{reduction}": Metric.of(values, reduction) for reduction in reductions}
 
 
-def training_metrics(exchange: Exchange, steps: list[OptimizerStep], name: str) -> dict[str, Any]:
-    """Metrics of a component's optimizer steps, sums averaged over the steps, and their number.
+def steps_over_ranks(exchange: Exchange, steps: list[OptimizerStep], name: str) -> list[dict[str, Metric]]:
+    """Metrics of each of a component's optimizer steps, the parts of its data-parallel shards merged.
 
     Args:
-        steps: on the component's output ranks, else empty. The parts of the data-parallel shards are merged.
+        steps: on the component's output ranks, else empty.
         name: the component's.
     """
     shards = [of_rank for of_rank in exchange.share(steps) if of_rank]
     if not shards:
-        return {}
+        return []
     of_steps = [merge_metrics(shard.metrics for shard in of_step) for of_step in zip(*shards, strict=True)]
     for found, step in zip(of_steps, shards[0], strict=True):
         found |= {f"{name}/grad_norm": Metric.of(step.grad_norm, "sum"), f"{name}/lr": Metric.of(step.lr, "sum")}
+    return of_steps
+
+
+def training_metrics(of_steps: list[dict[str, Metric]], name: str) -> dict[str, Any]:
+    """Metrics of a component's optimizer steps, sums averaged over the steps, and their number."""
+    if not of_steps:
+        return {}
     found = {key: _over_steps([metrics[key] for metrics in of_steps]) for key in of_steps[0]}
     return found | {f"{name}/num_optimizer_steps": len(of_steps)}
 

@@ -12,6 +12,7 @@ import torch
 from megappo import platform
 from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config
+from megappo.interruption import INTERRUPTION
 from megappo.models.train_engine import OptimizerStep, TrainedEngine
 from megappo.trainer.component import Scattered
 from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
@@ -27,12 +28,13 @@ def update_actor(scattered: Scattered, config: Config) -> Steps:
         return []
     actor = config.actor
     steps: Steps = []
-    for rows, *counts in _mini_batches(scattered, actor.ppo_epochs):
+    for rows, *counts in _mini_batches(scattered, engine, actor.ppo_epochs):
         loss = ActorLoss(config, *counts)
         if actor.method.select is not None:
             rows = _with_selection(engine, rows, actor.method.select, actor)
         steps.append(engine.train_batch(rows, loss))
         if actor.target_kl is not None and engine.total(loss.policy_kl) > actor.target_kl:
+            scattered.num_updates = actor.ppo_epochs * len(scattered.split)
             break
     return steps if engine.is_output else []
 
@@ -42,15 +44,20 @@ def update_critic(scattered: Scattered, config: Config) -> Steps:
     engine = scattered.component.engine
     if not isinstance(engine, TrainedEngine):
         return []
-    mini_batches = _mini_batches(scattered, config.critic.ppo_epochs)
+    mini_batches = _mini_batches(scattered, engine, config.critic.ppo_epochs)
     steps = [engine.train_batch(rows, critic_loss(config, *counts)) for rows, *counts in mini_batches]
     return steps if engine.is_output else []
 
 
-def _mini_batches(scattered: Scattered, ppo_epochs: int) -> Iterator[tuple[Rows, int, int]]:
-    """As `Scattered.mini_batches`, epoch after epoch."""
-    for _ in range(ppo_epochs):
-        yield from scattered.mini_batches()
+def _mini_batches(scattered: Scattered, engine: TrainedEngine, ppo_epochs: int) -> Iterator[tuple[Rows, int, int]]:
+    """As `Scattered.mini_batches`, epoch after epoch: those that are left, until the run is to be interrupted."""
+    parts = scattered.mini_batches()
+    while scattered.num_updates < ppo_epochs * len(parts):
+        scattered.interrupted = engine.anywhere(bool(INTERRUPTION.reason))
+        if scattered.interrupted:
+            return
+        scattered.num_updates += 1
+        yield parts[(scattered.num_updates - 1) % len(parts)]
 
 
 def _with_selection(engine: TrainedEngine, rows: Rows, select: Callable[..., torch.Tensor], actor: Actor) -> Rows:

@@ -147,11 +147,18 @@ def test_local_starts_no_rank_of_what_the_dry_run_refuses_and_shows_its_words(tm
     assert (fine.returncode, fine.stdout, fine.stderr) == (0, "checking c.yaml\nstarted\n", "warning: odd\n")
 
 
+SCONTROL = """
+[[ $1 != requeue ]] || { echo "requeued $2"; exit 0; }
+[[ $1 != show || $2 != job ]] || { echo "StartTime=2026-03-02T12:00:00 EndTime=2026-03-03T12:00:00"; exit; }
+"""
+"""A stand-in for scontrol that knows a job's end."""
+
+
 def slurm(
-    tmp_path: Path, nodes: list[str], python: str = 'printf "%s\\n" "$@"', **environment: str
+    tmp_path: Path, nodes: list[str], python: str = 'printf "%s\\n" "$@"', scontrol: str = "", **environment: str
 ) -> subprocess.CompletedProcess:
     """Run the batch script as Slurm would, on node 1 of the job, with stand-ins for Slurm's two commands."""
-    executable(tmp_path / "bin" / "scontrol", "".join(f"echo {node}\n" for node in nodes))
+    executable(tmp_path / "bin" / "scontrol", scontrol + "".join(f"echo {node}\n" for node in nodes))
     srun = 'while [[ $1 == -* ]]; do echo "srun $1"; shift; done; SLURM_NODEID=1 "$@"'
     executable(tmp_path / "bin" / "srun", srun)
     executable(tmp_path / ".venv-gpu" / "bin" / "python", python)
@@ -252,3 +259,13 @@ def test_the_environment_is_the_locks():
         for line in (ROOT / file).read_text().splitlines():
             if line and not line.startswith("#"):
                 assert line.split(";")[0].lower().replace("_", "-") in installed, f"{file}: {line}"
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False)])
+def test_slurm_requeues_what_has_saved_all_and_nothing_else(tmp_path, code, requeued):
+    """And tells the ranks when the job's time is over, where Slurm does not."""
+    python = f'[[ $2 == megappo.plan ]] || {{ echo "until $SLURM_JOB_END_TIME"; exit {code}; }}'
+    result = slurm(tmp_path, ["gpu07"], python, scontrol=SCONTROL, TZ="UTC")
+    assert result.returncode == code
+    assert ("requeued 123456" in result.stdout) == requeued
+    assert "until 1772539200" in result.stdout

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import signal
 import socket
@@ -130,22 +131,33 @@ def run_killing_all(folder: Path, config: Path, run: Path) -> None:
     assert before < latest(run) < "step_00000010"
 
 
+def run_until_asked_to_end(folder: Path, config: Path, run: Path) -> None:
+    with Program(folder / "3", config, *recorded(run)) as program:
+        program.wait_until(lambda: "going on after step" in program.output and reached(run, int(latest(run)[5:13]) + 1))
+        program.process.terminate()
+        assert program.wait(60) == 75, program.output
+    assert re.search(r"^interrupted by SIG\w+: all is saved; started again, the run goes on$", program.output, re.M)
+    assert program.output.endswith("ended by SIGTERM: started again, the run goes on\n")
+    assert "error" not in program.output and "Traceback" not in program.output
+
+
 def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
     before = latest(run)
-    with Program(folder / "3", config, *recorded(run)) as program:
+    with Program(folder / "4", config, *recorded(run)) as program:
         assert program.wait() == 0, program.output
-        assert f"going on after step {int(before[-8:])} from {run}/checkpoints/{before}" in program.output
+        assert f"going on after step {int(before[5:13])}" in program.output
+        assert f" from {run}/checkpoints/{before}" in program.output
         assert "Warning" not in program.output
 
 
 @pytest.fixture(scope="session")
 def run(config: Path) -> Iterator[Path]:
-    """The output folder of a run of 10 steps, with checkpoints every 3, killed in about the 5th, and in the save after
-    the 9th; its rollouts are in record/."""
+    """The output folder of a run of 10 steps, with checkpoints every 3, killed in about the 5th and in the save after
+    the 9th, and asked to end after one step more; its rollouts are in record/."""
     folder = Path(tempfile.mkdtemp(prefix="run-"))
     run = folder / "run"
     try:
-        for part in (run_killing_a_rank, run_killing_all, run_to_the_end):
+        for part in (run_killing_a_rank, run_killing_all, run_until_asked_to_end, run_to_the_end):
             part(folder, config, run)
         yield run
     finally:

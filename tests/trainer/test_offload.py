@@ -110,8 +110,7 @@ def numbers_of(bench: ModuleType, run: Run) -> dict[str, object]:
         bias = unwatched(layer_specs.causal_lower_right)
         with patch.object(layer_specs, "causal_lower_right", bias), Watch(run):
             metrics = Trainer(run.config, run).step(step)
-            with run.phase("save"):
-                run.save(step)
+            run.save()
         ours = {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name)}
         found |= {f"{step}/{name}": value for name, value in ours.items()}
     return found

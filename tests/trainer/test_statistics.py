@@ -10,7 +10,7 @@ from megappo.batch.metrics import ROW_METRICS, RowMetric
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric
-from megappo.trainer.statistics import row_metrics, training_metrics, value_metrics
+from megappo.trainer.statistics import row_metrics, steps_over_ranks, training_metrics, value_metrics
 
 SCORES = ([3.0, -1.5, 4.0], [], [0.25])
 LENGTHS = ([1, 2], [2, 2, 3], [])
@@ -97,14 +97,14 @@ STEPS = (
 
 def check_training(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
-    found = training_metrics(exchange, STEPS[rank], "actor")
+    found = training_metrics(steps_over_ranks(exchange, STEPS[rank], "actor"), "actor")
     loss = ((0.5 + 0.25) + (-1.0 + 3.0)) / 2
     histogram = found.pop("actor/ratios")
     assert isinstance(histogram, Histogram) and histogram.numbers[:2] == (12.0, 46.0)
     of_component = {"actor/grad_norm": 3.0, "actor/lr": 0.15, "actor/num_optimizer_steps": 2}
     of_loss = {"actor/loss": loss, "actor/ratio_max": 1.5, "actor/ratio_min": 0.5, "actor/length": 3.0}
     assert found == pytest.approx(of_loss | of_component)
-    assert training_metrics(exchange, [], "critic") == {}
+    assert training_metrics(steps_over_ranks(exchange, [], "critic"), "critic") == {}
 
 
 def test_parts_of_shards_are_merged_and_the_sums_of_steps_averaged() -> None:

@@ -1,0 +1,77 @@
+"""How a rank learns that it should save and end before its last step: from its launcher, or from the clock.
+
+The standard library alone, as the signal is handled before anything else is imported.
+"""
+
+import os
+import signal
+import time
+from types import FrameType
+
+SIGNAL = signal.SIGUSR1
+"""What asks a rank to save and end."""
+EXIT_AGAIN = 75
+"""Exit code of a run that has saved what it had before its last step: start it again (EX_TEMPFAIL of sysexits.h)."""
+
+
+class Interrupted(Exception):
+    """A run ends before its last step, with everything saved; raised on all ranks. The message is the reason."""
+
+
+class Interruption:
+    """Whether this rank has been asked to save and end. While there is nothing to save, it ends at once."""
+
+    def __init__(self) -> None:
+        self._reason = ""
+        self._has_something_to_save = False
+        self._deadline = float("inf")
+
+    def listen(self) -> None:
+        """Handle the signal from now on."""
+        signal.signal(SIGNAL, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # its launcher may have held it back until now
+
+    def has_something_to_save(self, deadline: float) -> None:
+        """From now on a signal does not end this rank, and neither does the deadline: who asks `reason` must.
+
+        Args:
+            deadline: in seconds since the epoch.
+        """
+        self._has_something_to_save = True
+        self._deadline = deadline
+
+    def has_saved_all(self) -> None:
+        """The signal ends this rank at once again."""
+        self._has_something_to_save = False
+
+    @property
+    def reason(self) -> str:
+        """Why this rank should end; "" if nothing asks it to."""
+        if not self._reason and time.time() > self._deadline:
+            self._reason = "the time limit"
+        return self._reason
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._reason = self._reason or signal.Signals(number).name
+        if not self._has_something_to_save:
+            os._exit(EXIT_AGAIN)  # what it has started ends with it
+
+
+INTERRUPTION = Interruption()
+"""This process's."""
+
+
+_STARTED = time.time()
+
+
+def deadline(time_limit: float | None, grace: float) -> float:
+    """When a run should begin to save, in seconds since the epoch; infinite without a limit.
+
+    Args:
+        time_limit: seconds that the job may take, from its allocation's start on: SLURM_JOB_START_TIME where that is
+            set, else this process's. None: until SLURM_JOB_END_TIME, where that is set.
+        grace: seconds before the limit that saving may take.
+    """
+    if time_limit is not None:
+        return float(os.environ.get("SLURM_JOB_START_TIME", _STARTED)) + time_limit - grace
+    return float(os.environ.get("SLURM_JOB_END_TIME", "inf")) - grace

@@ -1,0 +1,160 @@
+"""A run that is interrupted, wherever in its updates, goes on there: the same numbers to the bit as without."""
+
+import signal
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from recorder import recorder_in
+from spawn import run_ranks
+
+from megappo import interruption
+from megappo.checkpoint.errors import CheckpointError
+from megappo.config.schema import Config
+from megappo.interruption import INTERRUPTION, Interrupted, deadline
+from megappo.models.train_engine import TrainedEngine
+from megappo.trainer import update
+from megappo.trainer.loop import Trainer
+from megappo.trainer.run import Run
+from megappo.trainer.train_engines import architecture_of
+from megappo.weights.export import Export
+
+LAYOUT, OTHER = "actor tp2, critic pp2", "actor dp2, critic elsewhere tp2 sp"
+METHODS = {
+    "kl": {"algorithm": {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}}},
+    "running": {"reward": {"normalize": "running"}, "critic": {"ppo_epochs": 2}},
+}
+
+
+def config_of(bench: ModuleType, folder: Path, layout: str, method: str, output: str) -> Config:
+    changes = {"trainer": {"output_dir": str(folder / output), "save_interval": 0}}
+    return Config.model_validate(bench.merged(bench.settings(folder), bench.LAYOUTS[layout], METHODS[method], changes))
+
+
+def numbers_of(bench: ModuleType, run: Run, metrics: dict[str, object]) -> dict[str, object]:
+    """Metrics of a step, and all weights."""
+    found = {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name)}
+    for name, engine in run.models.trained.items():
+        if engine is not None:
+            export = Export(engine.chunks, architecture_of(run.models.specs[name]), engine.groups)
+            found |= {f"{name}.{key}": bench.described(w) for bucket in export.buckets(2**20) for key, w in bucket}
+    return found
+
+
+class After:
+    """Asks this process to end after so many updates, of whichever components live here."""
+
+    def __init__(self, num_updates: int):
+        self.left = num_updates
+        self.train_batch = TrainedEngine.train_batch
+
+    def __enter__(self) -> None:
+        TrainedEngine.train_batch = lambda engine, *args: self.counted(engine, *args)
+        if not self.left:
+            INTERRUPTION._reason = "the test"
+
+    def counted(self, engine: TrainedEngine, *args: object) -> object:
+        result = self.train_batch(engine, *args)
+        self.left -= 1
+        if self.left <= 0:
+            INTERRUPTION._reason = "the test"
+        return result
+
+    def __exit__(self, *error: object) -> None:
+        TrainedEngine.train_batch = self.train_batch
+        INTERRUPTION._reason = ""
+
+
+def resumed(bench: ModuleType, config: Config) -> Trainer:
+    run = bench.build(config)
+    run.progress.restore(run.models)
+    return Trainer(config, run)
+
+
+def interrupted_everywhere(rank: int, world_size: int, folder: Path, layout: str, method: str) -> None:
+    bench = recorder_in(folder)
+    whole = Trainer(config_of(bench, folder, layout, method, "whole"), None)
+    whole.run = bench.build(whole.config)
+    expected = []
+    for step in (1, 2):
+        metrics = whole.step(step)
+        expected.append(numbers_of(bench, whole.run, metrics))
+    num_updates = 8 if layout == LAYOUT else 4  # of both components on a rank, or of one
+    for after in range(num_updates):
+        config = config_of(bench, folder, layout, method, f"after {after}")
+        trainer = Trainer(config, bench.build(config))
+        with After(after), pytest.raises(Interrupted, match="the test"):
+            trainer.step(1)
+        trainer.run.save_if_needed()
+        name = trainer.run.progress.checkpoint.name
+        assert name.startswith("step_00000000_") and (layout == OTHER or name.endswith(f"_{after:04d}"))
+        trainer = resumed(bench, config)
+        assert trainer.run.progress.is_saved
+        for step, numbers in enumerate(expected, 1):
+            metrics = trainer.step(step)
+            assert numbers_of(bench, trainer.run, metrics) == numbers, (after, step)
+            trainer.run.save()
+
+
+@pytest.mark.parametrize(
+    ("layout", "method"),
+    [(LAYOUT, "kl"), (OTHER, "running"), pytest.param(LAYOUT, "running", marks=pytest.mark.slow)],
+)
+def test_interrupted_after_any_update_a_run_goes_on_there(layout: str, method: str, tmp_path: Path) -> None:
+    run_ranks(4, interrupted_everywhere, tmp_path, layout, method, timeout=280)
+
+
+def in_another_layout(rank: int, world_size: int, folder: Path) -> None:
+    bench = recorder_in(folder)
+    config = config_of(bench, folder, LAYOUT, "kl", "one")
+    trainer = Trainer(config, bench.build(config))
+    with After(3), pytest.raises(Interrupted):
+        trainer.step(1)
+    trainer.run.save_if_needed()
+    expected = numbers_of(bench, trainer.run, resumed_step(bench, config, trainer))
+    other = resumed(bench, config_of(bench, folder, OTHER, "kl", "one"))
+    metrics = other.step(1)
+    found = [part for part in other.run.exchange.share(numbers_of(bench, other.run, metrics)) if part]
+    for key, number in expected.items():
+        assert any(bench.difference(number, part[key]) < 1e-4 for part in found if key in part), key
+    fewer = config.model_copy(update={"critic": config.critic.model_copy(update={"ppo_mini_batch_size": 6})})
+    run = bench.build(fewer)
+    with pytest.raises(CheckpointError, match="in the middle of step 1, with 2 mini-batches an epoch for the critic"):
+        run.progress.restore(run.models)
+
+
+def resumed_step(bench: ModuleType, config: Config, trainer: Trainer) -> dict[str, object]:
+    """The metrics of the step that was interrupted; the trainer has its run then."""
+    again = resumed(bench, config)
+    trainer.run = again.run
+    return again.step(1)
+
+
+def test_it_goes_on_in_another_layout_but_not_with_other_mini_batches(tmp_path: Path) -> None:
+    run_ranks(4, in_another_layout, tmp_path)
+
+
+def test_the_time_limit_counts_from_the_allocations_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the start of the process, which a set-up in the job may precede by long."""
+    for name in ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    assert deadline(None, 10.0) == float("inf")
+    assert deadline(100.0, 10.0) == pytest.approx(interruption._STARTED + 90.0)
+    assert abs(interruption._STARTED - time.time()) < 3600
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
+    assert deadline(None, 10.0) == 4990.0
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+    assert deadline(100.0, 10.0) == 1090.0
+
+
+def test_a_reason_is_the_signals_or_the_clocks() -> None:
+    found = interruption.Interruption()
+    found.has_something_to_save(time.time() + 3600)
+    assert found.reason == ""
+    found._on_signal(signal.SIGUSR1, None)
+    assert found.reason == "SIGUSR1"
+    late = interruption.Interruption()
+    late.has_something_to_save(time.time() - 1)
+    assert late.reason == "the time limit"
+    assert update.INTERRUPTION is INTERRUPTION and INTERRUPTION.reason == ""
