@@ -91,6 +91,6 @@ def _observer(config: Config, progress: Progress, exchange: Exchange, cleanup: E
     resume_step = progress.start_step + 1 if progress.checkpoint else 0
     observer = Observer(folder, total_steps, resume_step) if exchange.rank == 0 else NullObserver()
     cleanup.callback(observer.close)
-    for line in (*([start] if start else []), *config.absences):
+    for line in (*filter(None, [start, progress.notice]), *config.absences):
         observer.message(line)
     return observer

@@ -14,6 +14,7 @@ from megappo.ppo.kl import AdaptiveKLController, FixedKLController, kl_controlle
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.in_flight import InFlight, read_in_flight, write_in_flight
 from megappo.trainer.models import Models
+from megappo.trainer.random_states import restore_random_states, write_random_states
 
 Stateful = FixedKLController | AdaptiveKLController | RunningMoments
 """What a checkpoint holds as plain numbers."""
@@ -27,6 +28,7 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last that is finished.
         in_flight: the next one, if its rows have their advantages.
+        notice: what of the checkpoint could not be restored; "" if all was.
         kl: the KL coefficient's controller.
         reward_moments: of all scores so far, for reward.normalize running.
     """
@@ -38,6 +40,7 @@ class Progress:
         self.exchange = exchange
         self.start_step = self.step = 0
         self.in_flight: InFlight | None = None
+        self.notice = ""
         self.kl = kl_controller(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
@@ -60,6 +63,7 @@ class Progress:
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         self.start_step = self.step = state["step"]
+        self.notice = restore_random_states(self.checkpoint, self.exchange)
         self.in_flight = read_in_flight(self.checkpoint, self.exchange)
         if self.in_flight is not None:
             self._check_mini_batches(self.in_flight, models)
@@ -82,7 +86,7 @@ class Progress:
             models.trained,
             {"step": step} | state | {"models": models.description},
             num_updates=None if self.in_flight is None else num_updates,
-            write_more=self._write_in_flight,
+            write_more=self._write_more,
         )
         return self.checkpoint
 
@@ -91,7 +95,8 @@ class Progress:
         """As `checkpoint.folders.position_of`."""
         return self.step, -1 if self.in_flight is None else sum(self.in_flight.num_updates.values())
 
-    def _write_in_flight(self, folder: Path) -> None:
+    def _write_more(self, folder: Path) -> None:
+        write_random_states(folder, self.exchange)
         if self.in_flight is not None:
             write_in_flight(folder, self.in_flight, self.exchange)
 
