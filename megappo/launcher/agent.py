@@ -97,7 +97,8 @@ class Agent(LocalElasticAgent):
         if EXIT_AGAIN in codes.values() and set(codes.values()) <= {0, EXIT_AGAIN, None}:
             self._first_saved = min(self._first_saved, time.monotonic())
             if None not in codes.values():
-                return RunResult(state=WorkerState.SUCCEEDED)
+                ranks = [worker.global_rank for worker in worker_group.workers]
+                return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
             if time.monotonic() - self._first_saved < self._shutdown_timeout:
                 return RunResult(state=WorkerState.HEALTHY)
         self._ended = [local for local, code in codes.items() if code]
