@@ -31,6 +31,11 @@ SUSPICIONS = (
     Suspicion("rollout.top_p", lambda value, run: value < 0.5, "most of what the policy would write is never sampled"),
     Suspicion("algorithm.gamma", lambda value, run: value < 0.9, "a reward is forgotten within some tokens"),
     Suspicion("algorithm.kl_ctrl.kl_coef", lambda value, run: value > 1, "the penalty outweighs scores of 0 to 1"),
+    Suspicion(
+        "actor.use_kl_loss",
+        lambda used, run: bool(used) and run.algorithm.use_kl_in_reward,
+        "the KL to the reference is in the rewards already; set algorithm.use_kl_in_reward to false to count it once",
+    ),
     Suspicion("actor.kl_loss_coef", lambda value, run: value > 1, "the KL loss outweighs the policy's"),
     Suspicion("actor.entropy_coeff", lambda value, run: value > 0.1, "the bonus makes responses random"),
 )

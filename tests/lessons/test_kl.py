@@ -10,6 +10,7 @@ from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
+from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
 from megappo.placement.components import trained_components
 from megappo.ppo.kl import kl_controller
@@ -97,6 +98,14 @@ def test_the_kl_is_in_the_rewards_or_in_the_loss_as_each_key_says() -> None:
     https://github.com/NVIDIA-NeMo/RL/pull/2530 (found in review, of advantage_estimator.py)
     """
     run_ranks(1, check_counted_once)
+
+
+def test_a_kl_that_counts_twice_is_told() -> None:
+    """One of the two keys is on by default: to set the other alone is the bug above, unless it is said."""
+    told = [list(config_warnings(make_config(True, in_loss))) for in_loss in (False, True)]
+    assert told[0] == list(config_warnings(make_config(False, True))) == []
+    [warning] = told[1]
+    assert warning.startswith("actor.use_kl_loss True is unusual: the KL to the reference is in the rewards already")
 
 
 def check_returns(rank: int, world_size: int) -> None:
