@@ -329,6 +329,7 @@ class TrainedEngine(MegatronEngine):
             settings = {"betas": self.optim.betas, "eps": self.optim.eps}
             for group in self.optimizer.param_groups:
                 group.update(settings, max_lr=self.optim.lr, min_lr=self.optim.min_lr)
+            self.scheduler.num_steps = 0  # to which Megatron's loading adds
             self.scheduler.load_state_dict(state["scheduler"])
 
     def as_world(self) -> AbstractContextManager:
