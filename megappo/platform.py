@@ -38,6 +38,12 @@ def gpu_bytes() -> int | None:
     return torch.cuda.get_device_properties(device()).total_memory if has_cuda() else None
 
 
+def free_gpu_share() -> float:
+    """What nobody has of this process's GPU, as a share of all."""
+    free, total = torch.cuda.mem_get_info(device())
+    return free / total
+
+
 def gpu_ids(local_ranks: list[int]) -> list[str]:
     """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     if not has_cuda():

@@ -1,11 +1,12 @@
 """Speaks SGLang's HTTP API: token ids in, token ids and log-probs out. Every reply is checked."""
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import httpx
 
@@ -14,6 +15,10 @@ ENDING_SECONDS = 3.0
 """How long a crashed engine may take, from the break of its connections, to end."""
 IDLE_SECONDS = 60.0
 """How long an engine may take to be idle."""
+HANG_SECONDS = 300.0
+"""How long an engine that is asked for something may show no sign of life: SGLang's own watchdog_timeout."""
+WATCH_SECONDS = 5.0
+"""Between two looks for one."""
 WEIGHTS = ("weights",)
 WORKING_MEMORY = ("kv_cache", "cuda_graph")
 """SGLang's tags of what it frees asleep."""
@@ -21,6 +26,10 @@ WORKING_MEMORY = ("kv_cache", "cuda_graph")
 
 class EngineError(RuntimeError):
     """An SGLang engine that does not start, has ended, or refuses a request."""
+
+
+class EngineFault(EngineError):
+    """One that has ended, hangs, or answers nonsense: started anew, it may do what it was asked for."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +75,22 @@ class EngineClient:
         timeout: seconds one request may take.
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
+        hang_seconds: see `watch`.
     Raises:
         EngineError: (every method) the server does not answer or refuses; the message holds its reply.
     """
 
-    def __init__(self, url: str, api_key: str, timeout: float, check_alive: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        url: str,
+        api_key: str,
+        timeout: float,
+        check_alive: Callable[[], None] = lambda: None,
+        hang_seconds: float = HANG_SECONDS,
+    ):
         self.url = url
         self.timeout = timeout
+        self.hang_seconds = hang_seconds
         self._check_alive = check_alive
         self._options = {
             "base_url": url,
@@ -145,6 +163,26 @@ class EngineClient:
             raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
         return _generations(self._checked("/generate", response), len(prompts))
 
+    async def watch(self, http: httpx.AsyncClient) -> NoReturn:
+        """Look after an engine that has been asked for something, until cancelled.
+
+        Raises:
+            EngineFault: it has shown no sign of life for `hang_seconds`.
+        """
+        seen = time.monotonic()
+        while time.monotonic() - seen < self.hang_seconds:
+            await asyncio.sleep(WATCH_SECONDS)
+            asked = time.monotonic()
+            # Of its processes the one that serves HTTP may be well while those that compute hang. Idle, they compute a
+            # token for this; else they answer after their next batch.
+            with contextlib.suppress(httpx.TransportError):
+                response = await http.get("/health_generate", timeout=self.hang_seconds)
+                seen = asked if response.status_code == 200 else seen
+        raise EngineFault(
+            f"{self.url} has shown no sign of life for {self.hang_seconds:g} s: if it was busy, raise watchdog_timeout "
+            "in rollout.server_args"
+        )
+
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Any request of SGLang's HTTP API; the reply's JSON, or None."""
         try:
@@ -161,14 +199,18 @@ class EngineClient:
         while time.monotonic() < deadline:
             time.sleep(0.1)
             self._check_alive()
-        return EngineError(f"{self.url}{path} does not answer ({error!r}): is the engine running there?")
+        return EngineFault(f"{self.url}{path} does not answer ({error!r}): is the engine running there?")
 
     def _checked(self, path: str, response: httpx.Response) -> Any:
         """The reply's JSON (or None), after checking both of SGLang's ways to say no."""
         is_json = response.headers.get("content-type", "").startswith("application/json")
-        reply = response.json() if is_json and response.content else None
+        try:
+            reply = response.json() if is_json and response.content else None
+        except ValueError as error:
+            raise EngineFault(f"{self.url}{path} answered what is no JSON ({error}): {response.text[:500]}") from error
         if response.status_code != 200 or (isinstance(reply, dict) and reply.get("success") is False):
-            raise EngineError(f"{self.url}{path} refused (HTTP {response.status_code}): {response.text}")
+            kind = EngineFault if response.status_code >= 500 else EngineError  # the request's own fault stays one
+            raise kind(f"{self.url}{path} refused (HTTP {response.status_code}): {response.text}")
         return reply
 
 
@@ -178,19 +220,22 @@ def _generate_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict
 
 def _generations(replies: Any, expected: int) -> list[Generation]:
     if not isinstance(replies, list) or len(replies) != expected:
-        raise EngineError(f"expected {expected} responses from the engine, got {str(replies)[:500]}")
-    return [_generation(reply) for reply in replies]
+        raise EngineFault(f"expected {expected} responses from the engine, got {str(replies)[:500]}")
+    try:
+        return [_generation(reply) for reply in replies]
+    except (LookupError, TypeError) as error:
+        raise EngineFault(f"the engine's responses are none ({error!r}): {str(replies)[:500]}") from error
 
 
 def _generation(reply: dict[str, Any]) -> Generation:
     tokens, meta = reply["output_ids"], reply["meta_info"]
     finish = meta["finish_reason"]["type"]
     if finish not in FINISH_REASONS:
-        raise EngineError(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {meta['finish_reason']}")
+        raise EngineFault(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {meta['finish_reason']}")
     entries = meta["output_token_logprobs"]
     log_probs = [entry[0] for entry in entries]
     if [entry[1] for entry in entries] != tokens:
-        raise EngineError(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
+        raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
     if any(value is None or not math.isfinite(value) for value in log_probs):
-        raise EngineError(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
+        raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
     return Generation(tokens, log_probs, finish)

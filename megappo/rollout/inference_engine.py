@@ -4,18 +4,22 @@ import atexit
 import importlib.util
 import os
 import secrets
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megappo import platform
 from megappo.config.schema import Rollout
 from megappo.rollout import launch
-from megappo.rollout.client import EngineClient, EngineError
+from megappo.rollout.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
 from megappo.rollout.keeper import remove_traces
 
 LOG_TAIL_LINES = 25
 POLL_SECONDS = 0.2
+LARGEST_SHARE = 0.95
+"""Of the free memory of its GPUs, for an engine that is started anew."""
 
 
 class Engine:
@@ -47,10 +51,12 @@ class Engine:
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
         self._arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed)
+        self._resized: dict[str, float] = {}
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
         self._api_key = secrets.token_urlsafe(32)
         self._process: subprocess.Popen | None = None
+        self._log_mode = os.O_TRUNC
         self.log_path = log_path
         self.port = rollout.port + index if rollout.port else 0
 
@@ -80,7 +86,8 @@ class Engine:
             EngineError: the process ended (with the end of its log), or rollout.start_timeout_seconds passed.
         """
         timeout = self._rollout.request_timeout_seconds
-        client = EngineClient(self.url, self._api_key, timeout, check_alive=self.check_alive)
+        hang_seconds = float(self._rollout.server_args.get("watchdog_timeout", HANG_SECONDS))
+        client = EngineClient(self.url, self._api_key, timeout, self.check_alive, hang_seconds)
         while not client.is_healthy():
             self.check_alive()
             if time.monotonic() - self._started > self._rollout.start_timeout_seconds:
@@ -93,19 +100,30 @@ class Engine:
         self._guard.close()
         return client
 
+    def restart(self) -> None:
+        """End what is left of it and start it anew, with the weights of model_path; its clients serve on, as address
+        and key stay. Raises as `start` and `wait_ready`."""
+        self.stop()
+        if self._gpu_ids:  # SGLang takes a share of what is free, which was everything: now it must be a larger one
+            share = self._arguments["mem_fraction_static"] / platform.free_gpu_share()
+            self._resized = {"mem_fraction_static": min(share, LARGEST_SHARE)}
+        self.start()
+        self.wait_ready()
+
     def check_alive(self) -> None:
-        """Raise EngineError with the end of the log if the process has ended."""
+        """Raise EngineFault with the end of the log if the process has ended."""
         if self._process is None:
             raise EngineError("the SGLang engine is not running: it was not started, or was stopped")
         code = self._process.poll()
         if code is not None:
-            raise EngineError(f"the SGLang engine ended (exit code {code}); {self.log_path} ends:\n{self._log_tail()}")
+            raise EngineFault(f"the SGLang engine ended (exit code {code}); {self.log_path} ends:\n{self._log_tail()}")
 
     def stop(self) -> None:
         """End the engine's processes, and only those; may be called at any time, and again."""
         if self._process is None:
             return
         self._process.terminate()  # the keeper ends the server's processes and removes their traces
+        self._process.send_signal(signal.SIGCONT)  # and would wait with it, were it stopped itself
         self._process.wait()
         self._process = None
         self._guard.close()
@@ -114,10 +132,11 @@ class Engine:
 
     def _spawn(self) -> subprocess.Popen:
         address = {"host": launch.HOST, "port": self.port, "api_key": self._api_key}
-        settings = {"server_args": {**self._arguments, **address}}
+        settings = {"server_args": {**self._arguments, **self._resized, **address}}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         # For the owner's eyes only: asked for log_level=info, SGLang logs its arguments with the key among them.
-        descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
+        self._log_mode = os.O_APPEND  # started again, it keeps what tells why
         with os.fdopen(descriptor, "w") as log:
             environment = launch.environment(self._gpu_ids, self._rollout.tensor_parallel, self._temporary)
             return launch.start_keeper(settings, self._temporary, environment, log)

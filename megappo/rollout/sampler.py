@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megappo.rollout.client import EngineClient, Generation, SamplingParams
+from megappo.rollout.client import EngineClient, EngineFault, Generation, SamplingParams
 
 REQUESTS_IN_FLIGHT = 8
 STOP_SECONDS = 0.5
@@ -31,6 +31,19 @@ class Sample:
         return sum(log_prob is not None for log_prob in self.log_probs)
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What an engine wrote.
+
+    Attributes:
+        samples: all n of each prompt that is among them.
+        fault: why there are no more, where the engine has failed.
+    """
+
+    samples: list[Sample]
+    fault: EngineFault | None = None
+
+
 def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
     """Hands out positions 0, 1, 2, ... each once, to whichever rank asks: the first of the next `count`, which is how
     many were taken before, by anybody. `key` must be new in the store."""
@@ -48,7 +61,7 @@ def sample(
     max_running_requests: int,
     on_prompts: Callable[[int], None] = lambda count: None,
     stop: Callable[[], bool] = lambda: False,
-) -> list[Sample]:
+) -> Sampled:
     """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
 
     Every process with an engine calls this at once, with the same prompts; together they return each sample once.
@@ -62,7 +75,7 @@ def sample(
         on_prompts: called with the number of prompts of which this engine has just finished all n samples.
         stop: asked now and then; once it says so, the rest is left, and what is there returned.
     Raises:
-        EngineError: the engine failed.
+        EngineError: the engine refused a request, or took too long for it.
     """
     chunk, requests = _chunking(len(prompts), n, num_engines, max_running_requests)
     samples: list[Sample] = []
@@ -87,9 +100,15 @@ def sample(
         async with client.open_async() as http, asyncio.TaskGroup() as tasks:
             workers = [tasks.create_task(work(http)) for _ in range(requests)]
             tasks.create_task(watch(workers))
+            health = tasks.create_task(client.watch(http))
+            await asyncio.wait(workers)
+            health.cancel()
 
-    _run(work_all())
-    return samples
+    try:
+        _run(work_all())
+    except EngineFault as fault:
+        return Sampled(samples, fault)
+    return Sampled(samples)
 
 
 def _chunking(num_prompts: int, n: int, num_engines: int, max_running_requests: int) -> tuple[int, int]:

@@ -13,7 +13,10 @@ from megappo.rollout.client import EngineClient
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, NamedTensors
 
-GROUP_NAME = "megappo_weights"
+
+def group_name(port: int) -> str:
+    """Of a group whose members meet at this port; of each a name of its own, as torch wants it."""
+    return f"megappo_weights_{port}"
 
 
 def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
@@ -43,13 +46,14 @@ def join(store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> 
     torch makes groups of one torchrun world only, but for this function without a public name, by which SGLang
     (init_custom_process_group) makes its side.
     """
+    name = group_name(store.port)
     group, _ = distributed_c10d._new_process_group_helper(
         world_size,
         0,
         [],
         distributed_c10d.Backend(backend),
-        distributed_c10d.PrefixStore(GROUP_NAME, store),
-        group_name=GROUP_NAME,
+        distributed_c10d.PrefixStore(name, store),
+        group_name=name,
         timeout=timeout,
     )
     return group
@@ -77,6 +81,10 @@ class BroadcastSender(Sender):
             self._group.broadcast(flat, 0).wait()
             torch.cuda.current_stream().synchronize()  # else the memory might be used again meanwhile
 
+    def abandon(self) -> None:
+        if self._group is not None:
+            self._group.abort()  # to destroy it would wait for members that are gone
+
 
 class BroadcastReceiver(Receiver):
     """Tells an engine, on whatever GPUs, what comes."""
@@ -85,7 +93,8 @@ class BroadcastReceiver(Receiver):
         self.client = client
         (host, port), ranks = link.address, link.config.rollout.tensor_parallel
         members = {"world_size": _world_size(link), "rank_offset": 1 + link.number * ranks, "backend": _backend()}
-        self._group = {"group_name": GROUP_NAME, "master_address": host, "master_port": port, **members}
+        self._name = group_name(port)
+        self._group = {"group_name": self._name, "master_address": host, "master_port": port, **members}
         self._joined = False
 
     def open(self) -> None:
@@ -96,7 +105,7 @@ class BroadcastReceiver(Receiver):
 
     def send(self, bucket: Bucket) -> None:
         body = {
-            "group_name": GROUP_NAME,
+            "group_name": self._name,
             "names": [tensor.name for tensor in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],
             "shapes": [list(tensor.shape) for tensor in bucket],

@@ -70,6 +70,9 @@ class Sender:
     def abort(self) -> None:
         """Instead of `close`, when something could not be sent."""
 
+    def abandon(self) -> None:
+        """Let go of engines some of which have been started anew: another end takes this one's place."""
+
 
 class Receiver:
     """The end of a rank that owns an engine, which gets the weights from elsewhere."""

@@ -52,17 +52,17 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     observer = _observer(config, progress, exchange, cleanup)
     for line in settled_offloads(asked, config):
         observer.message(line)
+    phase = Phases(models)
     if replayed is None:
         rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
-        engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor))
+        engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor), phase)
         batches = SampledBatches(datasets.train, rollouts, engines.sleep, _record(config, exchange))
     else:
         rollouts, engines = None, NoEngines()
         batches = Replay(Path(replayed), config, datasets.vocab_size, exchange)
     utilisation = Utilisation(config.model.dtype, models.components, models.specs, exchange)
     return Run(
-        *(config, exchange, datasets, models, engines, rollouts, batches, progress, observer),
-        *(Phases(models), utilisation),
+        *(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, utilisation)
     )
 
 

@@ -1,7 +1,8 @@
 """The inference engines of a run, as its ranks see them: they sleep, wake, and take the actor's weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from megappo import platform
 from megappo.batch.exchange import Exchange
@@ -13,6 +14,7 @@ from megappo.sync.proof import verified_sync
 from megappo.sync.route import find_route
 from megappo.sync.sync import SyncStats, WeightSync
 from megappo.trainer.models import Models
+from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
 
 
@@ -83,6 +85,16 @@ class InferenceEngines:
         self.asleep = False
         return stats
 
+    def reconnect(self, make_sync: Callable[[], WeightSync]) -> None:
+        """Give all engines, awake, all of the weights, by a way made anew: some of them have been started anew."""
+        for sender in self.weight_sync.senders:
+            sender.abandon()
+        self.weight_sync = make_sync()
+        platform.empty_cache()
+        self.exchange.share(None)
+        self.weight_sync()
+        self.probe()
+
     def _give_back(self, memory: Sequence[str]) -> None:
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
@@ -107,9 +119,19 @@ class NoEngines:
         """Nothing."""
 
 
-def connect(config: Config, layouts: dict[str, Layout], models: Models, probe: Probe) -> InferenceEngines:
+def connect(
+    config: Config, layouts: dict[str, Layout], models: Models, probe: Probe, phase: Phases
+) -> InferenceEngines:
     """The engines, which are up by now."""
     rollouts, exchange, route = probe.rollouts, models.actor.exchange, find_route(config, layouts)
     sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
-    sync = build_sync(config, route, models.architecture, models.actor.engine, rollouts.client, exchange)
-    return InferenceEngines(exchange, rollouts.client, sleeps, sync, probe)
+    ends = (models.actor.engine, rollouts.client)
+    make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange)
+    engines = InferenceEngines(exchange, rollouts.client, sleeps, make_sync(), probe)
+
+    def give_weights() -> None:
+        with phase("sync"):
+            engines.reconnect(make_sync)
+
+    rollouts.restarts.give_weights = give_weights
+    return engines

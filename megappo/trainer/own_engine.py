@@ -34,6 +34,10 @@ class OwnEngine:
         """Its client, once it is up."""
         return self.engine.wait_ready() if self.engine is not None else None
 
+    def restart(self) -> None:
+        """Start it anew, whatever has become of it; its client serves on."""
+        self.engine.restart()
+
 
 def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngine:
     """Start this rank's SGLang engine and reward workers, if it is to own any; does not wait for them."""

@@ -1,6 +1,6 @@
 """From prompts to scored rows at their owners: sampling by the engines, scoring by the reward function."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,10 +20,11 @@ from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError, SamplingParams
-from megappo.rollout.sampler import Sample, sample, store_counter
+from megappo.rollout.sampler import Sample, Sampled, sample, store_counter
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
+from megappo.trainer.restarts import Restarts
 
 PROBE_TOKENS = 4
 
@@ -63,6 +64,7 @@ class Rollouts:
         self.tokenizer = datasets.tokenizer
         self.client = own.wait_ready()
         self.rewards = own.rewards
+        self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
         self.exchange = exchange
         self.observer = observer
         self.engine_number = own.number
@@ -73,7 +75,7 @@ class Rollouts:
         self.training = params(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
         self.evaluation, self.greedy = params(temperature=rollout.val_temperature), params(temperature=0.0)
         self._store = distributed_c10d._get_default_store()  # torchrun's; no public way to it
-        self._calls = 0
+        self._num_counters = 0
         self._nums_scores: set[int] = set()
 
     def respond(self, prompts: Sequence[Prompt]) -> Responses:
@@ -87,27 +89,53 @@ class Rollouts:
 
         All ranks call it and return together.
 
+        Prompts that an engine leaves without an answer because it fails are asked again, once it is up anew.
+
         Raises:
             Interrupted: any rank is to end; what has been sampled is lost.
+            EngineError: an engine refused a request, or failed too often.
         """
-        self._calls += 1
+        left = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
+        finished = self._new_counter()
+        progress = self.observer.progress(label, len(prompts)) if self.client is not None else lambda done: None
         samples: list[Sample] = []
-        if self.client is not None:
-            progress = self.observer.progress(label, len(prompts))
-            finished = store_counter(self._store, f"rollouts/{self._calls}/finished")
-            samples = sample(
-                [(i, prompt.tokens) for i, prompt in enumerate(prompts)],
-                n,
-                params,
-                self.client,
-                store_counter(self._store, f"rollouts/{self._calls}"),
-                num_engines=self.num_engines,
-                max_running_requests=self.config.rollout.max_running_requests,
-                on_prompts=lambda count: progress(finished(count) + count),
-                stop=self._is_interrupted,
-            )
-        raise_if_interrupted(self.exchange)
+        while left:
+            sampled = self._round(left, n, params, on_prompts=lambda count: progress(finished(count) + count))
+            samples += sampled.samples
+            raise_if_interrupted(self.exchange)
+            if not self.restarts.were_needed(sampled.fault):
+                break
+            done = set().union(*self.exchange.share({one.prompt_index for one in samples}))
+            left = [prompt for prompt in left if prompt[0] not in done]
         return samples
+
+    def _round(
+        self,
+        prompts: Sequence[tuple[int, list[int]]],
+        n: int,
+        params: SamplingParams,
+        on_prompts: Callable[[int], None],
+    ) -> Sampled:
+        """What this rank's engine gets to of prompts that have no responses yet."""
+        take = self._new_counter()
+        if self.client is None:
+            return Sampled([])
+        return sample(
+            prompts,
+            n,
+            params,
+            self.client,
+            take,
+            num_engines=self.num_engines,
+            max_running_requests=self.config.rollout.max_running_requests,
+            on_prompts=on_prompts,
+            stop=self._is_interrupted,
+        )
+
+    def _new_counter(self) -> Callable[[int], int]:
+        """The same on all ranks."""
+        self._num_counters += 1
+        return store_counter(self._store, f"rollouts/{self._num_counters}")
 
     def _is_interrupted(self) -> bool:
         """Whether any of the ranks that own an engine is to end."""
@@ -125,7 +153,7 @@ class Rollouts:
             ConfigError: there is one, and the estimator needs several.
         """
         scores: list[list[float]] = []
-        if self.rewards is not None:
+        if self.rewards is not None and samples:  # of no texts the tokenizer would decode one
             texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
             of_sample = [prompts[one.prompt_index] for one in samples]
             scores = self.rewards.score([p.text for p in of_sample], texts, [p.label for p in of_sample])
@@ -161,7 +189,8 @@ class Rollouts:
             baselines = {"baselines": self._baselines(responses.greedy, prompts, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
         num_greedy_tokens = sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
-        return batch, {"rollout/num_tokens": int(batch.table.policy_lengths.sum()) + num_greedy_tokens}
+        num_tokens = int(batch.table.policy_lengths.sum()) + num_greedy_tokens
+        return batch, {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
 
     def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:
         """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay."""

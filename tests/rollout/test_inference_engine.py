@@ -167,10 +167,35 @@ def test_a_crash_is_reported_and_leaves_nothing_but_the_owner(checkpoint, tmp_pa
         with pytest.raises(EngineError, match=f"engine ended .*{engine.log_path} ends:"):
             client.generate([[5]], SamplingParams(1))
         wait_until(lambda: not session_pids(leader))
+        engine.restart()
+        assert len(client.generate([[5]], SamplingParams(2))[0].tokens) == 2, "started anew, it serves its clients"
+        assert "crashed with exit code -9" in engine.log_path.read_text(), "its log keeps what it said before"
+        os.killpg(engine._process.pid, signal.SIGSTOP)
+        stopped = session_pids(engine._process.pid)
     finally:
         engine.stop()
+    assert stopped and not any(Path(f"/proc/{pid}").exists() for pid in stopped), "it ends though it was stopped"
     assert not temporary.exists()
     assert not any(path.exists() for path in memory)
+
+
+def test_anew_it_takes_as_much_of_the_gpu_as_before(checkpoint, tmp_path, monkeypatch):
+    started: list[float] = []
+
+    def start_keeper(settings, *more):
+        started.append(settings["server_args"]["mem_fraction_static"])
+        return subprocess.Popen(["sleep", "60"])
+
+    monkeypatch.setattr(launch, "start_keeper", start_keeper)
+    monkeypatch.setattr(Engine, "wait_ready", lambda self: None)
+    settings = Rollout(mem_fraction_static=0.4)
+    engine = Engine(checkpoint, settings, "fp32", index=0, gpu_ids=["0"], log_path=tmp_path / "engine.log", seed=0)
+    engine.start()
+    for free in (0.8, 0.5, 0.3):
+        monkeypatch.setattr("megappo.platform.free_gpu_share", lambda free=free: free)
+        engine.restart()
+    engine.stop()
+    assert started == pytest.approx([0.4, 0.5, 0.8, 0.95])
 
 
 @pytest.mark.parametrize("keeper_too", [False, pytest.param(True, marks=pytest.mark.slow)])

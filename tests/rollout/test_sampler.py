@@ -1,13 +1,15 @@
 """Prompts spread over engines: every sample once, more to whoever is faster."""
 
 import asyncio
+import re
 import threading
 from collections import Counter
 
 import pytest
 import torch.distributed as dist
+from engine_server import EngineServer
 
-from megappo.rollout.client import EngineClient, EngineError, SamplingParams
+from megappo.rollout.client import EngineClient, EngineError, EngineFault, SamplingParams
 from megappo.rollout.sampler import _chunking, sample, store_counter
 
 PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
@@ -39,7 +41,7 @@ def test_each_prompt_gets_n_samples_with_the_log_probs_of_its_own_tokens(client,
         num_engines=1,
         max_running_requests=16,
         on_prompts=lambda count: finished.extend([1] * count),
-    )
+    ).samples
     assert every_sample_once(samples, 3)
     assert len(finished) == len(PROMPTS)
     tokens_of = dict(PROMPTS)
@@ -53,9 +55,8 @@ def test_ranks_share_the_prompts_and_the_fast_one_takes_more(engine, client):
     results = {}
 
     def rank(name, own_client):
-        results[name] = sample(
-            PROMPTS, 1, PARAMS, own_client, store_counter(store, "step 1"), num_engines=2, max_running_requests=8
-        )
+        take = store_counter(store, "step 1")
+        results[name] = sample(PROMPTS, 1, PARAMS, own_client, take, num_engines=2, max_running_requests=8).samples
 
     threads = [threading.Thread(target=rank, args=args) for args in (("fast", client), ("slow", slow))]
     for thread in threads:
@@ -66,10 +67,45 @@ def test_ranks_share_the_prompts_and_the_fast_one_takes_more(engine, client):
     assert len(results["fast"]) > len(results["slow"]) > 0
 
 
-def test_a_failing_engine_ends_the_sampling_with_its_own_error():
-    dead, counter = EngineClient("http://127.0.0.1:9", "key", 10.0), store_counter(dist.HashStore(), "step 1")
-    with pytest.raises(EngineError, match="does not answer"):
-        sample(PROMPTS, 1, PARAMS, dead, counter, num_engines=2, max_running_requests=8)
+FAULTS = {
+    **dict.fromkeys(("no list", "too few"), "expected 6 responses from the engine, got "),
+    "other tokens": "tokens .7, 8. and those of its log-probs",
+    "no numbers": "no number",
+    "aborted": "expected a response to end by stop or length, got .*abort",
+    "no log-probs": "responses are none .KeyError.'output_token_logprobs'",
+    "no JSON": "answered what is no JSON .*<html>",
+    "crash": "does not answer",
+    "error": "refused .HTTP 500.: .*why",
+    **dict.fromkeys(("hang", "deaf"), "no sign of life for 0.6 s: .* raise watchdog_timeout in rollout.server_args"),
+}
+"""Failure of an engine -> what is said of it."""
+
+
+@pytest.mark.parametrize("failure", FAULTS)
+def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypatch):
+    monkeypatch.setattr("megappo.rollout.client.WATCH_SECONDS", 0.1)
+    monkeypatch.setattr("megappo.rollout.client.ENDING_SECONDS", 0.2)
+    store = dist.HashStore()
+    with EngineServer(failure, num_well=3) as server:
+        first, second = store_counter(store, "first"), store_counter(store, "second")
+        few = {"num_engines": 1, "max_running_requests": 48}
+        sampled = sample(PROMPTS, 3, PARAMS, server.client(), first, **few)
+        answered = Counter(one.prompt_index for one in sampled.samples)
+        assert set(answered.values()) <= {3} and len(answered) <= 6, "three requests of two prompts"
+        assert len(answered) == 6 or failure not in ("hang", "deaf"), "others may come before those answers"
+        assert isinstance(sampled.fault, EngineFault) and re.search(FAULTS[failure], str(sampled.fault))
+        server.failure = ""
+        left = [prompt for prompt in PROMPTS if prompt[0] not in answered]
+        rest = sample(left, 3, PARAMS, server.client(), second, **few)
+    assert rest.fault is None
+    assert every_sample_once(sampled.samples + rest.samples, 3)
+
+
+def test_what_an_engine_refuses_is_not_asked_again():
+    with EngineServer("refusal") as server, pytest.raises(EngineError, match="refused .HTTP 400.: .*why") as raised:
+        take = store_counter(dist.HashStore(), "step 1")
+        sample(PROMPTS, 1, PARAMS, server.client(), take, num_engines=1, max_running_requests=8)
+    assert not isinstance(raised.value, EngineFault)
 
 
 @pytest.mark.parametrize("num_prompts", [1, 7, 256, 1000])

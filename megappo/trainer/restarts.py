@@ -1,0 +1,69 @@
+"""Engines that fail while they sample are started anew, and get the weights of the others."""
+
+from collections.abc import Callable
+
+from megappo import platform
+from megappo.batch.exchange import Exchange
+from megappo.observe.observer import NullObserver, Observer
+from megappo.rollout.client import EngineError, EngineFault
+from megappo.trainer.own_engine import OwnEngine
+
+
+class Restarts:
+    """Looks after the engines between two rounds of sampling. All ranks call together.
+
+    Args:
+        limit: rollout.max_engine_restarts.
+    Attributes:
+        give_weights: called when engines that have been started anew, with model.path's weights, are up.
+    """
+
+    def __init__(self, own: OwnEngine, exchange: Exchange, observer: Observer | NullObserver, limit: int):
+        self.own = own
+        self.exchange = exchange
+        self.observer = observer
+        self.limit = limit
+        self.give_weights: Callable[[], object] = lambda: None
+        self._in_a_row = 0  # of this rank's engine, without a rollout that went well between them
+        self._count = 0
+
+    def take_count(self) -> int:
+        """Of all engines since the last call."""
+        count, self._count = self._count, 0
+        return count
+
+    def were_needed(self, fault: EngineFault | None) -> bool:
+        """Whether any engine had failed. On return all are up, with the same weights.
+
+        Args:
+            fault: of this rank's engine.
+        Raises:
+            EngineError: it has failed too often, or does not start.
+        """
+        if fault is not None and self._in_a_row == self.limit:
+            raise EngineError(f"{fault}{self._tried()}") from fault
+        told = [text for text in self.exchange.share(self._told(fault)) if text]
+        if not told:
+            self._in_a_row = 0
+            return False
+        for text in told:
+            self.observer.message(text)
+        platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
+        self.exchange.share(None)
+        if fault is not None:
+            self._in_a_row += 1
+            self.own.restart()
+        self._count += len(told)
+        self.give_weights()
+        return True
+
+    def _told(self, fault: EngineFault | None) -> str:
+        if fault is None:
+            return ""
+        times = f"{self._in_a_row + 1} of {self.limit} times in a row"
+        return f"WARNING: engine {self.own.number} is started anew ({times}; rollout.max_engine_restarts): {fault}"
+
+    def _tried(self) -> str:
+        if self.limit == 0:
+            return ""
+        return f"\nengine {self.own.number} has been started anew {self.limit} times (rollout.max_engine_restarts)"

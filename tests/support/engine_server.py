@@ -1,0 +1,96 @@
+"""A small HTTP server that answers as SGLang does, until it is told to fail."""
+
+import itertools
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from megappo.rollout.client import EngineClient
+
+HANG_SECONDS = 0.6
+
+
+def response(tokens: list[int], log_probs: list[float], reason: str = "stop") -> dict[str, Any]:
+    """SGLang's of one sequence."""
+    entries = [[value, token, None] for value, token in zip(log_probs, tokens, strict=True)]
+    return {"output_ids": tokens, "meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": entries}}
+
+
+WELL = response([5, 6], [-1.0, -2.0])
+NONSENSE: dict[str, Callable[[int], Any]] = {
+    "no list": lambda count: {"text": "hello"},
+    "too few": lambda count: [WELL] * (count - 1),
+    "other tokens": lambda count: [WELL | {"output_ids": [7, 8]}] * count,
+    "no numbers": lambda count: [response([5], [float("nan")])] * count,
+    "aborted": lambda count: [response([5], [-1.0], "abort")] * count,
+    "no log-probs": lambda count: [{"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}}}] * count,
+}
+"""Of so many sequences."""
+
+
+class EngineServer(ThreadingHTTPServer):
+    """Usable as a context manager, which serves meanwhile.
+
+    Attributes:
+        failure: of every request after `num_well` of them: of NONSENSE, or "no JSON", "crash", "hang" (of what
+            computes; "deaf": of what serves, too), "refusal", "error".
+    """
+
+    daemon_threads = True
+
+    def __init__(self, failure: str = "", num_well: int = 0):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.failure = failure
+        self.num_well = num_well
+        self.requests = itertools.count()
+        self.ended = threading.Event()
+
+    def __enter__(self) -> "EngineServer":
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ended.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *args: object) -> None:
+        """Whoever asked has gone."""
+
+    def client(self) -> EngineClient:
+        return EngineClient(f"http://127.0.0.1:{self.server_port}", "key", 20.0, hang_seconds=HANG_SECONDS)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: EngineServer
+
+    def do_GET(self) -> None:
+        if self.server.failure == "deaf":
+            self.server.ended.wait()
+        self._answer(503 if self.server.failure == "hang" else 200, b"")
+
+    def do_POST(self) -> None:
+        count = len(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"])
+        failure = self.server.failure if next(self.server.requests) >= self.server.num_well else ""
+        if failure in ("hang", "deaf"):
+            self.server.ended.wait()
+        elif failure == "crash":
+            self.close_connection = True
+        elif failure in ("refusal", "error"):
+            self._answer(400 if failure == "refusal" else 500, b'{"error": "why"}')
+        elif failure == "no JSON":
+            self._answer(200, b"<html>")
+        else:
+            self._answer(200, json.dumps(NONSENSE.get(failure, lambda count: [WELL] * count)(count)).encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing."""

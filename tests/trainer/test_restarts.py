@@ -1,0 +1,88 @@
+"""Engines that fail while they sample: which prompts are asked again, who starts what anew, and when it is enough."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from engine_server import EngineServer
+from spawn import run_ranks
+
+from megappo.batch.exchange import Exchange
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.observe.observer import NullObserver
+from megappo.rollout.client import EngineClient, EngineError, EngineFault
+from megappo.trainer.datasets import Datasets
+from megappo.trainer.own_engine import OwnEngine
+from megappo.trainer.restarts import Restarts
+from megappo.trainer.rollouts import Rollouts
+
+CONFIG = {
+    "model": {"path": "m"},
+    "data": {"train_files": ["f"], "train_batch_size": 50},
+    "trainer": {"output_dir": "o"},
+}
+PROMPTS = [Prompt(i, [i + 1], "", None) for i in range(50)]
+
+
+class Engine:
+    """A server in an engine's place; started anew, it is well."""
+
+    def __init__(self, server: EngineServer):
+        self.server = server
+        self.num_restarts = 0
+
+    def wait_ready(self) -> EngineClient:
+        return self.server.client()
+
+    def restart(self) -> None:
+        self.server.failure = ""
+        self.num_restarts += 1
+
+
+def sample_with_faults(rank: int, world_size: int) -> None:
+    """Rank 0 has no engine. Both engines fail at once, then that of rank 2 alone."""
+    given = []
+    with EngineServer("no list", num_well=2 * rank) as server:
+        engine = Engine(server)
+        own = OwnEngine(rank - 1, engine) if rank else OwnEngine()
+        exchange, datasets = Exchange(dist.group.WORLD), Datasets(None, (), 30, None, {})
+        rollouts = Rollouts(Config.model_validate(CONFIG), datasets, own, exchange, NullObserver(), num_engines=2)
+        rollouts.restarts.give_weights = lambda: given.append(engine.num_restarts)
+        for count, failing in enumerate(("no list", "no list" if rank == 2 else "")):
+            server.failure = failing
+            samples = rollouts.sample(PROMPTS, 2, rollouts.training, "rollout")
+            found = [(one.prompt_index, one.sample_index) for part in exchange.share(samples) for one in part]
+            assert sorted(found) == [(i, order) for i in range(len(PROMPTS)) for order in range(2)]
+            assert rollouts.restarts.take_count() == (2, 1)[count]
+    assert engine.num_restarts == (0, 1, 2)[rank]
+    assert given == ([0, 0], [1, 1], [1, 2])[rank], "all take part, once engines are up"
+
+
+def test_prompts_without_an_answer_are_asked_again():
+    run_ranks(3, sample_with_faults)
+
+
+def restarts(limit: int, told: list[str]) -> Restarts:
+    alone = SimpleNamespace(share=lambda value: [value])
+    own = SimpleNamespace(number=4, restart=lambda: told.append("restart"))
+    return Restarts(own, alone, SimpleNamespace(message=told.append), limit)
+
+
+def test_an_engine_that_fails_again_and_again_ends_the_run():
+    told: list[str] = []
+    found, fault = restarts(2, told), EngineFault("it ended")
+    assert found.were_needed(fault)
+    assert not found.were_needed(None), "a rollout that went well: the count begins anew"
+    assert found.were_needed(fault) and found.were_needed(fault)
+    assert told[2:] == [
+        "WARNING: engine 4 is started anew (1 of 2 times in a row; rollout.max_engine_restarts): it ended",
+        "restart",
+        "WARNING: engine 4 is started anew (2 of 2 times in a row; rollout.max_engine_restarts): it ended",
+        "restart",
+    ]
+    with pytest.raises(EngineError, match="^it ended\nengine 4 has been started anew 2 times"):
+        found.were_needed(fault)
+    with pytest.raises(EngineError, match="^it ended$"):
+        restarts(0, told).were_needed(fault)
+    assert len(told) == 6
