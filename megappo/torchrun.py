@@ -48,6 +48,9 @@ def main() -> int:
     bind_stores()
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))
+    if args.max_restarts and parse_min_max_nnodes(args.nnodes)[1] > 1:
+        print("error: --max-restarts is for one node: on several start them all again, as Slurm can", file=sys.stderr)
+        return 2
     try:
         run(args)
     except ChildFailedError as error:

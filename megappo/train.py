@@ -61,12 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     platform.raise_open_file_limit()  # nor has it raised this
     os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's manager of shared memory listens
     try:
-        store, _, _ = next(dist.rendezvous("env://"))
+        torchrun_store, _, _ = next(dist.rendezvous("env://"))
     except dist.DistError as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         print(f"error (rank {rank}): torchrun's store at {where} does not answer: {error}", file=sys.stderr)
         os._exit(1)
     cleanup = ExitStack()
+    # torchrun's store outlives ranks that it starts again: what the ones before have left there would mislead them.
+    store = dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", torchrun_store)
     code = 0
     try:
         _run(args, store, rank, world_size, cleanup)

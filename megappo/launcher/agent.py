@@ -18,7 +18,7 @@ from megappo import interruption
 from megappo.interruption import EXIT_AGAIN
 from megappo.launcher.nodes import Nodes
 from megappo.launcher.signals import ASKING, ending_signals
-from megappo.lifetime import EXIT_LOST_RANK, LAUNCHER
+from megappo.lifetime import EXIT_CONFIG, EXIT_LOST_RANK, LAUNCHER
 
 
 class OtherNodeError(RuntimeError):
@@ -44,7 +44,6 @@ class Agent(LocalElasticAgent):
         self._ended: list[int] = []  # local ranks that ended before any was asked to
         self._asked = ""  # the signal by which the ranks were asked to save and end
         self._first_saved = math.inf  # when the first rank had
-        self._killed_for_memory = _killed_for_memory()
         os.environ[LAUNCHER] = str(os.getpid())
 
     def run(self, role: str = "default") -> RunResult:
@@ -77,6 +76,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._ended = []
+        self._killed_for_memory = _killed_for_memory()
         self._handle_signals()
         signal.set_wakeup_fd(-1)  # from here on there are ranks to be ended
         held_back = {interruption.SIGNAL} if self.ranks_can_save else set()
@@ -92,6 +92,12 @@ class Agent(LocalElasticAgent):
             self._nodes = Nodes(worker_group.store, node, worker_group.group_world_size, name)
         return pids
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Start all ranks again, as --max-restarts allows. torchrun calls it when one has failed."""
+        self._report()
+        print(f"starting all ranks again; --max-restarts leaves {self._remaining_restarts} more", file=sys.stderr)
+        super()._restart_workers(worker_group)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = self._codes()
         if EXIT_AGAIN in codes.values() and set(codes.values()) <= {0, EXIT_AGAIN, None}:
@@ -104,6 +110,8 @@ class Agent(LocalElasticAgent):
         self._ended = [local for local, code in codes.items() if code]
         if self._ended:
             self._pcontext.close(signal.SIGTERM, self._shutdown_timeout)  # torchrun would give them 30 s
+            if self._asked or {EXIT_CONFIG, EXIT_AGAIN} & set(codes.values()):
+                self._remaining_restarts = 0  # the run is to end, or will not work the next time either
         elif None in codes.values():
             if self._nodes is not None and (verdict := self._nodes.verdict()):
                 raise OtherNodeError(verdict)

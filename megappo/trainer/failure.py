@@ -19,7 +19,7 @@ from megappo.batch.exchange import LOST_RANK, OtherRankError
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
-from megappo.lifetime import EXIT_LOST_RANK, LAUNCHER
+from megappo.lifetime import EXIT_CONFIG, EXIT_LOST_RANK, LAUNCHER
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError
 from megappo.weights.safetensors_io import WeightsError
@@ -82,7 +82,7 @@ def report(error: Exception, store: dist.Store, rank: int, world_size: int) -> i
         if consequence and LAUNCHER in os.environ:
             return EXIT_LOST_RANK
         silent = []
-    code = 2 if isinstance(error, ConfigError) else 1
+    code = EXIT_CONFIG if isinstance(error, ConfigError) else 1
     _tell(f"error (rank {rank}): {_waited(error, silent)}" if silent else _message(error, rank))
     with suppress(dist.DistError):
         _quietly(store.set, "told", str(code))

@@ -30,7 +30,9 @@ def ignore():
 
 rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store, _, _ = next(dist.rendezvous("env://"))
-dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=4))
+store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+seconds = 100 if "all=watch" in sys.argv else 4
+dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds))
 dist.barrier()
 os.write(1, f"rank {rank} is there\\n".encode())  # as one piece
 try:
@@ -153,6 +155,26 @@ def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(launch):
     assert waited.startswith("error (rank 0): waited for longer than trainer.process_group_timeout_seconds")
     assert "for an answer of rank 1 (" in waited
     assert killed.startswith("error: rank 1 (pid ") and "it was stopped, or hung" in killed
+
+def test_a_rank_that_is_killed_with_a_restart_left(launch):
+    launcher = launch(*ONE_NODE, "--max-restarts", "1")
+    killed = launcher.wait_for_ranks()[1]
+    killed.kill()
+    again = launcher.wait_for_ranks(4)[0]
+    again.kill()
+    assert launcher.wait() == 1
+    first, restart, second = launcher.lines
+    assert first.startswith(f"error: rank 1 (pid {killed.pid}, {HOST}) was ended by SIGKILL")
+    assert restart == "starting all ranks again; --max-restarts leaves 0 more"
+    assert second.startswith(f"error: rank 0 (pid {again.pid}, {HOST}) was ended by SIGKILL")
+
+
+def test_restarts_are_refused_on_several_nodes(launch):
+    launcher = launch(*node(0, free_port()), "--max-restarts", "1")
+    assert launcher.wait() == 2
+    [line] = launcher.lines
+    assert line.startswith("error: --max-restarts is for one node")
+
 
 
 def test_a_full_disk_on_one_rank_while_another_does_not_listen(launch):

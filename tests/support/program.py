@@ -30,6 +30,7 @@ class Program:
         launcher: module that starts the ranks.
         environment: further variables.
         prefix: of the command.
+        options: further ones of the launcher.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Program:
         launcher: str = "megappo.torchrun",
         environment: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
+        options: Sequence[str] = (),
     ):
         self.launcher = launcher
         self.temporary = folder / "tmp"
@@ -48,7 +50,8 @@ class Program:
         self.seen: set[psutil.Process] = set()
         self.shared_memory: set[Path] = set()
         variables = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), "PROGRAM_UNDER_TEST": self.marker}
-        command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", "-m", "megappo.train"]
+        command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", *options]
+        command += ["-m", "megappo.train"]
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
                 [*prefix, *command, *map(str, arguments)],
