@@ -39,6 +39,7 @@ from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.preflight import check_run
 from megappo.trainer.resuming import already_finished
+from megappo.trainer.watchdog import Watchdog
 
 TRAINING = "megappo.training:train"
 """Imported only for a run that has something to do: megatron-core and transformers take seconds on every rank."""
@@ -66,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         print(f"error (rank {rank}): torchrun's store at {where} does not answer: {error}", file=sys.stderr)
         os._exit(1)
-    cleanup = ExitStack()
     # torchrun's store outlives ranks that it starts again: what the ones before have left there would mislead them.
     store = dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", torchrun_store)
+    cleanup = ExitStack()
     code = 0
     try:
         _run(args, store, rank, world_size, cleanup)
@@ -118,6 +119,7 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
         train = resolved(TRAINING)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
+    Watchdog(store, rank, world_size, config.hang_timeout_seconds)
     train(config, cleanup)
 
 

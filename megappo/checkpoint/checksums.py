@@ -10,6 +10,7 @@ from megappo.batch.exchange import Exchange
 from megappo.checkpoint.durable import sync
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import STATE
+from megappo.observe.life import LIFE
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -137,6 +138,7 @@ def _text(sums: dict[str, str]) -> str:
 
 
 def _sum(path: Path, durable: bool = False) -> str:
+    LIFE.sign()
     with path.open("rb") as file:
         if durable:
             os.fsync(file.fileno())

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.reading import SafeCommon
+from megappo.observe.life import LIFE
 
 # Saves here are synchronous, so their results stay in this process. Megatron's own queue lives in a further process of
 # each rank, which would import the whole program again: seconds, and several hundred MiB.
@@ -115,6 +116,7 @@ class _Stream(io.BufferedWriter):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        LIFE.sign()
         try:
             return super().write(data)
         except OSError as error:

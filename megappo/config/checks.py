@@ -17,6 +17,7 @@ def config_errors(config: Config) -> list[str]:
         *_rollout(config),
         *_data(config),
         *_record(config),
+        *_trainer(config),
     ]
 
 
@@ -85,4 +86,13 @@ def _record(config: Config) -> Iterator[str]:
         yield (
             "trainer.replay_rollouts starts no engines, which the evaluation on data.val_files needs: set "
             "trainer.eval_interval to 0"
+        )
+
+
+def _trainer(config: Config) -> Iterator[str]:
+    hang, wait = config.hang_timeout_seconds, config.trainer.process_group_timeout_seconds
+    if hang >= wait:
+        yield (
+            f"trainer.hang_timeout_seconds {hang:g} must be below trainer.process_group_timeout_seconds {wait:g}, "
+            "which would end a run that hangs before its ranks have said where they are: lower it, or raise that"
         )

@@ -288,6 +288,7 @@ class Trainer(Section):
     rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")
     extensions: tuple[str, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
     process_group_timeout_seconds: PositiveFloat = Field(1800.0, description="a collective that waits longer than this ends the run")
+    hang_timeout_seconds: PositiveFloat | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
 
 
 class Config(Section):
@@ -334,6 +335,11 @@ class Config(Section):
         """Steps between evaluations; 0 for none."""
         chosen = self.trainer.eval_interval
         return (EVAL_INTERVAL if self.data.val_files else 0) if chosen is None else chosen
+
+    @property
+    def hang_timeout_seconds(self) -> float:
+        """How long all ranks together may give no sign of life."""
+        return self.trainer.hang_timeout_seconds or self.trainer.process_group_timeout_seconds / 2
 
     @property
     def absences(self) -> tuple[str, ...]:

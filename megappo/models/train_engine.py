@@ -32,6 +32,7 @@ from megappo.models.context_parallel import sum_of_shares
 from megappo.models.optimizer import lr_scheduler, make_saveable, optimizer_config
 from megappo.models.routing import router_bias_kept
 from megappo.models.sharding import load_chunks, sharded_chunks, sharded_optimizer
+from megappo.observe.life import LIFE
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.placement.groups import ComponentGroups
 
@@ -199,6 +200,7 @@ class MegatronEngine:
         context = self.groups.collection.cp
         share = {"context": context.size(), "context_rank": context.rank()}
         for rows_of_bin, call in zip([*bins, *[shortest] * num_idle], calls, strict=True):
+            LIFE.sign()
             packed = pack(rows.select(rows_of_bin), multiple, platform.device(), **share)
             yield packed, partial(call, packed)
 

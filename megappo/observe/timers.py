@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megappo.observe.life import LIFE
 from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import Metric
 
@@ -32,6 +33,7 @@ class Timers:
         name = "/".join(self._open)
         if name == phase:
             self._memory.start(phase)
+        LIFE.enter(name)
         start = time.perf_counter()
         try:
             yield
@@ -39,6 +41,7 @@ class Timers:
         finally:
             self._seconds[name] += time.perf_counter() - start
             self._open.pop()
+            LIFE.enter(f"what follows {name}")
             if name == phase:
                 self._memory.stop()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.errors import looked_in
+from megappo.observe.life import LIFE
 from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.process import Worker, WorkerError
 
@@ -128,7 +129,7 @@ class RewardPool(AbstractContextManager):
             raise self._error(str(error)) from error
 
     def _together(self, calls: Sequence[Callable[[float], Any]], deadline: float) -> list[Any]:
-        with ThreadPoolExecutor(len(calls)) as threads:
+        with LIFE.waiting(), ThreadPoolExecutor(len(calls)) as threads:
             try:
                 futures = [threads.submit(call, deadline) for call in calls]
                 for future in wait(futures, return_when=FIRST_EXCEPTION).done:

@@ -10,6 +10,8 @@ from typing import Any, Literal, NoReturn
 
 import httpx
 
+from megappo.observe.life import LIFE
+
 FINISH_REASONS = ("stop", "length")
 ENDING_SECONDS = 3.0
 """How long a crashed engine may take, from the break of its connections, to end."""
@@ -158,7 +160,8 @@ class EngineClient:
     ) -> list[Generation]:
         """As `generate`, over `http` from `open_async`, many requests at a time."""
         try:
-            response = await http.post("/generate", json=_generate_body(prompts, params))
+            with LIFE.waiting():
+                response = await http.post("/generate", json=_generate_body(prompts, params))
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
         return _generations(self._checked("/generate", response), len(prompts))
@@ -186,7 +189,8 @@ class EngineClient:
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Any request of SGLang's HTTP API; the reply's JSON, or None."""
         try:
-            response = self._http.post(path, json=body)
+            with LIFE.waiting():
+                response = self._http.post(path, json=body)
         except httpx.TransportError as error:
             raise self._unreachable(path, error) from error
         return self._checked(path, response)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megappo import platform
 from megappo.config.schema import Rollout
+from megappo.observe.life import LIFE
 from megappo.rollout import launch
 from megappo.rollout.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
 from megappo.rollout.keeper import remove_traces
@@ -96,6 +97,7 @@ class Engine:
                     f"the SGLang engine did not start within {self._rollout.start_timeout_seconds:g} s: raise "
                     f"rollout.start_timeout_seconds, or see why in {self.log_path}, which ends:\n{self._log_tail()}"
                 )
+            LIFE.sign()
             time.sleep(POLL_SECONDS)
         self._guard.close()
         return client

@@ -83,10 +83,15 @@ def report(error: Exception, store: dist.Store, rank: int, world_size: int) -> i
             return EXIT_LOST_RANK
         silent = []
     code = EXIT_CONFIG if isinstance(error, ConfigError) else 1
-    _tell(f"error (rank {rank}): {_waited(error, silent)}" if silent else _message(error, rank))
+    tell(f"error (rank {rank}): {_waited(error, silent)}" if silent else _message(error, rank), store, code)
+    return code
+
+
+def tell(message: str, store: dist.Store, code: int) -> None:
+    """Print why the run ends, so that ranks that fail in its wake keep silent and end with the same exit code."""
+    _print(message)
     with suppress(dist.DistError):
         _quietly(store.set, "told", str(code))
-    return code
 
 
 def _quietly(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -113,7 +118,7 @@ def _told(store: dist.Store) -> int:
     return int(_quietly(store.get, "told"))
 
 
-def _tell(message: str) -> None:
+def _print(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:  # torchrun repeats it at the end of its own report

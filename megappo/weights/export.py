@@ -13,6 +13,7 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import SECOND_HEAD, Piece, pieces_of
 from megappo.models.build import ModelChunks
 from megappo.models.dtypes import TORCH_DTYPES
+from megappo.observe.life import LIFE
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
 from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
@@ -109,6 +110,7 @@ class Export:
             `flat`, of copies in the parameters' dtype, padding of the vocabulary left out; see `views`. On a rank
             that is not among those `needing` them its values mean nothing.
         """
+        LIFE.sign()
         if flat is None:
             flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
         elements = flat.view(bucket[0].dtype)

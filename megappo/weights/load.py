@@ -8,6 +8,7 @@ import torch
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS, VALUE_HEAD, Piece, pieces_of
 from megappo.models.build import ModelChunks
+from megappo.observe.life import LIFE
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import all_finite
 from megappo.weights.critic import has_value_bias, name_value_head
@@ -71,6 +72,7 @@ def load_hf(
             _check_tied(source)
         has_values = VALUE_HEAD in source.names()
         for name, parameter in parameters.items():
+            LIFE.sign()
             progress(name)
             pieces = table[name].pieces
             if pieces[0].name == VALUE_HEAD and not has_values:

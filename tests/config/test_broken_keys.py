@@ -153,6 +153,9 @@ CONTRADICTIONS = {
     "actor.optim.lr_warmup_steps=1 trainer.total_steps=1": (
         "actor.optim.lr_warmup_steps 1 must be below the run's 1 optimizer step: shorten it or raise"
     ),
+    "trainer.process_group_timeout_seconds=600 trainer.hang_timeout_seconds=600": (
+        "trainer.hang_timeout_seconds 600 must be below trainer.process_group_timeout_seconds 600, which would"
+    ),
     "data.label_key=prompt": "data.prompt_key and data.label_key are both 'prompt': name two different fields",
 }
 PLACEMENTS = {

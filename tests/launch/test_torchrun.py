@@ -22,7 +22,15 @@ import torch, torch.distributed as dist
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 def stop(): os.kill(os.getpid(), signal.SIGSTOP)
+def slip(): return {}["no such key"]
+def dream(): time.sleep(1000)
 def fill(): os.write(os.open("/dev/full", os.O_WRONLY), b"x")
+def watch():
+    from megappo.trainer.watchdog import Watchdog
+    Watchdog(store, rank, world_size, 2.0)
+def generate():
+    from megappo.observe.life import LIFE
+    with LIFE.waiting(): time.sleep(5)
 def ignore():
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -36,9 +44,9 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, t
 dist.barrier()
 os.write(1, f"rank {rank} is there\\n".encode())  # as one piece
 try:
-    for word in sys.argv[1:]:  # RANK=WHAT
+    for word in sys.argv[1:]:  # RANK=WHAT, or all=WHAT
         who, what = word.split("=")
-        if int(who) == rank:
+        if who in (str(rank), "all"):
             globals()[what]()
     while True:
         dist.all_reduce(torch.ones(1))
@@ -148,14 +156,6 @@ def test_a_signal_to_a_single_rank(launch, number):
     assert ("out of memory" in line) == (number == signal.SIGKILL)
 
 
-def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(launch):
-    launcher = launch(*ONE_NODE, "1=stop")
-    assert launcher.wait() == 1
-    waited, killed = launcher.lines
-    assert waited.startswith("error (rank 0): waited for longer than trainer.process_group_timeout_seconds")
-    assert "for an answer of rank 1 (" in waited
-    assert killed.startswith("error: rank 1 (pid ") and "it was stopped, or hung" in killed
-
 def test_a_rank_that_is_killed_with_a_restart_left(launch):
     launcher = launch(*ONE_NODE, "--max-restarts", "1")
     killed = launcher.wait_for_ranks()[1]
@@ -175,6 +175,51 @@ def test_restarts_are_refused_on_several_nodes(launch):
     [line] = launcher.lines
     assert line.startswith("error: --max-restarts is for one node")
 
+
+def test_a_rank_that_is_stopped_is_named_by_those_that_wait_for_it(launch):
+    launcher = launch(*ONE_NODE, "1=stop")
+    assert launcher.wait() == 1
+    waited, killed = launcher.lines
+    assert waited.startswith("error (rank 0): waited for longer than trainer.process_group_timeout_seconds")
+    assert "for an answer of rank 1 (" in waited
+    assert killed.startswith("error: rank 1 (pid ") and "it was stopped, or hung" in killed
+
+
+def test_the_traceback_of_any_rank_comes_first(launch):
+    launcher = launch("--standalone", "--nproc-per-node", "3", "--shutdown-timeout", "1", "2=slip")
+    began = time.monotonic()
+    assert launcher.wait() == 1
+    assert time.monotonic() - began < 60
+    first, *frames, last = launcher.lines
+    assert first == "error (rank 2): Traceback (most recent call last):"
+    assert last == "KeyError: 'no such key'" and all(line.startswith("  ") for line in frames)
+
+
+@pytest.mark.parametrize("fault", ["dream", "stop"])
+def test_a_rank_that_hangs_is_found_while_others_wait_for_it(launch, fault):
+    launcher = launch("--standalone", "--nproc-per-node", "3", "--shutdown-timeout", "1", "all=watch", f"1={fault}")
+    hanging = launcher.wait_for_ranks(3)[1].pid
+    began = time.monotonic()
+    assert launcher.wait() == 1
+    assert time.monotonic() - began < 40
+    first, second, *rest = launcher.lines
+    assert first == (
+        "error: no rank has given a sign of life for 2 s (trainer.hang_timeout_seconds): look at rank 1 first"
+    )
+    place = "does not answer: it was stopped" if fault == "stop" else "is in the set-up and waits for no other rank:"
+    assert second.startswith(f"rank 1 (pid {hanging}, {HOST}) {place}")
+    assert sum("time.sleep(1000)" in line for line in rest) == (fault == "dream")
+    [others] = [line for line in rest if line.startswith("ranks 0,2, as rank 0 (pid ")]
+    assert "waits in all_reduce (torch/distributed/distributed_c10d.py line " in others
+    assert sum("dist.all_reduce(torch.ones(1))" in line for line in rest) == 1
+    assert [line.startswith("error: rank 1 (pid ") for line in rest].count(True) == (fault == "stop")
+
+
+def test_a_rank_that_waits_for_an_engine_does_not_hang(launch):
+    launcher = launch(*ONE_NODE, "all=watch", "1=generate", "1=fill")
+    assert launcher.wait() == 1
+    [line] = launcher.lines
+    assert line.startswith("error (rank 1): No space left on device")
 
 
 def test_a_full_disk_on_one_rank_while_another_does_not_listen(launch):

@@ -6,7 +6,7 @@ from socket import AF_INET
 
 import psutil
 import pytest
-from program import Program
+from program import Program, logged
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -24,6 +24,22 @@ def fails(prompts, responses, labels):
 
 def too_few(prompts, responses, labels):
     return [1.0]
+"""
+DREAM = """
+import os
+import time
+
+from megappo.config.methods import POLICY_LOSSES, PolicyLoss
+from megappo.ppo.policy_losses import gpg
+
+
+def dream(tokens, config):
+    while os.environ["RANK"] == "1":
+        time.sleep(1)
+    return gpg(tokens, config)
+
+
+POLICY_LOSSES.register("dream", PolicyLoss(dream))
 """
 ENDLESS = ("trainer.total_steps=100000", "trainer.eval_interval=0", "trainer.save_interval=0")
 
@@ -100,3 +116,36 @@ def test_a_reward_function_that_returns_too_few_values(config, folder):
         f"error (rank 0): reward function {reward} returned 1 values for 8 responses; expected one each",
         "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds",
     ]
+
+
+@pytest.mark.slow  # tests/launch has ranks that hang
+def test_a_loss_that_hangs_on_one_rank(config, folder):
+    extension = folder / "mine.py"
+    extension.write_text(DREAM)
+    arguments = (f"trainer.extensions={extension}", "actor.policy_loss=dream", f"trainer.output_dir={folder / 'run'}")
+    with Program(folder, config, *arguments, "trainer.hang_timeout_seconds=30", *ENDLESS) as program:
+        program.wait_until(lambda: "no rank has given a sign of life" in program.output)
+        assert program.wait(60) == 1
+    told = program.output[program.output.index("error") :]
+    assert errors(told) == [
+        "error: no rank has given a sign of life for 30 s (trainer.hang_timeout_seconds): look at rank 1 first"
+    ]
+    first, second = (line for line in told.splitlines() if line.startswith("rank "))
+    assert first.startswith("rank 1 (pid ") and first.endswith(" is in update_actor and waits for no other rank:")
+    assert second.startswith("rank 0 (pid ") and " is in update_actor and waits in " in second
+    assert "in dream\n      time.sleep(1)" in told[: told.index(second)]
+
+
+@pytest.mark.slow  # tests/launch has ranks that are started again
+def test_a_killed_rank_with_a_restart_left(config, folder):
+    run = folder / "run"
+    arguments = (f"trainer.output_dir={run}", "trainer.total_steps=6", "trainer.save_interval=2")
+    with Program(folder, config, *arguments, options=["--max-restarts", "1"]) as program:
+        program.wait_until(lambda: (run / "checkpoints" / "latest").exists())
+        program.ranks[0].kill()  # the one that owns the engine and the lock
+        assert program.wait() == 0, program.output
+    [line] = errors(program.output)
+    assert line.startswith("error: rank 0 (pid ") and "was ended by SIGKILL" in line
+    assert "starting all ranks again; --max-restarts leaves 0 more" in program.output
+    assert f"going on after step 2 from {run}/checkpoints/" in program.output or "after step 4" in program.output
+    assert [metrics["step"] for metrics in logged(run)][-1] == 6
