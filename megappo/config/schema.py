@@ -281,6 +281,7 @@ class Trainer(Section):
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
     num_samples: NonNegative = Field(4, description="rollouts printed and logged per evaluation")
+    max_bad_steps: NonNegative = Field(3, description="so many optimizer steps in a row are skipped, with their rows kept in bad_steps/, where loss or gradients are not finite; one more ends the run")
     time_limit: PositiveFloat | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save")
     record_rollouts: str | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")

@@ -1,6 +1,9 @@
 """Megatron's optimizer and learning-rate schedule, as a component's optim section sets them."""
 
+import math
+
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
@@ -33,6 +36,23 @@ def make_saveable(optimizer: ChainedOptimizer) -> None:
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             # Over which `sharding_metadata` has states gathered: with CPU tensors such a group speaks gloo.
             part.data_parallel_group_gloo = part.data_parallel_group
+
+
+def clipped_step(optimizer: ChainedOptimizer) -> float:
+    """One step; the norm of the gradients before clipping. Where that is not finite, nothing is changed.
+
+    It is `ChainedOptimizer.step` of megatron-core, which would spoil all weights then. All ranks of the component
+    together, its groups active.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if math.isfinite(norm):
+        for part in optimizer.chained_optimizers:
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters and part.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm)
+        optimizer.step_with_ready_grads()
+    return norm
 
 
 def lr_scheduler(optimizer: object, optim: Optim, total_optimizer_steps: int) -> OptimizerParamScheduler:

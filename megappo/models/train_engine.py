@@ -23,13 +23,12 @@ from megatron.core.transformer.module import Float16Module
 
 from megappo import platform
 from megappo.batch.balance import micro_batches
-from megappo.batch.exchange import OtherRankError
 from megappo.batch.packing import PackedBatch, pack
 from megappo.batch.rows import Rows
 from megappo.config.schema import Optim
 from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
-from megappo.models.optimizer import lr_scheduler, make_saveable, optimizer_config
+from megappo.models.optimizer import clipped_step, lr_scheduler, make_saveable, optimizer_config
 from megappo.models.routing import router_bias_kept
 from megappo.models.sharding import load_chunks, sharded_chunks, sharded_optimizer
 from megappo.observe.life import LIFE
@@ -51,14 +50,19 @@ class OptimizerStep:
 
     Attributes:
         grad_norm: before clipping. lr: learning rate. Both are the same on every rank of the component.
-        metrics: of the loss function, merged over micro-batches: this shard's part; {} but on the last stage.
+        metrics: of the loss function, merged over micro-batches: this shard's part; {} but on the last stage, and of a
+            step that was skipped.
+        skipped: what was not finite, so that no weight was changed: on the ranks that saw it, else that another did; ""
+            after a step that was made.
     """
 
     grad_norm: float
     lr: float
     metrics: dict[str, Metric]
+    skipped: str = ""
 
 
+ELSEWHERE = "the loss of an optimizer step is not finite on another rank"
 LOSS = "loss"
 """Stands among a loss function's metrics for the loss itself, which has the parts that they name."""
 
@@ -233,6 +237,9 @@ class TrainedEngine(MegatronEngine):
         optim: the optimizer's settings.
         total_optimizer_steps: over the whole run; the learning rate decays over them.
         loss_head: what training steps read, where that is not what forward passes read with `head`.
+
+    Attributes:
+        skipped_in_a_row: the last so many optimizer steps were skipped.
     """
 
     def __init__(
@@ -248,6 +255,7 @@ class TrainedEngine(MegatronEngine):
         super().__init__(chunks, groups, head, max_tokens)
         self.loss_head = loss_head or head
         self.optim = optim
+        self.skipped_in_a_row = 0
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=optim.distributed, grad_reduce_in_fp32=True
         )
@@ -270,13 +278,8 @@ class TrainedEngine(MegatronEngine):
         self.config.finalize_model_grads_func = _finalize_without_token_count
 
     def train_batch(self, rows: Rows, loss_fn: LossFn) -> OptimizerStep:
-        """One optimizer step on this shard's rows of a mini-batch.
-
-        Raises:
-            FloatingPointError: the loss or one of its metrics is not finite, and no weight has been changed; or the
-                gradient norm is not, and the model is spoiled. End the run without saving it.
-            OtherRankError: the loss is not finite on another rank.
-        """
+        """One optimizer step on this shard's rows of a mini-batch, or none where loss, metrics or gradients are not
+        finite: all ranks of the component agree on it."""
         for runner in self.runners:
             runner.train()
             runner.zero_grad_buffer()
@@ -285,18 +288,19 @@ class TrainedEngine(MegatronEngine):
         on_idle = partial(self._loss, _no_loss)
         parts = self._run(rows, bins, partial(self._loss, loss_fn), on_idle, forward_only=False)
         metrics = {name: replace(one, part=one.part.cpu()) for name, one in merge_metrics(parts).items()}
-        self._check_finite(metrics)
-        with self.groups.active():
-            updated, grad_norm, _ = self.optimizer.step()
-        if not updated or not torch.isfinite(torch.as_tensor(grad_norm)):
-            raise FloatingPointError(f"the gradient norm is {grad_norm}: lower optim.lr, or look at the rewards")
         lr = max(group["lr"] for group in self.optimizer.param_groups)
+        if broken := self._broken(metrics):
+            return OptimizerStep(math.nan, lr, {}, broken)
+        with self.groups.active():
+            grad_norm = clipped_step(self.optimizer)
+        if not math.isfinite(grad_norm):
+            return OptimizerStep(grad_norm, lr, {}, f"the gradient norm is {grad_norm}")
         self.scheduler.step(increment=1)
         metrics.pop(LOSS, None)
-        return OptimizerStep(float(grad_norm), lr, metrics)
+        return OptimizerStep(grad_norm, lr, metrics)
 
-    def _check_finite(self, found: Mapping[str, Metric]) -> None:
-        """Raises on all ranks of the component where any of them has a loss that is not finite.
+    def _broken(self, found: Mapping[str, Metric]) -> str:
+        """What of the loss is not finite, on all ranks of the component where it is not on any; "" if all is.
 
         An infinite or undefined loss may well have a finite gradient, so the gradient's norm does not tell; and as only
         the last stage has a loss, and a data-parallel shard only its own, the others would go on into the update.
@@ -305,13 +309,8 @@ class TrainedEngine(MegatronEngine):
         broken = [f"{name} {value}" for name, value in sums.items() if not math.isfinite(value)]
         anywhere = self.anywhere(bool(broken))
         if broken:
-            raise FloatingPointError(
-                f"the loss of an optimizer step is not finite: {', '.join(broken)}; no weight was changed by it. Look "
-                "at the rewards, advantages and log-probs of the last steps in metrics.jsonl; if they run away, lower "
-                "optim.lr"
-            )
-        if anywhere:
-            raise OtherRankError("the loss of an optimizer step is not finite on another rank")
+            return f"the loss of an optimizer step is not finite: {', '.join(broken)}"
+        return ELSEWHERE if anywhere else ""
 
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
         """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""

@@ -81,6 +81,7 @@ class Scattered:
     """A step's rows at a component's shards. Every rank calls every method, in the same order.
 
     Attributes:
+        step: of PPO; 0 until there are fields to train on.
         num_updates: mini-batches of all epochs that the component has been trained on.
         interrupted: the rest of them was left for when the run goes on.
     """
@@ -90,6 +91,7 @@ class Scattered:
     split: MiniBatches
     destinations: RankRows
     rows: Rows
+    step: int = 0
     num_updates: int = 0
     interrupted: bool = False
 

@@ -23,6 +23,7 @@ from megappo.placement.layout import Layout
 from megappo.table import resolved
 from megappo.trainer.component import Batch, Component, Scattered
 from megappo.trainer.train_engines import build_engines
+from megappo.weights.buckets import all_finite
 from megappo.weights.hf_folder import write_hf_folder
 
 AtModels = Mapping[str, Scattered]
@@ -110,6 +111,7 @@ class Models:
         """Bring what the losses read to the components that are trained in the step."""
         for name in self.trained_in(step):
             scattered[name].scatter_fields(owned, self.training[name].fields)
+            scattered[name].step = step
 
     def update(self, scattered: AtModels, step: int, phase: Phase) -> dict[str, list[OptimizerStep]]:
         """Train the components, each in its own phase; their optimizer steps on their output ranks, [] elsewhere."""
@@ -118,6 +120,23 @@ class Models:
             with phase(f"update_{name}"):
                 steps[name] = self._updates[name](scattered[name], self.config)
         return steps
+
+    def check_finite(self, exchange: Exchange) -> None:
+        """See that what is to be saved is not spoiled; all ranks together.
+
+        Raises:
+            FloatingPointError, OtherRankError: a trained weight is not finite; it is named.
+        """
+        error = None
+        for name, engine in self.trained.items():
+            for chunk in engine.chunks if engine is not None else ():
+                spoiled = [key for key, weight in chunk.named_parameters() if not all_finite(weight)]
+                if spoiled:
+                    error = FloatingPointError(
+                        f"the {name}'s {spoiled[0]} holds values that are not finite, as do {len(spoiled) - 1} more: "
+                        "nothing is saved; start again from the newest checkpoint, with a lower optim.lr"
+                    )
+        exchange.raise_together(error)
 
     def export_actor(self) -> None:
         """Write the policy as a Hugging Face folder."""

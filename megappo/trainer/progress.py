@@ -78,7 +78,13 @@ class Progress:
         return self.checkpoint is not None and position_of(self.checkpoint) == self._position
 
     def save(self, models: Models) -> Path:
-        """Write a checkpoint of all that is known."""
+        """Write a checkpoint of all that is known.
+
+        Raises:
+            CheckpointError: it cannot be written.
+            FloatingPointError, OtherRankError: weights are spoiled.
+        """
+        models.check_finite(self.exchange)
         state = {name: part.state_dict() for name, part in self._parts.items()}
         step, num_updates = self._position
         self.checkpoint = self.store.save(

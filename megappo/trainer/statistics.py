@@ -50,7 +50,8 @@ def _parts(name: str, values: torch.Tensor, reductions: tuple[str, ...] | str) -
 
 
 def steps_over_ranks(exchange: Exchange, steps: list[OptimizerStep], name: str) -> list[dict[str, Metric]]:
-    """Metrics of each of a component's optimizer steps, the parts of its data-parallel shards merged.
+    """Metrics of each of a component's optimizer steps, the parts of its data-parallel shards merged; {} where it was
+    skipped.
 
     Args:
         steps: on the component's output ranks, else empty.
@@ -61,6 +62,8 @@ def steps_over_ranks(exchange: Exchange, steps: list[OptimizerStep], name: str) 
         return []
     of_steps = [merge_metrics(shard.metrics for shard in of_step) for of_step in zip(*shards, strict=True)]
     for found, step in zip(of_steps, shards[0], strict=True):
+        if step.skipped:
+            continue
         found |= {f"{name}/grad_norm": Metric.of(step.grad_norm, "sum"), f"{name}/lr": Metric.of(step.lr, "sum")}
     return of_steps
 
@@ -69,8 +72,10 @@ def training_metrics(of_steps: list[dict[str, Metric]], name: str) -> dict[str, 
     """Metrics of a component's optimizer steps, sums averaged over the steps, and their number."""
     if not of_steps:
         return {}
-    found = {key: _over_steps([metrics[key] for metrics in of_steps]) for key in of_steps[0]}
-    return found | {f"{name}/num_optimizer_steps": len(of_steps)}
+    made = [metrics for metrics in of_steps if metrics]
+    found = {key: _over_steps([metrics[key] for metrics in made]) for key in made[0]} if made else {}
+    numbers = {"num_optimizer_steps": len(made), "skipped_steps": len(of_steps) - len(made)}
+    return found | {f"{name}/{key}": number for key, number in numbers.items()}
 
 
 def _over_steps(parts: list[Metric]) -> Any:

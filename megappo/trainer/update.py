@@ -6,14 +6,17 @@ another component.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from megappo import platform
+from megappo.batch.exchange import OtherRankError
+from megappo.batch.files import write_rows
 from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config
 from megappo.interruption import INTERRUPTION
-from megappo.models.train_engine import OptimizerStep, TrainedEngine
+from megappo.models.train_engine import ELSEWHERE, LossFn, OptimizerStep, TrainedEngine
 from megappo.trainer.component import Scattered
 from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
 
@@ -32,7 +35,7 @@ def update_actor(scattered: Scattered, config: Config) -> Steps:
         loss = ActorLoss(config, *counts)
         if actor.method.select is not None:
             rows = _with_selection(engine, rows, actor.method.select, actor)
-        steps.append(engine.train_batch(rows, loss))
+        steps.append(_trained(scattered, engine, rows, loss, config))
         if actor.target_kl is not None and engine.total(loss.policy_kl) > actor.target_kl:
             scattered.num_updates = actor.ppo_epochs * len(scattered.split)
             break
@@ -45,7 +48,8 @@ def update_critic(scattered: Scattered, config: Config) -> Steps:
     if not isinstance(engine, TrainedEngine):
         return []
     mini_batches = _mini_batches(scattered, engine, config.critic.ppo_epochs)
-    steps = [engine.train_batch(rows, critic_loss(config, *counts)) for rows, *counts in mini_batches]
+    losses = ((rows, critic_loss(config, *counts)) for rows, *counts in mini_batches)
+    steps = [_trained(scattered, engine, rows, loss, config) for rows, loss in losses]
     return steps if engine.is_output else []
 
 
@@ -58,6 +62,44 @@ def _mini_batches(scattered: Scattered, engine: TrainedEngine, ppo_epochs: int) 
             return
         scattered.num_updates += 1
         yield parts[(scattered.num_updates - 1) % len(parts)]
+
+
+def _trained(scattered: Scattered, engine: TrainedEngine, rows: Rows, loss: LossFn, config: Config) -> OptimizerStep:
+    """One optimizer step. Of one that is skipped the rows are kept for study.
+
+    Raises:
+        FloatingPointError, OtherRankError: trainer.max_bad_steps have been skipped before it, one after the other.
+    """
+    step = engine.train_batch(rows, loss)
+    if not step.skipped:
+        engine.skipped_in_a_row = 0
+        return step
+    engine.skipped_in_a_row += 1
+    rank, limit = scattered.component.exchange.rank, config.trainer.max_bad_steps
+    kept = _kept_for_study(scattered, rows, step.skipped, config) if engine.is_output else ""
+    if engine.skipped_in_a_row > limit:
+        if step.skipped == ELSEWHERE:
+            raise OtherRankError(ELSEWHERE)
+        in_a_row = f" ({engine.skipped_in_a_row} times in a row, trainer.max_bad_steps is {limit})" if limit else ""
+        raise FloatingPointError(
+            f"{step.skipped}{in_a_row}; no weight was changed by it. Look at the rewards, advantages and log-probs of "
+            f"the last steps in metrics.jsonl; if they run away, lower optim.lr{kept}"
+        )
+    if step.skipped != ELSEWHERE:
+        who = f"the {scattered.component.name}'s update {scattered.num_updates} of step {scattered.step}"
+        print(f"WARNING (rank {rank}): {step.skipped}: {who} is skipped{kept}", flush=True)
+    return step
+
+
+def _kept_for_study(scattered: Scattered, rows: Rows, reason: str, config: Config) -> str:
+    """Write the rows of a skipped update, as far as they are here, and say where."""
+    name, rank = scattered.component.name, scattered.component.exchange.rank
+    file = f"step_{scattered.step:08d}_{name}_{scattered.num_updates:04d}_rank_{rank}.safetensors"
+    path = Path(config.trainer.output_dir, "bad_steps", file)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    facts = {"step": scattered.step, "weights_step": scattered.step - 1, "model": config.model.path, "reason": reason}
+    write_rows(path, rows, facts)
+    return f"; its rows are in {path}"
 
 
 def _with_selection(engine: TrainedEngine, rows: Rows, select: Callable[..., torch.Tensor], actor: Actor) -> Rows:

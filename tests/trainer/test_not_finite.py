@@ -1,23 +1,33 @@
-"""A loss that is not finite ends the run before any weight is changed, on every rank, whatever its gradient is."""
+"""Where loss or gradients are not finite, no weight is changed, on every rank, whatever else is; and the run ends after
+some such optimizer steps."""
 
+import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from ppo_engines import Case, at_owners, exported, make_config, make_engine, make_rows
+from recorder import recorder_in
 from spawn import run_ranks
 from tiny_models import hf_folder
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange, OtherRankError
+from megappo.batch.files import RowsFile
 from megappo.batch.rows import Rows
-from megappo.models.train_engine import LossFn, Outputs, TrainedEngine
+from megappo.config.schema import Config
+from megappo.models.train_engine import LossFn, OptimizerStep, Outputs, TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Component
+from megappo.trainer.loop import Trainer
 from megappo.trainer.objectives import ActorLoss, critic_loss
+from megappo.trainer.update import update_actor
 
 BROKEN_ROW = 4
 INF, NAN = float("inf"), float("nan")
@@ -68,14 +78,12 @@ def with_reference(rows: Rows) -> Rows:
     return replace(rows, fields=rows.fields | {"ref_log_probs": rows.fields["old_log_probs"]})
 
 
-def check_refused(
-    engine: TrainedEngine, folder: Path, rows: Rows, name: str, error: type[Exception], message: str
-) -> None:
-    """The optimizer step raises, and leaves the weights alone."""
+def check_skipped(engine: TrainedEngine, folder: Path, rows: Rows, name: str, message: str) -> None:
+    """The optimizer step says why it is skipped, and leaves the weights alone."""
     architecture, kind = read_architecture(folder), LOSSES[name][0]
     before = {key: tensor.clone() for key, tensor in exported(engine, architecture, kind).items()}
-    with pytest.raises(error, match=message):
-        engine.train_batch(rows, loss_of(name, make_rows(architecture.vocab_size)))
+    step = engine.train_batch(rows, loss_of(name, make_rows(architecture.vocab_size)))
+    assert re.search(message, step.skipped) and step.metrics == {}
     after = exported(engine, architecture, kind)
     assert all(torch.equal(after[key], before[key]) for key in before), "the weights have been changed"
 
@@ -85,11 +93,27 @@ def _one_rank(rank: int, world_size: int, folder: Path, kind: str) -> None:
     rows = with_reference(make_rows(read_architecture(folder).vocab_size))
     for name, (of_kind, *_, named) in LOSSES.items():
         if of_kind == kind:
-            check_refused(engine, folder, rows, name, FloatingPointError, f"the loss of .* is not finite: .*({named})")
+            check_skipped(engine, folder, rows, name, f"the loss of .* is not finite: .*({named})")
+    check_gradients(engine, folder, rows, kind)
+
+
+def check_gradients(engine: TrainedEngine, folder: Path, rows: Rows, kind: str) -> None:
+    """Of a loss that is finite."""
+    architecture = read_architecture(folder)
+
+    def steep(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return sum((output - output.detach()).abs().sqrt().sum() for output in outputs.values()), {}
+
+    before = {key: tensor.clone() for key, tensor in exported(engine, architecture, kind).items()}
+    assert re.fullmatch("the gradient norm is (nan|inf)", engine.train_batch(rows, steep).skipped)
+    after = exported(engine, architecture, kind)
+    assert all(torch.equal(after[key], before[key]) for key in before), "the weights have been changed"
+    moments = [one for part in engine.optimizer.chained_optimizers for one in part.optimizer.state.values()]
+    assert all(torch.isfinite(one["exp_avg"]).all() for one in moments) and moments
 
 
 @pytest.mark.parametrize("kind", ["actor", "critic"])
-def test_each_loss_that_is_not_finite_is_refused_before_the_update(kind: str, tmp_path: Path) -> None:
+def test_each_loss_that_is_not_finite_is_skipped(kind: str, tmp_path: Path) -> None:
     run_ranks(1, _one_rank, hf_folder(tmp_path / "hf", "qwen2"), kind)
 
 
@@ -100,12 +124,12 @@ def _stages_and_shards(rank: int, world_size: int, folder: Path) -> None:
     rows = with_reference(make_rows(read_architecture(folder).vocab_size)).select([[0, 1, 2], [3, 4, 5]][shard])
     sees_it = engine.is_output and BROKEN_ROW in rows.ids.tolist()
     if sees_it:
-        check_refused(engine, folder, rows, "gpg", FloatingPointError, "actor/pg_loss")
+        check_skipped(engine, folder, rows, "gpg", "actor/pg_loss")
     else:
-        check_refused(engine, folder, rows, "gpg", OtherRankError, "not finite on another rank")
+        check_skipped(engine, folder, rows, "gpg", "not finite on another rank")
 
 
-def test_every_stage_and_shard_ends_when_one_has_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+def test_every_stage_and_shard_skips_when_one_has_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     run_ranks(4, _stages_and_shards, hf_folder(tmp_path / "hf", "qwen2"))
 
 
@@ -126,3 +150,68 @@ def _spoiled(rank: int, world_size: int, folder: Path) -> None:
 
 def test_what_a_spoiled_model_says_of_the_rows_is_refused(tmp_path: Path) -> None:
     run_ranks(1, _spoiled, hf_folder(tmp_path / "hf", "qwen2"))
+
+
+def poisoned_calls(rank: int, numbers: tuple[int, ...]) -> Callable:
+    """`train_batch` whose actor's calls of these numbers, from 1 on, have a NaN in the gradient of rank 0."""
+    plain, calls = TrainedEngine.train_batch, []
+
+    def called(engine: TrainedEngine, rows: Rows, loss: LossFn) -> OptimizerStep:
+        calls.extend([engine] * isinstance(loss, ActorLoss))
+
+        def nan_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict]:
+            value, metrics = loss(outputs, rows)
+            return value * NAN, metrics
+
+        is_poisoned = isinstance(loss, ActorLoss) and len(calls) in numbers and rank == 0
+        return plain(engine, rows, nan_loss if is_poisoned else loss)
+
+    return called
+
+
+def _in_a_row(rank: int, world_size: int, folder: Path) -> None:
+    bench = recorder_in(folder)
+    changes = {"trainer": {"output_dir": str(folder), "max_bad_steps": 2}}
+    layout = bench.LAYOUTS["actor tp2, critic pp2"]
+    config = Config.model_validate(bench.merged(bench.settings(folder), layout, changes))
+    trainer = Trainer(config, bench.build(config))
+    with patch.object(TrainedEngine, "train_batch", poisoned_calls(rank, (2, 3, 6, 7, 8))):
+        metrics = trainer.step(1)
+        assert (metrics["actor/skipped_steps"], metrics["actor/num_optimizer_steps"]) == (2, 2)
+        assert metrics["critic/skipped_steps"] == 0 and math.isfinite(metrics["actor/pg_loss"])
+        files = sorted((folder / "bad_steps").iterdir())
+        assert [file.name for file in files] == [f"step_00000001_actor_000{i}_rank_0.safetensors" for i in (2, 3)]
+        with RowsFile(files[0]) as file:
+            assert "advantages" in file.names and "nan" in file.facts["reason"]
+        scattered = trainer._begin(2)
+        trainer.run.models.scatter_fields(scattered, trainer.run.progress.in_flight.batch.rows, 2)
+        if rank < 2:  # the others have no actor
+            with pytest.raises(FloatingPointError if rank == 0 else OtherRankError) as error:
+                update_actor(scattered["actor"], config)
+            assert rank or "(3 times in a row, trainer.max_bad_steps is 2)" in str(error.value)
+
+
+def test_some_are_skipped_and_counted_and_too_many_in_a_row_end_the_run(tmp_path: Path) -> None:
+    run_ranks(4, _in_a_row, tmp_path, timeout=60)
+
+
+def _not_saved(rank: int, world_size: int, folder: Path) -> None:
+    bench = recorder_in(folder)
+    changes = {"trainer": {"output_dir": str(folder)}}
+    config = Config.model_validate(bench.merged(bench.settings(folder), bench.LAYOUTS["tp2 dp2 sp"], changes))
+    run = bench.build(config)
+    run.save()
+    if rank == 3:
+        with torch.no_grad():
+            run.models.trained["critic"].chunks[0].decoder.final_layernorm.weight[2] = INF
+    error, message = (
+        FloatingPointError,
+        "^the critic's decoder.final_layernorm.weight holds values that are not finite",
+    )
+    with pytest.raises(error if rank == 3 else OtherRankError, match=message if rank == 3 else "rank 3 failed"):
+        run.save()
+    assert (folder / "checkpoints" / "latest").read_text() == "step_00000000\n"
+
+
+def test_spoiled_weights_are_not_saved(tmp_path: Path) -> None:
+    run_ranks(4, _not_saved, tmp_path, timeout=60)
