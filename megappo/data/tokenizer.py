@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megappo.architecture.files import end_tokens
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
+from megappo.observe.life import LIFE
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, specia
     """
     tokens: list[list[int]] = []
     for part in _groups(texts):
+        LIFE.sign()
         tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
     return tokens
 
