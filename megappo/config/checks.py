@@ -1,12 +1,15 @@
 """Keys that contradict each other: what can be told without a world size and without opening a file."""
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megappo.config.algorithm_checks import algorithm_errors
-from megappo.config.schema import Config
+from megappo.config.errors import shorten
+from megappo.config.schema import Config, Rollout
 
+ADDRESS = re.compile(r"https?://[^/\s]+:\d+")
 MOST_DIVISORS_TRIED = 10**6
 
 
@@ -58,6 +61,22 @@ def _rollout(config: Config) -> Iterator[str]:
         yield from context_errors(config, "rollout.max_total_tokens", rollout.max_total_tokens, "raise it")
     if any(not text for text in rollout.stop):
         yield "rollout.stop holds an empty string, which would end every response at once: remove it"
+    if rollout.engines:
+        yield from _engines(rollout)
+
+
+def _engines(rollout: Rollout) -> Iterator[str]:
+    """Of servers that run already."""
+    for url in rollout.engines:
+        if not ADDRESS.fullmatch(url):
+            yield f"rollout.engines: {shorten(repr(url))} is no address of a server: write such as http://10.0.0.7:30000"
+    for url in sorted({url for url in rollout.engines if rollout.engines.count(url) > 1}):
+        yield f"rollout.engines names {url} twice: name it once"
+    if rollout.sync.transport == "ipc":
+        yield "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
+    for key in ("server_args", "port", "mem_fraction_static", "max_engine_restarts"):
+        if getattr(rollout, key) != Rollout.model_fields[key].default:
+            yield f"rollout.{key} has no effect on rollout.engines, which run already: drop it"
 
 
 def _data(config: Config) -> Iterator[str]:

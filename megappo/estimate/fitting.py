@@ -45,7 +45,8 @@ def fits(estimate: MemoryEstimate) -> bool:
 
 
 def _has_room(estimate: MemoryEstimate) -> bool:
-    return estimate.engine.cache_tokens >= longest_row(estimate.config)
+    is_elsewhere = bool(estimate.config.rollout.engines)  # on GPUs that nothing is known of
+    return is_elsewhere or estimate.engine.cache_tokens >= longest_row(estimate.config)
 
 
 def remedies(config: Config, cluster: Cluster) -> dict[str, object] | None:

@@ -75,7 +75,7 @@ class MemoryEstimate:
         self.specs = components_of(config)
         self._check_fit()
         self.layouts = placement_layouts(config, cluster.world_size)
-        self.places = _places(self.layouts, cluster.world_size)
+        self.places = _places(self.layouts, cluster.world_size, has_engines=not config.rollout.engines)
         self.splits = batch_splits(config, self.layouts)
         policy, free = cluster.shapes.at(config.model.path), cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
         self.engine = EngineMemory(config, policy.architecture, policy.size, free)
@@ -190,13 +190,13 @@ class MemoryEstimate:
         return nodes
 
 
-def _places(layouts: Mapping[str, Layout], world_size: int) -> dict[Place, list[int]]:
+def _places(layouts: Mapping[str, Layout], world_size: int, *, has_engines: bool) -> dict[Place, list[int]]:
     stages: list[list[tuple[str, int]]] = [[] for _ in range(world_size)]
     for name, layout in layouts.items():
         if name != "rollout":
             for number, rank in enumerate(layout.ranks):
                 stages[rank].append((name, number * layout.pipeline // len(layout.ranks)))
-    engines, places = set(layouts["rollout"].ranks), defaultdict(list)
+    engines, places = set(layouts["rollout"].ranks if has_engines else ()), defaultdict(list)
     for rank, held in enumerate(stages):
         places[Place(tuple(held), rank in engines)].append(rank)
     return dict(places)

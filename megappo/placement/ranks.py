@@ -81,7 +81,8 @@ def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
     placed = _placed(config)
     for name, (ranks, parallel) in placed.items():
         try:
-            layouts[name] = _layout(parse_ranks(ranks.value, world_size), *parallel)
+            placed_on = parse_ranks(ranks.value, world_size)
+            layouts[name] = _layout(_speakers(placed_on, config) if name == "rollout" else placed_on, *parallel)
         except ValueError as error:
             errors.append(f"{ranks.key}: {error}")
     errors = list(dict.fromkeys(errors))  # components with the same keys have the same errors
@@ -102,8 +103,20 @@ def pipeline_splits(config: Config) -> dict[str, tuple[int, ...]]:
 def _placed(config: Config) -> dict[str, tuple[Setting[str], Setting[Parallel]]]:
     """Ranks and their arrangement: of each model, and of the engines."""
     models = {name: (spec.ranks, spec.parallel) for name, spec in components_of(config).items()}
-    tensor = Setting(TENSOR_OF_ENGINES, Parallel(tensor=config.rollout.tensor_parallel))
-    return models | {"rollout": (Setting("placement.rollout", config.placement.rollout), tensor)}
+    tensor = 1 if config.rollout.engines else config.rollout.tensor_parallel
+    parallel = Setting(TENSOR_OF_ENGINES, Parallel(tensor=tensor))
+    return models | {"rollout": (Setting("placement.rollout", config.placement.rollout), parallel)}
+
+
+def _speakers(ranks: tuple[int, ...], config: Config) -> tuple[int, ...]:
+    """The engines' ranks: of engines elsewhere one each, which speaks to it."""
+    count = len(config.rollout.engines)
+    if len(ranks) < count:
+        raise ValueError(
+            f"{_these(len(ranks), format_ranks(ranks))} not suffice for {count} rollout.engines: name "
+            f"{count} ranks, one for each, or fewer engines"
+        )
+    return ranks[:count] if count else ranks
 
 
 def _texts(config: Config) -> dict[str, str]:

@@ -73,7 +73,7 @@ class EngineClient:
 
     Args:
         url: http://host:port.
-        api_key: the server's key.
+        api_key: the server's key; "" where it asks for none.
         timeout: seconds one request may take.
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
@@ -96,7 +96,7 @@ class EngineClient:
         self._check_alive = check_alive
         self._options = {
             "base_url": url,
-            "headers": {"Authorization": f"Bearer {api_key}"},
+            "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
             "timeout": httpx.Timeout(timeout, connect=10.0),
             "trust_env": False,  # a proxy from the environment must not see loopback traffic
             # Drop idle connections before the server does (after 5 s), which could meet a request halfway.
@@ -110,6 +110,13 @@ class EngineClient:
             return self._http.get("/health", timeout=5.0).status_code == 200
         except httpx.TransportError:
             return False
+
+    def tensor_parallel(self) -> int:
+        """GPUs of the engine, over which its weights are cut."""
+        try:
+            return self._checked("/server_info", self._http.get("/server_info"))["tp_size"]
+        except httpx.TransportError as error:
+            raise self._unreachable("/server_info", error) from error
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """One response for each prompt (token ids), in order, in one request."""

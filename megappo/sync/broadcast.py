@@ -2,7 +2,9 @@
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
+from urllib.parse import urlsplit
 
 import torch
 from torch.distributed import ProcessGroup, TCPStore, distributed_c10d
@@ -65,7 +67,7 @@ class BroadcastSender(Sender):
     def __init__(self, link: Link):
         self.timeout = timedelta(seconds=link.config.trainer.process_group_timeout_seconds)
         self.world_size = _world_size(link)
-        self._store = open_store(_own_host(), self.world_size, self.timeout)
+        self._store = open_store(_own_host(link.config.rollout.engines), self.world_size, self.timeout)
         self._group: ProcessGroup | None = None
         self.address = self._store.host, self._store.port
 
@@ -126,8 +128,12 @@ def _backend() -> str:
     return "nccl" if platform.has_cuda() else "gloo"
 
 
-def _own_host() -> str:
-    """This node's address for all ranks: torchrun's rendezvous is reached by all, and reaches all."""
+def _own_host(engines: Sequence[str]) -> str:
+    """This node's address for all ranks, and for engines elsewhere. torchrun's rendezvous is reached by all, and
+    reaches all."""
+    hosts = {urlsplit(url).hostname or LOOPBACK for url in engines} - {LOOPBACK, "localhost"}
+    if hosts:
+        return own_address(min(hosts))
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         return LOOPBACK
     master = os.environ["MASTER_ADDR"]

@@ -17,11 +17,13 @@ class EngineRoute:
         transport: its name.
         ranks: the engine's; the first owns it.
         shares_gpus: a model is on one of them too, so that the engine must give its memory up while that is trained.
+        is_external: it is elsewhere, on none of their GPUs.
     """
 
     transport: str
     ranks: tuple[int, ...]
     shares_gpus: bool
+    is_external: bool = False
 
     @property
     def owner(self) -> int:
@@ -43,7 +45,8 @@ class Route:
     @property
     def sending_rank(self) -> int:
         """The actor's rank that sends where the engines' owners do not: its first on no GPU that it must keep off."""
-        taken = {rank for engine in self.engines if engine.entry.needs_other_gpu for rank in engine.ranks}
+        apart = [engine for engine in self.engines if engine.entry.needs_other_gpu and not engine.is_external]
+        taken = {rank for engine in apart for rank in engine.ranks}
         return next((rank for rank in self.actor if rank not in taken), self.actor[0])
 
     def ends(self, engine: EngineRoute, *, on_gpus: bool) -> tuple[int, ...]:
@@ -84,7 +87,8 @@ class Route:
                     f"the actor's ({format_ranks(self.actor)}): set it to auto, or place the engines there"
                 )
         for number, engine in enumerate(self.engines):
-            if on_gpus and engine.entry.needs_other_gpu and self.sending_rank in engine.ranks:
+            keeps_off = engine.entry.needs_other_gpu and not engine.is_external
+            if on_gpus and keeps_off and self.sending_rank in engine.ranks:
                 yield (
                     f"engine {number} on ranks {format_ranks(engine.ranks)} shares the GPU of rank {self.sending_rank}"
                     f", from which {engine.transport} cannot reach it: place the engine on other GPUs, or so that its "
@@ -96,10 +100,10 @@ def find_route(config: Config, layouts: Mapping[str, Layout]) -> Route:
     """Each engine takes rollout.sync.transport, or with auto the first that is open to it."""
     actor, rollout, chosen = layouts["actor"].ranks, layouts["rollout"], config.rollout.sync.transport
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
-    engines = []
+    engines, external = [], bool(config.rollout.engines)
     for number in range(rollout.data):
         ranks = rollout.block(0, number)
-        is_open = (name for name, entry in TRANSPORTS.items() if entry.sender or ranks[0] in actor)
+        is_open = (name for name, entry in TRANSPORTS.items() if entry.sender or (ranks[0] in actor and not external))
         name = next(is_open) if chosen == AUTO else chosen
-        engines.append(EngineRoute(name, ranks, not models.isdisjoint(ranks)))
+        engines.append(EngineRoute(name, ranks, not (external or models.isdisjoint(ranks)), external))
     return Route(actor, tuple(engines))

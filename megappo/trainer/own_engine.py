@@ -14,6 +14,7 @@ from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks
 from megappo.rewards.pool import RewardPool, load_reward
 from megappo.rollout.client import EngineClient
+from megappo.rollout.external import ExternalEngine
 from megappo.rollout.inference_engine import Engine
 
 
@@ -27,7 +28,7 @@ class OwnEngine:
     """
 
     number: int | None = None
-    engine: Engine | None = None
+    engine: Engine | ExternalEngine | None = None
     rewards: RewardPool | None = None
 
     def wait_ready(self) -> EngineClient | None:
@@ -40,14 +41,19 @@ class OwnEngine:
 
 
 def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngine:
-    """Start this rank's SGLang engine and reward workers, if it is to own any; does not wait for them."""
+    """Start this rank's SGLang engine and reward workers, if it is to own any; does not wait for them. An engine of
+    rollout.engines runs already."""
     rank = dist.get_rank()
     number = layout.shard_of(rank)
     if number is None or layout.output_rank(number) != rank:
         return OwnEngine()
-    engine = _engine(config, layout, number, rank)
-    cleanup.callback(engine.stop)
-    engine.start()
+    engine: Engine | ExternalEngine
+    if config.rollout.engines:
+        engine = ExternalEngine(config.rollout.engines[number], config.rollout)
+    else:
+        engine = _engine(config, layout, number, rank)
+        cleanup.callback(engine.stop)
+        engine.start()
     reward = config.reward
     rewards = load_reward(reward.function, num_workers=reward.num_workers, timeout_seconds=reward.timeout_seconds)
     cleanup.callback(rewards.close)

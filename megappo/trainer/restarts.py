@@ -61,7 +61,7 @@ class Restarts:
         if fault is None:
             return ""
         times = f"{self._in_a_row + 1} of {self.limit} times in a row"
-        return f"WARNING: engine {self.own.number} is started anew ({times}; rollout.max_engine_restarts): {fault}"
+        return f"WARNING: engine {self.own.number} has failed ({times}; rollout.max_engine_restarts): {fault}"
 
     def _tried(self) -> str:
         if self.limit == 0:

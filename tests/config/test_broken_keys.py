@@ -123,6 +123,19 @@ CONTRADICTIONS = {
     "algorithm.rollout_correction.mode=mask": (
         'algorithm.rollout_correction.mode "mask" has no effect, as algorithm.rollout_correction.level is none: drop it'
     ),
+    "rollout.engines=[10.0.0.7:30000]": (
+        "rollout.engines: '10.0.0.7:30000' is no address of a server: write such as http://10.0.0.7:30000"
+    ),
+    "rollout.engines=[http://a:1, http://a:1]": "rollout.engines names http://a:1 twice: name it once",
+    "rollout.engines=[http://a:1] rollout.sync.transport=ipc": (
+        "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
+    ),
+    "rollout.engines=[http://a:1] rollout.mem_fraction_static=0.9": (
+        "rollout.mem_fraction_static has no effect on rollout.engines, which run already: drop it"
+    ),
+    "rollout.engines=[http://a:1, http://a:2] placement.rollout=0": (
+        "placement.rollout: the one rank 0 does not suffice for 2 rollout.engines: name 2 ranks, one for each"
+    ),
     "actor.target_kl=0.1": "actor.target_kl 0.1 has nothing to skip: a step has one optimizer step only; drop it",
     "actor.policy_loss=clip_cov actor.clip_cov_lb=5": "actor.clip_cov_lb 5.0 must be below actor.clip_cov_ub 5.0",
     "algorithm.value_coef=1": (

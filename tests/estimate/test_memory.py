@@ -12,6 +12,7 @@ from megappo.architecture.parameters import stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
 from megappo.config.schema import Parallel
+from megappo.estimate.fitting import _has_room
 from megappo.estimate.gpus import GIB, find_gpu
 from megappo.estimate.memory import Cluster, MemoryEstimate
 
@@ -42,6 +43,14 @@ def test_a_save_gathers_every_state_once(layout: dict[str, int]) -> None:
     memory = estimate(*(f"actor.parallel.{key}={str(value).lower()}" for key, value in layout.items()))
     [size] = stage_sizes(read_architecture("models/Qwen3-30B-A3B"), Parallel())
     assert memory.host()["a save"] * layout.get("pipeline", 1) == pytest.approx(12 * sum(size), rel=0.05)
+
+
+def test_engines_elsewhere_take_none_of_the_gpus():
+    elsewhere = estimate("rollout.engines=[http://a:1]", "rollout.max_total_tokens=1")
+    assert not any(place.has_engine for place in elsewhere.places)
+    assert any(place.has_engine for place in estimate().places)
+    roomy = [one for one in (elsewhere, estimate("rollout.max_total_tokens=1")) if _has_room(one)]
+    assert roomy == [elsewhere]
 
 
 def test_an_engine_takes_no_more_than_its_tokens() -> None:

@@ -1,12 +1,18 @@
 """Runs whose engine crashes or hangs in the middle of a rollout: it is started anew, and the run goes on."""
 
+import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 from program import Program, logged
+
+from megappo.rollout.external import API_KEY
 
 pytestmark = pytest.mark.timeout(300)
 ONE_BY_ONE = (  # rollouts that last for some seconds
@@ -19,9 +25,10 @@ ONE_RANK_EACH = (
 )
 
 
-def engine_processes(rank: psutil.Process) -> list[psutil.Process]:
-    """Those of the engine that a rank owns which compute and serve."""
-    return [p for p in rank.children(recursive=True) if "sglang" in p.name() or "scheduler" in " ".join(p.cmdline())]
+def scheduler(owner: psutil.Process) -> psutil.Process:
+    """What computes, of the engine that a process owns."""
+    [found] = [process for process in owner.children(recursive=True) if "scheduler" in process.name()]
+    return found
 
 
 def harmed(folder: Path, config: Path, *arguments: str, harm: Callable[[psutil.Process], None]) -> list[dict]:
@@ -31,7 +38,7 @@ def harmed(folder: Path, config: Path, *arguments: str, harm: Callable[[psutil.P
         program.wait_until(lambda: " 2/4" in program.output)
         harm(program.ranks[0])
         assert program.wait() == 0, program.output
-    assert "WARNING: engine 0 is started anew (1 of 3 times in a row; rollout.max_engine_restarts)" in program.output
+    assert "WARNING: engine 0 has failed (1 of 3 times in a row; rollout.max_engine_restarts)" in program.output
     steps = logged(run)
     assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4]
     assert [metrics["rollout/engine_restarts"] for metrics in steps] == [0, 0, 1, 0]
@@ -40,20 +47,40 @@ def harmed(folder: Path, config: Path, *arguments: str, harm: Callable[[psutil.P
     return steps
 
 
-def kill_scheduler(rank: psutil.Process) -> None:
-    found = [p for p in engine_processes(rank) if "scheduler" in p.name() + " ".join(p.cmdline())]
-    print(found)
-    found[0].kill()
+def kill_scheduler(owner: psutil.Process) -> None:
+    scheduler(owner).kill()
 
 
-def stop_scheduler(rank: psutil.Process) -> None:
-    found = [p for p in engine_processes(rank) if "scheduler" in p.name() + " ".join(p.cmdline())]
-    found[0].send_signal(signal.SIGSTOP)
+def stop_scheduler(owner: psutil.Process) -> None:
+    scheduler(owner).send_signal(signal.SIGSTOP)
 
 
 def test_a_crash(config, folder):
     """The other engine, which gets its weights by broadcast, writes on meanwhile and joins a new group afterwards."""
     harmed(folder, config, *ONE_RANK_EACH, harm=kill_scheduler)
+
+
+def test_an_engine_that_somebody_else_started(config, folder):
+    """It gets its weights by broadcast, and is not the run's to end; nor is it when it fails."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    serve = [sys.executable, "-m", "megappo.serve", config.parent / "model", "--max-total-tokens", "4096"]
+    command = [*serve, "--port", port, "--api-key", "its key"]
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as server:
+        url, run = f"http://127.0.0.1:{port}", folder / "run"
+        arguments = (f"trainer.output_dir={run}", f"rollout.engines=[{url}]", *ONE_BY_ONE)
+        try:
+            with Program(folder, config, *arguments, environment={API_KEY: "its key"}) as program:
+                program.wait_until(lambda: " 2/4" in program.output)
+                assert server.poll() is None and not (run / "engines").exists()
+                kill_scheduler(psutil.Process(server.pid))
+                assert program.wait() == 1
+        finally:
+            server.terminate()
+    assert all(metrics["rollout/log_prob_diff/mean"] < 1e-4 for metrics in logged(run))
+    assert all(metrics["sync/bytes"] > 0 for metrics in logged(run))
+    expected = f"error (rank 0): {url} of rollout.engines has failed: start it again, then the run"
+    assert program.output.splitlines()[-1] == expected
 
 
 @pytest.mark.slow

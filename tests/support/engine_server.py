@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.failure == "deaf":
             self.server.ended.wait()
-        self._answer(503 if self.server.failure == "hang" else 200, b"")
+        self._answer(503 if self.server.failure == "hang" else 200, b'{"tp_size": 2}')
 
     def do_POST(self) -> None:
         count = len(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["input_ids"])

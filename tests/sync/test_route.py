@@ -80,6 +80,17 @@ def test_a_broadcast_on_gpus_that_has_no_gpu_to_come_from_is_refused() -> None:
     assert error.startswith("engine 0 on ranks 0 shares the GPU of rank 0, from which broadcast cannot reach it: place")
 
 
+def test_an_engine_elsewhere_is_on_nobodys_gpus() -> None:
+    """Whatever rank speaks to it."""
+    engines = {"engines": ["http://a:1", "http://b:1"], "tensor_parallel": 4}
+    config = Config.model_validate(SECTIONS | {"placement": {"actor": "0-3", "critic": "0-3"}, "rollout": engines})
+    route = find_route(config, placement_layouts(config, 4))
+    assert route.describe() == "weights: broadcast from rank 0 to engine 0-1"
+    assert [engine.ranks for engine in route.engines] == [(0,), (1,)]
+    assert not any(engine.shares_gpus for engine in route.engines)
+    assert list(route.errors(on_gpus=True)) == []
+
+
 def test_an_engine_shares_gpus_with_any_model_on_one_of_its_ranks() -> None:
     config = Config.model_validate(
         SECTIONS | {"placement": {"actor": "0", "critic": "3", "rollout": "0-5"}, "rollout": {"tensor_parallel": 2}}

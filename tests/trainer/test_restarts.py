@@ -76,9 +76,9 @@ def test_an_engine_that_fails_again_and_again_ends_the_run():
     assert not found.were_needed(None), "a rollout that went well: the count begins anew"
     assert found.were_needed(fault) and found.were_needed(fault)
     assert told[2:] == [
-        "WARNING: engine 4 is started anew (1 of 2 times in a row; rollout.max_engine_restarts): it ended",
+        "WARNING: engine 4 has failed (1 of 2 times in a row; rollout.max_engine_restarts): it ended",
         "restart",
-        "WARNING: engine 4 is started anew (2 of 2 times in a row; rollout.max_engine_restarts): it ended",
+        "WARNING: engine 4 has failed (2 of 2 times in a row; rollout.max_engine_restarts): it ended",
         "restart",
     ]
     with pytest.raises(EngineError, match="^it ended\nengine 4 has been started anew 2 times"):
