@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megappo.batch.fields import field_of
 from megappo.batch.files import RowsFile, RowsFileError
 from megappo.batch.folders import recorded_steps, rows_file
 from megappo.batch.rows import Rows
@@ -58,7 +59,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     with RowsFile(rows_file(args.path, args.step) if args.path.is_dir() else args.path) as file:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or file.facts["model"])
         yield f"step {file.facts['step']}, by the weights after step {file.facts['weights_step']}"
-        yield ", ".join(f"{key} {value}" for key, value in file.facts["sampling"].items())
+        yield ", ".join(f"{key} {value}" for key, value in file.facts.get("sampling", {}).items())
         for row in _chosen(file, args):
             yield from _response(file.rows(row, row + 1), file, tokenizer, args.tokens)
 
@@ -95,11 +96,11 @@ def _chosen(file: RowsFile, args: argparse.Namespace) -> list[int]:
 
 def _response(row: Rows, file: RowsFile, tokenizer: PreTrainedTokenizerBase, each_token: bool) -> Iterator[str]:
     prompt, [tokens], start = int(row.prompt_ids), row.input_ids, int(row.prompt_lengths)
-    index, label = file.facts["prompts"][prompt], file.facts["labels"][prompt]
-    end = "cut off" if row.fields["truncated"] else "ended by itself"
-    numbers = f"score {float(row.fields['scores']):g}, {len(tokens) - start} tokens, {end}"
+    of_row = [f"{name} {values.squeeze(0).tolist()}" for name, values in row.fields.items() if not _per_token(name)]
     yield RULE
-    yield f"prompt {prompt} (record {index} of the data), response {int(row.ids)}: {numbers}; label {label!r}"
+    yield ", ".join([f"prompt {prompt}, response {int(row.ids)}: {len(tokens) - start} tokens", *of_row])
+    if "prompts" in file.facts:
+        yield f"record {file.facts['prompts'][prompt]} of the data, label {file.facts['labels'][prompt]!r}"
     yield f"[prompt]   {tokenizer.decode(tokens[:start])}"
     yield f"[response] {tokenizer.decode(tokens[start:])}"
     if each_token:
@@ -107,11 +108,16 @@ def _response(row: Rows, file: RowsFile, tokenizer: PreTrainedTokenizerBase, eac
 
 
 def _each_token(row: Rows, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Those of the policy with the engine's log-prob."""
-    masks, log_probs = row.response_mask[0].tolist(), row.fields["rollout_log_probs"][0].tolist()
-    for token, mask, log_prob in zip(tokens, masks, log_probs, strict=False):  # padding follows
-        said = f"{log_prob:10.4f}" if mask else "environment"
-        yield f"{token:>8}  {said:>11}  {tokenizer.decode([token])!r}"
+    """With everything that is known of it, such as the engine's log-prob."""
+    known = {name: values[0].tolist() for name, values in row.fields.items() if _per_token(name)}
+    yield "  ".join(["   token", *known, "text"])
+    for i, token in enumerate(tokens):
+        numbers = [f"{values[i]:{len(name)}.4g}" for name, values in known.items()]
+        yield "  ".join([f"{token:>8}", *numbers, repr(tokenizer.decode([token]))])
+
+
+def _per_token(name: str) -> bool:
+    return field_of(name).per_token
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Moving rows of the batch between ranks: each row goes only where it is needed, and only its own tokens travel."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,17 @@ class Exchange:
         for rank, message in enumerate(messages):
             if message is not None:
                 raise OtherRankError(f"rank {rank} failed: {message}")
+
+    def on_rank_0(self, action: Callable[[], Any]) -> Any:
+        """Run on rank 0; every rank waits for it, gets what it returns, and raises when it failed."""
+        error, result = None, None
+        if self.rank == 0:
+            try:
+                result = action()
+            except Exception as failure:
+                error = failure
+        self.raise_together(error)
+        return self.share(result)[0]
 
     def table(self, rows: Rows) -> tuple[Rows, RowTable, RankRows]:
         """The rows with their numbers over all ranks, what is known of all of them, and where they are.

@@ -34,12 +34,26 @@ def write_rows(path: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
 
     Args:
         facts: JSON of what is true of all of them.
+    Raises:
+        OSError: the file cannot be written.
     """
     tensors = {name: getattr(rows, name).clone() for name in COLUMNS} | {"tokens": torch.cat(rows.input_ids)}
     for name, values in rows.fields.items():
         ragged = field_of(name).per_token
         tensors[FIELD + name] = values[_written(rows)] if ragged else values.clone()
-    save_file(tensors, path, {FACTS: json.dumps(facts)})
+    write_tensors(path, tensors, {FACTS: json.dumps(facts)})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        save_file(dict(tensors), path, dict(metadata or {}))
+    except SafetensorError as error:  # it says the system's error in words of its own
+        raise OSError(f"cannot write {path}: {error}") from error
 
 
 def _written(rows: Rows) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.checksums import damage, write_sums
 from megappo.checkpoint.durable import sync, write_durably
 from megappo.checkpoint.errors import CheckpointError
@@ -72,7 +72,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints, but all that may be used are damaged.
         """
-        found, problem = self._on_rank_0(lambda: candidates(self.folder))
+        found, problem = self.exchange.on_rank_0(lambda: candidates(self.folder))
         faults = [problem] if problem else []
         for path in found:
             fault = damage(path, self.exchange)
@@ -101,21 +101,36 @@ class CheckpointStore:
             step: the last that is finished. num_updates: of the next one; None if that has not begun.
             write_more: called on all ranks with the folder, to write what else belongs there.
         Raises:
-            CheckpointError: it cannot be written; those before it are untouched.
+            CheckpointError, OtherRankError: it cannot be written; those before it are untouched, and nothing is left of
+                it. On all ranks.
         """
         path = step_folder(self.folder, step, num_updates)
         partial = path.with_name(path.name + PARTIAL)
         try:
-            self._on_rank_0(lambda: self._prepare(partial, components))
-            self._write(partial, components)
-            write_more(partial)
-            text = json.dumps({"step": step} | state, indent=1)
-            self._on_rank_0(lambda: (partial / STATE).write_text(text))  # when it returns, no rank writes any more
-            write_sums(partial, self.exchange)
-            self._on_rank_0(lambda: self._publish(partial, path))
-        except OSError as error:
+            self._save(partial, path, components, {"step": step} | state, write_more)
+        except (OSError, CheckpointError, OtherRankError) as error:
+            if self.exchange.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # its room may be what is wanted
+            if not isinstance(error, OSError):
+                raise
             raise CheckpointError(f"cannot save {path.name} to {self.folder}: {reason(error)}") from error
         return path
+
+    def _save(
+        self,
+        partial: Path,
+        path: Path,
+        components: Mapping[str, Checkpointed | None],
+        state: dict[str, Any],
+        write_more: Callable[[Path], None],
+    ) -> None:
+        self.exchange.on_rank_0(lambda: self._prepare(partial, components))
+        self._write(partial, components)
+        write_more(partial)
+        text = json.dumps(state, indent=1)
+        self.exchange.on_rank_0(lambda: (partial / STATE).write_text(text))  # when it returns, no rank writes any more
+        write_sums(partial, self.exchange)
+        self.exchange.on_rank_0(lambda: self._publish(partial, path))
 
     def load(self, path: Path, components: Mapping[str, Checkpointed | None]) -> dict[str, Any]:
         """Load `components` from a checkpoint, whatever layout it was saved in; returns the trainer's state.
@@ -137,9 +152,14 @@ class CheckpointStore:
 
     def _write(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
         for name, component in components.items():
+            error = None
             if component is not None:
-                # In no variable: one component's state must go before the next one's is made.
-                save_sharded(component.sharded_state_dict(is_loading=False), partial / name, component.as_world())
+                try:
+                    # In no variable: one component's state must go before the next one's is made.
+                    save_sharded(component.sharded_state_dict(is_loading=False), partial / name, component.as_world())
+                except CheckpointError as failure:
+                    error = failure
+            self.exchange.raise_together(error)  # of which the ranks of other components know nothing
 
     def _publish(self, partial: Path, path: Path) -> None:
         """Give the checkpoint its name, then name it in `latest`, then remove what is old; a kill in between loses
@@ -169,17 +189,6 @@ class CheckpointStore:
             f"no checkpoint to go on from in {self.folder}: {'; '.join(faults)}. Copy one there again, {remedy}"
             "or choose another trainer.output_dir"
         )
-
-    def _on_rank_0(self, action: Callable[[], Any]) -> Any:
-        """Run on rank 0; every rank waits for it, gets what it returns, and raises when it failed."""
-        error, result = None, None
-        if self.exchange.rank == 0:
-            try:
-                result = action()
-            except Exception as failure:
-                error = failure
-        self.exchange.raise_together(error)
-        return self.exchange.share(result)[0]
 
 
 def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:

@@ -73,13 +73,7 @@ def write_in_flight(folder: Path, flight: InFlight, exchange: Exchange) -> None:
         name: [{key: (one.reduction, one.part.tolist()) for key, one in step.items()} for step in steps]
         for name, steps in flight.optimizer_steps.items()
     }
-    error = None
-    if exchange.rank == 0:
-        try:
-            write_rows(folder / IN_FLIGHT, rows, facts)
-        except OSError as failure:
-            error = failure
-    exchange.raise_together(error)
+    exchange.on_rank_0(lambda: write_rows(folder / IN_FLIGHT, rows, facts))
 
 
 def read_in_flight(folder: Path, exchange: Exchange) -> InFlight | None:

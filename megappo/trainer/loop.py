@@ -54,14 +54,15 @@ class Trainer:
     def _step_with_all_around_it(self, step: int) -> None:
         run = self.run
         metrics = self.step(step)
-        metrics |= run.lap()
+        metrics |= run.lap() | {"checkpoint/failed_saves": run.progress.failed_saves}
         if self.config.eval_interval and self._is_due(step, self.config.eval_interval):
             with run.phase("evaluate"):
                 metrics |= self.evaluate(step)
         run.observer.log(step, metrics)
-        if self._is_due(step, self.config.trainer.save_interval):  # last: what it covers has been logged
-            run.save()
-            if step < self.config.trainer.total_steps:
+        is_last = step == self.config.trainer.total_steps
+        if self._is_due(step, self.config.trainer.save_interval) or run.progress.is_overdue:
+            run.save(may_fail=not is_last)  # here: what it covers has been logged
+            if not is_last:
                 with run.phase("sync"):
                     run.engines.wake()
 

@@ -28,6 +28,7 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last that is finished.
         in_flight: the next one, if its rows have their advantages.
+        is_overdue: the last save has failed. failed_saves: how many have, in this process.
         notice: what of the checkpoint could not be restored; "" if all was.
         kl: the KL coefficient's controller.
         reward_moments: of all scores so far, for reward.normalize running.
@@ -41,6 +42,7 @@ class Progress:
         self.start_step = self.step = 0
         self.in_flight: InFlight | None = None
         self.notice = ""
+        self.is_overdue, self.failed_saves = False, 0
         self.kl = kl_controller(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
@@ -81,12 +83,11 @@ class Progress:
         """Write a checkpoint of all that is known.
 
         Raises:
-            CheckpointError: it cannot be written.
-            FloatingPointError, OtherRankError: weights are spoiled.
+            CheckpointError, OtherRankError: it cannot be written.
         """
-        models.check_finite(self.exchange)
         state = {name: part.state_dict() for name, part in self._parts.items()}
         step, num_updates = self._position
+        self.is_overdue = True  # unless this goes well
         self.checkpoint = self.store.save(
             step,
             models.trained,
@@ -94,6 +95,7 @@ class Progress:
             num_updates=None if self.in_flight is None else num_updates,
             write_more=self._write_more,
         )
+        self.is_overdue = False
         return self.checkpoint
 
     @property

@@ -6,20 +6,25 @@ from pathlib import Path
 
 import numpy
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from megappo import platform
 from megappo.batch.exchange import Exchange
+from megappo.batch.files import write_tensors
 
 RANDOM_STATES = "random_states.safetensors"
 
 
 def write_random_states(folder: Path, exchange: Exchange) -> None:
-    """Write those of every rank, `RANK.GENERATOR`, each as numbers; all ranks together, of which rank 0 writes."""
-    of_ranks = exchange.share(_states())
-    if exchange.rank == 0:
-        states = {f"{rank}.{name}": state for rank, found in enumerate(of_ranks) for name, state in found.items()}
-        save_file(states, folder / RANDOM_STATES)
+    """Write those of every rank, `RANK.GENERATOR`, each as numbers; all ranks together, of which rank 0 writes.
+
+    Raises:
+        OSError, OtherRankError: they cannot be written.
+    """
+    states = {
+        f"{rank}.{name}": state for rank, found in enumerate(exchange.share(_states())) for name, state in found.items()
+    }
+    exchange.on_rank_0(lambda: write_tensors(folder / RANDOM_STATES, states))
 
 
 def restore_random_states(folder: Path, exchange: Exchange) -> str:

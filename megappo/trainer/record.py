@@ -52,13 +52,7 @@ class Record:
             "prompts": [prompt.index for prompt in prompts],
             "labels": [prompt.label for prompt in prompts],
         }
-        error = None
-        if self.exchange.rank == 0:
-            try:
-                _write_durably(rows_file(self.folder, step), rows, facts)
-            except OSError as failure:
-                error = failure
-        self.exchange.raise_together(error)
+        self.exchange.on_rank_0(lambda: _write_durably(rows_file(self.folder, step), rows, facts))
 
 
 class Replay:

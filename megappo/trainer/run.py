@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Exchange, OtherRankError
+from megappo.checkpoint.errors import CheckpointError
 from megappo.config.schema import Config
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
@@ -43,14 +44,28 @@ class Run:
         timings, memory = self.phase.lap()
         return timings | reduce_ranks(self.exchange.share(memory))
 
-    def save(self) -> None:
-        """Write a checkpoint while the engines sleep; all ranks together."""
+    def save(self, *, may_fail: bool = False) -> None:
+        """Write a checkpoint while the engines sleep; all ranks together.
+
+        Args:
+            may_fail: one that cannot be written is told and counted, and overdue then.
+        Raises:
+            CheckpointError, OtherRankError: it cannot be written, and may not fail.
+            FloatingPointError, OtherRankError: weights are spoiled.
+        """
         self.engines.sleep()  # saving takes memory
         with self.phase("save"):
-            self.observer.message(f"checkpoint {self.progress.save(self.models)}")
+            self.models.check_finite(self.exchange)
+            try:
+                self.observer.message(f"checkpoint {self.progress.save(self.models)}")
+            except (CheckpointError, OtherRankError) as error:
+                if not may_fail:
+                    raise
+                self.progress.failed_saves += 1
+                self.observer.message(f"WARNING: {error}: training goes on, and saves after the next step")
 
     def save_if_needed(self) -> None:
-        """The same, if there is something that no checkpoint has."""
+        """`save` if there is something that no checkpoint has."""
         is_new = self.progress.step == 0 and self.progress.in_flight is None
         if not is_new and not self.progress.is_saved:
             self.save()

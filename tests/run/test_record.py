@@ -54,7 +54,7 @@ def test_rollouts_without_training(config, folder):
     for line, of_step in zip(steps[1:], metrics, strict=True):
         assert f"{of_step['reward/score/mean']:.3f}" in line.split()
     text = shown(record, "--step", 2, "--num", 3, "--order", "best", "--tokens")
-    assert f"score {metrics[1]['reward/score/max']:g}," in text.split("\n[prompt]")[0]
+    assert f", scores {metrics[1]['reward/score/max']}, " in text.split("\n[prompt]")[0]
     prompts = re.findall(r"\[prompt\]   (.*)\n\[response\] (.*)\n", text)
     assert len(prompts) == 3 and all(re.fullmatch(r"\d\d\+\d\d=", prompt) for prompt, _ in prompts)
     assert check_scores(record / "step_00000001.safetensors", config.parent / "model") == 32 * 4

@@ -1,0 +1,51 @@
+"""A checkpoint that cannot be written does not end the training: it is told, counted and tried again."""
+
+import resource
+from pathlib import Path
+
+import pytest
+from recorder import recorder_in
+from spawn import run_ranks
+
+from megappo.batch.exchange import OtherRankError
+from megappo.checkpoint.errors import CheckpointError
+from megappo.config.schema import Config
+from megappo.trainer.loop import Trainer
+
+
+def limit_files(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def failing_saves(rank: int, world_size: int, folder: Path) -> None:
+    """Where a component's ranks cannot write, of which the other component's know nothing; and where rank 0 cannot."""
+    bench = recorder_in(folder)
+    changes = {"trainer": {"output_dir": str(folder / "run")}}
+    layout = bench.LAYOUTS["actor dp2, critic elsewhere tp2 sp"]
+    run = bench.build(config := Config.model_validate(bench.merged(bench.settings(folder), layout, changes)))
+    said = []
+    run.observer.message = said.append
+    for failing, size in ((3, 2000), (0, 2000)):
+        if rank == failing:
+            limit_files(size)
+        run.save(may_fail=True)
+        run.exchange.share(None)
+        assert run.progress.is_overdue
+        assert list((folder / "run" / "checkpoints").glob("step*")) == []
+        with pytest.raises((CheckpointError, OtherRankError)):
+            run.save()
+        limit_files(resource.RLIM_INFINITY)
+        run.exchange.share(None)
+    assert run.progress.failed_saves == 2 and len(said) == 2
+    assert all(
+        line.startswith("WARNING: ") and "training goes on, and saves after the next step" in line for line in said
+    )
+    assert "cannot save critic to " in said[0] and "cannot save actor to " in said[1]
+    metrics = Trainer(config, run).step(1)
+    run.save(may_fail=True)
+    assert not run.progress.is_overdue and run.progress.is_saved and metrics
+    assert said[2].endswith("checkpoints/step_00000001")
+
+
+def test_it_is_told_counted_and_tried_again(tmp_path: Path) -> None:
+    run_ranks(4, failing_saves, tmp_path, timeout=60)
