@@ -55,9 +55,10 @@ def stop_scheduler(owner: psutil.Process) -> None:
     scheduler(owner).send_signal(signal.SIGSTOP)
 
 
-def test_a_crash(config, folder):
+@pytest.mark.parametrize("transport", ["auto", pytest.param("broadcast", marks=pytest.mark.slow)])
+def test_a_crash(transport, config, folder):
     """The other engine, which gets its weights by broadcast, writes on meanwhile and joins a new group afterwards."""
-    harmed(folder, config, *ONE_RANK_EACH, harm=kill_scheduler)
+    harmed(folder, config, *ONE_RANK_EACH, f"rollout.sync.transport={transport}", harm=kill_scheduler)
 
 
 def test_an_engine_that_somebody_else_started(config, folder):
