@@ -9,6 +9,7 @@ from megappo.sync.sync import SyncStats
 from megappo.trainer.inference import InferenceEngines
 from megappo.trainer.loop import Trainer
 from megappo.trainer.phases import Phases
+from megappo.trainer.run import Run
 
 WAKING = [
     "resume_memory_occupation ['weights']",
@@ -72,19 +73,24 @@ class Steps(Trainer):
 
 
 def test_engines_sleep_while_a_checkpoint_is_written(asked):
+    steps = {"total_steps": 3, "save_interval": 2, "time_limit": None, "grace_seconds": 0.0, "export_hf": False}
     config = SimpleNamespace(
-        rollout=SimpleNamespace(sync=SimpleNamespace(verify=False)),
-        trainer=SimpleNamespace(total_steps=3, save_interval=2),
-        eval_interval=0,
+        rollout=SimpleNamespace(sync=SimpleNamespace(verify=False)), trainer=SimpleNamespace(**steps), eval_interval=0
     )
-    run = SimpleNamespace(
-        engines=engines(asked),
-        progress=SimpleNamespace(start_step=0),
-        observer=SimpleNamespace(log=lambda step, metrics: asked.append(f"step {step}")),
+    found = engines(asked)
+    save = {"failed_saves": 0, "is_overdue": False, "save": lambda models: asked.append("save")}
+    run = Run(
+        *(config, found.exchange, None),
+        models=SimpleNamespace(check_finite=lambda exchange: None),
+        engines=found,
+        rollouts=None,
+        batches=None,
+        progress=SimpleNamespace(start_step=0, **save),
+        observer=SimpleNamespace(
+            log=lambda step, metrics: asked.append(f"step {step}"), message=lambda text: None, finish=lambda: None
+        ),
         phase=Phases(SimpleNamespace(offloads={}, specs={})),
-        lap=lambda: {"timing_s/rollout": 1.0},
-        save=lambda step: asked.append("save"),
-        finish=lambda: None,
+        utilisation=None,
     )
     run.engines.first_sync = lambda **_: None
     Steps(config, run).train()
