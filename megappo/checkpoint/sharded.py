@@ -16,6 +16,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -31,7 +33,7 @@ from megappo.observe.life import LIFE
 # each rank, which would import the whole program again: seconds, and several hundred MiB.
 filesystem_async._results_queue = queue.Queue()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_CUT_SHORT = "unexpected pos"  # what torch's file writer says when bytes it has written are not there
+_CUT_SHORT = ("unexpected pos", "iostream error")  # what torch's file writers say when bytes they wrote are not there
 
 
 def save_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextManager) -> None:
@@ -45,10 +47,11 @@ def save_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextM
     with as_world:
         try:
             dist_checkpointing.save(state, str(folder), sharded_strategy=_InThisProcess("torch_dist", 1))
+            _COMMON.raise_error()
         except CheckpointException as error:
             raise _unwritten(folder, _of_all_ranks(error)) from error
         except (OSError, RuntimeError) as error:  # of what the first rank writes alone
-            if isinstance(error, OSError) or _CUT_SHORT in str(error):
+            if isinstance(error, OSError) or _was_cut_short(str(error)):
                 raise _unwritten(folder, reason(error)) from error
             raise
 
@@ -70,6 +73,28 @@ def reason(error: BaseException) -> str:
     """The error in words, without torch's tracebacks of all ranks."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     return "; ".join(dict.fromkeys(_said(cause) for cause in causes))
+
+
+class _CommonAtLast(TorchCommonSaveStrategy):
+    """Megatron's way to write what all ranks have alike, which the first rank does alone: an error is kept until all are
+    through, as the others would wait for it."""
+
+    error: Exception | None = None
+
+    def save_common(self, common_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        self.error = None
+        try:
+            super().save_common(common_state_dict, checkpoint_dir)
+        except (OSError, RuntimeError) as error:
+            self.error = error
+
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+_COMMON = _CommonAtLast("torch", 1)
+register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _COMMON)  # `save` takes no other
 
 
 class _InThisProcess(TorchDistSaveShardedStrategy):
@@ -135,6 +160,10 @@ def _unwritten(folder: Path, why: str) -> CheckpointError:
     return CheckpointError(f"cannot save {folder.name} to {folder.parent}: {why}")
 
 
+def _was_cut_short(text: str) -> bool:
+    return any(phrase in text for phrase in _CUT_SHORT)
+
+
 def _said(cause: BaseException) -> str:
     if isinstance(cause, OSError):
         place = f"{cause.filename}: " if cause.filename else ""
@@ -142,7 +171,7 @@ def _said(cause: BaseException) -> str:
     if isinstance(cause, pickle.UnpicklingError):
         return "it holds a pickle of something else than tensors, which is not read: it is damaged, or an attack"
     text = str(cause).removeprefix("Worker failure: ")  # Megatron's, of what `_write_files` has said
-    if _CUT_SHORT in text:
+    if _was_cut_short(text):
         return "a file could not be written to its end: the disk is full, or files may not grow this large"
     told = isinstance(cause, CheckpointError) or text != str(cause)
     return " ".join((text if told else f"{type(cause).__name__}: {text}").split())

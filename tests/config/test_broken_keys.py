@@ -95,7 +95,7 @@ CONTRADICTIONS = {
     "algorithm.kl_penalty=full actor.parallel.pipeline=2": (
         "algorithm.kl_penalty full needs actor.parallel.pipeline 1, found 2"
     ),
-    "actor.use_kl_loss=true actor.kl_loss_type=full placement.ref=0-3": (
+    "algorithm.use_kl_in_reward=false actor.use_kl_loss=true actor.kl_loss_type=full placement.ref=0-3": (
         "actor.kl_loss_type full needs the reference on the actor's ranks: drop placement.ref"
     ),
     "algorithm.rollout_correction={level: token, mode: mask, threshold_lower: 3}": (
@@ -110,10 +110,10 @@ CONTRADICTIONS = {
     "algorithm.rollout_correction.reject={seq_mean_k1: 0.9}": (
         "algorithm.rollout_correction.reject seq_mean_k1 0.9 leaves no ratio: set two ascending bounds, or one above 1"
     ),
-    "actor.use_kl_loss=true actor.kl_loss_type=k3+ actor.kl_loss_unbiased=true": (
+    "algorithm.use_kl_in_reward=false actor.use_kl_loss=true actor.kl_loss_type=k3+ actor.kl_loss_unbiased=true": (
         "actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found k3+: choose k3"
     ),
-    "actor.use_kl_loss=true actor.kl_loss_unbiased=true algorithm.preset=nemo_rl": (
+    "algorithm.use_kl_in_reward=false actor.use_kl_loss=true actor.kl_loss_unbiased=true algorithm.preset=nemo_rl": (
         "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
     ),
     "actor.kl_loss_unbiased=true": "actor.kl_loss_unbiased true has no effect, as actor.use_kl_loss is false: drop it",
