@@ -76,7 +76,7 @@ def reason(error: BaseException) -> str:
 
 
 class _CommonAtLast(TorchCommonSaveStrategy):
-    """Megatron's way to write what all ranks have alike, which the first rank does alone: an error is kept until all are
+    """Megatron's way to write what all ranks have alike, which the first does alone: an error is kept until all are
     through, as the others would wait for it."""
 
     error: Exception | None = None
