@@ -42,15 +42,17 @@ def test_local_names_its_usage_without_a_config():
 
 def test_help_comes_before_anything_is_installed(tmp_path):
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    for script in ("local.sh", "quickstart.sh"):
+    for script in ("local.sh", "quickstart.sh", "torchrun_node.sh"):
         result = run(["bash", tmp_path / "launch" / script, "--help"], tmp_path)
         assert result.returncode == 0 and f"launch/{script}" in result.stdout + result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["launch"]
 
 
 def copy_script(name: str, repository: Path) -> Path:
+    """The script in another repository, beside what it sources."""
     copy = repository / "launch" / name
-    executable(copy, (ROOT / "launch" / name).read_text())
+    for path in (copy, repository / "launch" / "environment.sh"):
+        executable(path, (ROOT / "launch" / path.name).read_text())
     return copy
 
 
@@ -145,6 +147,49 @@ def test_local_starts_no_rank_of_what_the_dry_run_refuses_and_shows_its_words(tm
     assert refused.stderr == "warning: odd\nerror: wrong\n"
     fine = run(["bash", script, "c.yaml"], tmp_path)
     assert (fine.returncode, fine.stdout, fine.stderr) == (0, "checking c.yaml\nstarted\n", "warning: odd\n")
+
+
+NODE = {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "head", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.parametrize(
+    "environment, folder, nproc, port",
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,3,5"}, ".venv-gpu", "3", "29500"),
+        ({"NPROC": "4", "MASTER_PORT": "1234"}, ".venv", "4", "1234"),
+    ],
+)
+def test_a_node_hands_torchrun_its_place_among_the_others(tmp_path, environment, folder, nproc, port):
+    script = copy_script("torchrun_node.sh", tmp_path)
+    both_environments(tmp_path)
+    python = tmp_path / folder / "bin" / "python"
+    python.write_text(python.read_text() + '; [[ $2 != megappo.plan ]] || echo "$@" >&2')
+    result = run(["bash", script, "my config.yaml", "trainer.seed=1"], tmp_path, **(NODE | environment))
+    assert result.returncode == 0 and result.stderr == (
+        f"-m megappo.plan --world-size {2 * int(nproc)} my config.yaml trainer.seed=1\n"
+    )
+    checking, used, *words = result.stdout.splitlines()
+    assert (checking, used) == ("checking my config.yaml", folder)
+    options = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "head", "--master-port", port]
+    assert words[:2] == ["-m", "megappo.torchrun"] and words[2:10] == options
+    assert words[10:] == ["--nproc-per-node", nproc, "-m", "megappo.train", "my config.yaml", "trainer.seed=1"]
+
+
+@pytest.mark.parametrize("missing", ["NODE_RANK", "NNODES", "MASTER_ADDR"])
+def test_a_node_names_the_variable_that_is_missing(tmp_path, missing):
+    result = run(["bash", copy_script("torchrun_node.sh", tmp_path), "c.yaml"], tmp_path, **(NODE | {missing: ""}))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"torchrun_node.sh: the variable {missing} is not set: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_no_node_waits_for_others_when_the_dry_run_refuses(tmp_path, number):
+    script = copy_script("torchrun_node.sh", tmp_path)
+    executable(tmp_path / ".venv" / "bin" / "python", REFUSING)
+    refused = run(["bash", script, "c.yaml", "trainer.seed=1"], tmp_path, **(NODE | {"NODE_RANK": number}))
+    assert (refused.returncode, refused.stdout) == (2, "checking c.yaml\n")
+    assert refused.stderr == "warning: odd\nerror: wrong\n"
 
 
 SCONTROL = """

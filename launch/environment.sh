@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What local.sh and torchrun_node.sh, which source it, know of this machine: $python, of the environment that fits it,
+# and $nproc, how many processes to start: one per visible GPU, in .venv-gpu; without a GPU 2, in .venv. NPROC goes
+# before both numbers.
+
+num_gpus() {
+    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
+    else
+        { nvidia-smi -L 2>/dev/null || true; } | wc -l
+    fi
+}
+
+name=$(basename "$0")
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+gpus=$(num_gpus)
+if [[ $gpus -eq 0 ]]; then
+    # One thread a rank: ranks and the engine share the cores.
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+    python=$repository/.venv/bin/python
+    remedy="run: bash launch/setup.sh"
+else
+    # Tensor parallelism overlaps communication and computation only in this order of kernels.
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+    python=$repository/.venv-gpu/bin/python
+    remedy="to use the $gpus GPUs that are visible, run: bash launch/setup.sh gpu; to use the CPU, hide them:"
+    remedy+=" CUDA_VISIBLE_DEVICES= bash launch/$name ..."
+fi
+if [[ ! -x $python ]]; then
+    echo "$name: $python does not exist; $remedy" >&2
+    exit 1
+fi
+nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}
