@@ -5,9 +5,9 @@ from pathlib import Path
 
 from megappo import megatron_setup
 from megappo.checkpoint.durable import write_durably
-from megappo.config.errors import ConfigError
 from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
+from megappo.observe.files import CONFIG_FILE
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
@@ -32,12 +32,8 @@ def train(config: Config, cleanup: ExitStack) -> None:
 
 
 def _keep_config(config: Config, run: Run) -> None:
-    """Write the resolved config beside the results, and say what a resumed run's has that the one there had not."""
-    path = Path(config.trainer.output_dir, "config.yaml")
-    if run.progress.start_step and path.exists():
-        try:
-            for change in changes_since(path, config):
-                run.observer.message(f"changed since then: {change}")
-        except ConfigError as error:
-            run.observer.message(f"WARNING: cannot tell what has changed since then: {'; '.join(error.errors)}")
-    write_durably(path, dump_config(config))
+    """Write the resolved config beside the results, and say what a resumed run's has that its checkpoint's had not."""
+    if run.progress.checkpoint is not None:
+        for change in changes_since(run.progress.checkpoint / CONFIG_FILE, config):
+            run.observer.message(f"changed since then: {change}")
+    write_durably(Path(config.trainer.output_dir, CONFIG_FILE), dump_config(config))

@@ -53,13 +53,22 @@ class CheckpointStore:
 
     Args:
         folder: `<output_dir>/checkpoints`.
-        keep: newest checkpoints to keep; 0 keeps all.
+        keep: newest checkpoints to keep; 0 keeps all. keep_every: those of every so many steps stay, too; 0 for none.
         warn: told, on rank 0, why a run goes on from another checkpoint than it should.
     """
 
-    def __init__(self, folder: Path, keep: int, exchange: Exchange, warn: Callable[[str], None] = print):
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        exchange: Exchange,
+        warn: Callable[[str], None] = print,
+        *,
+        keep_every: int = 0,
+    ):
         self.folder = folder
         self.keep = keep
+        self.keep_every = keep_every
         self.exchange = exchange
         self.warn = warn if exchange.rank == 0 else lambda line: None
         self._damaged: set[Path] = set()
@@ -179,7 +188,12 @@ class CheckpointStore:
             # Newer ones are there after going back to an older one; they must not push out what was just saved.
             whole = [other for other in checkpoints_in(self.folder) if other not in self._damaged]
             for old in [other for other in whole if position_of(other) <= position_of(path)][: -self.keep]:
-                _remove(old)
+                if not self._stays(old):
+                    _remove(old)
+
+    def _stays(self, checkpoint: Path) -> bool:
+        step, num_updates = position_of(checkpoint)
+        return bool(self.keep_every) and step % self.keep_every == 0 and num_updates < 0
 
     def _none_left(self, faults: list[str], found: list[Path]) -> str:
         """What to say when no checkpoint can be used."""

@@ -278,6 +278,7 @@ class Trainer(Section):
     seed: NonNegative = Field(0, description="seeds data order, value head and sampling")
     save_interval: NonNegative = Field(20, description="checkpoint every so many steps, and at the end; 0 = at the end only")
     keep_checkpoints: NonNegative = Field(2, description="newest checkpoints to keep; 0 = all")
+    keep_every: NonNegative = Field(0, description="keep those of every so many steps, too; 0 = none")
     eval_interval: NonNegative | None = Field(None, description="evaluate on data.val_files every so many steps, before the first and at the end; 0 = off; null = 10 where there are val_files")
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")

@@ -312,6 +312,13 @@ class TrainedEngine(MegatronEngine):
             return f"the loss of an optimizer step is not finite: {', '.join(broken)}"
         return ELSEWHERE if anywhere else ""
 
+    @property
+    def num_steps(self) -> set[int]:
+        """How many optimizer steps there were, by the learning-rate schedule and by Adam's own counters: one number."""
+        parts = [part.optimizer for part in self.optimizer.chained_optimizers if not part.is_stub_optimizer]
+        counters = [*(one for part in parts for one in part.state.values()), *self.optimizer.param_groups]
+        return {self.scheduler.num_steps, *(int(one["step"]) for one in counters if "step" in one)}
+
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
         """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""
         model = sharded_chunks(self.chunks, self.groups)

@@ -1,6 +1,8 @@
 """Names in a run's output folder that several parts of the program look for."""
 
 CHECKPOINTS = "checkpoints"
+CONFIG_FILE = "config.yaml"
+"""The resolved config, in a run's folder and in each checkpoint."""
 HF_ACTOR = "hf_actor"
 """The trained actor as a Hugging Face folder, written at the end of a run."""
 

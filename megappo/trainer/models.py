@@ -138,6 +138,12 @@ class Models:
                     )
         exchange.raise_together(error)
 
+    def num_steps(self, exchange: Exchange) -> dict[str, list[int]]:
+        """Component -> the optimizer steps that it has had, by every counter of every rank: one number each."""
+        mine = {name: engine.num_steps for name, engine in self.trained.items() if engine is not None}
+        of_ranks = exchange.share(mine)
+        return {name: sorted({n for found in of_ranks for n in found.get(name, ())}) for name in self.training}
+
     def export_actor(self) -> None:
         """Write the policy as a Hugging Face folder."""
         engine = self.actor.engine

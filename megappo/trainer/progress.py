@@ -7,8 +7,9 @@ from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, STATE, position_of, read_state, step_of
 from megappo.checkpoint.store import CheckpointStore
+from megappo.config.loading import dump_config
 from megappo.config.schema import Config
-from megappo.observe.files import CHECKPOINTS
+from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.metrics import METRICS_FILE
 from megappo.ppo.kl import AdaptiveKLController, FixedKLController, kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
@@ -35,8 +36,12 @@ class Progress:
     """
 
     def __init__(self, config: Config, exchange: Exchange):
+        self.config = config
         self.output_dir = Path(config.trainer.output_dir)
-        self.store = CheckpointStore(self.output_dir / CHECKPOINTS, config.trainer.keep_checkpoints, exchange)
+        trainer = config.trainer
+        self.store = CheckpointStore(
+            self.output_dir / CHECKPOINTS, trainer.keep_checkpoints, exchange, keep_every=trainer.keep_every
+        )
         self.checkpoint = self.store.latest()
         self.exchange = exchange
         self.start_step = self.step = 0
@@ -62,6 +67,7 @@ class Progress:
                 "trainer.output_dir"
             )
         self.store.load(self.checkpoint, models.trained)
+        self._check_steps(state["optimizer_steps"], models)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
         self.start_step = self.step = state["step"]
@@ -91,7 +97,7 @@ class Progress:
         self.checkpoint = self.store.save(
             step,
             models.trained,
-            {"step": step} | state | {"models": models.description},
+            {"step": step, **state, "models": models.description, "optimizer_steps": models.num_steps(self.exchange)},
             num_updates=None if self.in_flight is None else num_updates,
             write_more=self._write_more,
         )
@@ -103,7 +109,17 @@ class Progress:
         """As `checkpoint.folders.position_of`."""
         return self.step, -1 if self.in_flight is None else sum(self.in_flight.num_updates.values())
 
+    def _check_steps(self, saved: dict[str, list[int]], models: Models) -> None:
+        """See that learning rates and optimizers go on where they were."""
+        found = models.num_steps(self.exchange)
+        if found != saved:
+            raise CheckpointError(
+                f"{self.checkpoint} was saved after {saved} optimizer steps, but loads as {found}: its files do not "
+                "belong together; use another checkpoint"
+            )
+
     def _write_more(self, folder: Path) -> None:
+        self.exchange.on_rank_0(lambda: (folder / CONFIG_FILE).write_text(dump_config(self.config), "utf-8"))
         write_random_states(folder, self.exchange)
         if self.in_flight is not None:
             write_in_flight(folder, self.in_flight, self.exchange)
@@ -141,7 +157,8 @@ def _checked_state(checkpoint: Path, parts: dict[str, Stateful]) -> dict[str, An
     """
     state = read_state(checkpoint)
     wrong = [] if state["step"] == step_of(checkpoint) else [f"step {state['step']}"]
-    wrong += [] if isinstance(state.get("models"), str) else ["models"]
+    kinds = {"models": str, "optimizer_steps": dict}
+    wrong += [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
     wrong += [name for name, part in parts.items() if not _has_numbers(state.get(name), part.state_dict())]
     if wrong:
         raise CheckpointError(

@@ -48,6 +48,8 @@ def check_pruned(rank: int, world_size: int, folders: dict[str, Path], folder: P
     store.save(11, engines, {"step": 11, "again": True})
     assert step_names(folder) == ["step_00000011", "step_00000012"], "what was just saved must not be pruned"
     assert store.load(store.latest(), engines) == {"step": 11, "again": True}
+    CheckpointStore(folder, 1, exchange, keep_every=12).save(13, engines, {})
+    assert step_names(folder) == ["step_00000012", "step_00000013"]
 
 
 def test_the_newest_are_kept_and_latest_is_among_them(folders: dict[str, Path], tmp_path: Path) -> None:

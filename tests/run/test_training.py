@@ -62,7 +62,9 @@ def test_it_learns(run):
 
 
 def test_the_config_written_is_the_config_run(run, config):
-    assert load_config(run / "config.yaml") == load_config(config, [f"trainer.output_dir={run}"])
+    overrides = [f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}"]
+    for folder in (run, run / "checkpoints" / "step_00000010"):
+        assert load_config(folder / "config.yaml") == load_config(config, overrides)
 
 
 def test_the_newest_checkpoints_are_kept_and_nothing_half_written(run):
