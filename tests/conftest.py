@@ -20,6 +20,8 @@ from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineClient
 from megappo.rollout.inference_engine import Engine
 
+pytest_plugins = ["tiny_run"]  # fixtures of whole runs
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")

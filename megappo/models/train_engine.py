@@ -316,8 +316,10 @@ class TrainedEngine(MegatronEngine):
     def num_steps(self) -> set[int]:
         """How many optimizer steps there were, by the learning-rate schedule and by Adam's own counters: one number."""
         parts = [part.optimizer for part in self.optimizer.chained_optimizers if not part.is_stub_optimizer]
-        counters = [*(one for part in parts for one in part.state.values()), *self.optimizer.param_groups]
-        return {self.scheduler.num_steps, *(int(one["step"]) for one in counters if "step" in one)}
+        counters = [one for part in parts for one in part.state.values() if "step" in one]
+        # Fused Adams count by group; torch's leaves what Megatron has loaded into the groups as it was.
+        counters = counters or [group for group in self.optimizer.param_groups if "step" in group]
+        return {self.scheduler.num_steps, *(int(one["step"]) for one in counters)}
 
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]:
         """Model, optimizer and schedule as dist_checkpointing takes them; loads into any other layout."""

@@ -10,7 +10,7 @@ from megappo.config.schema import Config
 from megappo.placement.layout import Layout
 from megappo.rollout.client import WEIGHTS, WORKING_MEMORY, EngineClient
 from megappo.sync.build import build_sync, engine_sleeps
-from megappo.sync.proof import verified_sync
+from megappo.sync.proof import check_log_probs, verified_sync
 from megappo.sync.route import find_route
 from megappo.sync.sync import SyncStats, WeightSync
 from megappo.trainer.models import Models
@@ -62,6 +62,11 @@ class InferenceEngines:
             self.weight_sync()
         self.probe()
 
+    def check_rollouts(self, difference: float) -> dict[str, int]:
+        """See that the engines wrote as the actor would; see `check_log_probs`."""
+        warn = self.probe.rollouts.observer.message
+        return {"rollout/log_prob_diff/warnings": check_log_probs("the rollouts", difference, self.probe.config, warn)}
+
     def sleep(self) -> None:
         """Free the engines' GPU memory for the trainer: on return, of the engines on all ranks' GPUs."""
         if self.asleep:
@@ -111,6 +116,10 @@ class NoEngines:
 
     def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
         """Nothing."""
+
+    def check_rollouts(self, difference: float) -> dict[str, int]:
+        """Nothing: they may be another policy's."""
+        return {}
 
     def sleep(self) -> None:
         """Nothing."""

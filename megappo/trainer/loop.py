@@ -6,7 +6,6 @@ from typing import Any
 
 from megappo.config.schema import Config
 from megappo.interruption import INTERRUPTION, Interrupted, deadline
-from megappo.sync.proof import check_log_probs
 from megappo.trainer.component import Scattered
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.in_flight import InFlight
@@ -83,7 +82,7 @@ class Trainer:
 
     def _begin(self, step: int) -> Mapping[str, Scattered]:
         """From prompts to rows with their advantages, which are in flight then; the same rows at the components."""
-        run, config = self.run, self.config
+        run = self.run
         batch, metrics = run.batches(step, run.phase)
         with run.phase("scatter"):
             scattered = run.models.scatter(batch)
@@ -92,8 +91,7 @@ class Trainer:
             rows = run.models.gather(scattered, outputs, batch.rows)
         with run.phase("advantages"):
             judged = add_advantages(run, rows)
-            warnings = check_log_probs("the rollouts", judged.log_prob_diff, config, run.observer.message)
-            metrics["rollout/log_prob_diff/warnings"] = warnings
+            metrics |= run.engines.check_rollouts(judged.log_prob_diff)
         batch = replace(batch, rows=judged.rows)
         run.progress.in_flight = InFlight(step, batch, metrics | judged.metrics, judged.kl_penalty)
         return scattered

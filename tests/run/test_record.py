@@ -12,7 +12,9 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.timeout(600)
-OF_ENGINES = re.compile("^(timing_s|memory|sync|val)/|/mfu$|^rollout/tokens_per_second$|^time$")
+OF_ENGINES = re.compile(
+    "^(timing_s|memory|sync|val)/|/mfu$|^rollout/(tokens_per_second|log_prob_diff/warnings|engine_restarts)$|^time$"
+)
 
 
 def shown(*arguments: object) -> str:

@@ -45,10 +45,9 @@ from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.rollout.client import SamplingParams  # noqa: E402
 from megappo.rollout.sampler import Sample  # noqa: E402
-from megappo.sync.sync import SyncStats  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.datasets import Datasets  # noqa: E402
-from megappo.trainer.inference import InferenceEngines  # noqa: E402
+from megappo.trainer.inference import NoEngines  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.models import build_models  # noqa: E402
 from megappo.trainer.own_engine import OwnEngine  # noqa: E402
@@ -197,7 +196,7 @@ def build(config: Config) -> Run:
     models = build_models(config, placement_layouts(config, WORLD_SIZE), exchange)
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
     rollouts = FixedRollouts(config, datasets, OwnEngine(), exchange, observer, num_engines=1)
-    engines = InferenceEngines(exchange, None, False, lambda changed: SyncStats(0, 1.0), probe=dict)
+    engines = NoEngines()
     batches = SampledBatches(datasets.train, rollouts, engines.sleep)
     progress, utilisation = Progress(config, exchange), Utilisation("fp32", models.components, models.specs, exchange)
     return Run(
