@@ -26,17 +26,18 @@ class Trainer:
     def train(self) -> None:
         """From the newest checkpoint, or the beginning, to the last step; then the final checkpoint and the export.
 
-        A step's `timing_s/evaluate` and `timing_s/save` are those that came between the step before and this one.
+        A step's `timing_s/save` is of the checkpoint between the step before and this one.
 
         Raises:
             Interrupted: the run was asked to end, on any rank, or its time is over; everything is saved.
         """
         run, total = self.run, self.config.trainer.total_steps
+        is_new = run.progress.checkpoint is None  # else it may be in the middle of step 1
         with run.phase("sync"):
-            run.engines.first_sync(verify=self.config.rollout.sync.verify, as_loaded=run.progress.start_step == 0)
+            run.engines.first_sync(verify=self.config.rollout.sync.verify, as_loaded=is_new)
         if run.progress.start_step == total:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
-        if run.progress.start_step == 0 and self.config.eval_interval:
+        if is_new and self.config.eval_interval:
             run.observer.log(0, self.evaluate(0))
         run.phase.timers.restart()
         INTERRUPTION.has_something_to_save(deadline(self.config.trainer.time_limit, self.config.trainer.grace_seconds))

@@ -85,7 +85,7 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked):
         engines=found,
         rollouts=None,
         batches=None,
-        progress=SimpleNamespace(start_step=0, **save),
+        progress=SimpleNamespace(checkpoint=None, start_step=0, **save),
         observer=SimpleNamespace(
             log=lambda step, metrics: asked.append(f"step {step}"), message=lambda text: None, finish=lambda: None
         ),

@@ -127,6 +127,39 @@ def test_interrupted_after_any_update_a_run_goes_on_there(
     run_ranks(4, interrupted_after, tmp_path, layout, method, updates, timeout=280)
 
 
+def whole_runs(rank: int, world_size: int, folder: Path) -> None:
+    bench = recorder_in(folder)
+    config = config_of(bench, folder, LAYOUT, "kl", "in step 1")
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"eval_interval": 1})})
+    trainer = Watched(config, bench.build(config))
+    with After(2), pytest.raises(Interrupted):
+        trainer.train()
+    assert trainer.seen == ["sync as loaded", "evaluate", 0]
+    trainer = Watched(config, (run := resumed(bench, config).run))
+    trainer.train()
+    assert trainer.seen == ["sync", "evaluate", 1, "evaluate", 2]
+    assert run.progress.step == 2 and run.progress.is_saved
+
+
+class Watched(Trainer):
+    """Notes what it does around its steps."""
+
+    def __init__(self, config: Config, run: Run):
+        super().__init__(config, run)
+        self.seen = []
+        run.engines.first_sync = lambda *, verify, as_loaded: self.seen.append("sync" + " as loaded" * as_loaded)
+        run.observer.log = lambda step, metrics: self.seen.append(step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.seen.append("evaluate")
+        return {}
+
+
+def test_one_that_is_interrupted_in_its_first_step_is_not_new(tmp_path: Path) -> None:
+    """The engines' weights, loaded from the folder, are not the actor's any more, and step 0 has been evaluated."""
+    run_ranks(4, whole_runs, tmp_path)
+
+
 def in_another_layout(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     config = config_of(bench, folder, LAYOUT, "kl", "one")
