@@ -69,8 +69,9 @@ def nearest_key(path: str) -> str:
 
 def nearest_word(key: Key, value: object) -> str:
     """Advice on a wrong value of a key that takes some words: the one or two probably meant."""
-    words = {word.removeprefix("list of ") for word in key.values.split(" | ")} - set(WORDS.values())
-    close = difflib.get_close_matches(value, words, 2) if isinstance(value, str) else []
+    words = {word.removeprefix("list of ").strip("()") for word in key.values.split(" | ")} - set(WORDS.values())
+    wrong = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
+    close = [meant for word in wrong if word not in words for meant in difflib.get_close_matches(word, words, 2)]
     return f": did you mean {' or '.join(close)}?" if close else ""
 
 
@@ -118,7 +119,8 @@ def _describe_list(args: tuple, metadata: Iterable[object]) -> str:
     if args[-1] is not ...:
         return f"list of {len(args)}: each {_describe(args[0])}"
     empty_is_wrong = any(isinstance(item, MinLen) for item in metadata)
-    return f"{'non-empty ' if empty_is_wrong else ''}list of {_describe(args[0])}"
+    item = _describe(args[0])
+    return f"{'non-empty ' if empty_is_wrong else ''}list of {f'({item})' if ' | ' in item else item}"
 
 
 def _bounds(metadata: Iterable[object]) -> str:
