@@ -45,19 +45,17 @@ class Trainer:
             for step in range(run.progress.start_step + 1, total + 1):
                 run.check_interrupted()
                 self._step_with_all_around_it(step)
+            INTERRUPTION.has_saved_all()
+            run.check_interrupted()  # the export has time when the run is started again
         except Interrupted:
             run.save_if_needed()
             raise
-        INTERRUPTION.has_saved_all()
         run.finish()
 
     def _step_with_all_around_it(self, step: int) -> None:
         run = self.run
         metrics = self.step(step)
         metrics |= run.lap() | {"checkpoint/failed_saves": run.progress.failed_saves}
-        if self.config.eval_interval and self._is_due(step, self.config.eval_interval):
-            with run.phase("evaluate"):
-                metrics |= self.evaluate(step)
         run.observer.log(step, metrics)
         is_last = step == self.config.trainer.total_steps
         if self._is_due(step, self.config.trainer.save_interval) or run.progress.is_overdue:
@@ -114,6 +112,9 @@ class Trainer:
         actor_trained = "actor" in optimizer_steps
         with run.phase("sync"):
             metrics |= run.engines.sync(changed=actor_trained)
+        if self.config.eval_interval and self._is_due(flight.step, self.config.eval_interval):
+            with run.phase("evaluate"):  # while the step is in flight: interrupted here, it goes on with this
+                metrics |= self.evaluate(flight.step)
         if flight.kl_penalty is not None and actor_trained:
             run.progress.kl.update(flight.kl_penalty, len(flight.batch.table))
         run.progress.finish(flight.step)

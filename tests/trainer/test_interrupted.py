@@ -40,7 +40,7 @@ def config_of(bench: ModuleType, folder: Path, layout: str, method: str, output:
 
 def numbers_of(bench: ModuleType, run: Run, metrics: dict[str, object]) -> dict[str, object]:
     """Metrics of a step, and all weights."""
-    found = {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name)}
+    found = untimed(bench, metrics)
     for name, engine in run.models.trained.items():
         if engine is not None:
             export = Export(engine.chunks, architecture_of(run.models.specs[name]), engine.groups)
@@ -127,37 +127,81 @@ def test_interrupted_after_any_update_a_run_goes_on_there(
     run_ranks(4, interrupted_after, tmp_path, layout, method, updates, timeout=280)
 
 
-def whole_runs(rank: int, world_size: int, folder: Path) -> None:
+class Watched(Trainer):
+    """Notes what it does around its steps, and is asked to end in an evaluation and in a save.
+
+    Args:
+        evaluation, save: after which step; None for none.
+    """
+
+    def __init__(self, config: Config, run: Run, evaluation: int | None = None, save: int | None = None):
+        super().__init__(config, run)
+        self.seen, self.logged, self.evaluation = [], {}, evaluation
+        run.engines.first_sync = lambda *, verify, as_loaded: self.seen.append("sync" + " as loaded" * as_loaded)
+        run.observer.log = lambda step, metrics: self.logged.update({step: metrics})
+        run.observer.message = lambda text: save is not None and self.ask_to_end(run.progress.step == save)
+        run.observer.finish = lambda: self.seen.append("finish")
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.seen.append(f"evaluate {step}")
+        self.ask_to_end(step == self.evaluation)
+        self.run.check_interrupted()
+        return {"val/score": float(step)}
+
+    def ask_to_end(self, now: bool) -> None:
+        if now and self.run.exchange.rank == 1:
+            INTERRUPTION._reason = "the test"
+
+
+def evaluating(bench: ModuleType, folder: Path, output: str) -> Config:
+    config = config_of(bench, folder, LAYOUT, "kl", output)
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"eval_interval": 1})})
+
+
+def in_its_first_step(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
-    config = config_of(bench, folder, LAYOUT, "kl", "in step 1")
-    config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"eval_interval": 1})})
+    config = evaluating(bench, folder, "run")
     trainer = Watched(config, bench.build(config))
     with After(2), pytest.raises(Interrupted):
         trainer.train()
-    assert trainer.seen == ["sync as loaded", "evaluate", 0]
-    trainer = Watched(config, (run := resumed(bench, config).run))
+    assert trainer.seen == ["sync as loaded", "evaluate 0"] and trainer.logged.keys() == {0}
+    trainer = Watched(config, resumed(bench, config).run)
     trainer.train()
-    assert trainer.seen == ["sync", "evaluate", 1, "evaluate", 2]
-    assert run.progress.step == 2 and run.progress.is_saved
-
-
-class Watched(Trainer):
-    """Notes what it does around its steps."""
-
-    def __init__(self, config: Config, run: Run):
-        super().__init__(config, run)
-        self.seen = []
-        run.engines.first_sync = lambda *, verify, as_loaded: self.seen.append("sync" + " as loaded" * as_loaded)
-        run.observer.log = lambda step, metrics: self.seen.append(step)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        self.seen.append("evaluate")
-        return {}
+    assert trainer.seen == ["sync", "evaluate 1", "evaluate 2", "finish"] and trainer.logged.keys() == {1, 2}
 
 
 def test_one_that_is_interrupted_in_its_first_step_is_not_new(tmp_path: Path) -> None:
     """The engines' weights, loaded from the folder, are not the actor's any more, and step 0 has been evaluated."""
-    run_ranks(4, whole_runs, tmp_path)
+    run_ranks(4, in_its_first_step, tmp_path)
+
+
+def around_steps(rank: int, world_size: int, folder: Path) -> None:
+    bench = recorder_in(folder)
+    whole = Watched(config := evaluating(bench, folder, "whole"), bench.build(config))
+    whole.train()
+    run, logged = bench.build(config := evaluating(bench, folder, "run")), {}
+    for ending in ({"evaluation": 1}, {"evaluation": 2}, {"save": 2}):
+        trainer = Watched(config, run, **ending)
+        with After(99), pytest.raises(Interrupted, match="the test"):
+            trainer.train()
+        assert "finish" not in trainer.seen
+        logged |= trainer.logged
+        run = resumed(bench, config).run
+    last = Watched(config, run)
+    last.train()
+    assert last.seen == ["sync", "finish"] and last.logged == {}
+    assert run.progress.kl.value == whole.run.progress.kl.value
+    assert [untimed(bench, metrics) for metrics in logged.values()] == [
+        untimed(bench, metrics) for metrics in whole.logged.values()
+    ]
+
+
+def untimed(bench: ModuleType, metrics: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name) and "memory" not in name}
+
+
+def test_what_is_left_around_a_step_is_done_when_the_run_goes_on(tmp_path: Path) -> None:
+    run_ranks(4, around_steps, tmp_path)
 
 
 def in_another_layout(rank: int, world_size: int, folder: Path) -> None:
