@@ -76,6 +76,12 @@ class InferenceEngines:
             self.client.sleep()
         self.exchange.share(None)
 
+    def end(self) -> None:
+        """`sleep` for good, also of engines that hang or have ended: those that the run has started are ended."""
+        self.asleep = True
+        self.probe.rollouts.restarts.own.stop()
+        self.exchange.share(None)
+
     def wake(self, *, changed: bool = False) -> SyncStats:
         """Give the engines their GPU memory back, and the weights: those that slept have none.
 
@@ -122,6 +128,9 @@ class NoEngines:
         return {}
 
     def sleep(self) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
         """Nothing."""
 
     def wake(self, *, changed: bool = False) -> None:

@@ -39,6 +39,11 @@ class OwnEngine:
         """Start it anew, whatever has become of it; its client serves on."""
         self.engine.restart()
 
+    def stop(self) -> None:
+        """End it, whatever has become of it, if it was started by this run."""
+        if isinstance(self.engine, Engine):
+            self.engine.stop()
+
 
 def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngine:
     """Start this rank's SGLang engine and reward workers, if it is to own any; does not wait for them. An engine of

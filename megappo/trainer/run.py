@@ -65,9 +65,10 @@ class Run:
                 self.observer.message(f"WARNING: {error}: training goes on, and saves after the next step")
 
     def save_if_needed(self) -> None:
-        """`save` if there is something that no checkpoint has."""
+        """`save` if there is something that no checkpoint has; the engines are not needed any more."""
         is_new = self.progress.step == 0 and self.progress.in_flight is None
         if not is_new and not self.progress.is_saved:
+            self.engines.end()
             self.save()
 
     def check_interrupted(self) -> None:

@@ -65,6 +65,16 @@ def test_an_engine_that_does_not_sleep_is_asked_for_nothing(asked):
     assert [line for line in asked if line not in ("empty_cache", "barrier")] == ["weights", "probe"]
 
 
+def test_engines_that_are_ended_are_asked_for_nothing(asked):
+    """They may hang, or have ended: a run that is interrupted saves all the same."""
+    found = engines(asked)
+    own = SimpleNamespace(stop=lambda: asked.append("stop"))
+    found.probe = SimpleNamespace(rollouts=SimpleNamespace(restarts=SimpleNamespace(own=own)))
+    found.end()
+    found.sleep()
+    assert asked == ["stop", "barrier"]
+
+
 class Steps(Trainer):
     """Does nothing in a step."""
 
