@@ -100,7 +100,7 @@ def _record(config: Config) -> Iterator[str]:
         return
     for key in ("record_rollouts", "rollout_only"):
         if getattr(trainer, key):
-            yield f"trainer.{key} writes rollouts, which trainer.replay_rollouts only reads: unset one of them"
+            yield f"trainer.{key} writes rollouts, which trainer.replay_rollouts only reads: drop one of them"
     if config.eval_interval:
         yield (
             "trainer.replay_rollouts starts no engines, which the evaluation on data.val_files needs: set "

@@ -116,6 +116,16 @@ CONTRADICTIONS = {
     "algorithm.use_kl_in_reward=false actor.use_kl_loss=true actor.kl_loss_unbiased=true algorithm.preset=nemo_rl": (
         "actor.kl_loss_unbiased true and algorithm.preset nemo_rl both correct the KL's gradient: drop one"
     ),
+    "trainer.rollout_only=true": "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder",
+    "trainer.replay_rollouts=rec trainer.eval_interval=3": (
+        "trainer.replay_rollouts starts no engines, which the evaluation on data.val_files needs: set"
+    ),
+    "trainer.replay_rollouts=rec trainer.eval_interval=0 trainer.total_steps=2": (
+        "trainer.replay_rollouts: rec (looked in "
+    ),
+    "trainer.replay_rollouts=rec trainer.eval_interval=0 trainer.record_rollouts=new": (
+        "trainer.record_rollouts writes rollouts, which trainer.replay_rollouts only reads: drop one of them"
+    ),
     "actor.kl_loss_unbiased=true": "actor.kl_loss_unbiased true has no effect, as actor.use_kl_loss is false: drop it",
     "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
         "algorithm.rollout_correction.threshold 1.0 must be above 1"
