@@ -115,3 +115,9 @@ def _trainer(config: Config) -> Iterator[str]:
             f"trainer.hang_timeout_seconds {hang:g} must be below trainer.process_group_timeout_seconds {wait:g}, "
             "which would end a run that hangs before its ranks have said where they are: lower it, or raise that"
         )
+    limit, grace = config.trainer.time_limit, config.trainer.grace_seconds
+    if limit is not None and limit <= grace:
+        yield (
+            f"trainer.time_limit {limit:g} is not above trainer.grace_seconds {grace:g}, so that no step would begin: "
+            "raise it, or lower that"
+        )

@@ -179,6 +179,9 @@ CONTRADICTIONS = {
     "trainer.process_group_timeout_seconds=600 trainer.hang_timeout_seconds=600": (
         "trainer.hang_timeout_seconds 600 must be below trainer.process_group_timeout_seconds 600, which would"
     ),
+    "trainer.time_limit=120": (
+        "trainer.time_limit 120 is not above trainer.grace_seconds 120, so that no step would begin: raise it, or lower"
+    ),
     "data.label_key=prompt": "data.prompt_key and data.label_key are both 'prompt': name two different fields",
 }
 PLACEMENTS = {
