@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megappo.batch.folders import recorded_steps
 from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import LATEST, candidates, step_of
+from megappo.checkpoint.folders import LATEST, candidates, position_of, step_of
 from megappo.config.errors import looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
@@ -29,21 +29,22 @@ def resume_errors(config: Config) -> list[str]:
             f"{checkpoint} exists, but trainer.rollout_only rolls out by model.path's weights: convert it "
             "(tools/convert.py megatron-to-hf), name that as model.path, and choose another trainer.output_dir"
         ]
-    done = step_of(checkpoint)
-    if trainer.total_steps < done:
+    done, num_updates = position_of(checkpoint)
+    begun = done + (num_updates >= 0)
+    if trainer.total_steps < begun:
         return [
-            f"trainer.total_steps {trainer.total_steps} is below the {done} steps that {checkpoint} has: raise it, "
+            f"trainer.total_steps {trainer.total_steps} is below the {begun} steps that {checkpoint} has: raise it, "
             f"write the name of an older one into {checkpoint.with_name(LATEST)}, or choose another trainer.output_dir"
         ]
-    return list(_missing_rollouts(config, done))
+    return list(_missing_rollouts(config, begun))
 
 
-def _missing_rollouts(config: Config, done: int) -> Iterator[str]:
-    """Steps after those that are done of which there are no rollouts to replay."""
+def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
+    """Steps after those that have begun of which there are no rollouts to replay."""
     if config.trainer.replay_rollouts is None:
         return
     folder = Path(config.trainer.replay_rollouts)
-    missing = sorted(set(range(done + 1, config.trainer.total_steps + 1)) - set(recorded_steps(folder)))
+    missing = sorted(set(range(begun + 1, config.trainer.total_steps + 1)) - set(recorded_steps(folder)))
     if missing:
         steps = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         yield (

@@ -191,13 +191,15 @@ def test_a_wrong_config_is_told_before_anything_is_tried(plan, run_folder):
     assert not (run_folder / "called").exists()
 
 
-def checkpoint(folder: Path, step: int) -> None:
-    (folder / "out" / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
-    (folder / "out" / "checkpoints" / "latest").write_text(f"step_{step:08d}\n")
+def checkpoint(folder: Path, name: str) -> Path:
+    path = folder / "out" / "checkpoints" / name
+    path.mkdir(parents=True, exist_ok=True)
+    path.with_name("latest").write_text(f"{name}\n")
+    return path
 
 
 def test_what_is_in_the_output_folder(plan, run_folder):
-    checkpoint(run_folder, 7)
+    checkpoint(run_folder, "step_00000007")
     done = plan(run_folder, "run.yaml")
     assert done.returncode == 2
     assert done.stderr.startswith(
@@ -207,6 +209,11 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     assert "out/checkpoints/step_00000007 exists, and trainer.resume is never: set it to auto" in done.stderr
     finished = ("run.yaml", "trainer.total_steps=7")
     assert plan(run_folder, *finished).stdout.splitlines()[-1].startswith("nothing is wrong")  # export and report
+    begun = checkpoint(run_folder, "step_00000007_0003")
+    done = plan(run_folder, *finished)
+    assert "total_steps 7 is below the 8 steps that out/checkpoints/step_00000007_0003 has: raise it" in done.stderr
+    begun.rmdir()
+    checkpoint(run_folder, "step_00000007")
     (run_folder / "out" / "hf_actor").mkdir()
     (run_folder / "out" / "report.html").touch()
     done = plan(run_folder, *finished)
