@@ -34,7 +34,9 @@ class Trainer:
         run, total = self.run, self.config.trainer.total_steps
         is_new = run.progress.checkpoint is None  # else it may be in the middle of step 1
         with run.phase("sync"):
-            run.engines.first_sync(verify=self.config.rollout.sync.verify, as_loaded=is_new)
+            # Servers that run already may hold what a run before has left there.
+            as_loaded = is_new and not self.config.rollout.engines
+            run.engines.first_sync(verify=self.config.rollout.sync.verify, as_loaded=as_loaded)
         if run.progress.start_step == total:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
         if is_new and self.config.eval_interval:

@@ -82,10 +82,13 @@ class Steps(Trainer):
         return {"rollout/num_tokens": 1}
 
 
-def test_engines_sleep_while_a_checkpoint_is_written(asked):
+@pytest.mark.parametrize("servers", [(), ("http://10.0.0.7:30000",)])
+def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
     steps = {"total_steps": 3, "save_interval": 2, "time_limit": None, "grace_seconds": 0.0, "export_hf": False}
     config = SimpleNamespace(
-        rollout=SimpleNamespace(sync=SimpleNamespace(verify=False)), trainer=SimpleNamespace(**steps), eval_interval=0
+        rollout=SimpleNamespace(sync=SimpleNamespace(verify=True), engines=servers),
+        trainer=SimpleNamespace(**steps),
+        eval_interval=0,
     )
     found = engines(asked)
     save = {"failed_saves": 0, "is_overdue": False, "save": lambda models: asked.append("save")}
@@ -102,8 +105,10 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked):
         phase=Phases(SimpleNamespace(offloads={}, specs={})),
         utilisation=None,
     )
-    run.engines.first_sync = lambda **_: None
+    first_syncs = []
+    run.engines.first_sync = lambda **given: first_syncs.append(given)
     Steps(config, run).train()
+    assert first_syncs == [{"verify": True, "as_loaded": not servers}], "a run before may have left them other weights"
     asleep = ["flush_cache", "release_memory_occupation", "save"]
     told = [line for line in asked if line not in ("empty_cache", "barrier")]
     assert told == ["step 1", "step 2", *asleep, *WAKING, "step 3", *asleep]
