@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 from commands import assert_equal, tensors_of
-from program import REPOSITORY, Program, logged
+from program import REPOSITORY, Program, logged, trained_on
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.timeout(600)
-OF_ENGINES = re.compile(
-    "^(timing_s|memory|sync|val)/|/mfu$|^rollout/(tokens_per_second|log_prob_diff/warnings|engine_restarts)$|^time$"
-)
 
 
 def shown(*arguments: object) -> str:
@@ -22,12 +19,6 @@ def shown(*arguments: object) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def trained_on(run: Path) -> list[dict]:
-    """Each step's metrics but those of clocks and engines."""
-    steps = [metrics for metrics in logged(run) if metrics["step"]]
-    return [{key: value for key, value in metrics.items() if not OF_ENGINES.search(key)} for metrics in steps]
 
 
 def test_a_replayed_run_is_the_same_to_the_bit(config, run, folder):

@@ -17,6 +17,9 @@ REPOSITORY = Path(__file__).parents[2]
 POLL_SECONDS = 0.1
 GONE_SECONDS = 10.0
 START_SECONDS = 180.0
+OF_ENGINES = re.compile(
+    "^(timing_s|memory|sync|val)/|/mfu$|^rollout/(tokens_per_second|log_prob_diff/warnings|engine_restarts)$|^time$"
+)
 
 
 class Program:
@@ -31,6 +34,7 @@ class Program:
         environment: further variables.
         prefix: of the command.
         options: further ones of the launcher.
+        command: what starts the ranks in place of the launcher, and ends up as it.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class Program:
         environment: dict[str, str] | None = None,
         prefix: Sequence[str] = (),
         options: Sequence[str] = (),
+        command: Sequence[str] = (),
     ):
         self.launcher = launcher
         self.temporary = folder / "tmp"
@@ -50,11 +55,10 @@ class Program:
         self.seen: set[psutil.Process] = set()
         self.shared_memory: set[Path] = set()
         variables = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), "PROGRAM_UNDER_TEST": self.marker}
-        command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", *options]
-        command += ["-m", "megappo.train"]
+        two_ranks = (sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", *options)
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
-                [*prefix, *command, *map(str, arguments)],
+                [*prefix, *(command or (*two_ranks, "-m", "megappo.train")), *map(str, arguments)],
                 cwd=REPOSITORY,
                 env=os.environ | variables | (environment or {}),
                 stdin=subprocess.DEVNULL,
@@ -157,6 +161,12 @@ def logged(run: Path) -> list[dict]:
     """Complete lines of a run's metrics.jsonl."""
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def trained_on(run: Path) -> list[dict]:
+    """Each step's metrics but those of clocks and engines."""
+    steps = [metrics for metrics in logged(run) if metrics["step"]]
+    return [{key: value for key, value in metrics.items() if not OF_ENGINES.search(key)} for metrics in steps]
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -1,0 +1,118 @@
+"""Two nodes with addresses of their own, one launcher and one rank each, started as a user starts them.
+
+They train on a record, without engines, and on a CPU to the bit as one node with two ranks does.
+"""
+
+import fcntl
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from commands import assert_equal, tensors_of
+from network import INTERFACE, NODES, Network, address
+from program import Program, trained_on
+from tiny_run import reached
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+HOST = socket.gethostname()
+Start = Callable[[str], list[Program]]
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    network = Network()
+    try:
+        if refusal := network.create():
+            pytest.skip(refusal)
+        yield network
+    finally:
+        network.remove()
+
+
+@pytest.fixture
+def start(network, config, run, folder) -> Iterator[Start]:
+    """Starts both nodes in turn on `run`'s record, with the output folder out/, each time with a name of its own."""
+    settings = (f"trainer.output_dir={folder / 'out'}", f"trainer.replay_rollouts={run / 'record'}")
+    settings += ("trainer.eval_interval=0",)
+    variables = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE}
+    with ExitStack() as programs:
+
+        def both(name: str) -> list[Program]:
+            return [
+                programs.enter_context(
+                    Program(
+                        folder / f"{name}{node}",
+                        config,
+                        *settings,
+                        environment={**variables, "CUDA_VISIBLE_DEVICES": "", "NODE_RANK": str(node)},
+                        prefix=network.prefix(node),
+                        command=("bash", "launch/torchrun_node.sh"),
+                    )
+                )
+                for node in NODES
+            ]
+
+        yield both
+
+
+def codes(nodes: list[Program], seconds: float = 180.0) -> list[int]:
+    """Of launchers that all end within that time."""
+    deadline = time.monotonic() + seconds
+    return [node.wait(deadline - time.monotonic()) for node in nodes]
+
+
+def outputs(nodes: list[Program]) -> str:
+    return "\n".join(f"--- node {number}\n{node.output}" for number, node in enumerate(nodes))
+
+
+def check_same(out: Path, run: Path) -> None:
+    found = trained_on(out)
+    assert len(found) == 10 and found == trained_on(run)
+    assert_equal(tensors_of(out / "hf_actor"), tensors_of(run / "hf_actor"))
+
+
+def test_two_nodes_train_as_one_does(start, network, run, folder):
+    nodes = start("node")
+    nodes[0].wait_until(lambda: reached(folder / "out", 2))
+    for node in NODES:
+        assert network.listening(node) == {address(node)}
+    assert codes(nodes) == [0, 0], outputs(nodes)
+    check_same(folder / "out", run)
+
+
+@pytest.mark.parametrize("asked", NODES)
+def test_one_node_asked_to_end_ends_both_with_all_saved(start, run, folder, asked):
+    nodes = start("first")
+    nodes[0].wait_until(lambda: reached(folder / "out", 4))
+    nodes[asked].process.terminate()
+    assert codes(nodes, 60) == [75, 75], outputs(nodes)
+    assert "interrupted by SIGUSR1: all is saved" in nodes[0].output
+    assert "error" not in outputs(nodes)
+    assert not reached(folder / "out", 10)
+    assert codes(start("second")) == [0, 0]
+    check_same(folder / "out", run)
+
+
+def test_a_config_error_on_the_head_ends_the_other(start, folder):
+    """One that the dry run could not see: its folder is taken by somebody else since."""
+    (folder / "out").mkdir()
+    nodes = start("node")
+    nodes[0].wait_until(lambda: bool(nodes[0].ranks))
+    with (folder / "out" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert codes(nodes, 60) == [2, 1], outputs(nodes)
+    assert f"{folder / 'out'} is in use by a run" in nodes[0].output
+    assert f"error: node 0 ({HOST}, rank 0): rank 0 (pid " in nodes[1].output and "failed (2)" in nodes[1].output
+
+
+@pytest.mark.parametrize("pulled", NODES)
+def test_a_cable_that_is_pulled_ends_both(start, network, folder, pulled):
+    nodes = start("node")
+    nodes[0].wait_until(lambda: reached(folder / "out", 3))
+    network.pull_cable(pulled)
+    assert codes(nodes, 60) == [1, 1], outputs(nodes)
+    for node, other in zip(nodes, reversed(NODES), strict=True):
+        assert f"error: node {other} ({HOST}, rank {other}) has not answered for " in node.output

@@ -1,0 +1,66 @@
+"""Two nodes on this machine, each with a network of its own, and a switch between them."""
+
+import os
+import shutil
+import subprocess
+
+NODES = (0, 1)
+INTERFACE = "cluster0"
+
+
+class Network:
+    """Network namespaces: two nodes, whose cables (veth pairs) lead to a bridge in a third."""
+
+    def __init__(self) -> None:
+        self._switch = f"megappo-{os.getpid()}"
+        self._nodes = [f"{self._switch}-{number}" for number in NODES]
+
+    def create(self) -> str:
+        """Why that is not possible here; "" when it is done."""
+        if missing := [name for name in ("ip", "nsenter", "ss") if shutil.which(name) is None]:
+            return f"{missing[0]} is not installed"
+        try:
+            self._create()
+        except subprocess.CalledProcessError as error:
+            return f"network namespaces are not permitted: {error.stderr.strip()}"
+        return ""
+
+    def remove(self) -> None:
+        """The interfaces go with their namespaces."""
+        for name in (self._switch, *self._nodes):
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+    def prefix(self, number: int) -> tuple[str, ...]:
+        """What has a command run on a node; it becomes that command."""
+        return ("nsenter", f"--net=/run/netns/{self._nodes[number]}")
+
+    def listening(self, number: int) -> set[str]:
+        """Addresses on which a node's processes listen for TCP."""
+        command = [*self.prefix(number), "ss", "--no-header", "--listening", "--tcp", "--numeric"]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+        return {line.split()[3].rpartition(":")[0] for line in lines}
+
+    def pull_cable(self, number: int) -> None:
+        """At the switch: the node keeps its address, and its routes."""
+        _ip("-n", self._switch, "link", "set", f"port{number}", "down")
+
+    def _create(self) -> None:
+        for name in (self._switch, *self._nodes):
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        _ip("-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "switch", "up")
+        for number, node in enumerate(self._nodes):
+            peer = ("peer", "name", f"port{number}", "netns", self._switch)
+            _ip("-n", node, "link", "add", INTERFACE, "type", "veth", *peer)
+            _ip("-n", node, "address", "add", f"{address(number)}/24", "dev", INTERFACE)
+            _ip("-n", node, "link", "set", INTERFACE, "up")
+            _ip("-n", self._switch, "link", "set", f"port{number}", "master", "switch", "up")
+
+
+def address(number: int) -> str:
+    return f"192.0.2.{number + 1}"
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
