@@ -61,6 +61,7 @@ def test_a_crash(transport, config, folder):
     harmed(folder, config, *ONE_RANK_EACH, f"rollout.sync.transport={transport}", harm=kill_scheduler)
 
 
+@pytest.mark.slow  # tests/rollout has what is asked of it, test_transports.py weights by broadcast
 def test_an_engine_that_somebody_else_started(config, folder):
     """It gets its weights by broadcast, and is not the run's to end; nor is it when it fails."""
     with socket.create_server(("127.0.0.1", 0)) as free:
