@@ -181,7 +181,8 @@ def test_a_state_that_no_run_has_saved(config, run, folder):
     (step / "state.json").write_text('{"step": 10, "models": 1, "kl": {"value": null}}')
     renew_sums(step)
     [line] = refused(folder, config, "trainer.total_steps=20")
-    assert f"{step / 'state.json'} is not what a run saved there (see models, optimizer_steps, kl, reward_moments): write the" in line
+    missing = "models, optimizer_steps, kl, reward_moments"
+    assert f"{step / 'state.json'} is not what a run saved there (see {missing}): write the" in line
 
 
 def renew_sums(step: Path) -> None:
