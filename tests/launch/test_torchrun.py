@@ -195,7 +195,7 @@ def test_the_traceback_of_any_rank_comes_first(launch):
     assert last == "KeyError: 'no such key'" and all(line.startswith("  ") for line in frames)
 
 
-@pytest.mark.parametrize("fault", ["dream", "stop"])
+@pytest.mark.parametrize("fault", ["dream", pytest.param("stop", marks=slow)])
 def test_a_rank_that_hangs_is_found_while_others_wait_for_it(launch, fault):
     launcher = launch("--standalone", "--nproc-per-node", "3", "--shutdown-timeout", "1", "all=watch", f"1={fault}")
     hanging = launcher.wait_for_ranks(3)[1].pid

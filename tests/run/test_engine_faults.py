@@ -55,7 +55,8 @@ def stop_scheduler(owner: psutil.Process) -> None:
     scheduler(owner).send_signal(signal.SIGSTOP)
 
 
-@pytest.mark.parametrize("transport", ["auto", pytest.param("broadcast", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/rollout and tests/trainer have engines that fail, what is asked again, and of whom
+@pytest.mark.parametrize("transport", ["auto", "broadcast"])
 def test_a_crash(transport, config, folder):
     """The other engine, which gets its weights by broadcast, writes on meanwhile and joins a new group afterwards."""
     harmed(folder, config, *ONE_RANK_EACH, f"rollout.sync.transport={transport}", harm=kill_scheduler)

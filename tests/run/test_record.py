@@ -34,6 +34,7 @@ def test_a_replayed_run_is_the_same_to_the_bit(config, run, folder):
     assert_equal(tensors_of(again / "hf_actor"), tensors_of(run / "hf_actor"))
 
 
+@pytest.mark.slow  # the replayed run has the record, tests/config what it needs
 def test_rollouts_without_training(config, folder):
     out, record = folder / "out", folder / "record"
     settings = ("trainer.rollout_only=true", f"trainer.record_rollouts={record}", "trainer.total_steps=2")
