@@ -85,8 +85,8 @@ class RowsFile(AbstractContextManager):
         self.names = [name.removeprefix(FIELD) for name in sorted(self._file.keys()) if name.startswith(FIELD)]
         if unknown := [name for name in self.names if name not in FIELDS]:
             raise RowsFileError(f"{path} has a field {unknown[0]!r} that no part of this program declares")
-        self._response_ends = self._response_lengths.cumsum(0).tolist()
-        self._ends = (self._prompt_lengths + self._response_lengths).cumsum(0).tolist()
+        self._response_bounds = [0, *self._response_lengths.cumsum(0).tolist()]
+        self._bounds = [0, *(self._prompt_lengths + self._response_lengths).cumsum(0).tolist()]
         self.table = RowTable(self._prompt_ids, self._prompt_lengths, self._response_lengths, self._policy_lengths())
 
     def __exit__(self, *error: object) -> None:
@@ -96,7 +96,7 @@ class RowsFile(AbstractContextManager):
         """Rows start:stop, with the padded width of all."""
         part = slice(start, stop)
         lengths = (self._prompt_lengths + self._response_lengths)[part].tolist()
-        tokens = self._file.get_slice("tokens")[_at(self._ends, start) : _at(self._ends, stop)]
+        tokens = self._file.get_slice("tokens")[self._bounds[start] : self._bounds[stop]]
         return Rows(
             torch.arange(start, stop),
             self._prompt_ids[part],
@@ -116,14 +116,9 @@ class RowsFile(AbstractContextManager):
             return values[start:stop]
         padded = torch.zeros(stop - start, self.table.max_response_length)
         written = torch.arange(padded.shape[1]) < self._response_lengths[start:stop, None]
-        padded[written] = values[_at(self._response_ends, start) : _at(self._response_ends, stop)]
+        padded[written] = values[self._response_bounds[start] : self._response_bounds[stop]]
         return padded
 
     def _policy_lengths(self) -> torch.Tensor:
         mask = self._file.get_tensor(FIELD + "response_mask")
         return torch.stack([part.sum() for part in mask.split(self._response_lengths.tolist())]).long()
-
-
-def _at(ends: list[int], row: int) -> int:
-    """Where a row begins."""
-    return ends[row - 1] if row else 0

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -19,8 +20,13 @@ def sync(path: Path) -> None:
 
 def write_durably(path: Path, text: str) -> None:
     """Put a text in a file's place, all of it or nothing."""
+    put_durably(path, lambda partial: partial.write_text(text, "utf-8"))
+
+
+def put_durably(path: Path, write: Callable[[Path], object]) -> None:
+    """Put what `write` writes into the path it is given in a file's place, all of it or nothing."""
     partial = path.with_name(path.name + ".tmp")
-    partial.write_text(text, "utf-8")
+    write(partial)
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)

@@ -1,6 +1,5 @@
 """Rollouts on record: each step's scored rows in a file, to look at, and to train on again without engines."""
 
-import os
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -10,7 +9,7 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.files import RowsFile, write_rows
 from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
-from megappo.checkpoint.durable import sync
+from megappo.checkpoint.durable import put_durably
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
@@ -52,7 +51,11 @@ class Record:
             "prompts": [prompt.index for prompt in prompts],
             "labels": [prompt.label for prompt in prompts],
         }
-        self.exchange.on_rank_0(lambda: _write_durably(rows_file(self.folder, step), rows, facts))
+        self.exchange.on_rank_0(lambda: self._put(rows_file(self.folder, step), rows, facts))
+
+    def _put(self, path: Path, rows: Rows, facts: dict[str, Any]) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        put_durably(path, lambda partial: write_rows(partial, rows, facts))
 
 
 class Replay:
@@ -109,12 +112,3 @@ class Replay:
 
 def _sampling(config: Config) -> dict[str, Any]:
     return {key: attrgetter(key)(config) for key in SAMPLING}
-
-
-def _write_durably(path: Path, rows: Rows, facts: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    write_rows(partial, rows, facts)
-    sync(partial)
-    os.replace(partial, path)
-    sync(path.parent)
