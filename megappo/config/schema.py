@@ -204,6 +204,8 @@ class Reward(Section):
     function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION of (prompts, responses, labels) -> list of scores, or of lists of them")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
+    memory_limit_gib: PositiveFloat | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")
+    pass_env: tuple[str, ...] = Field((), description="environment variables that the function gets although their names are those of secrets, such as OPENAI_API_KEY")
     scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")
     clip: PositiveFloat | None = Field(None, description="clip scaled scores to +- this; null = off")
     normalize: Literal["none", "running", "batch", "group"] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")

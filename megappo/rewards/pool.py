@@ -3,7 +3,7 @@
 import ast
 import symtable
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.errors import looked_in
+from megappo.config.schema import Reward
 from megappo.observe.life import LIFE
 from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.process import Worker, WorkerError
@@ -64,7 +65,14 @@ def missing_function(spec: str) -> str:
     return f"reward.function {spec!r}: {file} defines no {name}; it defines {', '.join(own) or 'no function'}"
 
 
-def load_reward(spec: str, *, num_workers: int, timeout_seconds: float) -> "RewardPool":
+def load_reward(
+    spec: str,
+    *,
+    num_workers: int,
+    timeout_seconds: float,
+    memory_limit_gib: float | None = None,
+    pass_env: Collection[str] = (),
+) -> "RewardPool":
     """Start the workers of a reward function and wait until each has loaded it.
 
     Args:
@@ -72,13 +80,27 @@ def load_reward(spec: str, *, num_workers: int, timeout_seconds: float) -> "Rewa
             each response a finite number, or a list of as many as for all the others.
         num_workers: processes, each called with an equal share of the rows.
         timeout_seconds: how long one call may take.
+        memory_limit_gib: memory that a process may take; None: any.
+        pass_env: variables that the workers get although their names are those of secrets.
 
     Raises:
         ValueError: the spec is malformed or names no file.
         RewardError: the file cannot be imported or has no such function.
     """
     file, name = parse_spec(spec)
-    return RewardPool(spec, [Worker(file, name) for _ in range(num_workers)], timeout_seconds)
+    workers = [Worker(file, name, memory_limit_gib, pass_env) for _ in range(num_workers)]
+    return RewardPool(spec, workers, timeout_seconds, memory_limit_gib)
+
+
+def load_configured(reward: Reward, *, num_workers: int) -> "RewardPool":
+    """`load_reward` as the config's section says."""
+    return load_reward(
+        reward.function,
+        num_workers=num_workers,
+        timeout_seconds=reward.timeout_seconds,
+        memory_limit_gib=reward.memory_limit_gib,
+        pass_env=reward.pass_env,
+    )
 
 
 class RewardPool(AbstractContextManager):
@@ -88,9 +110,10 @@ class RewardPool(AbstractContextManager):
     trainer, however it ends. After any error the workers are ended and the pool is closed.
     """
 
-    def __init__(self, spec: str, workers: list[Worker], timeout_seconds: float):
+    def __init__(self, spec: str, workers: list[Worker], timeout_seconds: float, memory_limit_gib: float | None = None):
         self.spec = spec
         self.timeout_seconds = timeout_seconds
+        self.memory_limit_gib = memory_limit_gib
         self._workers = workers
         self._all([worker.wait_ready for worker in workers], START_TIMEOUT_SECONDS, "load")
 
@@ -141,6 +164,8 @@ class RewardPool(AbstractContextManager):
 
     def _error(self, reason: str) -> RewardError:
         remedy = "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds"
+        if self.memory_limit_gib is not None:
+            remedy += f", (if it lacked memory) reward.memory_limit_gib ({self.memory_limit_gib:g})"
         return RewardError(f"reward function {self.spec} {reason}\n{remedy}")
 
     def close(self, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:

@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,10 @@ MAX_ERROR_BYTES = 2**18
 MAX_SCORE_BYTES = 32
 
 
+SECRETS = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|CREDENTIAL|AUTH|JWT)S?(_|$)", re.IGNORECASE)
+"""Found in the names of environment variables that hold secrets; TOKENIZERS_PARALLELISM is none."""
+
+
 class WorkerError(Exception):
     """What went wrong with a worker, to follow the function's name. The worker is of no use any more."""
 
@@ -31,18 +37,18 @@ class Worker:
 
     Args:
         file, name: where the function is, as `parse_spec` gives it.
+        memory_limit_gib, pass_env: as of `pool.load_reward`.
     """
 
-    def __init__(self, file: str, name: str):
+    def __init__(self, file: str, name: str, memory_limit_gib: float | None = None, pass_env: Collection[str] = ()):
         self.connection, theirs = socket.socketpair()
         keeper = [sys.executable, "-m", "megappo.keeper", str(os.getpid())]
-        package_parent = str(Path(__file__).resolve().parents[2])
-        search_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
+        limit = "" if memory_limit_gib is None else str(int(memory_limit_gib * 2**30))
         with theirs:
             self.process = subprocess.Popen(
-                [*keeper, sys.executable, "-m", "megappo.rewards.worker", file, name],
+                [*keeper, sys.executable, "-m", "megappo.rewards.worker", file, name, limit],
                 stdin=theirs,
-                env=os.environ | {"PYTHONPATH": search_path},
+                env=environment(os.environ, pass_env),
                 start_new_session=True,
             )
 
@@ -110,6 +116,13 @@ class Worker:
         self.process.kill()
         self.process.wait()
         self.connection.close()
+
+
+def environment(variables: Mapping[str, str], pass_env: Collection[str]) -> dict[str, str]:
+    """What a worker gets of its owner's variables: not the secrets, but for those that are named. It finds megappo."""
+    passed = {name: value for name, value in variables.items() if name in pass_env or not SECRETS.search(name)}
+    package_parent = str(Path(__file__).resolve().parents[2])
+    return passed | {"PYTHONPATH": os.pathsep.join(filter(None, [package_parent, variables.get("PYTHONPATH")]))}
 
 
 def _not_scores(found: str) -> WorkerError:

@@ -1,4 +1,5 @@
-"""The worker process: `python -m megappo.rewards.worker FILE FUNCTION` (FILE empty: a built-in function).
+"""The worker process: `python -m megappo.rewards.worker FILE FUNCTION MEMORY_BYTES` (FILE empty: a built-in function;
+MEMORY_BYTES empty: no limit).
 
 Its standard input is a socket. From there it reads JSON, [prompts, responses, labels], until that closes, and answers
 each, and its own start, with one JSON object: {"scores": [[...], ...]}, a list for each response, {"ready": true} or
@@ -9,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import resource
 import socket
 import sys
 import traceback
@@ -27,11 +29,15 @@ MAX_FRAME_CHARACTERS = 500
 LARGEST_FLOAT32 = 3.4028234663852886e38
 MAX_SCORES = 64
 """Of one response."""
+TELLING_BYTES = 2**26
+"""Beyond the limit, to say that it was reached."""
 
 
 def main() -> None:
-    file, name = sys.argv[1:]
+    file, name, limit = sys.argv[1:]
     connection = _connection()
+    if limit:
+        _limit_memory(int(limit))
     own_pid = os.getpid()
     function, error = _attempt(_load, file, name)
     reply: dict[str, Any] = {"error": error} if error else {"ready": True}
@@ -62,7 +68,17 @@ def _attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
     except _BadResult as error:
         return None, str(error)
     except BaseException as error:  # SystemExit too: user code must not end the worker without a word
+        _, most = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # what the error holds may be all that it may take
         return None, _told(error)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Have the kernel refuse this process and those that it starts more memory of their own than so much each."""
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most != resource.RLIM_INFINITY:  # whoever started the run has set it: it can only be lowered
+        num_bytes = min(num_bytes, most - TELLING_BYTES)
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes + TELLING_BYTES))
 
 
 class _BadResult(Exception):

@@ -12,7 +12,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks
-from megappo.rewards.pool import RewardPool, load_reward
+from megappo.rewards.pool import RewardPool, load_configured
 from megappo.rollout.client import EngineClient
 from megappo.rollout.external import ExternalEngine
 from megappo.rollout.inference_engine import Engine
@@ -60,7 +60,7 @@ def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngin
         cleanup.callback(engine.stop)
         engine.start()
     reward = config.reward
-    rewards = load_reward(reward.function, num_workers=reward.num_workers, timeout_seconds=reward.timeout_seconds)
+    rewards = load_configured(reward, num_workers=reward.num_workers)
     cleanup.callback(rewards.close)
     return OwnEngine(number, engine, rewards)
 

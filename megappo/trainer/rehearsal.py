@@ -11,7 +11,7 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.rewards import worker
-from megappo.rewards.pool import RewardError, load_reward
+from megappo.rewards.pool import RewardError, load_configured
 from megappo.trainer.preflight import shared_vocabulary
 
 SAMPLE = 1000
@@ -78,7 +78,7 @@ def _score(config: Config, prompt: Prompt, findings: Findings) -> None:
     """Have the reward function score one response: the prompt's own label, where that is text."""
     reward, response = config.reward, prompt.label if isinstance(prompt.label, str) else ""
     try:
-        with load_reward(reward.function, num_workers=1, timeout_seconds=reward.timeout_seconds) as pool:
+        with load_configured(reward, num_workers=1) as pool:
             [scores] = pool.score([prompt.text], [response], [prompt.label])
     except RewardError as error:
         findings.errors.append(f"reward.function: {_in_a_line(error)}")

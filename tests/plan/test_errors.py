@@ -91,7 +91,8 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
         "error: data.train_batch_size 320 is more than the 300 prompts of data.train_files, so that a step would hold "
         "some twice: lower it, or name more files",
         "error: reward.function: reward function reward.py:f raised TypeError: f() takes 2 positional arguments but 3 "
-        "were given: fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds",
+        "were given: fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds, "
+        "(if it lacked memory) reward.memory_limit_gib (16)",
     ]
 
 

@@ -155,6 +155,47 @@ def test_every_way_to_end_is_told(tmp_path: Path, lines: str, message: str):
         score(load(tmp_path, function(lines), timeout_seconds=10))
 
 
+TAKES = {
+    "at once": ("bytearray(2**31)", "raised MemoryError: \n"),
+    "bit by bit": ("kept = []\nwhile True: kept.append('x' * 999)", "raised MemoryError: \n"),
+    "torch": ("import torch\ntorch.zeros(2**31, dtype=torch.uint8)", "raised RuntimeError: .*can't allocate memory"),
+    "a child": ("subprocess.run([sys.executable, '-c', 'bytearray(2**31)'], check=True)", "raised CalledProcessError"),
+}
+
+
+@pytest.mark.parametrize(("lines", "message"), TAKES.values(), ids=TAKES)
+def test_memory_beyond_the_limit_is_refused_with_the_remedy(tmp_path: Path, lines: str, message: str):
+    with pytest.raises(RewardError, match=message) as caught:
+        score(load(tmp_path, function(lines), memory_limit_gib=1.0))
+    assert str(caught.value).endswith(", (if it lacked memory) reward.memory_limit_gib (1)")
+
+
+def test_memory_within_the_limit_is_fine(tmp_path: Path):
+    lines = "kept = bytearray(2**29)\nreturn [float(len(kept))] * len(labels)"
+    for limit in (1.0, None):
+        with load(tmp_path, function(lines), memory_limit_gib=limit) as pool:
+            assert score(pool) == [2.0**29] * 3
+
+
+SECRETS = ("MEGAPPO_ENGINE_API_KEY", "HF_TOKEN", "AWS_ACCESS_KEY_ID", "db_password", "CREDENTIALS", "SSH_AUTH_SOCK")
+OTHERS = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES")
+
+
+def test_secrets_of_the_environment_stay_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in (*SECRETS, *OTHERS, "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "hidden" if name in SECRETS else "0")
+    lines = f"""
+        for pid in (os.getpid(), os.getppid()):  # its keeper's, too
+            assert "hidden" not in open(f"/proc/{{pid}}/environ").read()
+        assert not set({SECRETS}) & set(os.environ)
+        return [float(name in os.environ) for name in {(*OTHERS, "OPENAI_API_KEY")}]
+    """
+    with load(tmp_path, function(lines)) as pool:
+        assert score(pool, 4) == [1.0, 1.0, 1.0, 0.0]
+    with load(tmp_path, function(lines), pass_env=["OPENAI_API_KEY"]) as pool:
+        assert score(pool, 4) == [1.0] * 4
+
+
 @pytest.mark.parametrize("character", ["x", "\\u00e9", "\\U0001f600", "\\ud800", "\\n"])
 def test_a_long_message_is_cut_and_told_once(tmp_path: Path, character: str):
     pool = load(tmp_path, function(f"raise ValueError('begin' + '{character}' * 20_000_000)"))

@@ -114,7 +114,8 @@ def test_a_reward_function_that_returns_too_few_values(config, folder):
         assert program.wait(90) == 1
     assert program.output.splitlines()[-2:] == [
         f"error (rank 0): reward function {reward} returned 1 values for 8 responses; expected one each",
-        "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds",
+        "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds, "
+        "(if it lacked memory) reward.memory_limit_gib (16)",
     ]
 
 

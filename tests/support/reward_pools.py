@@ -6,10 +6,13 @@ from pathlib import Path
 from megappo.rewards.pool import RewardPool, load_reward
 
 
-def load(folder: Path, body: str, num_workers: int = 1, timeout_seconds: float = 20.0) -> RewardPool:
+def load(
+    folder: Path, body: str, num_workers: int = 1, timeout_seconds: float = 20.0, **settings: object
+) -> RewardPool:
     """A pool for `f`, defined by a Python file."""
     (folder / "reward.py").write_text(textwrap.dedent(body))
-    return load_reward(f"{folder}/reward.py:f", num_workers=num_workers, timeout_seconds=timeout_seconds)
+    spec = f"{folder}/reward.py:f"
+    return load_reward(spec, num_workers=num_workers, timeout_seconds=timeout_seconds, **settings)
 
 
 def score(pool: RewardPool, count: int = 3) -> list[float]:
