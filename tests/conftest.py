@@ -80,7 +80,8 @@ def oracle(hf_model: torch.nn.Module) -> Callable[..., list[float]]:
 def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """A running engine, not to be harmed."""
     log_path = tmp_path_factory.mktemp("engine") / "engine.log"
-    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180)
+    told_all = {"log_level": "debug"}  # for the test of what is in the log
+    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180, server_args=told_all)
     engine = Engine(checkpoint, rollout, "fp32", index=0, gpu_ids=[], log_path=log_path, seed=0)
     engine.start()
     try:

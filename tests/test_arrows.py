@@ -63,6 +63,10 @@ WITHOUT_TORCH = (
 )
 ARCHITECTURE = "megappo/architecture/"
 RAW_CONFIG = ("hf_config", "HFConfig", "read_model_config", "raw_config")
+PICKLES = ("_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
+UNPICKLES = ("pickle.load", "pickle.loads", "pickle.Unpickler")
+UNPICKLER = "megappo/checkpoint/metadata.py"
+"""Reads a pickle, in which it lets nothing but descriptions of tensors be named."""
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 
@@ -112,9 +116,27 @@ def faults(path: str, source: str) -> list[str]:
     found = [f"line {node.lineno}: {fault}" for node, name in imports(tree) for fault in _import_faults(path, name)]
     found += [f"line {node.lineno}: imports {name} inside a function" for node, name in _first_party_inside(tree)]
     found += list(_raw_configs(tree)) if not path.startswith(ARCHITECTURE) else []
+    found += list(_unpickling(path, tree))
     if path.startswith("megappo/"):
         found += list(_sizes(tree, source))
     return found
+
+
+def _unpickling(path: str, tree: ast.AST) -> Iterator[str]:
+    """Where a file might be read that can run code: a pickle."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if called == "torch.load" and given.get("weights_only") != "True":
+                yield f"line {node.lineno}: torch.load without weights_only=True"
+            if given.get("allow_pickle", "False") != "False":
+                yield f"line {node.lineno}: {called} unpickles"
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in UNPICKLES and path != UNPICKLER:
+            yield f"line {node.lineno}: {ast.unparse(node)}, which only {UNPICKLER} may use"
+    for node, name in imports(tree):
+        if name.split(".")[0] in PICKLES or name in UNPICKLES:
+            yield f"line {node.lineno}: imports {name}"
 
 
 def _raw_configs(tree: ast.AST) -> Iterator[str]:
@@ -210,6 +232,11 @@ def test_packages_do_not_import_in_circles():
         ("megappo/data/x.py", "\n" * 401, "401 lines, more than 400"),
         ("megappo/data/x.py", "def f():\n" + "    pass\n" * 60, "line 1: f has 61 lines, more than 60"),
         ("tools/x.py", "from megappo.trainer import loop", "imports megappo.trainer.loop;"),
+        ("tools/x.py", "torch.load(path)", "torch.load without weights_only=True"),
+        ("tools/x.py", "torch.load(path, weights_only=False)", "torch.load without weights_only=True"),
+        ("megappo/data/x.py", "numpy.load(path, allow_pickle=True)", "numpy.load unpickles"),
+        ("megappo/data/x.py", "pickle.load(file)", "pickle.load, which only megappo/checkpoint/metadata.py may use"),
+        ("megappo/data/x.py", "from pickle import loads", "imports pickle.loads"),
         ("megappo/models/x.py", "def f(hf_config):\n    pass", "has hf_config, a raw config.json"),
         ("megappo/models/x.py", "architecture.hf_config()", "has hf_config, a raw config.json"),
         ("tools/x.py", "from megappo.architecture.files import read_model_config", "has read_model_config, a raw"),

@@ -136,7 +136,7 @@ class Engine:
         address = {"host": launch.HOST, "port": self.port, "api_key": self._api_key}
         settings = {"server_args": {**self._arguments, **self._resized, **address}}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # For the owner's eyes only: asked for log_level=info, SGLang logs its arguments with the key among them.
+        # For the owner's eyes only: asked for it, SGLang logs what it is sent.
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
         self._log_mode = os.O_APPEND  # started again, it keeps what tells why
         with os.fdopen(descriptor, "w") as log:

@@ -22,6 +22,9 @@ from megappo.listening import bind_stores
 from megappo.rollout import command_line, cpu
 from megappo.rollout.keeper import shared_memory
 
+KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+"""Of the arguments, those that nobody may read."""
+
 cpu.install()
 bind_stores()  # the scheduler's; in its process, forked or spawned, too
 
@@ -59,6 +62,7 @@ def serve(arguments: Any) -> None:
         # It is a request to the server, which may not listen yet where no warm-up has waited for it.
         http_server._freeze_gc_after_server_warmup = lambda server_args: None
     _refuse_empty_prompts()
+    _log_no_keys()
     launch_server.run_server(arguments)
 
 
@@ -98,6 +102,19 @@ def _refuse_empty_prompts() -> None:
         validate(self, request, input_ids)
 
     TokenizerManager._validate_one_request = validate_not_empty
+
+
+def _log_no_keys() -> None:
+    """Have the arguments that SGLang logs (at log_level info) without the keys among them."""
+    from sglang.srt.entrypoints import engine
+
+    for_logging = engine._server_args_for_logging
+
+    @functools.wraps(for_logging)
+    def without_keys(server_args: Any) -> dict[str, Any]:
+        return {name: "***" if value and name in KEYS else value for name, value in for_logging(server_args).items()}
+
+    engine._server_args_for_logging = without_keys
 
 
 def _link_load_snapshots() -> None:

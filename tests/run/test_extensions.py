@@ -9,10 +9,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from program import REPOSITORY, Program, logged
+from tiny_run import reached
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+KEY = "known-to-this-test-alone"
+OF_ENGINES = f'''
+import secrets
+from pathlib import Path
+
+
+def known_key(num_bytes):
+    Path(__file__).with_name("asked_for_a_key").touch()
+    return "{KEY}"
+
+
+secrets.token_urlsafe = known_key
+'''
 EXTENSION = '''
 from pathlib import Path
 
@@ -92,10 +107,25 @@ def plan(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 
+def shows_key(process: psutil.Process) -> bool:
+    """To others on the machine, or to what it starts."""
+    try:
+        return KEY in " ".join(process.cmdline()) or KEY in process.environ().values()
+    except psutil.NoSuchProcess:
+        return False
+
+
+def assert_key_is_nowhere(*files: Path) -> None:
+    """The key by which the run has spoken to its engine is in none of the files that it has left."""
+    assert (files[0].parent / "asked_for_a_key").exists()
+    assert {"config.yaml", "metrics.jsonl", "engine_0.log"} <= {file.name for file in files}
+    assert not [file for file in files if KEY.encode() in file.read_bytes()]
+
+
 def test_each_takes_part_in_a_run(config, folder):
     extension, run = folder / "mine.py", folder / "run"
     # A model's code of one's own imports megatron-core, which must be made usable before.
-    extension.write_text(f"import megappo.models.build\n{EXTENSION}")
+    extension.write_text(f"import megappo.models.build\n{OF_ENGINES}{EXTENSION}")
     overrides = (
         f"trainer.extensions={extension}",
         f"model.path={family_folder(folder / 'model', config.parent / 'model')}",
@@ -113,7 +143,10 @@ def test_each_takes_part_in_a_run(config, folder):
     assert "  weights: noted from rank 0 to engine 0\n" in planned.stdout
 
     with Program(folder, config, *overrides) as program:
+        program.wait_until(lambda: reached(run, 1))
+        assert not [process for process in program.seen if shows_key(process)]
         assert program.wait() == 0, program.output
+    assert_key_is_nowhere(program.output_file, *filter(Path.is_file, run.rglob("*")))
     steps = [line for line in logged(run) if line["step"] > 0]
     assert len(steps) == 2
     for metrics in steps:
