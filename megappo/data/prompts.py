@@ -73,8 +73,12 @@ class PromptDataset:
         Each epoch is a permutation of all prompts (their own order without shuffle); a batch at its end runs on into
         the next epoch, so nothing is dropped.
         """
+        return self.at(self.indices(step))
+
+    def indices(self, step: int) -> list[int]:
+        """The positions of a step's prompts in the dataset."""
         size = self.config.train_batch_size
-        return self.at([self._index(position) for position in range(step * size, (step + 1) * size)])
+        return [self._index(position) for position in range(step * size, (step + 1) * size)]
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these positions in the dataset, each of which is right."""

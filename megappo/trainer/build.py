@@ -1,5 +1,6 @@
 """Building a run from its config."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
         exchange.share(None)
     models = build_models(config, layouts, exchange)
     progress.restore(models)
-    observer = _observer(config, progress, exchange, cleanup)
+    start = [progress.describe(), progress.notice]
+    observer = _observer(config, start, progress.start_step + 1 if progress.checkpoint else 0, exchange, cleanup)
     for line in settled_offloads(asked, config):
         observer.message(line)
     phase = Phases(models)
@@ -73,10 +75,15 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
     datasets = load_datasets(config)
     own = start_engine(config, layout, cleanup)
     datasets.check(exchange)
-    observer = _observer(config, Progress(config, exchange), exchange, cleanup)
+    record = Record(Path(config.trainer.record_rollouts), config, exchange)
+    num_written = record.num_written(datasets.train)
+    start = Progress(config, exchange).describe()
+    if num_written:
+        start = f"going on after step {num_written}, which {record.folder} has"
+    observer = _observer(config, [start], num_written + 1 if num_written else 0, exchange, cleanup)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
-    batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=_record(config, exchange))
-    return RollingOut(config.trainer.total_steps, exchange, batches, observer, Timers())
+    batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record)
+    return RollingOut(config.trainer, num_written, exchange, batches, observer, Timers())
 
 
 def _record(config: Config, exchange: Exchange) -> Record | None:
@@ -84,13 +91,18 @@ def _record(config: Config, exchange: Exchange) -> Record | None:
     return None if folder is None else Record(Path(folder), config, exchange)
 
 
-def _observer(config: Config, progress: Progress, exchange: Exchange, cleanup: ExitStack) -> Observer | NullObserver:
-    """Rank 0's writes and prints; it begins with what kind of run this is."""
-    start = progress.describe()  # before the files are opened
+def _observer(
+    config: Config, start: Sequence[str], resume_step: int, exchange: Exchange, cleanup: ExitStack
+) -> Observer | NullObserver:
+    """Rank 0's writes and prints; it begins with what kind of run this is.
+
+    Args:
+        start: lines to begin with, if they are not empty.
+        resume_step: see `Observer`.
+    """
     folder, total_steps = config.trainer.output_dir, config.trainer.total_steps
-    resume_step = progress.start_step + 1 if progress.checkpoint else 0
     observer = Observer(folder, total_steps, resume_step) if exchange.rank == 0 else NullObserver()
     cleanup.callback(observer.close)
-    for line in (*filter(None, [start, progress.notice]), *config.absences):
+    for line in (*filter(None, start), *config.absences):
         observer.message(line)
     return observer

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from megappo.batch.exchange import Exchange
-from megappo.batch.files import RowsFile, write_rows
+from megappo.batch.files import RowsFile, RowsFileError, write_rows
 from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
 from megappo.checkpoint.durable import put_durably
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt
+from megappo.data.prompts import Prompt, PromptDataset
 from megappo.trainer.component import Batch
 from megappo.trainer.models import Phase
 
@@ -43,15 +43,38 @@ class Record:
         """
         rows = batch.at_rank_0(self.exchange)
         facts = {
-            "step": step,
-            "weights_step": step - 1,
-            "model": self.config.model.path,
-            "sampling": _sampling(self.config),
+            **self._facts(step, [prompt.index for prompt in prompts]),
             "num_tokens": num_tokens,
-            "prompts": [prompt.index for prompt in prompts],
             "labels": [prompt.label for prompt in prompts],
         }
         self.exchange.on_rank_0(lambda: self._put(rows_file(self.folder, step), rows, facts))
+
+    def num_written(self, prompts: PromptDataset) -> int:
+        """How many steps, from the first on, it has as a run of this config would write them; all ranks together."""
+
+        def count() -> int:
+            steps = range(1, self.config.trainer.total_steps + 1)
+            return next((step - 1 for step in steps if not self._has(step, prompts.indices(step - 1))), steps.stop - 1)
+
+        return self.exchange.on_rank_0(count)
+
+    def _has(self, step: int, indices: Sequence[int]) -> bool:
+        try:
+            with RowsFile(rows_file(self.folder, step)) as file:
+                found = file.facts
+        except (FileNotFoundError, RowsFileError):
+            return False
+        return all(found.get(name) == value for name, value in self._facts(step, indices).items())
+
+    def _facts(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
+        """What a step's rollouts depend on; `indices` are of its prompts."""
+        return {
+            "step": step,
+            "weights_step": 0 if self.config.trainer.rollout_only else step - 1,
+            "model": self.config.model.path,
+            "sampling": _sampling(self.config),
+            "prompts": list(indices),
+        }
 
     def _put(self, path: Path, rows: Rows, facts: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,30 +3,45 @@
 from dataclasses import dataclass
 
 from megappo.batch.exchange import Exchange
+from megappo.config.schema import Trainer
+from megappo.interruption import INTERRUPTION, deadline
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
 from megappo.trainer.batches import SampledBatches
+from megappo.trainer.rollouts import raise_if_interrupted
 from megappo.trainer.statistics import row_metrics
 
 
 @dataclass
 class RollingOut:
-    """Writes the rollouts of every step on record, all by the weights of model.path."""
+    """Writes the rollouts of every step on record, all by the weights of model.path.
 
-    total_steps: int
+    Attributes:
+        num_written: steps that are on record already.
+    """
+
+    settings: Trainer
+    num_written: int
     exchange: Exchange
     batches: SampledBatches
     observer: Observer | NullObserver
     timers: Timers
 
     def run(self) -> None:
-        """From the first step to the last; all ranks together."""
+        """From the first step that is not on record to the last; all ranks together.
+
+        Raises:
+            Interrupted: the run was asked to end, on any rank, or its time is over.
+        """
         self.timers.restart()
-        for step in range(1, self.total_steps + 1):
+        INTERRUPTION.has_something_to_save(deadline(self.settings.time_limit, self.settings.grace_seconds))
+        for step in range(self.num_written + 1, self.settings.total_steps + 1):
+            raise_if_interrupted(self.exchange)
             batch, metrics = self.batches(step, self.timers)
             metrics |= row_metrics(self.exchange, batch.rows)
             timings, memory = self.timers.lap()
             self.observer.log(step, metrics | timings | reduce_ranks(self.exchange.share(memory)))
+        INTERRUPTION.has_saved_all()
         self.exchange.share(None)
         self.observer.finish()

@@ -47,11 +47,30 @@ def test_rollouts_without_training(config, folder):
     assert len(steps) == 3 and "mean score" in steps[0]
     for line, of_step in zip(steps[1:], metrics, strict=True):
         assert f"{of_step['reward/score/mean']:.3f}" in line.split()
+    check_that_it_goes_on(config, folder, record, f"trainer.output_dir={out}", *settings[:2])
     text = shown(record, "--step", 2, "--num", 3, "--order", "best", "--tokens")
     assert f", scores {metrics[1]['reward/score/max']}, " in text.split("\n[prompt]")[0]
     prompts = re.findall(r"\[prompt\]   (.*)\n\[response\] (.*)\n", text)
     assert len(prompts) == 3 and all(re.fullmatch(r"\d\d\+\d\d=", prompt) for prompt, _ in prompts)
     assert check_scores(record / "step_00000001.safetensors", config.parent / "model") == 32 * 4
+
+
+def check_that_it_goes_on(config: Path, folder: Path, record: Path, *settings: str) -> None:
+    """Asked to end, it can be started again, and writes what is left, but for steps that were sampled otherwise."""
+    kept = {path: path.stat().st_mtime_ns for path in record.iterdir()}
+    with Program(folder / "again", config, *settings, "trainer.total_steps=200") as program:
+        program.wait_until(lambda: (record / "step_00000004.safetensors").exists())
+        program.process.terminate()
+        assert program.wait() == 75, program.output
+    assert f"going on after step 2, which {record} has" in program.output
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept
+    out = Path(settings[0].partition("=")[2])
+    assert [one["step"] for one in logged(out)] == list(range(1, len(list(record.iterdir())) + 1))
+    with Program(folder / "otherwise", config, *settings, "rollout.top_k=3", "trainer.total_steps=1") as program:
+        assert program.wait() == 0, program.output
+    assert "going on" not in program.output
+    first = record / "step_00000001.safetensors"
+    assert first.stat().st_mtime_ns > kept[first]
 
 
 def check_scores(path: Path, model: Path) -> int:
