@@ -20,7 +20,7 @@ from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineClient
 from megappo.rollout.inference_engine import Engine
 
-pytest_plugins = ["tiny_run"]  # fixtures of whole runs
+pytest_plugins = ["tiny_run", "network"]  # fixtures of whole runs
 
 
 def pytest_configure(config: pytest.Config) -> None:

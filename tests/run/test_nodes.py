@@ -1,6 +1,6 @@
 """Two nodes with addresses of their own, one launcher and one rank each, started as a user starts them.
 
-They train on a record, without engines, and on a CPU to the bit as one node with two ranks does.
+They train on a record, without engines, and on a CPU to the bit as one launcher with two ranks does.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from commands import assert_equal, tensors_of
-from network import INTERFACE, NODES, Network, address
+from network import INTERFACE, NODES, address
 from program import Program, trained_on
 from tiny_run import reached
 
@@ -21,22 +21,23 @@ HOST = socket.gethostname()
 Start = Callable[[str], list[Program]]
 
 
-@pytest.fixture
-def network() -> Iterator[Network]:
-    network = Network()
-    try:
-        if refusal := network.create():
-            pytest.skip(refusal)
-        yield network
-    finally:
-        network.remove()
+def settings(out: Path, run: Path) -> tuple[str, ...]:
+    """The overrides of a run on `run`'s record."""
+    return (f"trainer.output_dir={out}", f"trainer.replay_rollouts={run / 'record'}", "trainer.eval_interval=0")
+
+
+@pytest.fixture(scope="module")
+def alone(config, run, tmp_path_factory) -> Path:
+    """The output folder of one launcher with as many ranks: the same config, without an interruption."""
+    folder = tmp_path_factory.mktemp("alone")
+    with Program(folder, config, *settings(folder / "out", run)) as program:
+        assert program.wait() == 0, program.output
+    return folder / "out"
 
 
 @pytest.fixture
 def start(network, config, run, folder) -> Iterator[Start]:
-    """Starts both nodes in turn on `run`'s record, with the output folder out/, each time with a name of its own."""
-    settings = (f"trainer.output_dir={folder / 'out'}", f"trainer.replay_rollouts={run / 'record'}")
-    settings += ("trainer.eval_interval=0",)
+    """Starts both nodes in turn, with the output folder out/, each time with a name of its own."""
     variables = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE}
     with ExitStack() as programs:
 
@@ -46,7 +47,7 @@ def start(network, config, run, folder) -> Iterator[Start]:
                     Program(
                         folder / f"{name}{node}",
                         config,
-                        *settings,
+                        *settings(folder / "out", run),
                         environment={**variables, "CUDA_VISIBLE_DEVICES": "", "NODE_RANK": str(node)},
                         prefix=network.prefix(node),
                         command=("bash", "launch/torchrun_node.sh"),
@@ -68,23 +69,25 @@ def outputs(nodes: list[Program]) -> str:
     return "\n".join(f"--- node {number}\n{node.output}" for number, node in enumerate(nodes))
 
 
-def check_same(out: Path, run: Path) -> None:
+def check_same(out: Path, alone: Path) -> None:
+    """Losses, gradient norms and all else that a step logs, and the weights in the end."""
     found = trained_on(out)
-    assert len(found) == 10 and found == trained_on(run)
-    assert_equal(tensors_of(out / "hf_actor"), tensors_of(run / "hf_actor"))
+    assert len(found) == 10 and {"actor/pg_loss", "critic/vf_loss"} <= found[0].keys()
+    assert found == trained_on(alone)
+    assert_equal(tensors_of(out / "hf_actor"), tensors_of(alone / "hf_actor"))
 
 
-def test_two_nodes_train_as_one_does(start, network, run, folder):
+def test_two_nodes_train_as_one_does(start, network, alone, folder):
     nodes = start("node")
     nodes[0].wait_until(lambda: reached(folder / "out", 2))
     for node in NODES:
         assert network.listening(node) == {address(node)}
     assert codes(nodes) == [0, 0], outputs(nodes)
-    check_same(folder / "out", run)
+    check_same(folder / "out", alone)
 
 
 @pytest.mark.parametrize("asked", NODES)
-def test_one_node_asked_to_end_ends_both_with_all_saved(start, run, folder, asked):
+def test_one_node_asked_to_end_ends_both_with_all_saved(start, alone, folder, asked):
     nodes = start("first")
     nodes[0].wait_until(lambda: reached(folder / "out", 4))
     nodes[asked].process.terminate()
@@ -93,7 +96,7 @@ def test_one_node_asked_to_end_ends_both_with_all_saved(start, run, folder, aske
     assert "error" not in outputs(nodes)
     assert not reached(folder / "out", 10)
     assert codes(start("second")) == [0, 0]
-    check_same(folder / "out", run)
+    check_same(folder / "out", alone)
 
 
 def test_a_config_error_on_the_head_ends_the_other(start, folder):

@@ -3,6 +3,9 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
+
+import pytest
 
 NODES = (0, 1)
 INTERFACE = "cluster0"
@@ -44,6 +47,10 @@ class Network:
         """At the switch: the node keeps its address, and its routes."""
         _ip("-n", self._switch, "link", "set", f"port{number}", "down")
 
+    def plug_cable(self, number: int) -> None:
+        """Again."""
+        _ip("-n", self._switch, "link", "set", f"port{number}", "up")
+
     def _create(self) -> None:
         for name in (self._switch, *self._nodes):
             _ip("netns", "add", name)
@@ -64,3 +71,15 @@ def address(number: int) -> str:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """The test is skipped where there can be none."""
+    network = Network()
+    try:
+        if refusal := network.create():
+            pytest.skip(refusal)
+        yield network
+    finally:
+        network.remove()
