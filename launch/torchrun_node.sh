@@ -21,7 +21,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 # On each node: one that saw that the config is wrong would end, and the others would wait for it.
 echo "checking $1"
-"$python" -m megappo.plan --world-size $((NNODES * nproc)) "$@" > /dev/null
+"$python" -m megappo.plan --world-size $((NNODES * nproc)) --nodes "$NNODES" "$@" > /dev/null
 # exec: a signal to this script reaches torchrun, which ends its own ranks.
 exec "$python" -m megappo.torchrun --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" \
     --master-port "${MASTER_PORT:-29500}" --nproc-per-node "$nproc" -m megappo.train "$@"

@@ -75,6 +75,21 @@ def stay_on_this_node() -> None:
         os.environ.setdefault(name, "lo")
 
 
+def own_address(peer: str) -> str:
+    """This machine's address as `peer` (a host) sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def node_address() -> str:
+    """This rank's node's address for all ranks: that of torchrun's rendezvous is reached by all, and reaches all."""
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        return LOOPBACK
+    master = os.environ["MASTER_ADDR"]
+    return master if os.environ.get("GROUP_RANK", "0") == "0" else own_address(master)
+
+
 def head_address(name: str) -> str:
     """The address of this node, the head of several, whose name for all of them is `name`.
 

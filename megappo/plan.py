@@ -1,6 +1,6 @@
 """Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
 
-    python -m megappo.plan CONFIG [key=value ...] [--world-size N] [--all] [--gpu h100 [--suggest]]
+    python -m megappo.plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all] [--gpu h100 [--suggest]]
 
 Where the config alone is right, it tries tokenizer, prompts and reward function. With --gpu it reckons the memory of
 each phase on GPUs of that type, and the seconds. Exits with 0 when the run could start, with 2 after printing every
@@ -59,16 +59,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world_size = args.world_size or _world_size(config)
     except ConfigError as error:
         return _fail(error)
+    if world_size % args.nodes:
+        parser.error(f"--nodes {args.nodes} does not divide the {counted(world_size, 'rank')}: each has as many")
+    ranks_per_node = world_size // args.nodes
     print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
-    is_arranged = not arrangement_errors(config, world_size)
+    is_arranged = not arrangement_errors(config, world_size, ranks_per_node)
     if is_arranged:
         layouts = placement_layouts(config, world_size)
         picture = placement_picture(layouts, pipeline_splits(config))
-        ways = find_route(config, layouts).describe()
+        ways = find_route(config, layouts, ranks_per_node).describe()
         notes = "\n  ".join([ways, *config.absences])
         print(f"\nplacement\n{picture}\n  {notes}\n\n{rank_table(layouts, world_size)}")
         print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
-    errors = check_run(config, world_size)
+    errors = check_run(config, world_size, ranks_per_node)
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
     if args.gpu and is_arranged:
@@ -219,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )
+    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="nodes of the run (default: 1)")
     parser.add_argument("--all", action="store_true", help="look at every prompt (default: a sample of each file)")
     parser.add_argument("--gpu", type=str.lower, choices=GPUS, help="reckon memory and seconds on GPUs of this type")
     parser.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")

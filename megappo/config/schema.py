@@ -162,7 +162,7 @@ class Ref(Section):
 
 
 class Sync(Section):
-    transport: Annotated[str, OneOf(TRANSPORTS, AUTO)] = Field(AUTO, description="way of the weights to the engines: ipc (CUDA handles; shared memory on a CPU) needs the engine's first rank among the actor's, broadcast that the engine is not on the GPU of the rank that sends, disk a file system that all nodes share; auto = ipc where it can be, else broadcast")
+    transport: Annotated[str, OneOf(TRANSPORTS, AUTO)] = Field(AUTO, description="way of the weights to the engines: ipc (CUDA handles; shared memory on a CPU) needs the engine's first rank among the actor's (all of them where the engine is on several nodes), broadcast that the engine is not on the GPU of the rank that sends, disk a file system that all nodes share; auto = ipc where it can be, else broadcast")
     bucket_bytes: Positive | None = Field(None, description="bytes of weights handed to the engine at a time, two such buckets being in flight; null = 512 MiB (on a CPU: 128 MiB, and what one rank has whole is read in place)")
     verify: bool = Field(True, description="before training, spoil the engines' weights, sync, and compare the engines' own checksums with those of the weights they had loaded")
     probe_interval: NonNegative = Field(1, description="after the first sync and every so many after it, each engine continues a few prompts, and the actor must agree about the log-probs; 0 = only the rollouts are compared")
@@ -177,7 +177,7 @@ class Rollout(Section):
     max_response_length: Positive = Field(1024, description="tokens a response may have before it is truncated")
     stop: tuple[str, ...] = Field((), description="strings that end a response, besides the tokenizer's end token; each must be one token")
     val_temperature: NonNegativeFloat = Field(0.0, description="sampling temperature of evaluations; 0 = greedy")
-    tensor_parallel: Ways = Field(1, description="GPUs per SGLang engine; placement's rollout ranks are cut into groups of this size")
+    tensor_parallel: Ways = Field(1, description="GPUs per SGLang engine; placement's rollout ranks are cut into groups of this size, each on one node or on several with as many ranks on each")
     max_running_requests: Positive = Field(256, description="sequences an engine decodes at once")
     mem_fraction_static: OpenFraction = Field(0.5, description="share of GPU memory for the engine's weights and KV cache (GPU only)")
     max_total_tokens: Positive | None = Field(None, description="KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)")

@@ -34,6 +34,7 @@ class Engine:
         gpu_ids: the node's CUDA devices of this engine, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
         log_path: file for the server's output.
         seed: seeds SGLang's sampling; must differ between engines.
+        part: of an engine on several nodes, each of which has such a part of it; None = all of it is here.
     Raises:
         EngineError: SGLang is not installed.
     """
@@ -48,10 +49,13 @@ class Engine:
         gpu_ids: Sequence[str],
         log_path: Path,
         seed: int,
+        part: launch.NodePart | None = None,
     ):
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
         self._arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed)
+        self._arguments |= part.server_arguments if part else {}
+        self._variables = part.variables if part else {}
         self._resized: dict[str, float] = {}
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
@@ -141,7 +145,7 @@ class Engine:
         self._log_mode = os.O_APPEND  # started again, it keeps what tells why
         with os.fdopen(descriptor, "w") as log:
             environment = launch.environment(self._gpu_ids, self._rollout.tensor_parallel, self._temporary)
-            return launch.start_keeper(settings, self._temporary, environment, log)
+            return launch.start_keeper(settings, self._temporary, environment | self._variables, log)
 
     def _log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()

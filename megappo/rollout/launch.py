@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +37,31 @@ TRACES_PREFIX = "megappo-engine-"
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
 PACKAGE_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class NodePart:
+    """A node's part of an engine that is on several.
+
+    Attributes:
+        node: its number among the engine's nodes; the first serves, the others answer for their health alone.
+        num_nodes: of the engine.
+        meeting: host:port, on the first, where they find each other.
+    """
+
+    node: int
+    num_nodes: int
+    meeting: str
+
+    @property
+    def server_arguments(self) -> dict[str, Any]:
+        """SGLang's ServerArgs by name."""
+        return {"nnodes": self.num_nodes, "node_rank": self.node, "dist_init_addr": self.meeting}
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables; SGLang's queue between ranks would listen where the Internet is."""
+        return {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
 
 
 def server_arguments(
@@ -137,7 +163,7 @@ def _cpu_threads(tensor_parallel: int) -> dict[str, str]:
     return variables
 
 
-def reserve_port(port: int) -> socket.socket:
+def reserve_port(port: int, host: str = HOST) -> socket.socket:
     """Keep a port (0 = any free one) from others until the engine listens, many seconds later.
 
     The socket never listens, so SO_REUSEADDR lets the engine bind the port as well.
@@ -149,11 +175,11 @@ def reserve_port(port: int) -> socket.socket:
     if port:  # with port 0 not before bind, which would then give a guarded port away again
         guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        guard.bind((HOST, port))
+        guard.bind((host, port))
     except OSError as error:
         guard.close()
         raise EngineError(
-            f"port {port} for an SGLang engine is not free on {HOST} ({error.strerror}): set rollout.port to another "
+            f"port {port} for an SGLang engine is not free on {host} ({error.strerror}): set rollout.port to another "
             "value, or to 0 for any free port, or end the process that listens there"
         ) from error
     guard.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

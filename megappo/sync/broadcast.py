@@ -1,7 +1,5 @@
 """Weights for engines on other GPUs, broadcast by one of the actor's ranks to all ranks of the engines."""
 
-import os
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from urllib.parse import urlsplit
@@ -10,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup, TCPStore, distributed_c10d
 
 from megappo import platform
-from megappo.listening import LOOPBACK, listener
+from megappo.listening import LOOPBACK, listener, node_address, own_address
 from megappo.rollout.client import EngineClient
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, NamedTensors
@@ -33,13 +31,6 @@ def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
         timeout=timeout,
         master_listen_fd=served.detach(),
     )
-
-
-def own_address(peer: str) -> str:
-    """This machine's address as `peer` (a host) sees it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))  # sends nothing
-        return probe.getsockname()[0]
 
 
 def join(store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> ProcessGroup:
@@ -129,12 +120,6 @@ def _backend() -> str:
 
 
 def _own_host(engines: Sequence[str]) -> str:
-    """This node's address for all ranks, and for engines elsewhere. torchrun's rendezvous is reached by all, and
-    reaches all."""
+    """This node's address for all ranks, and for engines elsewhere."""
     hosts = {urlsplit(url).hostname or LOOPBACK for url in engines} - {LOOPBACK, "localhost"}
-    if hosts:
-        return own_address(min(hosts))
-    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        return LOOPBACK
-    master = os.environ["MASTER_ADDR"]
-    return master if os.environ.get("GROUP_RANK", "0") == "0" else own_address(master)
+    return own_address(min(hosts)) if hosts else node_address()

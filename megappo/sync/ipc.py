@@ -26,9 +26,9 @@ DEVICE_ARGUMENT = 6  # position of the device among reductions.rebuild_cuda_tens
 class HandleSender(Sender):
     """Hands buckets to an engine, from the rank that owns it and, with `Link.peers`, from the engine's other ranks.
 
-    On a CPU the engine also reads tensors where the model has them. On a GPU a copy costs less than a handle for each.
-    Peers have the engine's ranks read their own GPUs: to read the owner's takes each of them a CUDA context there, of
-    half a GB, and access from GPU to GPU.
+    On a CPU the engine also reads tensors where the model has them. On a GPU a copy costs less than a handle for each,
+    and what peers have whole may differ. They have the engine's ranks read their own GPUs, or their own node's memory:
+    to read the owner's takes each of them a CUDA context there, of half a GB, and access from GPU to GPU.
 
     Args:
         client: the engine's, where this rank owns it.
@@ -38,7 +38,7 @@ class HandleSender(Sender):
         self.client = client
         self.peers = link.peers
         self.num_ranks = link.config.rollout.tensor_parallel
-        self.memory = None if platform.has_cuda() else SharedMemory()
+        self.memory = None if platform.has_cuda() else SharedMemory(with_model=self.peers is None)
 
     def open(self, in_place: NamedTensors) -> None:
         if self.client is not None:

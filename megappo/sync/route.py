@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from megappo.config.schema import Config
 from megappo.config.transports import AUTO, TRANSPORTS, Transport
 from megappo.placement.layout import Layout
+from megappo.placement.nodes import by_node
 from megappo.placement.ranks import format_ranks
 
 
@@ -18,12 +19,14 @@ class EngineRoute:
         ranks: the engine's; the first owns it.
         shares_gpus: a model is on one of them too, so that the engine must give its memory up while that is trained.
         is_external: it is elsewhere, on none of their GPUs.
+        spans_nodes: its ranks are on several nodes.
     """
 
     transport: str
     ranks: tuple[int, ...]
     shares_gpus: bool
     is_external: bool = False
+    spans_nodes: bool = False
 
     @property
     def owner(self) -> int:
@@ -33,6 +36,11 @@ class EngineRoute:
     def entry(self) -> Transport:
         """The transport's, in the table."""
         return TRANSPORTS[self.transport]
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Where the transport has no sender: its ranks that give the weights themselves, and must be the actor's."""
+        return self.ranks if self.spans_nodes and self.entry.each_rank else self.ranks[:1]
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,8 @@ class Route:
 
     def ends(self, engine: EngineRoute, *, on_gpus: bool) -> tuple[int, ...]:
         """The engine's ranks at which its transport ends; the first owns it."""
-        each = on_gpus and engine.entry.each_rank and set(engine.ranks) <= set(self.actor)
+        apart = on_gpus or engine.spans_nodes  # on a CPU ranks of one node share their memory
+        each = apart and engine.entry.each_rank and set(engine.ranks) <= set(self.actor)
         return engine.ranks if each else engine.ranks[:1]
 
     def sources(self, *, on_gpus: bool) -> frozenset[int]:
@@ -87,6 +96,13 @@ class Route:
                     f"the actor's ({format_ranks(self.actor)}): set it to auto, or place the engines there"
                 )
         for number, engine in enumerate(self.engines):
+            elsewhere = [rank for rank in engine.sources[1:] if rank not in self.actor]
+            if elsewhere and not engine.entry.sender:
+                yield (
+                    f"rollout.sync.transport is {engine.transport}, but of engine {number}, which is on several nodes, "
+                    f"ranks {format_ranks(elsewhere)} are not the actor's ({format_ranks(self.actor)}): set it to "
+                    "auto, or place the engine there"
+                )
             keeps_off = engine.entry.needs_other_gpu and not engine.is_external
             if on_gpus and keeps_off and self.sending_rank in engine.ranks:
                 yield (
@@ -96,14 +112,22 @@ class Route:
                 )
 
 
-def find_route(config: Config, layouts: Mapping[str, Layout]) -> Route:
-    """Each engine takes rollout.sync.transport, or with auto the first that is open to it."""
+def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int | None = None) -> Route:
+    """Each engine takes rollout.sync.transport, or with auto the first that is open to it.
+
+    Args:
+        ranks_per_node: None = all are on one.
+    """
     actor, rollout, chosen = layouts["actor"].ranks, layouts["rollout"], config.rollout.sync.transport
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
     engines, external = [], bool(config.rollout.engines)
     for number in range(rollout.data):
         ranks = rollout.block(0, number)
-        is_open = (name for name, entry in TRANSPORTS.items() if entry.sender or (ranks[0] in actor and not external))
-        name = next(is_open) if chosen == AUTO else chosen
-        engines.append(EngineRoute(name, ranks, not (external or models.isdisjoint(ranks)), external))
+        shares_gpus = not (external or models.isdisjoint(ranks))
+        spans_nodes = ranks_per_node is not None and len(by_node(ranks, ranks_per_node)) > 1
+        ways = {name: EngineRoute(name, ranks, shares_gpus, external, spans_nodes) for name in TRANSPORTS}
+        is_open = (
+            way for way in ways.values() if way.entry.sender or (not external and set(way.sources) <= set(actor))
+        )
+        engines.append(next(is_open) if chosen == AUTO else ways[chosen])
     return Route(actor, tuple(engines))

@@ -11,9 +11,14 @@ from megappo.weights.buckets import NamedTensors
 
 class SharedMemory:
     """Two buffers, kept from sync to sync: fresh pages cost more time than the copy into them; and the model's memory,
-    moved here the first time."""
+    moved here the first time.
 
-    def __init__(self) -> None:
+    Args:
+        with_model: what the model has whole is to be read where it is.
+    """
+
+    def __init__(self, *, with_model: bool = True) -> None:
+        self.with_model = with_model
         # torch's default passes descriptors, which an unrelated process cannot take.
         torch.multiprocessing.set_sharing_strategy("file_system")
         self._buffers: list[torch.Tensor] = []

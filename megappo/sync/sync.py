@@ -115,7 +115,7 @@ class WeightSync:
 
     def _apart(self, tensors: Sequence[TensorSpec]) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
         """What the engine of this rank can read where it is, and what must be gathered."""
-        if self.source is None or any(sender.memory is None for sender in self.senders):
+        if self.source is None or not all(sender.memory and sender.memory.with_model for sender in self.senders):
             return [], list(tensors)
         in_place, gathered = [], []
         for together in inseparable(tensors):

@@ -1,5 +1,6 @@
 """The inference engines of a run, as its ranks see them: they sleep, wake, and take the actor's weights."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -141,7 +142,8 @@ def connect(
     config: Config, layouts: dict[str, Layout], models: Models, probe: Probe, phase: Phases
 ) -> InferenceEngines:
     """The engines, which are up by now."""
-    rollouts, exchange, route = probe.rollouts, models.actor.exchange, find_route(config, layouts)
+    rollouts, exchange = probe.rollouts, models.actor.exchange
+    route = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"]))
     sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
     ends = (models.actor.engine, rollouts.client)
     make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange)

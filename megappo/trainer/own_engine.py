@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megappo import platform
-from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
+from megappo.listening import node_address
 from megappo.placement.layout import Layout
-from megappo.placement.ranks import format_ranks
+from megappo.placement.nodes import by_node
 from megappo.rewards.pool import RewardPool, load_configured
 from megappo.rollout.client import EngineClient
 from megappo.rollout.external import ExternalEngine
 from megappo.rollout.inference_engine import Engine
+from megappo.rollout.launch import NodePart, reserve_port
 
 
 @dataclass(frozen=True)
@@ -25,62 +27,87 @@ class OwnEngine:
     Attributes:
         number: of the engine, among all.
         rewards: workers of the reward function, which score what the engine writes.
+        part: this node's, of an engine that is on several nodes and which a rank of another owns.
+        part_of: that engine's number.
     """
 
     number: int | None = None
     engine: Engine | ExternalEngine | None = None
     rewards: RewardPool | None = None
+    part: Engine | None = None
+    part_of: int | None = None
 
     def wait_ready(self) -> EngineClient | None:
         """Its client, once it is up."""
+        if self.part is not None:
+            self.part.wait_ready()
         return self.engine.wait_ready() if self.engine is not None else None
 
     def restart(self) -> None:
         """Start it anew, whatever has become of it; its client serves on."""
-        self.engine.restart()
+        (self.part or self.engine).restart()
 
     def stop(self) -> None:
         """End it, whatever has become of it, if it was started by this run."""
-        if isinstance(self.engine, Engine):
-            self.engine.stop()
+        for engine in (self.part, self.engine):
+            if isinstance(engine, Engine):
+                engine.stop()
 
 
 def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngine:
     """Start this rank's SGLang engine and reward workers, if it is to own any; does not wait for them. An engine of
-    rollout.engines runs already."""
+    rollout.engines runs already. Of one that is on several nodes, the first rank on each starts that node's part."""
     rank = dist.get_rank()
     number = layout.shard_of(rank)
-    if number is None or layout.output_rank(number) != rank:
+    if number is None or rank not in _starting(layout, number):
         return OwnEngine()
     engine: Engine | ExternalEngine
     if config.rollout.engines:
         engine = ExternalEngine(config.rollout.engines[number], config.rollout)
     else:
-        engine = _engine(config, layout, number, rank)
+        engine = _engine(config, layout, number, rank, cleanup)
         cleanup.callback(engine.stop)
         engine.start()
+        if rank != layout.output_rank(number):
+            return OwnEngine(part=engine, part_of=number)
     reward = config.reward
     rewards = load_configured(reward, num_workers=reward.num_workers)
     cleanup.callback(rewards.close)
     return OwnEngine(number, engine, rewards)
 
 
-def _engine(config: Config, layout: Layout, number: int, rank: int) -> Engine:
-    local_world = int(os.environ["LOCAL_WORLD_SIZE"])
-    node = rank // local_world
-    ranks = layout.shard_ranks(number)
-    if ranks[-1] // local_world != node:
-        raise ConfigError(
-            f"rollout.tensor_parallel: engine {number} on ranks {format_ranks(ranks)} reaches over several nodes "
-            f"of {local_world} ranks: make it a divisor of {local_world}, and start placement.rollout on a multiple"
-        )
-    first_on_node = next(i for i in range(layout.data) if layout.output_rank(i) // local_world == node)
+def _starting(layout: Layout, number: int) -> list[int]:
+    """The ranks that start an engine's parts, the owner's first."""
+    return [part[0] for part in by_node(layout.shard_ranks(number), _ranks_per_node())]
+
+
+def _engine(config: Config, layout: Layout, number: int, rank: int, cleanup: ExitStack) -> Engine:
+    per_node = _ranks_per_node()
+    starting = _starting(layout, number)
+    node, several = starting.index(rank), len(starting) > 1
+    before = [i for i in range(number) if any(other // per_node == rank // per_node for other in _starting(layout, i))]
+    ranks = by_node(layout.shard_ranks(number), per_node)[node]
     return Engine(
         config.model.path,
         config.rollout,
         config.model.dtype,
-        index=number - first_on_node,
-        gpu_ids=platform.gpu_ids([r % local_world for r in ranks]),
-        log_path=Path(config.trainer.output_dir) / "engines" / f"engine_{number}.log",
+        index=len(before),
+        gpu_ids=platform.gpu_ids([one % per_node for one in ranks]),
+        log_path=Path(config.trainer.output_dir, "engines", f"engine_{number}{f'_node_{node}' if node else ''}.log"),
         seed=config.trainer.seed + number,
+        part=NodePart(node, len(starting), _meeting(number, node, cleanup)) if several else None,
     )
+
+
+def _meeting(number: int, node: int, cleanup: ExitStack) -> str:
+    """Where an engine's parts find each other, host:port: the owner keeps a free port of its node for it."""
+    store, key = distributed_c10d._get_default_store(), f"engine/{number}"  # torchrun's; no public way to it
+    if node == 0:
+        guard = cleanup.enter_context(reserve_port(0, node_address()))
+        host, port = guard.getsockname()
+        store.set(key, f"{host}:{port}")
+    return store.get(key).decode()
+
+
+def _ranks_per_node() -> int:
+    return int(os.environ["LOCAL_WORLD_SIZE"])

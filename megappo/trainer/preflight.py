@@ -6,6 +6,7 @@ from megappo.config.errors import ConfigError, shorten
 from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
 from megappo.placement.components import components_of
+from megappo.placement.nodes import uneven_engines
 from megappo.placement.ranks import placement_layouts
 from megappo.rewards.pool import missing_function
 from megappo.rollout.server_args import server_args_errors
@@ -14,11 +15,15 @@ from megappo.trainer.files import file_errors
 from megappo.trainer.resuming import resume_errors
 
 
-def check_run(config: Config, world_size: int) -> list[str]:
+def check_run(config: Config, world_size: int, ranks_per_node: int | None = None) -> list[str]:
     """Everything wrong with a well-typed config, one line each, where its key was written first: what its keys
-    contradict, then what is not on disk."""
+    contradict, then what is not on disk.
+
+    Args:
+        ranks_per_node: None = all are on one.
+    """
     errors = [
-        *arrangement_errors(config, world_size),
+        *arrangement_errors(config, world_size, ranks_per_node),
         *file_errors(config),
         *server_args_errors(config.rollout.server_args),
         *_reward_errors(config),
@@ -26,14 +31,16 @@ def check_run(config: Config, world_size: int) -> list[str]:
     return config.located(errors or resume_errors(config))  # which looks into the output folder
 
 
-def arrangement_errors(config: Config, world_size: int) -> list[str]:
+def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | None = None) -> list[str]:
     """The part of `check_run` that opens no file: contradictions between keys, placement, layouts, batch."""
     errors = [*component_errors(config), *config_errors(config)]
     try:
         layouts = placement_layouts(config, world_size)
     except ConfigError as error:
         return [*errors, *error.errors]
-    return [*errors, *find_route(config, layouts).errors(on_gpus=False)]
+    if ranks_per_node is not None:
+        errors += uneven_engines(layouts["rollout"], ranks_per_node)
+    return [*errors, *find_route(config, layouts, ranks_per_node).errors(on_gpus=False)]
 
 
 def _reward_errors(config: Config) -> list[str]:

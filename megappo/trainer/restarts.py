@@ -42,26 +42,32 @@ class Restarts:
         """
         if fault is not None and self._in_a_row == self.limit:
             raise EngineError(f"{fault}{self._tried()}") from fault
-        told = [text for text in self.exchange.share(self._told(fault)) if text]
+        told = [one for one in self.exchange.share(self._told(fault)) if one]
         if not told:
             self._in_a_row = 0
             return False
-        for text in told:
+        for _, text in told:
             self.observer.message(text)
+        is_mine = not {self.own.number, self.own.part_of}.isdisjoint(number for number, _ in told)
+        if is_mine:
+            self.own.stop()  # all parts of an engine before the first starts anew, and would find an old one
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
         if fault is not None:
             self._in_a_row += 1
+        if is_mine:
             self.own.restart()
         self._count += len(told)
         self.give_weights()
         return True
 
-    def _told(self, fault: EngineFault | None) -> str:
+    def _told(self, fault: EngineFault | None) -> tuple[int, str] | None:
+        """The engine that has failed, and what to say of it."""
         if fault is None:
-            return ""
+            return None
         times = f"{self._in_a_row + 1} of {self.limit} times in a row"
-        return f"WARNING: engine {self.own.number} has failed ({times}; rollout.max_engine_restarts): {fault}"
+        text = f"WARNING: engine {self.own.number} has failed ({times}; rollout.max_engine_restarts): {fault}"
+        return self.own.number, text
 
     def _tried(self) -> str:
         if self.limit == 0:

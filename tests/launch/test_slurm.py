@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from network import INTERFACE
 from program import REPOSITORY, logged, trained_on
-from slurm import NAMES, Slurm, missing
+from slurm import Slurm, missing
 from tiny_run import latest, reached
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
@@ -40,7 +40,7 @@ def slurm(folder, request) -> Iterator[Slurm]:
         pytest.skip(absent)
     network = request.getfixturevalue("network")
     (folder / "slurm").mkdir()
-    with Slurm(folder / "slurm", network) as slurm:
+    with Slurm(folder / "slurm", network, **getattr(request, "param", {})) as slurm:
         yield slurm
 
 
@@ -110,16 +110,18 @@ def test_a_job_is_requeued_before_its_limit_and_goes_on(slurm, repository, confi
     check_trained(job.out, run)
 
 
+@pytest.mark.parametrize("slurm", [{"node_timeout": 30}, {"node_timeout": 300}], indirect=True)
 def test_a_cable_that_is_pulled_ends_the_job_which_can_be_submitted_again(slurm, repository, config, run):
+    """Whether Slurm misses the node first, or the run does."""
     job = Job(slurm, repository, config, run)
     job.wait_until(lambda: reached(job.out, 4))
     slurm.network.pull_cable(1)
     job.wait_until(lambda: job.state != "RUNNING" and not slurm.processes("megappo"), PULLED_SECONDS)
     assert not reached(job.out, 10)
     slurm.network.plug_cable(1)
-    if not job.has_ended():
+    if job.state == "PENDING":
         slurm.run("scancel", job.number)
-    slurm.run("scontrol", "update", f"nodename={NAMES[1]}", "state=resume")
+    slurm.resume(1)
     again = Job(slurm, repository, config, run)
     again.wait_until(again.has_ended)
     assert again.state == "COMPLETED" and "going on after step 3 " in again.output, again.output

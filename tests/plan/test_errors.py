@@ -50,6 +50,18 @@ def test_all_ranks_need_a_world_size(plan, run_folder):
     assert "on 2 ranks" in plan(run_folder, *everywhere, "--world-size=2", WORLD_SIZE="6").stdout
 
 
+def test_an_engine_needs_as_many_ranks_on_each_of_its_nodes(plan, run_folder):
+    words = ("run.yaml", "placement.actor,critic=all", "placement.rollout=0-5", "rollout.tensor_parallel=2")
+    words = (*words, "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
+    well = plan(run_folder, *words, "--world-size=6", "--nodes=2", "placement.rollout=1-4")
+    assert "error: placement.rollout" not in well.stderr
+    done = plan(run_folder, *words, "--world-size=6", "--nodes=2", "rollout.tensor_parallel=3", "placement.rollout=1-3")
+    assert done.returncode == 2
+    assert "engine 0 of rollout.tensor_parallel 3 would get ranks 1-3, 2 and 1 on its nodes of 3 ranks:" in done.stderr
+    done = plan(run_folder, *words, "--world-size=6", "--nodes=4")
+    assert done.returncode == 2 and "--nodes 4 does not divide the 6 ranks" in done.stderr
+
+
 @pytest.mark.parametrize("size", ["0", "-1", "two"])
 def test_a_senseless_world_size(plan, run_folder, size):
     done = plan(run_folder, "run.yaml", f"--world-size={size}")

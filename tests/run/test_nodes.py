@@ -1,6 +1,7 @@
 """Two nodes with addresses of their own, one launcher and one rank each, started as a user starts them.
 
-They train on a record, without engines, and on a CPU to the bit as one launcher with two ranks does.
+They train on a record, without engines, and on a CPU to the bit as one launcher with two ranks does; or with an engine
+that is on both.
 """
 
 import fcntl
@@ -13,12 +14,18 @@ from pathlib import Path
 import pytest
 from commands import assert_equal, tensors_of
 from network import INTERFACE, NODES, address
-from program import Program, trained_on
+from program import Program, logged, trained_on
 from tiny_run import reached
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 HOST = socket.gethostname()
-Start = Callable[[str], list[Program]]
+Start = Callable[..., list[Program]]
+OWN_MEMORY = ("unshare", "--mount", "bash", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "-")
+"""Runs a command where no shared memory is another node's; it becomes that command."""
+ENGINE_ON_BOTH = (
+    *("placement.rollout=0-1", "rollout.tensor_parallel=2", "rollout.sync.bucket_bytes=20000"),
+    *("trainer.eval_interval=0", "trainer.save_interval=0", "trainer.export_hf=false"),
+)
 
 
 def settings(out: Path, run: Path) -> tuple[str, ...]:
@@ -36,20 +43,20 @@ def alone(config, run, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def start(network, config, run, folder) -> Iterator[Start]:
-    """Starts both nodes in turn, with the output folder out/, each time with a name of its own."""
+def nodes(network, config, folder) -> Iterator[Start]:
+    """Starts both nodes in turn, with overrides, each time with a name of its own."""
     variables = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": INTERFACE}
     with ExitStack() as programs:
 
-        def both(name: str) -> list[Program]:
+        def both(name: str, *words: str) -> list[Program]:
             return [
                 programs.enter_context(
                     Program(
                         folder / f"{name}{node}",
                         config,
-                        *settings(folder / "out", run),
+                        *words,
                         environment={**variables, "CUDA_VISIBLE_DEVICES": "", "NODE_RANK": str(node)},
-                        prefix=network.prefix(node),
+                        prefix=(*network.prefix(node), *OWN_MEMORY),
                         command=("bash", "launch/torchrun_node.sh"),
                     )
                 )
@@ -57,6 +64,12 @@ def start(network, config, run, folder) -> Iterator[Start]:
             ]
 
         yield both
+
+
+@pytest.fixture
+def start(nodes, run, folder) -> Start:
+    """Starts both on `run`'s record, with the output folder out/."""
+    return lambda name: nodes(name, *settings(folder / "out", run))
 
 
 def codes(nodes: list[Program], seconds: float = 180.0) -> list[int]:
@@ -119,3 +132,32 @@ def test_a_cable_that_is_pulled_ends_both(start, network, folder, pulled):
     assert codes(nodes, 60) == [1, 1], outputs(nodes)
     for node, other in zip(nodes, reversed(NODES), strict=True):
         assert f"error: node {other} ({HOST}, rank {other}) has not answered for " in node.output
+
+
+@pytest.mark.parametrize("transport", ["auto", "broadcast"])
+def test_an_engine_on_both_nodes_follows_the_actor(nodes, folder, transport):
+    """After the first sync its checksums are those of model.path: each part has all of its own."""
+    words = (f"trainer.output_dir={folder / 'out'}", *ENGINE_ON_BOTH, f"rollout.sync.transport={transport}")
+    both = nodes("node", *words, "trainer.total_steps=3")
+    assert codes(both, 300) == [0, 0], outputs(both)
+    steps = logged(folder / "out")
+    assert [metrics["step"] for metrics in steps] == [1, 2, 3]
+    assert all(metrics["sync/bytes"] > 50_000 for metrics in steps)
+    assert all(metrics["rollout/log_prob_diff/mean"] < 1e-4 for metrics in steps)
+    assert all(metrics["sync/log_prob_diff/max"] < 1e-4 for metrics in steps)
+    assert {log.name for log in (folder / "out" / "engines").iterdir()} == {"engine_0.log", "engine_0_node_1.log"}
+
+
+@pytest.mark.parametrize("harmed", NODES)
+def test_an_engine_of_which_a_part_ends_is_started_anew(nodes, folder, harmed):
+    words = (f"trainer.output_dir={folder / 'out'}", *ENGINE_ON_BOTH, "rollout.max_running_requests=4")
+    both = nodes("node", *words, "rollout.max_response_length=20", "trainer.total_steps=3")
+    both[0].wait_until(lambda: " 1/3" in both[0].output, 300)
+    [rank] = both[harmed].ranks
+    [scheduler] = [process for process in rank.children(recursive=True) if "scheduler" in process.name()]
+    scheduler.kill()
+    assert codes(both, 300) == [0, 0], outputs(both)
+    assert "WARNING: engine 0 has failed (1 of 3 times in a row" in both[0].output
+    steps = logged(folder / "out")
+    assert [metrics["rollout/engine_restarts"] for metrics in steps] == [0, 1, 0]
+    assert all(metrics["rollout/log_prob_diff/mean"] < 1e-4 for metrics in steps)

@@ -20,7 +20,7 @@ class Network:
 
     def create(self) -> str:
         """Why that is not possible here; "" when it is done."""
-        if missing := [name for name in ("ip", "nsenter", "ss") if shutil.which(name) is None]:
+        if missing := [name for name in ("ip", "nsenter", "ss", "unshare") if shutil.which(name) is None]:
             return f"{missing[0]} is not installed"
         try:
             self._create()

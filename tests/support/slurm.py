@@ -2,6 +2,7 @@
 distribution's packages."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -112,6 +113,12 @@ class Slurm:
         """What `scontrol show job` says."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def resume(self, node: int) -> None:
+        """Use a node again, if it was taken for down."""
+        [state] = re.findall(r" State=(\S+)", self.run("scontrol", "--oneliner", "show", "node", NAMES[node]))
+        if "DOWN" in state:
+            self.run("scontrol", "update", f"nodename={NAMES[node]}", "state=resume")
 
     def wait_until(self, condition: Callable[[], bool], seconds: float, told: Callable[[], str] = str) -> None:
         """Wait for something to happen; `told` says what did, if it does not in time."""

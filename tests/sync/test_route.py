@@ -97,3 +97,32 @@ def test_an_engine_shares_gpus_with_any_model_on_one_of_its_ranks() -> None:
     )
     route = find_route(config, placement_layouts(config, 6))
     assert [engine.shares_gpus for engine in route.engines] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("config", "transport", "ends"),
+    [
+        (config_of("0-3", "0-3", 4), "ipc", (0, 1, 2, 3)),
+        (config_of("0-2", "0-3", 4), "broadcast", (0,)),  # rank 3, on the second node, has no weights to hand over
+        (config_of("0-3", "0-3", 4, "disk"), "disk", (0,)),
+    ],
+)
+def test_an_engine_on_two_nodes_is_handed_the_weights_on_each(
+    config: Config, transport: str, ends: tuple[int, ...]
+) -> None:
+    route = find_route(config, placement_layouts(config, 4), ranks_per_node=2)
+    [engine] = route.engines
+    assert (engine.transport, engine.spans_nodes) == (transport, True)
+    assert route.ends(engine, on_gpus=False) == route.ends(engine, on_gpus=True) == ends
+    assert list(route.errors(on_gpus=False)) == []
+
+
+def test_memory_that_an_engine_on_two_nodes_cannot_reach_is_refused() -> None:
+    config = config_of("0-2", "0-3", 4, "ipc")
+    layouts = placement_layouts(config, 4)
+    assert list(find_route(config, layouts, ranks_per_node=4).errors(on_gpus=False)) == []
+    [error] = find_route(config, layouts, ranks_per_node=2).errors(on_gpus=False)
+    assert error == (
+        "rollout.sync.transport is ipc, but of engine 0, which is on several nodes, ranks 3 are not the actor's (0-2): "
+        "set it to auto, or place the engine there"
+    )

@@ -65,7 +65,7 @@ def test_prompts_without_an_answer_are_asked_again():
 
 def restarts(limit: int, told: list[str]) -> Restarts:
     alone = SimpleNamespace(share=lambda value: [value])
-    own = SimpleNamespace(number=4, restart=lambda: told.append("restart"))
+    own = SimpleNamespace(number=4, part_of=None, stop=lambda: None, restart=lambda: told.append("restart"))
     return Restarts(own, alone, SimpleNamespace(message=told.append), limit)
 
 
@@ -86,3 +86,23 @@ def test_an_engine_that_fails_again_and_again_ends_the_run():
     with pytest.raises(EngineError, match="^it ended$"):
         restarts(0, told).were_needed(fault)
     assert len(told) == 6
+
+
+def restart_of_parts(rank: int, world_size: int) -> None:
+    """Rank 0 owns an engine on two nodes, rank 1 starts its part on the second, rank 2 owns another engine."""
+    told: list[str] = []
+    exchange = Exchange(dist.group.WORLD)
+
+    def share(value: object) -> list[object]:
+        told.append("meet")
+        return exchange.share(value)
+
+    own = SimpleNamespace(number=(0, None, 1)[rank], part_of=(None, 0, None)[rank])
+    own.stop, own.restart = (lambda: told.append("stop")), (lambda: told.append("restart"))
+    found = Restarts(own, SimpleNamespace(share=share), NullObserver(), 3)
+    assert found.were_needed(EngineFault("it ended") if rank == 0 else None)
+    assert told == (["meet", "meet"] if rank == 2 else ["meet", "stop", "meet", "restart"]), "no part meets an old one"
+
+
+def test_all_parts_of_an_engine_are_started_anew_with_it():
+    run_ranks(3, restart_of_parts)
