@@ -3,8 +3,9 @@
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.durable import sync
@@ -15,22 +16,31 @@ from megappo.observe.life import LIFE
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _SHOWN = 3
+NONE_KNOWN: Mapping[str, str] = {}
 
 
-def write_sums(checkpoint: Path, exchange: Exchange) -> None:
+def new_sum() -> Any:
+    """Of hashlib's kind, of what a file will hold."""
+    return hashlib.sha256()
+
+
+def write_sums(checkpoint: Path, exchange: Exchange, known: Mapping[str, str] = NONE_KNOWN) -> None:
     """See that every file of a checkpoint is on the disk, and write their sums; all ranks share the files out.
 
+    Args:
+        known: file name -> sum of files that this rank has written and knows to be on the disk.
     Raises:
         OSError, OtherRankError: a file cannot be read, or SHA256SUMS not written.
     """
-    names = exchange.share(files_of(checkpoint) if exchange.rank == 0 else None)[0]
+    sums = _over_ranks(exchange, known)
+    names = exchange.share([name for name in files_of(checkpoint) if name not in sums] if exchange.rank == 0 else None)
     mine, error = {}, None
     try:
-        mine = {name: _sum(checkpoint / name, durable=True) for name in names[exchange.rank :: exchange.world_size]}
+        mine = {name: _sum(checkpoint / name, durable=True) for name in names[0][exchange.rank :: exchange.world_size]}
     except OSError as failure:
         error = failure
     exchange.raise_together(error)
-    sums = {name: digest for part in exchange.share(mine) for name, digest in part.items()}
+    sums |= _over_ranks(exchange, mine)
     if exchange.rank == 0:
         (checkpoint / SUMS).write_text(_text(dict(sorted(sums.items()))), "utf-8")
         sync(checkpoint / SUMS)
@@ -128,6 +138,10 @@ def _listed(checkpoint: Path, under: str) -> tuple[dict[str, str], list[str]]:
     return {name: sums[name] for name in there if name in sums}, faults
 
 
+def _over_ranks(exchange: Exchange, mine: Mapping[str, str]) -> dict[str, str]:
+    return {name: digest for part in exchange.share(dict(mine)) for name, digest in part.items()}
+
+
 def _has_sums(folder: Path) -> bool:
     """Whether a folder is a checkpoint, and SHA256SUMS its own."""
     return (folder / STATE).is_file() and (folder / SUMS).exists()
@@ -142,4 +156,4 @@ def _sum(path: Path, durable: bool = False) -> str:
     with path.open("rb") as file:
         if durable:
             os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, new_sum).hexdigest()

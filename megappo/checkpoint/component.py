@@ -35,7 +35,7 @@ def has_value_bias(info: ComponentInfo) -> bool:
 
 def save_model(chunks: ModelChunks, groups: ComponentGroups, folder: Path) -> None:
     """Write the model's part of a checkpoint into an existing folder; all ranks of the component together."""
-    save_sharded({"model": sharded_chunks(chunks, groups)}, folder, groups.as_world())
+    save_sharded({"model": sharded_chunks(chunks, groups)}, folder, groups.as_world)
 
 
 def load_model(
@@ -78,7 +78,7 @@ def reshard(
         part: {key: replace(leaf, data=loaded[part][key]) for key, leaf in leaves.items()}
         for part, leaves in state.items()
     }
-    save_sharded({**loaded, **filled}, target, groups.as_world())
+    save_sharded({**loaded, **filled}, target, groups.as_world)
 
 
 def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Any]:

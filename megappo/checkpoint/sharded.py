@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
@@ -25,35 +28,102 @@ from torch.distributed.checkpoint.api import CheckpointException  # of any rank;
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megappo.checkpoint.checksums import new_sum
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.reading import SafeCommon
 from megappo.observe.life import LIFE
 
-# Saves here are synchronous, so their results stay in this process. Megatron's own queue lives in a further process of
-# each rank, which would import the whole program again: seconds, and several hundred MiB.
+# Megatron's own queue of results is one for all saves, and lives in a further process of each rank, which would import
+# the whole program again: seconds, and several hundred MiB. Here each save has its own, in this process.
 filesystem_async._results_queue = queue.Queue()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CUT_SHORT = ("unexpected pos", "iostream error")  # what torch's file writers say when bytes they wrote are not there
 
 
-def save_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextManager) -> None:
-    """Write a component's sharded state into an existing folder; all its ranks together.
+AsWorld = Callable[[], AbstractContextManager]
+"""Makes the component's group the default one: dist_checkpointing is hard-wired to that."""
+
+
+class Writing:
+    """A component's folder that is being written; see `begin_sharded`.
+
+    Attributes:
+        sums: path -> sum of each file that this rank has written.
+    """
+
+    def __init__(
+        self, folder: Path, as_world: AbstractContextManager, strategy: "_InThisProcess", request: AsyncRequest
+    ):
+        self.sums = strategy.sums
+        self._folder, self._as_world, self._strategy, self._request = folder, as_world, strategy, request
+
+    def write(self) -> None:
+        """Write this rank's files; any thread may. What goes wrong `finish` tells. The state is let go."""
+        if self._request.async_fn is not None:
+            self._request.async_fn(*self._request.async_fn_args)
+            for _, _, (objects, tensors) in _buckets(self._request):
+                objects.clear()
+                tensors.clear()
+
+    def finish(self) -> None:
+        """Complete the folder when `write` has returned everywhere; all ranks of the component together.
+
+        Raises:
+            CheckpointError: on every rank, when its part could not be written on any.
+        """
+        with self._as_world():
+            try:
+                for step in self._request.finalize_fns[:-1]:
+                    step()
+                # Megatron's last one, without its barrier: the others would wait there for a first rank that fails.
+                if dist.get_rank() == 0:
+                    save_config(CheckpointingConfig(self._strategy.backend, self._strategy.version), str(self._folder))
+                if self._strategy.error is not None:
+                    raise self._strategy.error
+            except CheckpointException as error:
+                raise _unwritten(self._folder, _of_all_ranks(error)) from error
+            except (OSError, RuntimeError) as error:  # of what the first rank writes alone
+                if isinstance(error, OSError) or _was_cut_short(str(error)):
+                    raise _unwritten(self._folder, reason(error)) from error
+                raise
+
+
+def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, *, copied: bool) -> Writing:
+    """Begin to write a component's sharded state into an existing folder; all its ranks together.
 
     Args:
-        as_world: makes the component's group the default one: dist_checkpointing is hard-wired to that.
-    Raises:
-        CheckpointError: on every rank, when its part cannot be written on any.
+        copied: what is written is a copy on the host, so that training may go on meanwhile.
     """
-    with as_world:
-        try:
-            dist_checkpointing.save(state, str(folder), sharded_strategy=_InThisProcess("torch_dist", 1))
-            _COMMON.raise_error()
-        except CheckpointException as error:
-            raise _unwritten(folder, _of_all_ranks(error)) from error
-        except (OSError, RuntimeError) as error:  # of what the first rank writes alone
-            if isinstance(error, OSError) or _was_cut_short(str(error)):
-                raise _unwritten(folder, reason(error)) from error
-            raise
+    strategy = _InThisProcess("torch_dist", 1)
+    live = {leaf.data.untyped_storage().data_ptr() for leaf in nested_values(state) if _holds_tensor(leaf)}
+    with as_world():
+        request = dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, async_sharded_save=True)
+    strategy.error = _COMMON.error
+    for _, _, (_, tensors) in _buckets(request):
+        for i, (item, tensor) in enumerate(tensors):
+            if not tensor.is_cpu or (copied and tensor.untyped_storage().data_ptr() in live):
+                tensors[i] = (item, tensor.to("cpu", copy=True))
+    return Writing(folder, as_world, strategy, request)
+
+
+def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> None:
+    """Write a component's sharded state into an existing folder; all its ranks together.
+
+    Raises:
+        CheckpointError: as `Writing.finish`.
+    """
+    writing = begin_sharded(state, folder, as_world, copied=False)
+    writing.write()
+    writing.finish()
+
+
+def _buckets(request: AsyncRequest) -> list[WriteBucket]:
+    """What goes into each file of this rank."""
+    return [] if request.async_fn is None else request.async_fn_args[1]
+
+
+def _holds_tensor(leaf: Any) -> bool:
+    return isinstance(getattr(leaf, "data", None), torch.Tensor)
 
 
 def load_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextManager, strict: StrictHandling) -> Any:
@@ -88,10 +158,6 @@ class _CommonAtLast(TorchCommonSaveStrategy):
         except (OSError, RuntimeError) as error:
             self.error = error
 
-    def raise_error(self) -> None:
-        if self.error is not None:
-            raise self.error
-
 
 _COMMON = _CommonAtLast("torch", 1)
 register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _COMMON)  # `save` takes no other
@@ -99,19 +165,38 @@ register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _COMMON)  # `s
 
 class _InThisProcess(TorchDistSaveShardedStrategy):
     """Megatron's way to save, but threads write the files. The processes it forks for that would outlive a killed rank,
-    with a copy of its shared memory, and a rank would wait for ever for one that is killed."""
+    with a copy of its shared memory, and a rank would wait for ever for one that is killed.
+
+    Attributes:
+        sums: path -> sum of each file that is written.
+        error: of what the first rank writes alone; kept until all are through, as the others would wait for it.
+    """
+
+    def __init__(self, backend: str, version: int):
+        super().__init__(backend, version)
+        self.sums: dict[str, str] = {}
+        self.error: Exception | None = None
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
+        if writer.results_queue is not None:
+            writer.results_queue = queue.Queue()
+        writer.finish = partial(self._write_metadata, writer.finish)
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
         if request.async_fn is None:  # nothing to write on this rank
             return request
-        return request._replace(async_fn=partial(_write_files, partial(_write_file, writer.transforms)))
+        return request._replace(async_fn=partial(_write_files, partial(_write_file, writer.transforms, self.sums)))
+
+    def _write_metadata(self, write: Callable[..., None], *args: Any) -> None:
+        try:
+            write(*args)
+        except OSError as error:
+            self.error = self.error or error
 
 
 def _write_files(
     write: Callable[[WriteBucket], list[WriteResult]], rank: int, buckets: list[WriteBucket], results: queue.Queue
 ) -> None:
-    """What Megatron calls; it takes results by bucket, or an exception, from the queue."""
+    """What Megatron would have run elsewhere; it takes results by bucket, or an exception, from the queue."""
     try:
         with ThreadPoolExecutor(len(buckets)) as threads:
             results.put(dict(enumerate(threads.map(write, buckets))))
@@ -119,7 +204,7 @@ def _write_files(
         results.put(CheckpointError(_said(error)))
 
 
-def _write_file(transforms: Any, bucket: WriteBucket) -> list[WriteResult]:
+def _write_file(transforms: Any, sums: dict[str, str], bucket: WriteBucket) -> list[WriteResult]:
     """Write objects and tensors into a file, and see that it is on the disk."""
     path, name, (objects, tensors) = bucket
     with _Stream(io.FileIO(path, "wb")) as stream:
@@ -132,16 +217,23 @@ def _write_file(transforms: Any, bucket: WriteBucket) -> list[WriteResult]:
             os.fsync(stream.fileno())
         except RuntimeError as error:
             raise stream.error or error from error
+    sums[str(path)] = stream.sum.hexdigest()
     return written
 
 
 class _Stream(io.BufferedWriter):
-    """Remembers why the disk took no more: torch's file writer only says that bytes are not there."""
+    """Sums what is written, and remembers why the disk took no more: torch's file writer only says that bytes are not
+    there."""
 
     error: OSError | None = None
 
+    def __init__(self, file: io.FileIO):
+        super().__init__(file)
+        self.sum = new_sum()
+
     def write(self, data: Any) -> int:
         LIFE.sign()
+        self.sum.update(data)
         try:
             return super().write(data)
         except OSError as error:

@@ -13,8 +13,8 @@ killed run leaves the one before it untouched. The folder must be on storage tha
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +35,8 @@ from megappo.checkpoint.folders import (
     read_state,
     step_folder,
 )
-from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
+from megappo.checkpoint.saving import Saving
+from megappo.checkpoint.sharded import Writing, begin_sharded, load_sharded, reason
 
 
 class Checkpointed(Protocol):
@@ -72,6 +73,7 @@ class CheckpointStore:
         self.exchange = exchange
         self.warn = warn if exchange.rank == 0 else lambda line: None
         self._damaged: set[Path] = set()
+        self._saving: Saving | None = None
 
     def latest(self) -> Path | None:
         """The checkpoint to go on from, each of its files as it was written; None in a folder without any.
@@ -104,42 +106,78 @@ class CheckpointStore:
         num_updates: int | None = None,
         write_more: Callable[[Path], None] = lambda folder: None,
     ) -> Path:
-        """Write a checkpoint of `components` (None where this rank is not a member) and the trainer's `state`.
+        """Write a checkpoint: `begin` and `finish`, without a copy of what is written."""
+        self.begin(step, components, state, num_updates=num_updates, write_more=write_more, in_background=False)
+        return self.finish()
+
+    def begin(
+        self,
+        step: int,
+        components: Mapping[str, Checkpointed | None],
+        state: dict[str, Any],
+        *,
+        num_updates: int | None = None,
+        write_more: Callable[[Path], None] = lambda folder: None,
+        in_background: bool = True,
+    ) -> None:
+        """Begin to write a checkpoint of `components` (None where this rank is not a member) and the trainer's `state`,
+        as they are now. The one begun before is finished.
 
         Args:
             step: the last that is finished. num_updates: of the next one; None if that has not begun.
             write_more: called on all ranks with the folder, to write what else belongs there.
+            in_background: a copy is written, by a thread; else it is on the disk when this returns.
+        Raises:
+            CheckpointError, OtherRankError: as `finish`.
+        """
+        path = step_folder(self.folder, step, num_updates)
+        partial = path.with_name(path.name + PARTIAL)
+        text = json.dumps({"step": step} | state, indent=1)
+        with self._removed_if_it_fails(path, partial):
+            self.exchange.on_rank_0(lambda: self._prepare(partial, components))
+            writings = []
+            for name, component in components.items():
+                writings.append(_begin(component, partial / name, copied=in_background))
+                if not in_background:  # before the next one's state takes room
+                    self._write_now(writings[-1])
+            write_more(partial)
+            self.exchange.on_rank_0(lambda: (partial / STATE).write_text(text))
+        self._saving = Saving(path, partial, writings)
+        if in_background:
+            self._saving.start()
+
+    def is_written(self) -> bool:
+        """Whether there is a checkpoint for `finish` that it need not wait for."""
+        return self._saving is not None and all(self.exchange.share(self._saving.is_written))
+
+    def finish(self) -> Path | None:
+        """Complete what `begin` has begun, if anything; returns its folder.
+
         Raises:
             CheckpointError, OtherRankError: it cannot be written; those before it are untouched, and nothing is left of
                 it. On all ranks.
         """
-        path = step_folder(self.folder, step, num_updates)
-        partial = path.with_name(path.name + PARTIAL)
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        saving.join()
+        with self._removed_if_it_fails(saving.path, saving.partial):
+            for writing in saving.writings if saving.in_background else ():
+                self._finish(writing)
+            write_sums(saving.partial, self.exchange, saving.sums)
+            self.exchange.on_rank_0(lambda: self._publish(saving.partial, saving.path))
+        return saving.path
+
+    @contextmanager
+    def _removed_if_it_fails(self, path: Path, partial: Path) -> Iterator[None]:
         try:
-            self._save(partial, path, components, {"step": step} | state, write_more)
+            yield
         except (OSError, CheckpointError, OtherRankError) as error:
             if self.exchange.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)  # its room may be what is wanted
             if not isinstance(error, OSError):
                 raise
             raise CheckpointError(f"cannot save {path.name} to {self.folder}: {reason(error)}") from error
-        return path
-
-    def _save(
-        self,
-        partial: Path,
-        path: Path,
-        components: Mapping[str, Checkpointed | None],
-        state: dict[str, Any],
-        write_more: Callable[[Path], None],
-    ) -> None:
-        self.exchange.on_rank_0(lambda: self._prepare(partial, components))
-        self._write(partial, components)
-        write_more(partial)
-        text = json.dumps(state, indent=1)
-        self.exchange.on_rank_0(lambda: (partial / STATE).write_text(text))  # when it returns, no rank writes any more
-        write_sums(partial, self.exchange)
-        self.exchange.on_rank_0(lambda: self._publish(partial, path))
 
     def load(self, path: Path, components: Mapping[str, Checkpointed | None]) -> dict[str, Any]:
         """Load `components` from a checkpoint, whatever layout it was saved in; returns the trainer's state.
@@ -159,16 +197,19 @@ class CheckpointStore:
         for name in components:
             (partial / name).mkdir(parents=True)
 
-    def _write(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
-        for name, component in components.items():
-            error = None
-            if component is not None:
-                try:
-                    # In no variable: one component's state must go before the next one's is made.
-                    save_sharded(component.sharded_state_dict(is_loading=False), partial / name, component.as_world())
-                except CheckpointError as failure:
-                    error = failure
-            self.exchange.raise_together(error)  # of which the ranks of other components know nothing
+    def _write_now(self, writing: Writing | None) -> None:
+        if writing is not None:
+            writing.write()
+        self._finish(writing)
+
+    def _finish(self, writing: Writing | None) -> None:
+        error = None
+        if writing is not None:
+            try:
+                writing.finish()
+            except CheckpointError as failure:
+                error = failure
+        self.exchange.raise_together(error)  # of which the ranks of other components know nothing
 
     def _publish(self, partial: Path, path: Path) -> None:
         """Give the checkpoint its name, then name it in `latest`, then remove what is old; a kill in between loses
@@ -203,6 +244,13 @@ class CheckpointStore:
             f"no checkpoint to go on from in {self.folder}: {'; '.join(faults)}. Copy one there again, {remedy}"
             "or choose another trainer.output_dir"
         )
+
+
+def _begin(component: Checkpointed | None, folder: Path, *, copied: bool) -> Writing | None:
+    if component is None:
+        return None
+    # In no variable: one component's state must go before the next one's is made.
+    return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copied=copied)
 
 
 def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:

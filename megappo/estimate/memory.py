@@ -26,8 +26,8 @@ communicator."""
 PROCESS_BYTES, ENGINE_PROCESS_BYTES = 5 * GIB, 6 * GIB
 """Of host memory, assumed: a rank and an engine's process for a GPU, libraries and all."""
 GPUS_PER_NODE = 8
-SAVED_BYTES_PER_PARAMETER = 12
-"""Main parameter and moments in fp32, gathered on the host of the first of the ranks that hold the same parameters."""
+STATE_BYTES_PER_PARAMETER = 12
+"""Main parameter and moments in fp32, which a save copies to the hosts of the ranks that share them out."""
 ROLLOUT, SYNC, PROBE, SAVE = "rollout", "sync", "probe", "save"
 
 Ledger = dict[str, float]
@@ -129,9 +129,11 @@ class MemoryEstimate:
                 node = nodes[rank // GPUS_PER_NODE]
                 node["processes"] += PROCESS_BYTES + place.has_engine * ENGINE_PROCESS_BYTES
                 node["what sleeps"] += asleep
+        in_background = self.config.trainer.async_save  # else one component's copy goes before the next one's is made
         for name, spec in self.specs.items():
             for number, size in self._saved(name).items() if spec.training else ():
-                nodes[number]["a save"] = max(nodes[number]["a save"], size)  # one component is saved at a time
+                before = nodes[number]["a save"]
+                nodes[number]["a save"] = before + size if in_background else max(before, size)
         fullest = max(nodes.values(), key=lambda held: sum(held.values()))
         return dict(fullest)
 
@@ -178,15 +180,15 @@ class MemoryEstimate:
             yield f"{name} logits", size
 
     def _saved(self, name: str) -> dict[int, float]:
-        """Node -> bytes of a component's optimizer states that a save gathers there."""
+        """Node -> bytes of a component that a save copies there."""
         spec, layout = self.specs[name], self.layouts[name]
+        each = STATE_BYTES_PER_PARAMETER + DTYPES[self.config.model.dtype].nbytes
         nodes: dict[int, float] = defaultdict(float)
         of_stage = len(layout.ranks) // layout.pipeline
         for stage, size in enumerate(self.cluster.shapes.of(spec).stages(spec.parallel.value)):
-            ranks = layout.ranks[stage * of_stage :]
-            for numbers, ways in ((size.dense, layout.tensor), (size.experts, layout.expert * layout.expert_tensor)):
-                for rank in ranks[:ways]:
-                    nodes[rank // GPUS_PER_NODE] += SAVED_BYTES_PER_PARAMETER * numbers
+            numbers = size.dense * layout.tensor + size.experts * layout.expert * layout.expert_tensor
+            for rank in layout.ranks[stage * of_stage : (stage + 1) * of_stage]:
+                nodes[rank // GPUS_PER_NODE] += each * numbers / of_stage
         return nodes
 
 

@@ -1,6 +1,7 @@
 """Megatron's optimizer and learning-rate schedule, as a component's optim section sets them."""
 
 import math
+from functools import partial
 
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -9,6 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
 from megappo.config.schema import Optim
+from megappo.models.optimizer_states import sharded_states
 
 
 def optimizer_config(optim: Optim, model: TransformerConfig) -> OptimizerConfig:
@@ -29,13 +31,12 @@ def optimizer_config(optim: Optim, model: TransformerConfig) -> OptimizerConfig:
 
 
 def make_saveable(optimizer: ChainedOptimizer) -> None:
-    """Let a checkpoint be saved at any time, and without room for gathered state on the GPU."""
+    """Let a checkpoint be saved at any time, by all ranks."""
     for part in optimizer.chained_optimizers:
         if part.init_state_fn is not None:  # else there are no moments before the first step
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
-            # Over which `sharding_metadata` has states gathered: with CPU tensors such a group speaks gloo.
-            part.data_parallel_group_gloo = part.data_parallel_group
+            part.sharded_param_state_fully_reshardable = partial(sharded_states, part)
 
 
 def clipped_step(optimizer: ChainedOptimizer) -> float:

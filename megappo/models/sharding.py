@@ -12,8 +12,6 @@ def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
     """How checkpoints are cut so that they load into any other layout: the `metadata` of `sharded_state_dict`."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
-        # Gathers an optimizer's state in the memory of the first data-parallel rank's host, not on every rank's GPU.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
         "dp_cp_group": groups.collection.dp_cp,
@@ -36,7 +34,7 @@ def sharded_optimizer(
     """The optimizer of `sharded_chunks` as dist_checkpointing takes it. The component's groups are active."""
     state = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=sharding_metadata(groups))
     for part in [state] if len(optimizer.chained_optimizers) == 1 else state.values():
-        if not part.get("param_state", True):  # gathered on another rank, or of no parameters: Megatron would warn
+        if not part.get("param_state", True):  # all on other ranks, or of no parameters: Megatron would warn
             del part["param_state"]
     return state
 

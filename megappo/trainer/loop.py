@@ -60,8 +60,11 @@ class Trainer:
         metrics |= run.lap() | {"checkpoint/failed_saves": run.progress.failed_saves}
         run.observer.log(step, metrics)
         is_last = step == self.config.trainer.total_steps
+        if run.progress.store.is_written():
+            run.finish_save()
         if self._is_due(step, self.config.trainer.save_interval) or run.progress.is_overdue:
-            run.save(may_fail=not is_last)  # here: what it covers has been logged
+            in_background = self.config.trainer.async_save and not is_last
+            run.save(in_background=in_background, may_fail=not is_last)  # here: what it covers has been logged
             if not is_last:
                 with run.phase("sync"):
                     run.engines.wake()

@@ -29,7 +29,7 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last that is finished.
         in_flight: the next one, if its rows have their advantages.
-        is_overdue: the last save has failed. failed_saves: how many have, in this process.
+        is_overdue: the last save has failed, by `has_failed`. failed_saves: how many have, in this process.
         notice: what of the checkpoint could not be restored; "" if all was.
         kl: the KL coefficient's controller.
         reward_moments: of all scores so far, for reward.normalize running.
@@ -85,24 +85,40 @@ class Progress:
         """Whether the newest checkpoint has all that is known."""
         return self.checkpoint is not None and position_of(self.checkpoint) == self._position
 
-    def save(self, models: Models) -> Path:
-        """Write a checkpoint of all that is known.
+    def begin_save(self, models: Models, *, in_background: bool) -> None:
+        """Begin to write a checkpoint of all that is known; `finish_save` says whether that went well.
 
+        Args:
+            in_background: see `CheckpointStore.begin`.
         Raises:
             CheckpointError, OtherRankError: it cannot be written.
         """
         state = {name: part.state_dict() for name, part in self._parts.items()}
         step, num_updates = self._position
-        self.is_overdue = True  # unless this goes well
-        self.checkpoint = self.store.save(
+        self.is_overdue = False
+        self.store.begin(
             step,
             models.trained,
             {"step": step, **state, "models": models.description, "optimizer_steps": models.num_steps(self.exchange)},
             num_updates=None if self.in_flight is None else num_updates,
             write_more=self._write_more,
+            in_background=in_background,
         )
-        self.is_overdue = False
-        return self.checkpoint
+
+    def finish_save(self) -> Path | None:
+        """Complete the checkpoint that is being written, if one is; its folder.
+
+        Raises:
+            CheckpointError, OtherRankError: it could not be written.
+        """
+        path = self.store.finish()
+        self.checkpoint = path or self.checkpoint
+        return path
+
+    def has_failed(self) -> None:
+        """A save has."""
+        self.is_overdue = True
+        self.failed_saves += 1
 
     @property
     def _position(self) -> tuple[int, int]:

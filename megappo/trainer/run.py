@@ -1,5 +1,7 @@
 """What a run is made of on this rank."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megappo.batch.exchange import Exchange, OtherRankError
@@ -44,28 +46,48 @@ class Run:
         timings, memory = self.phase.lap()
         return timings | reduce_ranks(self.exchange.share(memory))
 
-    def save(self, *, may_fail: bool = False) -> None:
-        """Write a checkpoint while the engines sleep; all ranks together.
+    def save(self, *, in_background: bool = False, may_fail: bool = False) -> None:
+        """Write a checkpoint while the engines sleep; all ranks together. The one before is finished first.
 
         Args:
+            in_background: a copy is written while training goes on, for `finish_save` to complete.
             may_fail: one that cannot be written is told and counted, and overdue then.
         Raises:
             CheckpointError, OtherRankError: it cannot be written, and may not fail.
             FloatingPointError, OtherRankError: weights are spoiled.
         """
+        self.finish_save()
         self.engines.sleep()  # saving takes memory
         with self.phase("save"):
             self.models.check_finite(self.exchange)
-            try:
-                self.observer.message(f"checkpoint {self.progress.save(self.models)}")
-            except (CheckpointError, OtherRankError) as error:
-                if not may_fail:
-                    raise
-                self.progress.failed_saves += 1
-                self.observer.message(f"WARNING: {error}: training goes on, and saves after the next step")
+            with self._told(may_fail):
+                self.progress.begin_save(self.models, in_background=in_background)
+        if not in_background:
+            self.finish_save(may_fail=may_fail)
+
+    def finish_save(self, *, may_fail: bool = True) -> None:
+        """Wait for the checkpoint that is being written, if one is, and complete it; all ranks together.
+
+        Raises:
+            CheckpointError, OtherRankError: it could not be written, and may not fail.
+        """
+        with self.phase("finish_save"), self._told(may_fail):
+            if path := self.progress.finish_save():
+                self.observer.message(f"checkpoint {path}")
+
+    @contextmanager
+    def _told(self, may_fail: bool) -> Iterator[None]:
+        try:
+            yield
+        except (CheckpointError, OtherRankError) as error:
+            if not may_fail:
+                raise
+            self.progress.has_failed()
+            self.observer.message(f"WARNING: {error}: training goes on, and saves after the next step")
 
     def save_if_needed(self) -> None:
         """`save` if there is something that no checkpoint has; the engines are not needed any more."""
+        self.finish_save()
         is_new = self.progress.step == 0 and self.progress.in_flight is None
         if not is_new and not self.progress.is_saved:
             self.engines.end()

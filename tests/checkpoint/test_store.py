@@ -1,5 +1,6 @@
 """Which checkpoints are kept and which is the latest; a save that fails or is killed is harmless."""
 
+import json
 import os
 import re
 import resource
@@ -102,7 +103,7 @@ def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before(folders: dict[str,
 
 
 def fail_and_go_on(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
-    """Once rank 1 can write no file of more than 2000 bytes, once rank 0 cannot write state.json."""
+    """Once rank 1 can write no file of more than 2000 bytes, once rank 0 cannot write what else belongs there."""
     store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
     engines = build(folders, CASES)
     train(engines, 1)
@@ -113,8 +114,41 @@ def fail_and_go_on(rank: int, world_size: int, folders: dict[str, Path], folder:
         store.save(2, engines, {"step": 2})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     with pytest.raises((TypeError, RuntimeError), match="not JSON serializable"):
-        store.save(2, engines, {"step": object()})
+        store.save(2, engines, {}, write_more=lambda folder: store.exchange.on_rank_0(lambda: json.dumps(object())))
     go_on(rank, world_size, folders, folder)
+
+
+def save_while_training(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
+    """On the disk is what was there when the save began; one that fails is told when it is finished."""
+    store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
+    engines = build(folders, CASES)
+    train(engines, 1)
+    expected = weights(engines, folders)
+    store.begin(1, engines, {"step": 1})
+    after = train(engines, 1)
+    path = store.finish()
+    assert path == store.latest() and step_names(folder) == ["step_00000001"]
+    loaded = build(folders, CASES)
+    assert store.load(path, loaded) == {"step": 1}
+    assert_equal(weights(loaded, folders), expected)
+    assert train(loaded, 1) == after
+    assert_equal(weights(loaded, folders), weights(engines, folders))
+    assert not store.is_written() and store.finish() is None
+
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    store.begin(2, engines, {"step": 2})
+    train(engines, 1)
+    while not store.is_written():
+        pass
+    with pytest.raises(CheckpointError, match="cannot save actor to .*step_00000002.partial: File too large$"):
+        store.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert path == store.latest() and step_names(folder) == ["step_00000001"]
+
+
+def test_training_goes_on_while_a_copy_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(2, save_while_training, folders, tmp_path / "checkpoints")
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_the_checkpoint_before(

@@ -84,14 +84,15 @@ class Steps(Trainer):
 
 @pytest.mark.parametrize("servers", [(), ("http://10.0.0.7:30000",)])
 def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
-    steps = {"total_steps": 3, "save_interval": 2, "time_limit": None, "grace_seconds": 0.0, "export_hf": False}
+    steps = {"total_steps": 3, "save_interval": 2, "async_save": True, "time_limit": None, "grace_seconds": 0.0}
     config = SimpleNamespace(
         rollout=SimpleNamespace(sync=SimpleNamespace(verify=True), engines=servers),
-        trainer=SimpleNamespace(**steps),
+        trainer=SimpleNamespace(**steps, export_hf=False),
         eval_interval=0,
     )
     found = engines(asked)
-    save = {"failed_saves": 0, "is_overdue": False, "save": lambda models: asked.append("save")}
+    save = {"failed_saves": 0, "is_overdue": False, "store": SimpleNamespace(is_written=lambda: False)}
+    save |= {"begin_save": lambda models, in_background: asked.append("save"), "finish_save": lambda: None}
     run = Run(
         *(config, found.exchange, None),
         models=SimpleNamespace(check_finite=lambda exchange: None),

@@ -193,7 +193,7 @@ class FixedRollouts(Rollouts):
 def build(config: Config) -> Run:
     """A run without engines, checkpoints and files."""
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
-    models = build_models(config, placement_layouts(config, WORLD_SIZE), exchange)
+    models = build_models(config, placement_layouts(config, dist.get_world_size()), exchange)
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
     rollouts = FixedRollouts(config, datasets, OwnEngine(), exchange, observer, num_engines=1)
     engines = NoEngines()

@@ -1,0 +1,53 @@
+"""A checkpoint on its way to the disk."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.checkpoint.sharded import Writing
+
+
+class Saving:
+    """A checkpoint that is being written, by a thread of every rank while training goes on, or at once.
+
+    Args:
+        path: its name when it is complete. partial: its name until then.
+        writings: of all components, in the same order on every rank; None of those that are not on this one.
+    """
+
+    def __init__(self, path: Path, partial: Path, writings: Sequence[Writing | None]):
+        self.path, self.partial, self.writings = path, partial, writings
+        # No process waits for it at its end: what it leaves has no name to go on from.
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+
+    @property
+    def in_background(self) -> bool:
+        """Whether the thread was to write."""
+        return self._thread.ident is not None
+
+    def start(self) -> None:
+        """Have the thread write."""
+        self._thread.start()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files are, or why they cannot be is known."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait for this rank's files."""
+        if self.in_background:
+            self._thread.join()
+
+    @property
+    def sums(self) -> dict[str, str]:
+        """File name -> sum of each file that this rank has written."""
+        found = [writing.sums for writing in self.writings if writing is not None]
+        return {
+            Path(path).relative_to(self.partial).as_posix(): digest for sums in found for path, digest in sums.items()
+        }
+
+    def _write(self) -> None:
+        for writing in self.writings:
+            if writing is not None:
+                writing.write()

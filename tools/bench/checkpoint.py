@@ -1,0 +1,113 @@
+"""How long a save holds training up: at once, and in the background (trainer.async_save), in one run.
+
+    python tools/bench/checkpoint.py --megabytes 500
+    python -m megappo.torchrun --nproc-per-node 2 tools/bench/checkpoint.py
+
+Real PPO steps of an actor and a critic on fixed rollouts; prints medians. A save in the background holds training up
+while it copies, and when it is completed; besides, it takes processor time from the steps that go on meanwhile.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from same_numbers import build, settings  # noqa: E402, I001: it sets up what Megatron needs
+
+import torch.distributed as dist  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+from megappo.batch.exchange import Exchange  # noqa: E402
+from megappo.config.schema import Config  # noqa: E402
+from megappo.trainer.loop import Trainer  # noqa: E402
+from megappo.trainer.run import Run  # noqa: E402
+
+HIDDEN, FFN, VOCABULARY = 512, 2048, 4096
+SAVED_BYTES = 16  # of each parameter: the model's, the main one and two moments, in fp32
+COMPONENTS = 2
+
+
+def write_model(folder: Path, megabytes: int) -> None:
+    """A random Llama of which checkpoints of actor and critic together take about this much."""
+    per_layer = 4 * HIDDEN**2 + 3 * HIDDEN * FFN
+    numbers = megabytes * 2**20 / SAVED_BYTES / COMPONENTS - 2 * VOCABULARY * HIDDEN
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=max(1, round(numbers / per_layer)),
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, float]:
+    """Medians in seconds of a step alone, a save at once, and a save in the background with the steps beside it."""
+    found: dict[str, list[float]] = {name: [] for name in ("step", "save", "begin", "beside", "finish")}
+    number = 0
+
+    def step() -> float:
+        nonlocal number
+        number += 1
+        run.progress.finish(number)
+        return seconds(lambda: trainer.step(number))
+
+    step()
+    for _ in range(repeats):
+        found["step"].append(step())
+        found["save"].append(seconds(run.save))
+        found["begin"].append(seconds(lambda: run.save(in_background=True)))
+        while True:
+            found["beside"].append(step())
+            if run.progress.store.is_written():
+                break
+        found["finish"].append(seconds(run.finish_save))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=500, help="size of a checkpoint in MiB (default 500)")
+    parser.add_argument("--repeats", type=int, default=5, help="saves of each kind (default 5)")
+    args = parser.parse_args()
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}.items():
+        os.environ.setdefault(name, str(value))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    dist.init_process_group("gloo")
+    exchange = Exchange(dist.group.WORLD)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(exchange.share(temporary)[0])
+        exchange.on_rank_0(lambda: write_model(folder, args.megabytes))
+        ranks = f"0-{exchange.world_size - 1}"
+        given = settings(folder) | {"placement": {"actor": ranks, "critic": ranks, "rollout": ranks}}
+        given["trainer"] |= {"keep_checkpoints": 1, "total_steps": 1000}
+        run = build(config := Config.model_validate(given))
+        found = measure(run, Trainer(config, run), args.repeats)
+        size = sum(file.stat().st_size for file in run.progress.checkpoint.rglob("*") if file.is_file())
+    if exchange.rank == 0:
+        held = found["begin"] + found["finish"]
+        print(
+            f"{size / 2**20:.0f} MiB  at once {found['save']:.2f} s  in the background {held:.2f} s (begin "
+            f"{found['begin']:.2f}, finish {found['finish']:.2f}): {held / found['save']:.0%} of it  "
+            f"a step alone {found['step']:.2f} s, beside a save {found['beside']:.2f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()
