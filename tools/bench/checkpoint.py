@@ -18,15 +18,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from same_numbers import build, settings  # noqa: E402, I001: it sets up what Megatron needs
+import torch.distributed as dist
+from same_numbers import build, settings
+from transformers import AutoConfig, AutoModelForCausalLM
 
-import torch.distributed as dist  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-
-from megappo.batch.exchange import Exchange  # noqa: E402
-from megappo.config.schema import Config  # noqa: E402
-from megappo.trainer.loop import Trainer  # noqa: E402
-from megappo.trainer.run import Run  # noqa: E402
+from megappo.batch.exchange import Exchange
+from megappo.config.schema import Config
+from megappo.trainer.loop import Trainer
+from megappo.trainer.run import Run
 
 HIDDEN, FFN, VOCABULARY = 512, 2048, 4096
 SAVED_BYTES = 16  # of each parameter: the model's, the main one and two moments, in fp32
