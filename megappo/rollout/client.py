@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -82,6 +82,9 @@ class EngineClient:
         EngineError: (every method) the server does not answer or refuses; the message holds its reply.
     """
 
+    _fault: EngineFault | None = None
+    _keeps_fault = False
+
     def __init__(
         self,
         url: str,
@@ -111,12 +114,13 @@ class EngineClient:
         except httpx.TransportError:
             return False
 
+    def check_health(self) -> None:
+        """See that the server is there."""
+        self._kept(self._get, "/health")
+
     def tensor_parallel(self) -> int:
         """GPUs of the engine, over which its weights are cut."""
-        try:
-            return self._checked("/server_info", self._http.get("/server_info"))["tp_size"]
-        except httpx.TransportError as error:
-            raise self._unreachable("/server_info", error) from error
+        return self._get("/server_info")["tp_size"]
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """One response for each prompt (token ids), in order, in one request."""
@@ -193,8 +197,49 @@ class EngineClient:
             "in rollout.server_args"
         )
 
+    @contextlib.contextmanager
+    def keeping_fault(self) -> Iterator[None]:
+        """Inside, an EngineFault of `post` and `check_health` is kept for `take_fault`, and until then nothing is asked
+        any more: other ranks wait for what this one does besides."""
+        self._keeps_fault = True
+        try:
+            yield
+        finally:
+            self._keeps_fault = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a fault is kept."""
+        return self._fault is not None
+
+    def take_fault(self) -> EngineFault | None:
+        """What has been kept, if anything, since the last call."""
+        fault, self._fault = self._fault, None
+        return fault
+
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Any request of SGLang's HTTP API; the reply's JSON, or None."""
+        return self._kept(self._post, path, body)
+
+    def _kept(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        """The answer; None, and the fault kept, if that is asked for."""
+        if self._fault is not None:
+            return None
+        try:
+            return ask(*arguments)
+        except EngineFault as fault:
+            if not self._keeps_fault:
+                raise
+            self._fault = fault
+            return None
+
+    def _get(self, path: str) -> Any:
+        try:
+            return self._checked(path, self._http.get(path))
+        except httpx.TransportError as error:
+            raise self._unreachable(path, error) from error
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:
             with LIFE.waiting():
                 response = self._http.post(path, json=body)

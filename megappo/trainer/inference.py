@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from megappo.sync.sync import SyncStats, WeightSync
 from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
+from megappo.trainer.restarts import Restarts
 
 
 @dataclass
@@ -26,6 +28,7 @@ class InferenceEngines:
     Attributes:
         client: of the engine this rank owns; None on the others.
         sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
+        is_given: this rank owns an engine, and gives it its weights itself: no end elsewhere waits for it.
         weight_sync: the way of the actor's weights to the engines.
         probe: asks engines and actor about the same tokens.
     """
@@ -33,6 +36,7 @@ class InferenceEngines:
     exchange: Exchange
     client: EngineClient | None
     sleeps: bool
+    is_given: bool
     weight_sync: WeightSync
     probe: Probe
     asleep: bool = False
@@ -74,13 +78,16 @@ class InferenceEngines:
             return
         self.asleep = True
         if self.client is not None and self.sleeps:
-            self.client.sleep()
+            with self.client.keeping_fault():
+                self.client.sleep()
+            if self.client.has_failed:
+                self.restarts.own.stop()  # what is left of it may have memory; when they are to wake it is started anew
         self.exchange.share(None)
 
     def end(self) -> None:
         """`sleep` for good, also of engines that hang or have ended: those that the run has started are ended."""
         self.asleep = True
-        self.probe.rollouts.restarts.own.stop()
+        self.restarts.own.stop()
         self.exchange.share(None)
 
     def wake(self, *, changed: bool = False) -> SyncStats:
@@ -88,14 +95,29 @@ class InferenceEngines:
 
         First what the weights take, and the rest when the sync's buffers are gone, so that the peak is lower.
 
+        Those that have failed are started anew.
+
         Args:
             changed: see `sync`.
+        Raises:
+            EngineError: one has failed too often.
         """
         self._give_back(WEIGHTS)
-        stats = self.weight_sync(changed=changed)
-        self._give_back(WORKING_MEMORY)
+        all_are_up = not any(self.exchange.share(self._has_failed()))
+        if not all_are_up:
+            self._give_back(WORKING_MEMORY)
+            self._mend()
+        stats = self._send(changed=changed)
+        if all_are_up:
+            self._give_back(WORKING_MEMORY)
+        self._mend()
         self.asleep = False
         return stats
+
+    @property
+    def restarts(self) -> Restarts:
+        """What starts engines anew."""
+        return self.probe.rollouts.restarts
 
     def reconnect(self, make_sync: Callable[[], WeightSync]) -> None:
         """Give all engines, awake, all of the weights, by a way made anew: some of them have been started anew."""
@@ -104,14 +126,34 @@ class InferenceEngines:
         self.weight_sync = make_sync()
         platform.empty_cache()
         self.exchange.share(None)
-        self.weight_sync()
+        self._send()
+        self._mend()
         self.probe()
+
+    def _send(self, *, changed: bool = True) -> SyncStats:
+        """The actor's weights to the engines, as far as they are there."""
+        with self.client.keeping_fault() if self.client is not None and self.is_given else nullcontext():
+            return self.weight_sync(changed=changed)
+
+    def _has_failed(self) -> bool:
+        """Whether this rank's engine has, in something it was asked for or meanwhile."""
+        if self.client is None:
+            return False
+        with self.client.keeping_fault():
+            self.client.check_health()
+        return self.client.has_failed
+
+    def _mend(self) -> None:
+        """Have the engines that have failed started anew, and given the weights."""
+        while self.restarts.mended(None if self.client is None else self.client.take_fault()):
+            pass
 
     def _give_back(self, memory: Sequence[str]) -> None:
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
         if self.client is not None and self.sleeps:
-            self.client.wake(memory)
+            with self.client.keeping_fault():
+                self.client.wake(memory)
 
 
 class NoEngines:
@@ -147,7 +189,8 @@ def connect(
     sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
     ends = (models.actor.engine, rollouts.client)
     make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange)
-    engines = InferenceEngines(exchange, rollouts.client, sleeps, make_sync(), probe)
+    is_given = rollouts.engine_number is not None and route.engines[rollouts.engine_number].entry.sender is None
+    engines = InferenceEngines(exchange, rollouts.client, sleeps, is_given, make_sync(), probe)
 
     def give_weights() -> None:
         with phase("sync"):

@@ -9,6 +9,7 @@ from megappo.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer.component import Scattered
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.in_flight import InFlight
+from megappo.trainer.restarts import EngineLost, EngineLostElsewhere
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import training_metrics, value_metrics
 
@@ -30,6 +31,7 @@ class Trainer:
 
         Raises:
             Interrupted: the run was asked to end, on any rank, or its time is over; everything is saved.
+            EngineLost, EngineLostElsewhere: an engine has failed too often; everything is saved.
         """
         run, total = self.run, self.config.trainer.total_steps
         is_new = run.progress.checkpoint is None  # else it may be in the middle of step 1
@@ -49,7 +51,7 @@ class Trainer:
                 self._step_with_all_around_it(step)
             INTERRUPTION.has_saved_all()
             run.check_interrupted()  # the export has time when the run is started again
-        except Interrupted:
+        except (Interrupted, EngineLost, EngineLostElsewhere):
             run.save_if_needed()
             raise
         run.finish()

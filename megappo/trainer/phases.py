@@ -19,16 +19,27 @@ class Phases:
         self.timers = Timers()
         self.offloads = models.offloads
         self._uses = uses_of(models.specs)
+        self._phase = ""
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        outer = self._phase
         with self.timers(phase):
-            uses = self._uses.get(phase, {})
-            for name, offload in self.offloads.items():  # before any wakes: that is where its memory comes from
-                offload.rest(uses.get(name, NOTHING))
-            for name, offload in self.offloads.items():
-                offload.wake(uses.get(name, NOTHING))
-            yield
+            self._enter(phase)
+            try:
+                yield
+            finally:
+                self._phase = outer
+        if outer:  # engines that fail in a rollout are given the weights in the middle of it
+            self._enter(outer)
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        uses = self._uses.get(phase, {})
+        for name, offload in self.offloads.items():  # before any wakes: that is where its memory comes from
+            offload.rest(uses.get(name, NOTHING))
+        for name, offload in self.offloads.items():
+            offload.wake(uses.get(name, NOTHING))
 
     def seconds(self, phase: str) -> float:
         """Of a phase, in this step so far."""

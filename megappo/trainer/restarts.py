@@ -1,16 +1,24 @@
-"""Engines that fail while they sample are started anew, and get the weights of the others."""
+"""Engines that fail are started anew, and get the weights of the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megappo import platform
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollout.client import EngineError, EngineFault
 from megappo.trainer.own_engine import OwnEngine
 
 
+class EngineLost(EngineError):
+    """This rank's engine cannot be had back. All ranks raise this, or EngineLostElsewhere, together: they can save."""
+
+
+class EngineLostElsewhere(OtherRankError):
+    """The same of another rank's."""
+
+
 class Restarts:
-    """Looks after the engines between two rounds of sampling. All ranks call together.
+    """Looks after the engines between what they are asked. All ranks call together.
 
     Args:
         limit: rollout.max_engine_restarts.
@@ -33,18 +41,25 @@ class Restarts:
         return count
 
     def were_needed(self, fault: EngineFault | None) -> bool:
-        """Whether any engine had failed. On return all are up, with the same weights.
+        """Whether any engine had failed in a rollout. On return all are up, with the same weights.
 
         Args:
             fault: of this rank's engine.
         Raises:
-            EngineError: it has failed too often, or does not start.
+            EngineLost, EngineLostElsewhere: one has failed too often, or does not start.
         """
-        if fault is not None and self._in_a_row == self.limit:
-            raise EngineError(f"{fault}{self._tried()}") from fault
-        told = [one for one in self.exchange.share(self._told(fault)) if one]
+        if self.mended(fault):
+            return True
+        self._in_a_row = 0
+        return False
+
+    def mended(self, fault: EngineFault | None) -> bool:
+        """The same at another time."""
+        lost = f"{fault}{self._tried()}" if fault is not None and self._in_a_row == self.limit else ""
+        found, lost_anywhere = zip(*self.exchange.share((self._told(fault), lost)), strict=True)
+        _raise_together(lost, lost_anywhere)
+        told = [one for one in found if one]
         if not told:
-            self._in_a_row = 0
             return False
         for _, text in told:
             self.observer.message(text)
@@ -53,13 +68,20 @@ class Restarts:
             self.own.stop()  # all parts of an engine before the first starts anew, and would find an old one
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
-        if fault is not None:
-            self._in_a_row += 1
-        if is_mine:
-            self.own.restart()
+        lost = self._restart() if is_mine else ""
+        _raise_together(lost, self.exchange.share(lost))
+        self._in_a_row += fault is not None
         self._count += len(told)
         self.give_weights()
         return True
+
+    def _restart(self) -> str:
+        """Why this rank's engine does not start; "" if it does."""
+        try:
+            self.own.restart()
+        except EngineError as error:
+            return str(error)
+        return ""
 
     def _told(self, fault: EngineFault | None) -> tuple[int, str] | None:
         """The engine that has failed, and what to say of it."""
@@ -73,3 +95,11 @@ class Restarts:
         if self.limit == 0:
             return ""
         return f"\nengine {self.own.number} has been started anew {self.limit} times (rollout.max_engine_restarts)"
+
+
+def _raise_together(lost: str, anywhere: Sequence[str]) -> None:
+    """Raise if this rank has lost its engine for good, or any other has: `anywhere` is the same on all."""
+    if lost:
+        raise EngineLost(lost)
+    if any(anywhere):
+        raise EngineLostElsewhere(next(filter(None, anywhere)))

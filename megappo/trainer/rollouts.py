@@ -19,7 +19,7 @@ from megappo.interruption import INTERRUPTION, Interrupted
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardError
-from megappo.rollout.client import EngineError, SamplingParams
+from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
 from megappo.rollout.sampler import Sample, Sampled, sample, store_counter
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
@@ -202,17 +202,29 @@ class Rollouts:
         """A short response of every engine to each prompt, at the engines' own ranks; all ranks call it together.
 
         Fields as of `collect`; the scores are 0.
+
+        Raises:
+            EngineError: an engine refused, or failed too often.
         """
-        samples = []
-        if self.client is not None:
-            length = min(PROBE_TOKENS, self.training.max_response_length)
-            params = replace(self.training, max_response_length=length)
-            generations = self.client.generate([prompt.tokens for prompt in prompts], params)
-            samples = [
-                Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
-                for i, one in enumerate(generations)
-            ]
+        generations, fault = self._probed(prompts)
+        while self.restarts.mended(fault):
+            generations, fault = self._probed(prompts)
+        samples = [
+            Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
+            for i, one in enumerate(generations)
+        ]
         return self._at_owners(_rows(samples, prompts, torch.zeros(len(samples), 1)), stay=True)
+
+    def _probed(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], EngineFault | None]:
+        """What this rank's engine, if it has one, answers; and how it has failed."""
+        if self.client is None:
+            return [], None
+        length = min(PROBE_TOKENS, self.training.max_response_length)
+        try:
+            params = replace(self.training, max_response_length=length)
+            return self.client.generate([prompt.tokens for prompt in prompts], params), None
+        except EngineFault as fault:
+            return [], fault
 
     def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], rows: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""

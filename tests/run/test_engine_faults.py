@@ -89,3 +89,62 @@ def test_an_engine_that_somebody_else_started(config, folder):
 @pytest.mark.slow
 def test_a_hang(config, folder):
     harmed(folder, config, "rollout.server_args.watchdog_timeout=20", harm=stop_scheduler)
+
+
+OUTSIDE = """
+import os, time
+
+import psutil
+
+from megappo.{module} import {owner}
+
+original, calls = {owner}.{method}, []
+
+
+def once_the_engine_is_dead(self, *arguments, **more):
+    calls.append(os.getenv("RANK"))
+    if len(calls) == 3 and calls[0] == "0":
+        for process in psutil.Process().children(recursive=True):
+            if "scheduler" in process.name():
+                process.kill()
+        time.sleep({seconds})
+    return original(self, *arguments, **more)
+
+
+{owner}.{method} = once_the_engine_is_dead
+"""
+WHEN = {
+    "after a rollout": {"module": "trainer.inference", "owner": "InferenceEngines", "method": "sleep", "seconds": 5},
+    "in a sync": {"module": "sync.ipc", "owner": "HandleSender", "method": "_send", "seconds": 0},
+    "before a probe": {"module": "trainer.probe", "owner": "Probe", "method": "__call__", "seconds": 0},
+}
+
+
+@pytest.mark.slow  # tests/trainer has what is done of an engine that fails then
+@pytest.mark.parametrize("when", WHEN)
+def test_a_crash_outside_a_rollout(when, config, folder):
+    (folder / "harm.py").write_text(OUTSIDE.format(**WHEN[when]))
+    arguments = (f"trainer.extensions={folder / 'harm.py'}", f"trainer.output_dir={folder / 'run'}", *ONE_BY_ONE)
+    with Program(folder, config, *arguments) as program:
+        assert program.wait() == 0, program.output
+    assert "WARNING: engine 0 has failed (1 of 3 times in a row" in program.output
+    steps = logged(folder / "run")
+    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4]
+    assert sum(metrics["rollout/engine_restarts"] for metrics in steps) == 1
+    assert all(metrics["rollout/log_prob_diff/mean"] < 1e-4 for metrics in steps)
+
+
+@pytest.mark.slow  # as above
+def test_a_run_whose_engine_is_lost_for_good_saves_before_it_ends(config, folder):
+    (folder / "harm.py").write_text(OUTSIDE.format(**WHEN["after a rollout"]))
+    run = folder / "run"
+    arguments = (f"trainer.output_dir={run}", *ONE_BY_ONE, "rollout.max_engine_restarts=0")
+    with Program(folder / "1", config, *arguments, f"trainer.extensions={folder / 'harm.py'}") as program:
+        assert program.wait() == 1
+    errors = [line for line in program.output.splitlines() if line.startswith("error")]
+    assert len(errors) == 1 and "error (rank 0): the SGLang engine ended" in errors[0]
+    saved = (run / "checkpoints" / "latest").read_text().strip()
+    assert saved.startswith("step_00000002_"), "in the middle of the third: only the sync is left of it"
+    with Program(folder / "2", config, *arguments) as program:
+        assert program.wait() == 0, program.output
+    assert [metrics["step"] for metrics in logged(run)] == [1, 2, 3, 4]

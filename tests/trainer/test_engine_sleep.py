@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megappo.rollout.client import EngineClient
+from megappo.observe.observer import NullObserver
+from megappo.rollout.client import EngineClient, EngineFault
 from megappo.sync.sync import SyncStats
 from megappo.trainer.inference import InferenceEngines
 from megappo.trainer.loop import Trainer
 from megappo.trainer.phases import Phases
+from megappo.trainer.restarts import Restarts
 from megappo.trainer.run import Run
 
 WAKING = [
@@ -19,13 +21,26 @@ WAKING = [
 
 
 class Recorder(EngineClient):
-    """Notes what it is asked."""
+    """Notes what it is asked; of what `fails` names, it does the first not."""
+
+    fails = ""
 
     def __init__(self, asked: list[str]):
         self.asked = asked
 
-    def post(self, path, body):
-        self.asked.append(" ".join([path.split("?")[0].removeprefix("/"), *map(str, body.values())]))
+    def _get(self, path):
+        self._fail(path)
+
+    def _post(self, path, body):
+        line = " ".join([path.split("?")[0].removeprefix("/"), *map(str, body.values())])
+        self._fail(line)
+        self.asked.append(line)
+
+    def _fail(self, line):
+        if self.fails and line.startswith(self.fails):
+            self.fails = ""
+            self.asked.append(f"{line} fails")
+            raise EngineFault("it ended")
 
 
 @pytest.fixture
@@ -36,8 +51,8 @@ def asked(monkeypatch) -> list[str]:
 
 
 def engines(asked: list[str], *, sleeps: bool = True) -> InferenceEngines:
-    def weight_sync(*, changed):
-        asked.append("weights")
+    def weight_sync(*, changed=True):
+        found.client.post("weights", {})
         return SyncStats(8, 1.0)
 
     def probe():
@@ -45,7 +60,14 @@ def engines(asked: list[str], *, sleeps: bool = True) -> InferenceEngines:
         return {}
 
     exchange = SimpleNamespace(share=lambda value: asked.append("barrier") or [value])
-    return InferenceEngines(exchange, Recorder(asked), sleeps, weight_sync, probe)
+    own = SimpleNamespace(stop=lambda: asked.append("stop"), restart=lambda: asked.append("restart"))
+    own.number, own.part_of = 0, None
+    restarts = Restarts(own, exchange, NullObserver(), limit=3)
+    found = InferenceEngines(exchange, Recorder(asked), sleeps, True, weight_sync, probe)
+    probe.rollouts = SimpleNamespace(restarts=restarts)
+    restarts.give_weights = lambda: found.reconnect(lambda: found.weight_sync)
+    weight_sync.senders = []
+    return found
 
 
 def test_an_engine_wakes_for_its_weights_first_and_only_then_for_its_caches(asked):
@@ -55,7 +77,9 @@ def test_an_engine_wakes_for_its_weights_first_and_only_then_for_its_caches(aske
     asked.clear()
     assert found.sync()["sync/bytes"] == 8
     ready = ["empty_cache", "barrier"]  # what any rank keeps free, the engine cannot have
-    assert asked == [*ready, WAKING[0], WAKING[1], *ready, WAKING[2], "barrier", "probe"]
+    nobody_failed = "barrier"
+    waking = [*ready, WAKING[0], nobody_failed, WAKING[1], *ready, WAKING[2], nobody_failed]
+    assert asked == [*waking, "barrier", "probe"]
 
 
 def test_an_engine_that_does_not_sleep_is_asked_for_nothing(asked):
@@ -68,11 +92,34 @@ def test_an_engine_that_does_not_sleep_is_asked_for_nothing(asked):
 def test_engines_that_are_ended_are_asked_for_nothing(asked):
     """They may hang, or have ended: a run that is interrupted saves all the same."""
     found = engines(asked)
-    own = SimpleNamespace(stop=lambda: asked.append("stop"))
-    found.probe = SimpleNamespace(rollouts=SimpleNamespace(restarts=SimpleNamespace(own=own)))
     found.end()
     found.sleep()
     assert asked == ["stop", "barrier"]
+
+
+ANEW = ("stop", "restart")
+FAILS = {
+    "asleep": ("release", ["release_memory_occupation fails", "stop", *ANEW, "weights", "probe", "weights"]),
+    "meanwhile": ("/health", [WAKING[0], "/health fails", *ANEW, "weights", "probe", "weights"]),
+    "as it wakes": (WAKING[0], [f"{WAKING[0]} fails", *ANEW, "weights", "probe", "weights"]),
+    "in the sync": ("weights", [WAKING[0], "weights fails", *ANEW, "weights", "probe"]),
+    "as it wakes wholly": (WAKING[2], [*WAKING[:2], f"{WAKING[2]} fails", *ANEW, "weights", "probe"]),
+}
+
+
+@pytest.mark.parametrize(("fails", "expected"), FAILS.values(), ids=FAILS)
+def test_an_engine_that_fails_outside_a_rollout_is_started_anew(asked, fails, expected):
+    found = engines(asked)
+    found.client.fails = fails
+    found.sleep()
+    assert found.sync()["sync/bytes"] == 8
+    told = [line for line in asked if line not in ("empty_cache", "barrier", "flush_cache")]
+    assert told[-len(expected) - 1 :] == [*expected, "probe"]
+    assert found.restarts.take_count() == 1
+    asked.clear()
+    found.sleep()
+    found.wake()
+    assert "restart" not in asked and asked.count("weights") == 1
 
 
 class Steps(Trainer):

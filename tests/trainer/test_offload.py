@@ -158,6 +158,11 @@ def used_while_asleep(rank: int, world_size: int, folder: Path) -> None:
             with run.phase(phase), pytest.raises(FloatingPointError, match=f"the {component}'s .* are not finite"):
                 scattered[component].forward()
     if rank == 0:
+        asleep = run.phase.offloads["actor"].asleep
+        with run.phase("rollout"):
+            with run.phase("sync"):  # of an engine that has been started anew
+                assert "weights" not in asleep
+            assert "weights" in asleep
         with run.phase("update_critic"), Watch(run), pytest.raises(AssertionError, match="actor's optimizer sleep"):
             optimizer = run.models.actor.engine.optimizer.chained_optimizers[0].optimizer
             optimizer.param_groups[0]["params"][0].sum()

@@ -14,7 +14,7 @@ from megappo.observe.observer import NullObserver
 from megappo.rollout.client import EngineClient, EngineError, EngineFault
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
-from megappo.trainer.restarts import Restarts
+from megappo.trainer.restarts import EngineLost, EngineLostElsewhere, Restarts
 from megappo.trainer.rollouts import Rollouts
 
 CONFIG = {
@@ -81,9 +81,9 @@ def test_an_engine_that_fails_again_and_again_ends_the_run():
         "WARNING: engine 4 has failed (2 of 2 times in a row; rollout.max_engine_restarts): it ended",
         "restart",
     ]
-    with pytest.raises(EngineError, match="^it ended\nengine 4 has been started anew 2 times"):
+    with pytest.raises(EngineLost, match="^it ended\nengine 4 has been started anew 2 times"):
         found.were_needed(fault)
-    with pytest.raises(EngineError, match="^it ended$"):
+    with pytest.raises(EngineLost, match="^it ended$"):
         restarts(0, told).were_needed(fault)
     assert len(told) == 6
 
@@ -101,8 +101,27 @@ def restart_of_parts(rank: int, world_size: int) -> None:
     own.stop, own.restart = (lambda: told.append("stop")), (lambda: told.append("restart"))
     found = Restarts(own, SimpleNamespace(share=share), NullObserver(), 3)
     assert found.were_needed(EngineFault("it ended") if rank == 0 else None)
-    assert told == (["meet", "meet"] if rank == 2 else ["meet", "stop", "meet", "restart"]), "no part meets an old one"
+    assert told == (["meet"] * 3 if rank == 2 else ["meet", "stop", "meet", "restart", "meet"]), (
+        "no part meets an old one"
+    )
 
 
 def test_all_parts_of_an_engine_are_started_anew_with_it():
     run_ranks(3, restart_of_parts)
+
+
+def lose(rank: int, world_size: int) -> None:
+    """Engine 1 is lost, and then engine 0 does not start."""
+    own = SimpleNamespace(number=rank, part_of=None, stop=lambda: None, restart=does_not_start)
+    found = Restarts(own, Exchange(dist.group.WORLD), NullObserver(), limit=1 - rank)
+    for lost in (1, 0):
+        with pytest.raises(EngineLost if rank == lost else EngineLostElsewhere, match="^(it ended|no start)$"):
+            found.mended(EngineFault("it ended") if rank == lost else None)
+
+
+def does_not_start() -> None:
+    raise EngineError("no start")
+
+
+def test_all_ranks_learn_that_an_engine_is_lost_for_good():
+    run_ranks(2, lose)
