@@ -83,6 +83,7 @@ class Scattered:
     Attributes:
         step: of PPO; 0 until there are fields to train on.
         num_updates: mini-batches of all epochs that the component has been trained on.
+        num_resumed: of these, those before the run was interrupted.
         interrupted: the rest of them was left for when the run goes on.
     """
 
@@ -93,6 +94,7 @@ class Scattered:
     rows: Rows
     step: int = 0
     num_updates: int = 0
+    num_resumed: int = 0
     interrupted: bool = False
 
     def passed_to(self, component: Component) -> "Scattered":

@@ -42,7 +42,7 @@ class InFlight:
     def resume(self, scattered: Mapping[str, Scattered]) -> None:
         """Have the components go on where they were interrupted."""
         for name, at in scattered.items():
-            at.num_updates = self.num_updates.get(name, 0)
+            at.num_updates = at.num_resumed = self.num_updates.get(name, 0)
 
     def add(
         self, scattered: Mapping[str, Scattered], steps: Mapping[str, list[OptimizerStep]], exchange: Exchange

@@ -144,6 +144,12 @@ class Models:
         of_ranks = exchange.share(mine)
         return {name: sorted({n for found in of_ranks for n in found.get(name, ())}) for name in self.training}
 
+    def skipped_in_a_row(self, exchange: Exchange) -> dict[str, int]:
+        """Component -> how many of its last optimizer steps were skipped; all ranks together."""
+        mine = {name: engine.skipped_in_a_row for name, engine in self.trained.items() if engine is not None}
+        of_ranks = exchange.share(mine)
+        return {name: max(found.get(name, 0) for found in of_ranks) for name in self.training}
+
     def export_actor(self) -> None:
         """Write the policy as a Hugging Face folder."""
         engine = self.actor.engine

@@ -70,6 +70,9 @@ class Progress:
         self._check_steps(state["optimizer_steps"], models)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
+        for name, engine in models.trained.items():
+            if engine is not None:
+                engine.skipped_in_a_row = state.get("skipped_in_a_row", {}).get(name, 0)
         self.start_step = self.step = state["step"]
         self.notice = restore_random_states(self.checkpoint, self.exchange)
         self.in_flight = read_in_flight(self.checkpoint, self.exchange)
@@ -99,7 +102,13 @@ class Progress:
         self.store.begin(
             step,
             models.trained,
-            {"step": step, **state, "models": models.description, "optimizer_steps": models.num_steps(self.exchange)},
+            {
+                "step": step,
+                **state,
+                "models": models.description,
+                "optimizer_steps": models.num_steps(self.exchange),
+                "skipped_in_a_row": models.skipped_in_a_row(self.exchange),
+            },
             num_updates=None if self.in_flight is None else num_updates,
             write_more=self._write_more,
             in_background=in_background,

@@ -11,6 +11,9 @@ from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
 
+NOT_KEPT = "skipped_rows_not_kept"
+"""Of skipped optimizer steps: on how many ranks their rows could not be written."""
+
 
 def row_metrics(exchange: Exchange, rows: Rows) -> dict[str, Any]:
     """Those of ROW_METRICS that the run has, over the rows of all ranks."""
@@ -50,8 +53,8 @@ def _parts(name: str, values: torch.Tensor, reductions: tuple[str, ...] | str) -
 
 
 def steps_over_ranks(exchange: Exchange, steps: list[OptimizerStep], name: str) -> list[dict[str, Metric]]:
-    """Metrics of each of a component's optimizer steps, the parts of its data-parallel shards merged; {} where it was
-    skipped.
+    """Metrics of each of a component's optimizer steps, the parts of its data-parallel shards merged; where it was
+    skipped, at most NOT_KEPT.
 
     Args:
         steps: on the component's output ranks, else empty.
@@ -72,9 +75,10 @@ def training_metrics(of_steps: list[dict[str, Metric]], name: str) -> dict[str, 
     """Metrics of a component's optimizer steps, sums averaged over the steps, and their number."""
     if not of_steps:
         return {}
-    made = [metrics for metrics in of_steps if metrics]
+    made = [metrics for metrics in of_steps if f"{name}/lr" in metrics]
     found = {key: _over_steps([metrics[key] for metrics in made]) for key in made[0]} if made else {}
-    numbers = {"num_optimizer_steps": len(made), "skipped_steps": len(of_steps) - len(made)}
+    not_kept = sum(int(metrics[key].part) for metrics in of_steps if (key := f"{name}/{NOT_KEPT}") in metrics)
+    numbers = {"num_optimizer_steps": len(made), "skipped_steps": len(of_steps) - len(made), NOT_KEPT: not_kept}
     return found | {f"{name}/{key}": number for key, number in numbers.items()}
 
 

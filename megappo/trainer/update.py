@@ -17,8 +17,10 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config
 from megappo.interruption import INTERRUPTION
 from megappo.models.train_engine import ELSEWHERE, LossFn, OptimizerStep, TrainedEngine
+from megappo.observe.metrics import Metric
 from megappo.trainer.component import Scattered
 from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
+from megappo.trainer.statistics import NOT_KEPT
 
 Steps = list[OptimizerStep]
 """On the component's output ranks; [] elsewhere."""
@@ -76,7 +78,7 @@ def _trained(scattered: Scattered, engine: TrainedEngine, rows: Rows, loss: Loss
         return step
     engine.skipped_in_a_row += 1
     rank, limit = scattered.component.exchange.rank, config.trainer.max_bad_steps
-    kept = _kept_for_study(scattered, rows, step.skipped, config) if engine.is_output else ""
+    kept, metrics = _kept_for_study(scattered, rows, step.skipped, config) if engine.is_output else ("", {})
     if engine.skipped_in_a_row > limit:
         if step.skipped == ELSEWHERE:
             raise OtherRankError(ELSEWHERE)
@@ -85,21 +87,24 @@ def _trained(scattered: Scattered, engine: TrainedEngine, rows: Rows, loss: Loss
             f"{step.skipped}{in_a_row}; no weight was changed by it. Look at the rewards, advantages and log-probs of "
             f"the last steps in metrics.jsonl; if they run away, lower optim.lr{kept}"
         )
-    if step.skipped != ELSEWHERE:
+    if step.skipped != ELSEWHERE or metrics:
         who = f"the {scattered.component.name}'s update {scattered.num_updates} of step {scattered.step}"
         print(f"WARNING (rank {rank}): {step.skipped}: {who} is skipped{kept}", flush=True)
-    return step
+    return replace(step, metrics=metrics)
 
 
-def _kept_for_study(scattered: Scattered, rows: Rows, reason: str, config: Config) -> str:
-    """Write the rows of a skipped update, as far as they are here, and say where."""
+def _kept_for_study(scattered: Scattered, rows: Rows, reason: str, config: Config) -> tuple[str, dict[str, Metric]]:
+    """Write the rows of a skipped update, as far as they are here, and say where, or why not, which is counted."""
     name, rank = scattered.component.name, scattered.component.exchange.rank
     file = f"step_{scattered.step:08d}_{name}_{scattered.num_updates:04d}_rank_{rank}.safetensors"
     path = Path(config.trainer.output_dir, "bad_steps", file)
-    path.parent.mkdir(parents=True, exist_ok=True)
     facts = {"step": scattered.step, "weights_step": scattered.step - 1, "model": config.model.path, "reason": reason}
-    write_rows(path, rows, facts)
-    return f"; its rows are in {path}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(path, rows, facts)
+    except OSError as error:
+        return f"; its rows cannot be kept: {error}", {f"{name}/{NOT_KEPT}": Metric.of(1.0, "sum")}
+    return f"; its rows are in {path}", {}
 
 
 def _with_selection(engine: TrainedEngine, rows: Rows, select: Callable[..., torch.Tensor], actor: Actor) -> Rows:

@@ -59,7 +59,8 @@ class Utilisation:
         name, table, split = scattered.component.name, scattered.batch.table, scattered.split
         shared = self._exchange.share((len(steps), seconds))
         lengths = list(zip(table.total_lengths(), table.response_lengths.tolist(), strict=True))
-        done = [split[step % len(split)] for step in range(max(count for count, _ in shared))]
+        first, count = scattered.num_resumed, max(count for count, _ in shared)
+        done = [split[step % len(split)] for step in range(first, first + count)]
         rows = [lengths[row] for shards in done for shard in shards for row in shard]
         slowest = max(found for _, found in shared)
         return TRAINING * self._flops[name].forward(rows) / (self.peaks[name] * slowest)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +16,7 @@ from ppo_engines import Case, at_owners, exported, make_config, make_engine, mak
 from recorder import recorder_in
 from spawn import run_ranks
 from tiny_models import hf_folder
+from tiny_shapes import DEEPSEEK_V3
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange, OtherRankError
@@ -27,6 +29,7 @@ from megappo.placement.layout import Layout
 from megappo.trainer.component import Component
 from megappo.trainer.loop import Trainer
 from megappo.trainer.objectives import ActorLoss, critic_loss
+from megappo.trainer.run import Run
 from megappo.trainer.update import update_actor
 
 BROKEN_ROW = 4
@@ -117,6 +120,20 @@ def test_each_loss_that_is_not_finite_is_skipped(kind: str, tmp_path: Path) -> N
     run_ranks(1, _one_rank, hf_folder(tmp_path / "hf", "qwen2"), kind)
 
 
+def _router_biases(rank: int, world_size: int, folder: Path) -> None:
+    engine = make_engine(folder, ONE_RANK, build_groups({"actor": ONE_RANK.layout}, seed=0)["actor"], "actor")
+    found = {name: bias for name, bias in engine.chunks[0].named_buffers() if name.endswith("expert_bias")}
+    before = {name: bias.clone() for name, bias in found.items()}
+    rows = with_reference(make_rows(read_architecture(folder).vocab_size))
+    check_skipped(engine, folder, rows, "gpg", "actor/pg_loss")
+    check_gradients(engine, folder, rows, "actor")
+    assert before and all(bias.any() and torch.equal(found[name], bias) for name, bias in before.items())
+
+
+def test_the_biases_of_routers_stay_as_well(tmp_path: Path) -> None:
+    run_ranks(1, _router_biases, hf_folder(tmp_path / "hf", "deepseek_v3", **DEEPSEEK_V3))
+
+
 def _stages_and_shards(rank: int, world_size: int, folder: Path) -> None:
     case = Case(Layout((0, 1, 2, 3), pipeline=2), max_tokens=10)
     engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")
@@ -169,20 +186,38 @@ def poisoned_calls(rank: int, numbers: tuple[int, ...]) -> Callable:
     return called
 
 
+def check_the_count_goes_on(bench: ModuleType, run: Run) -> None:
+    """Of optimizer steps skipped in a row, in a run that goes on."""
+    engine = run.models.trained["actor"]
+    if engine is not None:
+        engine.skipped_in_a_row = 2
+    run.save()
+    again = bench.build(run.config)
+    again.progress.restore(again.models)
+    found = {name: one.skipped_in_a_row for name, one in again.models.trained.items() if one is not None}
+    assert found == {name: {"actor": 2, "critic": 0}[name] for name in found}
+    if engine is not None:
+        engine.skipped_in_a_row = 0
+
+
 def _in_a_row(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     changes = {"trainer": {"output_dir": str(folder), "max_bad_steps": 2}}
     layout = bench.LAYOUTS["actor tp2, critic pp2"]
     config = Config.model_validate(bench.merged(bench.settings(folder), layout, changes))
     trainer = Trainer(config, bench.build(config))
+    in_the_way = folder / "bad_steps" / "step_00000001_actor_0003_rank_0.safetensors"
+    in_the_way.mkdir(parents=True, exist_ok=True)  # what cannot be kept ends no run
     with patch.object(TrainedEngine, "train_batch", poisoned_calls(rank, (2, 3, 6, 7, 8))):
         metrics = trainer.step(1)
+        assert (metrics["actor/skipped_rows_not_kept"], metrics["critic/skipped_rows_not_kept"]) == (1, 0)
         assert (metrics["actor/skipped_steps"], metrics["actor/num_optimizer_steps"]) == (2, 2)
         assert metrics["critic/skipped_steps"] == 0 and math.isfinite(metrics["actor/pg_loss"])
         files = sorted((folder / "bad_steps").iterdir())
         assert [file.name for file in files] == [f"step_00000001_actor_000{i}_rank_0.safetensors" for i in (2, 3)]
         with RowsFile(files[0]) as file:
             assert "advantages" in file.names and "nan" in file.facts["reason"]
+        check_the_count_goes_on(bench, trainer.run)
         scattered = trainer._begin(2)
         trainer.run.models.scatter_fields(scattered, trainer.run.progress.in_flight.batch.rows, 2)
         if rank < 2:  # the others have no actor

@@ -8,6 +8,7 @@ from spawn import run_ranks
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
+from megappo.trainer.in_flight import InFlight
 
 SECONDS = 2.5
 
@@ -33,8 +34,10 @@ def check_work(rank: int, world_size: int, folder: Path) -> None:
     batch, _ = run.rollouts.collect(run.rollouts.respond(prompts := bench.FixedPrompts().batch(0)), prompts)
     scattered = run.models.scatter(batch)["actor"]
     lengths = list(zip(batch.table.total_lengths(), batch.table.response_lengths.tolist(), strict=True))
-    first_half = [lengths[row] for shard in scattered.split[0] for row in shard]
-    for steps, rows in ((2, lengths), (3, lengths + first_half), (4, lengths * 2)):
+    halves = [[lengths[row] for shard in half for row in shard] for half in scattered.split]
+    cases = ((0, 2, lengths), (0, 3, lengths + halves[0]), (0, 4, lengths * 2), (1, 1, halves[1]), (3, 1, halves[1]))
+    for resumed, steps, rows in cases:
+        InFlight(1, batch, {}, None, num_updates={"actor": resumed}).resume({"actor": scattered})
         mine = [None] * steps if rank == 0 else []  # output ranks have the steps
         mfu = run.utilisation.of_update(scattered, mine, SECONDS if rank == 3 else 0.1)
         assert mfu * run.utilisation.peaks["actor"] * SECONDS == pytest.approx(plain_work(folder, rows))
