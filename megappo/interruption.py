@@ -61,6 +61,8 @@ INTERRUPTION = Interruption()
 """This process's."""
 
 
+LAUNCHER_STARTED = "MEGAPPO_LAUNCHER_STARTED"
+"""Environment variable: when the launcher was, which may start ranks again. In seconds since the epoch."""
 _STARTED = time.time()
 
 
@@ -69,9 +71,10 @@ def deadline(time_limit: float | None, grace: float) -> float:
 
     Args:
         time_limit: seconds that the job may take, from its allocation's start on: SLURM_JOB_START_TIME where that is
-            set, else this process's. None: until SLURM_JOB_END_TIME, where that is set.
+            set, else the launcher's, else this process's. None: until SLURM_JOB_END_TIME, where that is set.
         grace: seconds before the limit that saving may take.
     """
     if time_limit is not None:
-        return float(os.environ.get("SLURM_JOB_START_TIME", _STARTED)) + time_limit - grace
+        launched = os.environ.get(LAUNCHER_STARTED, _STARTED)
+        return float(os.environ.get("SLURM_JOB_START_TIME", launched)) + time_limit - grace
     return float(os.environ.get("SLURM_JOB_END_TIME", "inf")) - grace

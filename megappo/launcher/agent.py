@@ -45,6 +45,7 @@ class Agent(LocalElasticAgent):
         self._asked = ""  # the signal by which the ranks were asked to save and end
         self._first_saved = math.inf  # when the first rank had
         os.environ[LAUNCHER] = str(os.getpid())
+        os.environ[interruption.LAUNCHER_STARTED] = str(time.time())
 
     def run(self, role: str = "default") -> RunResult:
         """Run the ranks to their end, and say what went wrong where no rank can.

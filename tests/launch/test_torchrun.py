@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megappo.interruption import LAUNCHER_STARTED
+
 REPOSITORY = Path(__file__).parents[2]
 RANK = """
 import os, signal, sys, time
@@ -159,8 +161,10 @@ def test_a_signal_to_a_single_rank(launch, number):
 def test_a_rank_that_is_killed_with_a_restart_left(launch):
     launcher = launch(*ONE_NODE, "--max-restarts", "1")
     killed = launcher.wait_for_ranks()[1]
+    started = killed.environ()[LAUNCHER_STARTED]
     killed.kill()
     again = launcher.wait_for_ranks(4)[0]
+    assert again.environ()[LAUNCHER_STARTED] == started, "from then on the time limit counts"
     again.kill()
     assert launcher.wait() == 1
     first, restart, second = launcher.lines

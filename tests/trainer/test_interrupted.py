@@ -231,11 +231,13 @@ def test_it_goes_on_in_another_layout_but_not_with_other_mini_batches(tmp_path: 
 
 def test_the_time_limit_counts_from_the_allocations_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from the start of the process, which a set-up in the job may precede by long."""
-    for name in ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"):
+    for name in ("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", interruption.LAUNCHER_STARTED):
         monkeypatch.delenv(name, raising=False)
     assert deadline(None, 10.0) == float("inf")
     assert deadline(100.0, 10.0) == pytest.approx(interruption._STARTED + 90.0)
     assert abs(interruption._STARTED - time.time()) < 3600
+    monkeypatch.setenv(interruption.LAUNCHER_STARTED, "1500")
+    assert deadline(100.0, 10.0) == 1590.0
     monkeypatch.setenv("SLURM_JOB_END_TIME", "5000")
     assert deadline(None, 10.0) == 4990.0
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
