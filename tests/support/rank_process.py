@@ -44,10 +44,18 @@ def _answer(number: int, call: tuple) -> str | None:
 def _left_as_found() -> Iterator[None]:
     """Undo what a call may leave behind that another would meet: this is no part of what is tested."""
     from megatron.core import parallel_state  # only after megatron_setup.install()
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     environment, folder, random = dict(os.environ), os.getcwd(), torch.get_rng_state()
     yield
+    # What Megatron keeps of models, and with them process groups, each with a thread that wakes 100 times a second.
+    for cached in (RotaryEmbedding, YarnRotaryEmbedding):
+        cached.forward.cache_clear()
+    for found in gc.get_objects():
+        if type(found) is DistributedDataParallel:
+            vars(found).clear()  # autograd's nodes hold it by its hooks, where no collector looks
     dist.destroy_process_group()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
