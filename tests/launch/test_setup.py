@@ -170,6 +170,7 @@ def test_the_cpu_build_comes_from_pytorch_where_pip_finds_cuda_builds_alone(tmp_
     assert set_up("cpu").stdout == "", "a second set-up does nothing"
 
 
+@pytest.mark.slow  # what is told apart here, the tests of a new environment do
 def test_a_cuda_build_that_a_set_up_before_left_gives_way(tmp_path, indexes, set_up, python):
     configured, pytorch = indexes
     configured.add_torch("cpu", cuda="13.0")
@@ -224,6 +225,7 @@ def test_the_cpu_build_that_pip_finds_wins(tmp_path, indexes, set_up):
     assert not pytorch.asked
 
 
+@pytest.mark.slow  # an index that has only that
 def test_beside_the_cpu_build_of_torch_a_plain_torchvision_does(tmp_path, indexes, set_up):
     configured, pytorch = indexes
     configured.add_torch("cpu", cuda="13.0")
@@ -237,6 +239,7 @@ def test_beside_the_cpu_build_of_torch_a_plain_torchvision_does(tmp_path, indexe
     assert "torchvision" in result.stdout and not pytorch.asked
 
 
+@pytest.mark.slow  # as with CPU builds
 def test_the_cuda_build_comes_from_pytorch_where_pip_finds_cpu_builds_alone(tmp_path, indexes, set_up):
     configured, pytorch = indexes
     configured.add_torch("gpu", "+cpu")
@@ -335,9 +338,12 @@ def test_a_build_that_fails_ends_the_set_up_unless_transformer_engine_is_not_wan
     assert set_up("gpu", TRANSFORMER_ENGINE="yes").returncode == 1, "asked for now, it is not left out"
 
 
+HEADERS = [pytest.param(f"{name}.h", "CPLUS_", marks=pytest.mark.slow) for name in ("cuda_runtime", "cudnn")]
+
+
 @pytest.mark.parametrize(
     "lacking, remedy",
-    [("nvcc", "CUDA_HOME="), ("cuda_runtime.h", "CPLUS_"), ("cudnn.h", "CPLUS_"), ("nccl.h", "CPLUS_INCLUDE_PATH=")],
+    [("nvcc", "CUDA_HOME="), *HEADERS, ("nccl.h", "CPLUS_INCLUDE_PATH=")],
 )
 def test_what_lacks_to_build_transformer_engine_is_named(indexes, set_up, lacking, remedy):
     add_cuda(indexes[0], tuple(file for file in CUDA_FILES if not file.endswith(lacking)))

@@ -289,7 +289,8 @@ def test_a_rank_that_is_killed_on_another_node(launch):
     assert first.lines == [f"error: node 1 ({HOST}, rank 1): rank 1 (pid {killed.pid}, {HOST}) was ended by SIGKILL"]
 
 
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=slow)])
+@slow  # a rank that is killed there ends the other nodes in the same way, but for the time it takes
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_node_that_is_killed(launch, lost):
     nodes = two_nodes(launch)
     for process in (nodes[lost].process, *nodes[lost].ranks):

@@ -126,6 +126,7 @@ def refused(*arguments: object) -> str:
     return line
 
 
+@pytest.mark.slow  # beside it a refusal, of the same kind, of an argument
 def test_what_is_no_folder_of_a_model_is_refused(folder, tmp_path):
     assert "expected a folder first, found nothing" in refused()
     assert "found --port; usage: python -m megappo.serve HF_FOLDER" in refused("--port", 1)

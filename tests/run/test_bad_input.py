@@ -175,6 +175,7 @@ def test_fewer_steps_than_the_checkpoint_has(config, run, folder):
     )
 
 
+@pytest.mark.slow  # the file of metrics is read beside it, and told alike
 def test_a_state_that_no_run_has_saved(config, run, folder):
     shutil.copytree(run, folder / "run")
     step = folder / "run" / "checkpoints" / "step_00000010"

@@ -80,6 +80,7 @@ def test_sigterm_while_the_engine_starts(config, folder):
     assert "Traceback" not in program.output and not errors(program.output)
 
 
+@pytest.mark.slow  # tests/launch/test_torchrun.py has a killed launcher of a node
 def test_the_ranks_end_with_a_killed_torchrun(config, folder):
     with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *ENDLESS) as program:
         program.wait_until(lambda: " 1/100000" in program.output)

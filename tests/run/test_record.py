@@ -22,7 +22,7 @@ def shown(*arguments: object) -> str:
 
 
 def test_a_replayed_run_is_the_same_to_the_bit(config, run, folder):
-    """As the one that engines wrote for, though that was killed twice, and went on from its checkpoints."""
+    """As the one that engines wrote for, though that was killed and asked to end, and went on from its checkpoints."""
     again = folder / "again"
     replay = (f"trainer.output_dir={again}", f"trainer.replay_rollouts={run / 'record'}", "trainer.eval_interval=0")
     with Program(folder / "program", config, *replay) as program:

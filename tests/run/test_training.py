@@ -1,4 +1,4 @@
-"""A short run from beginning to end, killed twice on its way (see `run`)."""
+"""A short run from beginning to end, killed and asked to end on its way (see `run`)."""
 
 import json
 from pathlib import Path

@@ -56,7 +56,7 @@ def failed_once(done: Result, message: str, target: Path) -> None:
     assert contents(target.parent) == {"target/precious": b"kept"}
 
 
-@pytest.mark.parametrize("command", slow_ones(COMMANDS, ("reshard",)))  # which the next test has
+@pytest.mark.parametrize("command", slow_ones(COMMANDS, ("reshard", "megatron-to-hf")))  # the next test has one of them
 def test_a_full_disk(sources: dict[str, Path], target: Path, command: str) -> None:
     arguments = ("--input", sources[command], "--output", target, "--force")
     done = run(CONVERT, command, *arguments, before=limit_file_size)
@@ -71,7 +71,7 @@ def test_a_full_disk_of_several_ranks(sources: dict[str, Path], target: Path) ->
     assert "File too large" in done.stderr or CUT_SHORT in done.stderr  # the second, of what torch writes
 
 
-@pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
+@pytest.mark.parametrize("command", slow_ones(("hf-to-megatron", "megatron-to-hf"), ("hf-to-megatron",)))
 def test_an_output_that_may_not_be_written(sources: dict[str, Path], target: Path, command: str) -> None:
     target.parent.chmod(0o555)
     try:
@@ -103,9 +103,9 @@ def ended(
     [
         ("hf-to-megatron", signal.SIGINT),
         ("megatron-to-hf", signal.SIGTERM),
-        ("reshard", signal.SIGINT),
         pytest.param("hf-to-megatron", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("megatron-to-hf", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param("reshard", signal.SIGINT, marks=pytest.mark.slow),
         pytest.param("reshard", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
