@@ -181,11 +181,12 @@ class EngineClient:
         """Look after an engine that has been asked for something, until cancelled.
 
         Raises:
-            EngineFault: it has shown no sign of life for `hang_seconds`.
+            EngineFault: it has ended, or shown no sign of life for `hang_seconds`.
         """
         seen = time.monotonic()
         while time.monotonic() - seen < self.hang_seconds:
             await asyncio.sleep(WATCH_SECONDS)
+            self._check_alive()  # who listens at its address may be another process by now, which need not answer
             asked = time.monotonic()
             # Of its processes the one that serves HTTP may be well while those that compute hang. Idle, they compute a
             # token for this; else they answer after their next batch.

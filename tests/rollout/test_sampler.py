@@ -101,6 +101,19 @@ def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypat
     assert every_sample_once(sampled.samples + rest.samples, 3)
 
 
+def test_an_engine_that_has_ended_is_told_though_another_process_listens_in_its_place(monkeypatch):
+    monkeypatch.setattr("megappo.rollout.client.WATCH_SECONDS", 0.1)
+
+    def has_ended():
+        raise EngineFault("the SGLang engine ended (exit code 9)")
+
+    with EngineServer("deaf") as server:
+        client = EngineClient(f"http://127.0.0.1:{server.server_port}", "key", 20.0, has_ended, hang_seconds=5.0)
+        take = store_counter(dist.HashStore(), "step 1")
+        sampled = sample(PROMPTS, 1, PARAMS, client, take, num_engines=1, max_running_requests=8)
+    assert str(sampled.fault) == "the SGLang engine ended (exit code 9)"
+
+
 def test_what_an_engine_refuses_is_not_asked_again():
     with EngineServer("refusal") as server, pytest.raises(EngineError, match="refused .HTTP 400.: .*why") as raised:
         take = store_counter(dist.HashStore(), "step 1")
