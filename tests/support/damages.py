@@ -1,0 +1,54 @@
+"""What disks and copies do to the files of a checkpoint."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megappo.batch.exchange import Exchange
+from megappo.checkpoint.store import CheckpointStore
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 16
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "a bit": flip,
+    "the end": cut,
+    "all but the name": lambda path: os.truncate(path, 0),
+    "the file": Path.unlink,
+}
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def check_one_by_one(rank: int, world_size: int, whole: Path, folder: Path) -> None:
+    """Checkpoints of steps 1 to 3 in a folder, a copy of those that are whole: each file of the newest is damaged, in
+    each way, and mended. It is named, and the one before used."""
+    exchange = Exchange(dist.group.WORLD)
+    for name, damage in DAMAGES.items():
+        for original in files_of(whole / "step_00000003"):
+            file = folder / original.relative_to(whole)
+            if rank == 0:
+                damage(file)
+            exchange.share(None)
+            warnings: list[str] = []
+            found = CheckpointStore(folder, 0, exchange, warnings.append).latest()
+            assert found == folder / "step_00000002", (name, file)
+            assert rank or file.name in warnings[0], (name, file)
+            exchange.share(None)
+            if rank == 0:
+                shutil.copyfile(original, file)
+            exchange.share(None)
+        assert CheckpointStore(folder, 0, exchange).latest() == folder / "step_00000003"
