@@ -1,5 +1,6 @@
 """The training loop. Every rank runs the same lines; what does not live on a rank is a null object there."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,6 +44,7 @@ class Trainer:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
         if is_new and self.config.eval_interval:
             run.observer.log(0, self.evaluate(0))
+        gc.freeze()  # what is there by now stays, and a save, which collects, need not look at all of it
         run.phase.timers.restart()
         INTERRUPTION.has_something_to_save(deadline(self.config.trainer.time_limit, self.config.trainer.grace_seconds))
         try:

@@ -1,6 +1,6 @@
 """How long a save holds training up: at once, and in the background (trainer.async_save), in one run.
 
-    python tools/bench/checkpoint.py --megabytes 500
+    python tools/bench/checkpoint.py --megabytes 2000
     python -m megappo.torchrun --nproc-per-node 2 tools/bench/checkpoint.py
 
 Real PPO steps of an actor and a critic on fixed rollouts; prints medians. A save in the background holds training up
@@ -8,6 +8,7 @@ while it copies, and when it is completed; besides, it takes processor time from
 """
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -68,6 +69,7 @@ def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, float]:
         return seconds(lambda: trainer.step(number))
 
     step()
+    gc.freeze()  # as Trainer.train
     for _ in range(repeats):
         found["step"].append(step())
         found["save"].append(seconds(run.save))
@@ -82,7 +84,7 @@ def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=500, help="size of a checkpoint in MiB (default 500)")
+    parser.add_argument("--megabytes", type=int, default=800, help="size of a checkpoint in MiB (default 800)")
     parser.add_argument("--repeats", type=int, default=5, help="saves of each kind (default 5)")
     args = parser.parse_args()
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}.items():
