@@ -115,7 +115,8 @@ class EngineClient:
             return False
 
     def check_health(self) -> None:
-        """See that the server is there."""
+        """See that the server is there, and no other in its place."""
+        self._kept(self._check_alive)
         self._kept(self._get, "/health")
 
     def tensor_parallel(self) -> int:

@@ -7,8 +7,9 @@ import httpx
 import pytest
 import torch
 from engine_log_probs import engine_log_probs
+from engine_server import EngineServer
 
-from megappo.rollout.client import WEIGHTS, WORKING_MEMORY, EngineClient, EngineError, SamplingParams
+from megappo.rollout.client import WEIGHTS, WORKING_MEMORY, EngineClient, EngineError, EngineFault, SamplingParams
 
 PROMPTS = [[5, 6, 7], [11], [9, 8, 7, 6, 5, 4, 3, 2], [40, 41, 42, 43, 40]]
 
@@ -116,3 +117,19 @@ def test_only_the_key_opens_the_engine(engine):
 def test_nobody_there(client):
     with pytest.raises(EngineError, match="does not answer"):
         EngineClient("http://127.0.0.1:9", "key", 10.0).flush_cache()
+
+
+def test_a_fault_is_kept_where_that_is_asked_for_and_then_nothing_is_asked_any_more():
+    def ended() -> None:
+        raise EngineFault("it ended, and another listens in its place")
+
+    with EngineServer() as server:
+        client = EngineClient(f"http://127.0.0.1:{server.server_port}", "key", 20.0, check_alive=ended)
+        with pytest.raises(EngineFault, match="another listens"):
+            client.check_health()
+        with client.keeping_fault():
+            client.check_health()
+            assert client.has_failed and client.post("/generate", {"input_ids": [[1]]}) is None
+        assert next(server.requests) == 0, "it was not asked"
+        assert "another listens" in str(client.take_fault()) and client.take_fault() is None
+        assert len(client.post("/generate", {"input_ids": [[1]]})) == 1

@@ -27,6 +27,7 @@ class Recorder(EngineClient):
 
     def __init__(self, asked: list[str]):
         self.asked = asked
+        self._check_alive = lambda: None
 
     def _get(self, path):
         self._fail(path)
