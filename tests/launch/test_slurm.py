@@ -8,7 +8,7 @@ import pytest
 from network import INTERFACE
 from program import REPOSITORY, logged, trained_on
 from slurm import Slurm, missing
-from tiny_run import latest, reached
+from tiny_run import has_saved, latest, reached
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 PULLED_SECONDS = 60.0
@@ -114,15 +114,16 @@ def test_a_job_is_requeued_before_its_limit_and_goes_on(slurm, repository, confi
 def test_a_cable_that_is_pulled_ends_the_job_which_can_be_submitted_again(slurm, repository, config, run):
     """Whether Slurm misses the node first, or the run does."""
     job = Job(slurm, repository, config, run)
-    job.wait_until(lambda: reached(job.out, 4))
+    job.wait_until(lambda: reached(job.out, 4) and has_saved(job.out, 3))
     slurm.network.pull_cable(1)
     job.wait_until(lambda: job.state != "RUNNING" and not slurm.processes("megappo"), PULLED_SECONDS)
-    assert not reached(job.out, 10)
+    assert not reached(job.out, 10) and "requeueing" not in job.output
     slurm.network.plug_cable(1)
     if job.state == "PENDING":
         slurm.run("scancel", job.number)
     slurm.resume(1)
+    saved = int(latest(job.out)[5:13])
     again = Job(slurm, repository, config, run)
     again.wait_until(again.has_ended)
-    assert again.state == "COMPLETED" and "going on after step 3 " in again.output, again.output
+    assert again.state == "COMPLETED" and f"going on after step {saved} " in again.output, again.output
     check_trained(again.out, run)
