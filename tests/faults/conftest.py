@@ -3,7 +3,7 @@ exit code tells.
 
 | what | to the real program, with two ranks |
 | --- | --- |
-| SIGKILL of a rank, of the launcher, of all, at 24 points of a step; SIGTERM, SIGUSR1, SIGINT | test_points.py |
+| SIGKILL of a rank, of the launcher, of all, at 25 points of a step; SIGTERM, SIGUSR1, SIGINT | test_points.py |
 | the same at random points | test_kill_points.py, tests/run/test_kills.py |
 | the same in rollouts, rewards and syncs, with engines | test_engines.py |
 | one rank stopped, or asleep for ever | test_points.py, tests/run/test_endings.py |
