@@ -33,17 +33,15 @@ def write_sums(checkpoint: Path, exchange: Exchange, known: Mapping[str, str] = 
         OSError, OtherRankError: a file cannot be read, or SHA256SUMS not written.
     """
     sums = _over_ranks(exchange, known)
-    names = exchange.share([name for name in files_of(checkpoint) if name not in sums] if exchange.rank == 0 else None)
+    names = exchange.on_rank_0(lambda: [name for name in files_of(checkpoint) if name not in sums])
     mine, error = {}, None
     try:
-        mine = {name: _sum(checkpoint / name, durable=True) for name in names[0][exchange.rank :: exchange.world_size]}
+        mine = {name: _sum(checkpoint / name, durable=True) for name in names[exchange.rank :: exchange.world_size]}
     except OSError as failure:
         error = failure
     exchange.raise_together(error)
     sums |= _over_ranks(exchange, mine)
-    if exchange.rank == 0:
-        (checkpoint / SUMS).write_text(_text(dict(sorted(sums.items()))), "utf-8")
-        sync(checkpoint / SUMS)
+    exchange.on_rank_0(lambda: _write(checkpoint / SUMS, _text(dict(sorted(sums.items())))))
 
 
 def damage(checkpoint: Path, exchange: Exchange, under: str = "") -> str:
@@ -136,6 +134,11 @@ def _listed(checkpoint: Path, under: str) -> tuple[dict[str, str], list[str]]:
     faults = [f"{name} is missing" for name in sums if name.startswith(under) and name not in there]
     faults += [f"{name} is not listed in {SUMS}" for name in there if name not in sums]
     return {name: sums[name] for name in there if name in sums}, faults
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, "utf-8")
+    sync(path)
 
 
 def _over_ranks(exchange: Exchange, mine: Mapping[str, str]) -> dict[str, str]:

@@ -121,7 +121,7 @@ class CheckpointStore:
         in_background: bool = True,
     ) -> None:
         """Begin to write a checkpoint of `components` (None where this rank is not a member) and the trainer's `state`,
-        as they are now. The one begun before is finished.
+        as they are now. None may be on its way.
 
         Args:
             step: the last that is finished. num_updates: of the next one; None if that has not begun.
@@ -145,6 +145,11 @@ class CheckpointStore:
         self._saving = Saving(path, partial, writings)
         if in_background:
             self._saving.start()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether there is a checkpoint for `finish`; the same on every rank."""
+        return self._saving is not None
 
     def is_written(self) -> bool:
         """Whether there is a checkpoint for `finish` that it need not wait for."""
@@ -249,8 +254,11 @@ class CheckpointStore:
 def _begin(component: Checkpointed | None, folder: Path, *, copied: bool) -> Writing | None:
     if component is None:
         return None
-    # In no variable: one component's state must go before the next one's is made.
-    return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copied=copied)
+    try:
+        # In no variable: one component's state must go before the next one's is made.
+        return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copied=copied)
+    except OSError as error:  # the component's other ranks wait for this one: it must end, and they with it
+        raise RuntimeError(f"cannot begin to save to {folder}: {reason(error)}") from error
 
 
 def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:

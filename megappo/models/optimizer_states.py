@@ -13,6 +13,8 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megappo import platform
+
 STATES = ("param", "exp_avg", "exp_avg_sq")
 
 Sharded = ShardedTensor | ShardedTensorFactory
@@ -63,12 +65,15 @@ def _whole(
     mine = [held[name].detach() for name in STATES]
     if len(pieces) == 1:
         return mine
+    # Groups of experts that are not shared out speak NCCL alone.
+    device = "cpu" if "gloo" in dist.get_backend_config(group) else platform.device()
+    here = torch.stack(mine).float().to(device)
     if group.rank() != owner:
-        dist.send(torch.stack(mine).float().cpu(), group=group, group_dst=owner)
+        dist.send(here, group=group, group_dst=owner)
         return None
-    parts = [torch.stack(mine).float().cpu()]
+    parts = [here]
     for rank, size in pieces[1:]:
-        parts.append(torch.empty(len(STATES), size))
+        parts.append(torch.empty(len(STATES), size, device=device))
         dist.recv(parts[-1], group=group, group_src=rank)
     return [torch.cat([part[i] for part in parts]) for i in range(len(STATES))]
 

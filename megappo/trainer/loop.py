@@ -44,6 +44,7 @@ class Trainer:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
         if is_new and self.config.eval_interval:
             run.observer.log(0, self.evaluate(0))
+        gc.collect()
         gc.freeze()  # what is there by now stays, and a save, which collects, need not look at all of it
         run.phase.timers.restart()
         INTERRUPTION.has_something_to_save(deadline(self.config.trainer.time_limit, self.config.trainer.grace_seconds))
@@ -64,8 +65,7 @@ class Trainer:
         metrics |= run.lap() | {"checkpoint/failed_saves": run.progress.failed_saves}
         run.observer.log(step, metrics)
         is_last = step == self.config.trainer.total_steps
-        if run.progress.store.is_written():
-            run.finish_save()
+        run.finish_save_if_written()
         if self._is_due(step, self.config.trainer.save_interval) or run.progress.is_overdue:
             in_background = self.config.trainer.async_save and not is_last
             run.save(in_background=in_background, may_fail=not is_last)  # here: what it covers has been logged
@@ -92,6 +92,7 @@ class Trainer:
         """From prompts to rows with their advantages, which are in flight then; the same rows at the components."""
         run = self.run
         batch, metrics = run.batches(step, run.phase)
+        run.finish_save_if_written()  # before what may fail now: what it has is safe then
         with run.phase("scatter"):
             scattered = run.models.scatter(batch)
         outputs = run.models.forward(scattered, run.phase)

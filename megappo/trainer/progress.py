@@ -22,7 +22,7 @@ Stateful = FixedKLController | AdaptiveKLController | RunningMoments
 
 
 class Progress:
-    """Finds the newest checkpoint at once; all ranks make it, and call `restore` and `save`, together.
+    """Finds the newest checkpoint at once; all ranks make it, and call its methods but `describe`, together.
 
     Attributes:
         checkpoint: the one to go on from; None in a folder without any.
@@ -114,15 +114,14 @@ class Progress:
             in_background=in_background,
         )
 
-    def finish_save(self) -> Path | None:
-        """Complete the checkpoint that is being written, if one is; its folder.
+    def finish_save(self) -> Path:
+        """Complete the checkpoint that is being written; its folder.
 
         Raises:
             CheckpointError, OtherRankError: it could not be written.
         """
-        path = self.store.finish()
-        self.checkpoint = path or self.checkpoint
-        return path
+        self.checkpoint = self.store.finish()
+        return self.checkpoint
 
     def has_failed(self) -> None:
         """A save has."""
@@ -175,7 +174,7 @@ class Progress:
 
 
 def _checked_state(checkpoint: Path, parts: dict[str, Stateful]) -> dict[str, Any]:
-    """state.json with everything that `Progress.save` writes.
+    """state.json with everything that `Progress.begin_save` writes.
 
     Raises:
         CheckpointError: it lacks something, or is of another step than its folder's name says.

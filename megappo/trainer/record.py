@@ -73,6 +73,8 @@ class Record:
             "weights_step": 0 if self.config.trainer.rollout_only else step - 1,
             "model": self.config.model.path,
             "sampling": _sampling(self.config),
+            "stop": list(self.config.rollout.stop),
+            "reward": self.config.reward.function,
             "prompts": list(indices),
         }
 

@@ -71,9 +71,14 @@ class Run:
         Raises:
             CheckpointError, OtherRankError: it could not be written, and may not fail.
         """
-        with self.phase("finish_save"), self._told(may_fail):
-            if path := self.progress.finish_save():
-                self.observer.message(f"checkpoint {path}")
+        if self.progress.store.is_saving:
+            with self.phase("finish_save"), self._told(may_fail):
+                self.observer.message(f"checkpoint {self.progress.finish_save()}")
+
+    def finish_save_if_written(self) -> None:
+        """`finish_save`, if it need not wait."""
+        if self.progress.store.is_written():
+            self.finish_save()
 
     @contextmanager
     def _told(self, may_fail: bool) -> Iterator[None]:
@@ -83,7 +88,7 @@ class Run:
             if not may_fail:
                 raise
             self.progress.has_failed()
-            self.observer.message(f"WARNING: {error}: training goes on, and saves after the next step")
+            self.observer.message(f"WARNING: {error}: it is tried again")
 
     def save_if_needed(self) -> None:
         """`save` if there is something that no checkpoint has; the engines are not needed any more."""

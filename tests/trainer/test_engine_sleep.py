@@ -139,8 +139,10 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
         eval_interval=0,
     )
     found = engines(asked)
-    save = {"failed_saves": 0, "is_overdue": False, "store": SimpleNamespace(is_written=lambda: False)}
-    save |= {"begin_save": lambda models, in_background: asked.append("save"), "finish_save": lambda: None}
+    save = {"failed_saves": 0, "is_overdue": False, "store": SimpleNamespace(is_written=lambda: False, is_saving=False)}
+    save |= {
+        "begin_save": lambda models, in_background: asked.append("save"),
+    }
     run = Run(
         *(config, found.exchange, None),
         models=SimpleNamespace(check_finite=lambda exchange: None),

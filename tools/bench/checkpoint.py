@@ -74,11 +74,11 @@ def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, float]:
         found["step"].append(step())
         found["save"].append(seconds(run.save))
         found["begin"].append(seconds(lambda: run.save(in_background=True)))
-        while True:
+        run.lap()
+        while run.progress.store.is_saving:
             found["beside"].append(step())
-            if run.progress.store.is_written():
-                break
-        found["finish"].append(seconds(run.finish_save))
+            run.finish_save_if_written()
+        found["finish"].append(run.phase.seconds("finish_save"))
     return {name: statistics.median(values) for name, values in found.items()}
 
 
