@@ -17,7 +17,7 @@ exit code tells.
 | a node that is lost | tests/run/test_nodes.py |
 
 All that is in this folder is `slow`. What every test run shows of it: the fixture `run` of tests/support/tiny_run.py
-(a rank killed in a step, everything in a save, SIGTERM), tests/run/test_endings.py, tests/run/test_resuming.py,
+(everything killed in a save, SIGTERM), tests/run/test_endings.py, tests/run/test_resuming.py,
 tests/trainer/test_interrupted.py, tests/trainer/test_not_finite.py, tests/trainer/test_saving.py, tests/launch,
 tests/checkpoint and tests/rewards.
 """

@@ -197,6 +197,7 @@ def test_a_changed_pin_asks_no_index_for_torch_again(tmp_path, indexes, set_up):
     assert installed(tmp_path, ".venv")["six"] == "2.0" and configured.asked == {"six"}
 
 
+@pytest.mark.slow  # of the environment for GPUs, which no run on a CPU takes
 def test_the_cpu_environment_has_transformer_engines_python_apart(tmp_path, indexes, set_up):
     configured, _ = indexes
     configured.add_torch("cpu", "+cpu")
@@ -255,6 +256,7 @@ def test_the_cuda_build_comes_from_pytorch_where_pip_finds_cpu_builds_alone(tmp_
     assert not (tmp_path / "repository" / ".venv").exists()
 
 
+@pytest.mark.slow  # of the environment for GPUs, which no run on a CPU takes
 def test_the_cuda_build_that_pip_finds_wins_over_pytorchs_and_over_a_cpu_build(tmp_path, indexes, set_up):
     configured, pytorch = indexes
     configured.add_torch("gpu", "+cpu")
@@ -326,6 +328,7 @@ def test_transformer_engine_is_built_with_the_headers_of_the_wheels(tmp_path, in
     assert includes.split(":") == ["/mine", *(f"{wheels}/{name}/include" for name in ("cu13", "cudnn", "nccl"))]
 
 
+@pytest.mark.slow  # of the environment for GPUs, which no run on a CPU takes
 def test_a_build_that_fails_ends_the_set_up_unless_transformer_engine_is_not_wanted(tmp_path, indexes, set_up):
     add_cuda(indexes[0])
     failed = set_up("gpu", TRANSFORMER_ENGINE="yes")

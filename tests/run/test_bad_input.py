@@ -81,6 +81,7 @@ def test_a_missing_model_a_layout_that_does_not_divide_and_a_folder_that_cannot_
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow  # tests/weights/test_load.py has what is said
 def test_a_model_with_a_weight_that_is_no_number(config, folder):
     model = shutil.copytree(config.parent / "model", folder / "model")
     weights = load_file(model / "model.safetensors")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from program import Program, logged
-from slow import slow_ones
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -88,8 +87,10 @@ def check_export(run: Path) -> None:
         assert tokenizer.decode(tokens, skip_special_tokens=True) == sample["response"]
 
 
-# Mixtures of experts train in tests/models/test_train_engine.py, and reach an engine in tests/sync/test_layouts.py.
-@pytest.mark.parametrize("family", slow_ones(MODELS, ("mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")))
+# All train in tests/models/test_train_engine.py, and reach an engine in tests/sync/test_layouts.py; test_extensions.py
+# has a run of another one.
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MODELS)
 def test_a_family_trains(family: str, config: Path, folder: Path) -> None:
     run, model = folder / "run", write_model(folder / "model", family)
     prompts = write_prompts(folder / "prompts.jsonl")

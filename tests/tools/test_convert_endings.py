@@ -188,7 +188,8 @@ def test_a_killed_rank(sources: dict[str, Path], target: Path, command: str, ran
     assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/launch has the signals, the tests above a conversion that is interrupted
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_torchrun_is_interrupted(sources: dict[str, Path], target: Path, number: signal.Signals) -> None:
     code, errors = ended(
         "hf-to-megatron", sources["hf-to-megatron"], target, lambda process: process.send_signal(number), ranks=2
