@@ -13,6 +13,7 @@ killed run leaves the one before it untouched. The folder must be on storage tha
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -74,6 +75,7 @@ class CheckpointStore:
         self.warn = warn if exchange.rank == 0 else lambda line: None
         self._damaged: set[Path] = set()
         self._saving: Saving | None = None
+        self._removal: threading.Thread | None = None
 
     def latest(self) -> Path | None:
         """The checkpoint to go on from, each of its files as it was written; None in a folder without any.
@@ -170,7 +172,7 @@ class CheckpointStore:
             for writing in saving.writings if saving.in_background else ():
                 self._finish(writing)
             write_sums(saving.partial, self.exchange, saving.sums)
-            self.exchange.on_rank_0(lambda: self._publish(saving.partial, saving.path))
+            self.exchange.on_rank_0(lambda: self._publish(saving))
         return saving.path
 
     @contextmanager
@@ -197,6 +199,8 @@ class CheckpointStore:
         return state
 
     def _prepare(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
+        if self._removal is not None:
+            self._removal.join()
         for leftover in self.folder.glob(f"*{PARTIAL}"):
             shutil.rmtree(leftover)
         for name in components:
@@ -216,13 +220,14 @@ class CheckpointStore:
                 error = failure
         self.exchange.raise_together(error)  # of which the ranks of other components know nothing
 
-    def _publish(self, partial: Path, path: Path) -> None:
+    def _publish(self, saving: Saving) -> None:
         """Give the checkpoint its name, then name it in `latest`, then remove what is old; a kill in between loses
         nothing."""
+        partial, path = saving.partial, saving.path
         for folder in (*(child for child in partial.iterdir() if child.is_dir()), partial):
             sync(folder)
         if path.exists():  # the same step, saved before a resume from an older checkpoint
-            _remove(path)
+            shutil.rmtree(_set_aside(path))
         partial.rename(path)
         sync(self.folder)
         self._damaged.discard(path)
@@ -230,12 +235,21 @@ class CheckpointStore:
         if pointer.is_dir():
             pointer.rename(pointer.with_name(f"{LATEST}.{path.name}"))
         write_durably(pointer, path.name + "\n")
-        if self.keep:
-            # Newer ones are there after going back to an older one; they must not push out what was just saved.
-            whole = [other for other in checkpoints_in(self.folder) if other not in self._damaged]
-            for old in [other for other in whole if position_of(other) <= position_of(path)][: -self.keep]:
-                if not self._stays(old):
-                    _remove(old)
+        old = [_set_aside(checkpoint) for checkpoint in self._old(path)]
+        # Takes long where files are large; what it leaves, the next save removes.
+        self._removal = threading.Thread(target=lambda: [shutil.rmtree(folder) for folder in old], daemon=True)
+        self._removal.start()
+        if not saving.in_background:
+            self._removal.join()
+
+    def _old(self, newest: Path) -> list[Path]:
+        """What need not be kept beside the newest."""
+        if not self.keep:
+            return []
+        # Newer ones are there after going back to an older one; they must not push out what was just saved.
+        whole = [other for other in checkpoints_in(self.folder) if other not in self._damaged]
+        before = [other for other in whole if position_of(other) <= position_of(newest)]
+        return [old for old in before[: -self.keep] if not self._stays(old)]
 
     def _stays(self, checkpoint: Path) -> bool:
         step, num_updates = position_of(checkpoint)
@@ -273,8 +287,8 @@ def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:
         ) from error
 
 
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; a kill meanwhile leaves none that looks whole."""
+def _set_aside(checkpoint: Path) -> Path:
+    """Take its name from a checkpoint, as half of it would look whole under that; returns where it is then."""
     partial = checkpoint.with_name(f"{checkpoint.name}.old{PARTIAL}")
     checkpoint.rename(partial)
-    shutil.rmtree(partial)
+    return partial
