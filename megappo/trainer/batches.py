@@ -34,12 +34,15 @@ class SampledBatches:
         self.sleep = sleep
         self.record = record
 
-    def __call__(self, step: int, phase: Phase) -> tuple[Batch, dict[str, Any]]:
-        """A step's rows at their owners, and metrics."""
+    def __call__(
+        self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
+    ) -> tuple[Batch, dict[str, Any]]:
+        """A step's rows at their owners, and metrics; `when_sampled` is called before the rewards, which may fail."""
         prompts = self.prompts.batch(step - 1)
         with phase("rollout"):
             responses = self.rollouts.respond(prompts)
             self.sleep()
+        when_sampled()
         with phase("reward"):
             batch, metrics = self.rollouts.collect(responses, prompts)
         num_tokens = metrics["rollout/num_tokens"]

@@ -91,8 +91,7 @@ class Trainer:
     def _begin(self, step: int) -> Mapping[str, Scattered]:
         """From prompts to rows with their advantages, which are in flight then; the same rows at the components."""
         run = self.run
-        batch, metrics = run.batches(step, run.phase)
-        run.finish_save_if_written()  # before what may fail now: what it has is safe then
+        batch, metrics = run.batches(step, run.phase, run.finish_save_if_written)
         with run.phase("scatter"):
             scattered = run.models.scatter(batch)
         outputs = run.models.forward(scattered, run.phase)

@@ -1,6 +1,6 @@
 """Rollouts on record: each step's scored rows in a file, to look at, and to train on again without engines."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -96,13 +96,16 @@ class Replay:
         self.vocab_size = vocab_size
         self.exchange = exchange
 
-    def __call__(self, step: int, phase: Phase) -> tuple[Batch, dict[str, Any]]:
+    def __call__(
+        self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
+    ) -> tuple[Batch, dict[str, Any]]:
         """A step's rows at their owners, each of which reads its own, and metrics.
 
         Raises:
             ConfigError: they were sampled otherwise, or lack what this run needs.
             RowsFileError: the file is damaged.
         """
+        when_sampled()
         with phase("replay"), RowsFile(rows_file(self.folder, step)) as file:
             if errors := self._errors(file):
                 raise ConfigError(*errors)

@@ -10,6 +10,8 @@ from faults import ON_RECORD, UPDATES, Point, Series
 from program import logged, trained_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+AT_ONCE = ("trainer.save_interval=1", "trainer.async_save=false")
+"""What a step has come to is there before the next one begins, and not only before its rewards."""
 SAVING = ("trainer.save_interval=1", "trainer.eval_interval=0", "trainer.export_hf=false")
 ONE_BY_ONE = "rollout.max_running_requests=4"
 """So that the engine is asked 32 times a step, and once after each sync, of which one is before the first step."""
@@ -49,7 +51,7 @@ ANSWERS = "megappo.rollout.client:_generations"
 
 def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):
     """With what was recorded meanwhile, a run that nothing happens to ends as this one has ended."""
-    series = Series(folder, config, f"trainer.record_rollouts={folder / 'record'}", *SAVING[:1], *ON_RECORD, *UPDATES)
+    series = Series(folder, config, f"trainer.record_rollouts={folder / 'record'}", *AT_ONCE, *ON_RECORD, *UPDATES)
     series.harm(Point("megappo.trainer.rollouts:Rollouts.sample", call=2, rank=0), "kill rank")
     assert series.latest == "step_00000001"
     series.harm(Point("megappo.trainer.rollouts:Rollouts.score"), "kill launcher")
