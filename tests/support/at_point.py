@@ -4,6 +4,7 @@ program's functions on one rank, before it or after. The program itself stays as
 AT_POINT says which, and what happens: a `faults.Point` and a name of FAULTS, as JSON.
 """
 
+import contextlib
 import functools
 import importlib
 import itertools
@@ -46,8 +47,9 @@ def kill_all(result: object) -> None:
 def kill_engine(result: object) -> None:
     """Which this rank owns: what of it serves HTTP."""
     for process in psutil.Process().children(recursive=True):
-        if "megappo.rollout.server" in process.cmdline():
-            process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by now
+            if "megappo.rollout.server" in process.cmdline():
+                process.kill()
 
 
 def ask(number: signal.Signals, result: object) -> object:
