@@ -16,7 +16,6 @@ from megappo.observe.life import LIFE
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
 _SHOWN = 3
-NONE_KNOWN: Mapping[str, str] = {}
 
 
 def new_sum() -> Any:
@@ -24,7 +23,7 @@ def new_sum() -> Any:
     return hashlib.sha256()
 
 
-def write_sums(checkpoint: Path, exchange: Exchange, known: Mapping[str, str] = NONE_KNOWN) -> None:
+def write_sums(checkpoint: Path, exchange: Exchange, known: Mapping[str, str]) -> None:
     """See that every file of a checkpoint is on the disk, and write their sums; all ranks share the files out.
 
     Args:

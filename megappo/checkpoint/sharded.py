@@ -51,9 +51,7 @@ class Writing:
         sums: path -> sum of each file that this rank has written.
     """
 
-    def __init__(
-        self, folder: Path, as_world: AbstractContextManager, strategy: "_InThisProcess", request: AsyncRequest
-    ):
+    def __init__(self, folder: Path, as_world: AsWorld, strategy: "_InThisProcess", request: AsyncRequest):
         self.sums = strategy.sums
         self._folder, self._as_world, self._strategy, self._request = folder, as_world, strategy, request
 

@@ -100,16 +100,10 @@ class CheckpointStore:
         return None
 
     def save(
-        self,
-        step: int,
-        components: Mapping[str, Checkpointed | None],
-        state: dict[str, Any],
-        *,
-        num_updates: int | None = None,
-        write_more: Callable[[Path], None] = lambda folder: None,
+        self, step: int, components: Mapping[str, Checkpointed | None], state: dict[str, Any], **more: Any
     ) -> Path:
-        """Write a checkpoint: `begin` and `finish`, without a copy of what is written."""
-        self.begin(step, components, state, num_updates=num_updates, write_more=write_more, in_background=False)
+        """Write a checkpoint at once: `begin`, whose further arguments it takes, without a copy, and `finish`."""
+        self.begin(step, components, state, **more, in_background=False)
         return self.finish()
 
     def begin(

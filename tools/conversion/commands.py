@@ -79,7 +79,7 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
                 if (args.input / name).is_file():
                     shutil.copyfile(args.input / name, folder / name)
         if components:
-            write_sums(folder, world.exchange)
+            write_sums(folder, world.exchange, known={})
     for source in sources:
         kept = "with the optimizer's state" if source.info.tensors.keys() - source.info.model.keys() else "weights only"
         tensor, pipeline = source.info.layout
