@@ -220,8 +220,8 @@ class CheckpointStore:
         partial, path = saving.partial, saving.path
         for folder in (*(child for child in partial.iterdir() if child.is_dir()), partial):
             sync(folder)
-        if path.exists():  # the same step, saved before a resume from an older checkpoint
-            shutil.rmtree(_set_aside(path))
+        # The same step may have been saved before a resume from an older checkpoint.
+        old = [_set_aside(path)] if path.exists() else []
         partial.rename(path)
         sync(self.folder)
         self._damaged.discard(path)
@@ -229,7 +229,7 @@ class CheckpointStore:
         if pointer.is_dir():
             pointer.rename(pointer.with_name(f"{LATEST}.{path.name}"))
         write_durably(pointer, path.name + "\n")
-        old = [_set_aside(checkpoint) for checkpoint in self._old(path)]
+        old += [_set_aside(checkpoint) for checkpoint in self._old(path)]
         # Takes long where files are large; what it leaves, the next save removes.
         self._removal = threading.Thread(target=lambda: [shutil.rmtree(folder) for folder in old], daemon=True)
         self._removal.start()
