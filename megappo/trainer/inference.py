@@ -31,6 +31,7 @@ class InferenceEngines:
         is_given: this rank owns an engine, and gives it its weights itself: no end elsewhere waits for it.
         weight_sync: the way of the actor's weights to the engines.
         probe: asks engines and actor about the same tokens.
+        sent: what the engines were last given.
     """
 
     exchange: Exchange
@@ -40,6 +41,7 @@ class InferenceEngines:
     weight_sync: WeightSync
     probe: Probe
     asleep: bool = False
+    sent: SyncStats = SyncStats()
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
         """Wake the engines with the actor's weights.
@@ -50,10 +52,10 @@ class InferenceEngines:
             `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and, if it was the probe's turn,
             `sync/log_prob_diff/{mean,max,warnings}`.
         """
-        stats = self.wake(changed=changed)
-        seconds = max(self.exchange.share(stats.seconds))
-        metrics = {"sync/bytes": stats.bytes, "sync/seconds": seconds}
-        return metrics | {"sync/gib_per_second": stats.bytes / 2**30 / seconds} | self.probe()
+        self.wake(changed=changed)
+        num_bytes, seconds = self.sent.bytes, max(self.exchange.share(self.sent.seconds))
+        metrics = {"sync/bytes": num_bytes, "sync/seconds": seconds}
+        return metrics | {"sync/gib_per_second": num_bytes / 2**30 / seconds} | self.probe()
 
     def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
         """The first one, with the proof that all of the engines' weights are the actor's.
@@ -90,7 +92,7 @@ class InferenceEngines:
         self.restarts.own.stop()
         self.exchange.share(None)
 
-    def wake(self, *, changed: bool = False) -> SyncStats:
+    def wake(self, *, changed: bool = False) -> None:
         """Give the engines their GPU memory back, and the weights: those that slept have none.
 
         First what the weights take, and the rest when the sync's buffers are gone, so that the peak is lower.
@@ -103,16 +105,11 @@ class InferenceEngines:
             EngineError: one has failed too often.
         """
         self._give_back(WEIGHTS)
-        all_are_up = not any(self.exchange.share(self._has_failed()))
-        if not all_are_up:
-            self._give_back(WORKING_MEMORY)
-            self._mend()
-        stats = self._send(changed=changed)
-        if all_are_up:
-            self._give_back(WORKING_MEMORY)
+        if not any(self.exchange.share(self._has_failed())):
+            self._send(changed=changed)
+        self._give_back(WORKING_MEMORY)
         self._mend()
         self.asleep = False
-        return stats
 
     @property
     def restarts(self) -> Restarts:
@@ -130,10 +127,10 @@ class InferenceEngines:
         self._mend()
         self.probe()
 
-    def _send(self, *, changed: bool = True) -> SyncStats:
+    def _send(self, *, changed: bool = True) -> None:
         """The actor's weights to the engines, as far as they are there."""
         with self.client.keeping_fault() if self.client is not None and self.is_given else nullcontext():
-            return self.weight_sync(changed=changed)
+            self.sent = self.weight_sync(changed=changed)
 
     def _has_failed(self) -> bool:
         """Whether this rank's engine has, in something it was asked for or meanwhile."""

@@ -100,9 +100,9 @@ def test_engines_that_are_ended_are_asked_for_nothing(asked):
 
 ANEW = ("stop", "restart")
 FAILS = {
-    "asleep": ("release", ["release_memory_occupation fails", "stop", *ANEW, "weights", "probe", "weights"]),
-    "meanwhile": ("/health", [WAKING[0], "/health fails", *ANEW, "weights", "probe", "weights"]),
-    "as it wakes": (WAKING[0], [f"{WAKING[0]} fails", *ANEW, "weights", "probe", "weights"]),
+    "asleep": ("release", ["release_memory_occupation fails", "stop", *ANEW, "weights", "probe"]),
+    "meanwhile": ("/health", [WAKING[0], "/health fails", *ANEW, "weights", "probe"]),
+    "as it wakes": (WAKING[0], [f"{WAKING[0]} fails", *ANEW, "weights", "probe"]),
     "in the sync": ("weights", [WAKING[0], "weights fails", *ANEW, "weights", "probe"]),
     "as it wakes wholly": (WAKING[2], [*WAKING[:2], f"{WAKING[2]} fails", *ANEW, "weights", "probe"]),
 }
