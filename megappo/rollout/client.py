@@ -74,10 +74,10 @@ class EngineClient:
     Args:
         url: http://host:port.
         api_key: the server's key; "" where it asks for none.
-        timeout: seconds one request may take.
+        timeout: seconds one request of `generate_async` may take.
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
-        hang_seconds: see `watch`.
+        hang_seconds: that any other request may take; see also `watch`.
     Raises:
         EngineError: (every method) the server does not answer or refuses; the message holds its reply.
     """
@@ -119,9 +119,9 @@ class EngineClient:
         self._kept(self._check_alive)
         self._kept(self._get, "/health")
 
-    def tensor_parallel(self) -> int:
-        """GPUs of the engine, over which its weights are cut."""
-        return self._get("/server_info")["tp_size"]
+    def server_args(self) -> dict[str, Any]:
+        """What the server was started with, by SGLang's names."""
+        return self._get("/server_info")
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """One response for each prompt (token ids), in order, in one request."""
@@ -194,10 +194,7 @@ class EngineClient:
             with contextlib.suppress(httpx.TransportError):
                 response = await http.get("/health_generate", timeout=self.hang_seconds)
                 seen = asked if response.status_code == 200 else seen
-        raise EngineFault(
-            f"{self.url} has shown no sign of life for {self.hang_seconds:g} s: if it was busy, raise watchdog_timeout "
-            "in rollout.server_args"
-        )
+        raise self._hangs()
 
     @contextlib.contextmanager
     def keeping_fault(self) -> Iterator[None]:
@@ -236,18 +233,27 @@ class EngineClient:
             return None
 
     def _get(self, path: str) -> Any:
-        try:
-            return self._checked(path, self._http.get(path))
-        except httpx.TransportError as error:
-            raise self._unreachable(path, error) from error
+        return self._ask("GET", path, None)
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
-            with LIFE.waiting():
-                response = self._http.post(path, json=body)
+            with LIFE.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait
+                response = self._http.request(method, path, json=body, timeout=self.hang_seconds)
+        except httpx.TimeoutException as error:
+            self._check_alive()
+            raise self._hangs(path) from error
         except httpx.TransportError as error:
             raise self._unreachable(path, error) from error
         return self._checked(path, response)
+
+    def _hangs(self, path: str = "") -> EngineFault:
+        return EngineFault(
+            f"{self.url}{path} has shown no sign of life for {self.hang_seconds:g} s: if it was busy, raise "
+            "watchdog_timeout in rollout.server_args"
+        )
 
     def _unreachable(self, path: str, error: httpx.TransportError) -> EngineError:
         self._check_alive()

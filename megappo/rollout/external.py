@@ -40,7 +40,9 @@ class ExternalEngine:
                 )
             LIFE.sign()
             time.sleep(POLL_SECONDS)
-        found, expected = client.tensor_parallel(), self._rollout.tensor_parallel
+        server_args = client.server_args()
+        client.hang_seconds = float(server_args["watchdog_timeout"])
+        found, expected = server_args["tp_size"], self._rollout.tensor_parallel
         if found != expected:
             raise EngineError(
                 f"rollout.engines: {self.url} has tensor parallelism {found}, rollout.tensor_parallel is {expected}: "

@@ -133,3 +133,14 @@ def test_a_fault_is_kept_where_that_is_asked_for_and_then_nothing_is_asked_any_m
         assert next(server.requests) == 0, "it was not asked"
         assert "another listens" in str(client.take_fault()) and client.take_fault() is None
         assert len(client.post("/generate", {"input_ids": [[1]]})) == 1
+
+
+@pytest.mark.parametrize("failure", ["hang", "deaf"])
+def test_an_engine_that_does_not_answer_has_failed_long_before_a_rollouts_time_is_over(failure):
+    requests = (EngineClient.sleep, EngineClient.wake, EngineClient.flush_cache, EngineClient.begin_weight_update)
+    probe = (lambda client: client.generate([[1]], SamplingParams(1)),)
+    health = (EngineClient.check_health,) if failure == "deaf" else ()
+    with EngineServer(failure) as server:
+        for request in (*requests, *probe, *health):
+            with pytest.raises(EngineFault, match="no sign of life for 0.6 s: .* raise watchdog_timeout in rollout"):
+                request(server.client())

@@ -11,7 +11,8 @@ from megappo.rollout.external import ExternalEngine
 def test_it_must_be_cut_as_the_config_says():
     with EngineServer() as server:
         url = f"http://127.0.0.1:{server.server_port}"
-        assert ExternalEngine(url, Rollout(tensor_parallel=2)).wait_ready().url == url
+        client = ExternalEngine(url, Rollout(tensor_parallel=2)).wait_ready()
+        assert client.url == url and client.hang_seconds == 7, "the server's own limit"
         with pytest.raises(EngineError, match="has tensor parallelism 2, rollout.tensor_parallel is 1: set it to 2"):
             ExternalEngine(url, Rollout()).wait_ready()
 

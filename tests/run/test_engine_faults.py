@@ -101,30 +101,33 @@ from megappo.{module} import {owner}
 original, calls = {owner}.{method}, []
 
 
-def once_the_engine_is_dead(self, *arguments, **more):
+def once_the_engine_is_harmed(self, *arguments, **more):
     calls.append(os.getenv("RANK"))
     if len(calls) == 3 and calls[0] == "0":
         for process in psutil.Process().children(recursive=True):
             if "scheduler" in process.name():
-                process.kill()
+                process.{harm}()
         time.sleep({seconds})
     return original(self, *arguments, **more)
 
 
-{owner}.{method} = once_the_engine_is_dead
+{owner}.{method} = once_the_engine_is_harmed
 """
 WHEN = {
     "after a rollout": {"module": "trainer.inference", "owner": "InferenceEngines", "method": "sleep", "seconds": 5},
     "in a sync": {"module": "sync.ipc", "owner": "HandleSender", "method": "_send", "seconds": 0},
     "before a probe": {"module": "trainer.probe", "owner": "Probe", "method": "__call__", "seconds": 0},
 }
+HANGS_AFTER = "rollout.server_args.watchdog_timeout=15"
 
 
-@pytest.mark.slow  # tests/trainer has what is done of an engine that fails then
+@pytest.mark.slow  # tests/rollout and tests/trainer have what is done of an engine that fails then
+@pytest.mark.parametrize("harm", ["kill", "suspend"])
 @pytest.mark.parametrize("when", WHEN)
-def test_a_crash_outside_a_rollout(when, config, folder):
-    (folder / "harm.py").write_text(OUTSIDE.format(**WHEN[when]))
-    arguments = (f"trainer.extensions={folder / 'harm.py'}", f"trainer.output_dir={folder / 'run'}", *ONE_BY_ONE)
+def test_a_crash_or_a_hang_outside_a_rollout(when, harm, config, folder):
+    (folder / "harm.py").write_text(OUTSIDE.format(**WHEN[when], harm=harm))
+    places = (f"trainer.extensions={folder / 'harm.py'}", f"trainer.output_dir={folder / 'run'}")
+    arguments = (*places, *ONE_BY_ONE, HANGS_AFTER)
     with Program(folder, config, *arguments) as program:
         assert program.wait() == 0, program.output
     assert "WARNING: engine 0 has failed (1 of 3 times in a row" in program.output
@@ -136,7 +139,7 @@ def test_a_crash_outside_a_rollout(when, config, folder):
 
 @pytest.mark.slow  # as above
 def test_a_run_whose_engine_is_lost_for_good_saves_before_it_ends(config, folder):
-    (folder / "harm.py").write_text(OUTSIDE.format(**WHEN["after a rollout"]))
+    (folder / "harm.py").write_text(OUTSIDE.format(**WHEN["after a rollout"], harm="kill"))
     run = folder / "run"
     arguments = (f"trainer.output_dir={run}", *ONE_BY_ONE, "rollout.max_engine_restarts=0")
     with Program(folder / "1", config, *arguments, f"trainer.extensions={folder / 'harm.py'}") as program:
