@@ -2,6 +2,7 @@
 checkpoint with one SGLang engine: an engine takes many seconds to start."""
 
 import functools
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ from weight_sources import push
 from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineClient
 from megappo.rollout.inference_engine import Engine
+
+# A shell starts what runs in its background with SIGINT ignored, and so would be all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["tiny_run", "network"]  # fixtures of whole runs
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -128,7 +129,9 @@ def test_no_rank_outlives_the_process_that_calls_it(number: signal.Signals | Non
         os.killpg(owner.pid, number) if number == signal.SIGINT else owner.send_signal(number)
     try:
         owner.communicate(timeout=60)
+        assert len(ranks) == 2
+        assert not psutil.wait_procs(ranks, timeout=10)[1]
     finally:
-        owner.kill()
-    assert len(ranks) == 2
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
+        for process in (owner, *ranks):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -274,8 +275,13 @@ def test_workers_die_with_their_parent_even_while_they_hold_the_interpreter(tmp_
         assert parent.stdout.readline() == b"ready\n"
         time.sleep(0.5)
         processes = psutil.Process(parent.pid).children(recursive=True)
-        parent.send_signal(ending)
-        parent.wait(10)
+        try:
+            parent.send_signal(ending)
+            parent.wait(10)
+            _, alive = psutil.wait_procs(processes, timeout=5)
+        finally:
+            for process in (parent, *processes):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
     assert len(processes) == 4, "two workers, each with its keeper"
-    _, alive = psutil.wait_procs(processes, timeout=5)
     assert not alive
