@@ -23,8 +23,11 @@ MAX_ERROR_BYTES = 2**18
 MAX_SCORE_BYTES = 32
 
 
-SECRETS = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|CREDENTIAL|AUTH|JWT)S?(_|$)", re.IGNORECASE)
-"""Found in the names of environment variables that hold secrets; TOKENIZERS_PARALLELISM is none."""
+SECRETS = re.compile(
+    r"((TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|CREDENTIAL|AUTH|JWT)S?|(^|_)(?!^PWD$)(PASS|PWD|PAT))(_|$)",
+    re.IGNORECASE,
+)
+"""Found in the names of environment variables that hold secrets; TOKENIZERS_PARALLELISM, PATH and PWD do not."""
 
 
 class WorkerError(Exception):

@@ -1,5 +1,8 @@
 """Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
 
+import os
+from collections.abc import Iterator
+
 from megappo.architecture.parsing import read_architecture
 from megappo.config.checks import config_errors
 from megappo.config.errors import ConfigError, shorten
@@ -43,14 +46,18 @@ def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | No
     return [*errors, *find_route(config, layouts, ranks_per_node).errors(on_gpus=False)]
 
 
-def _reward_errors(config: Config) -> list[str]:
+def _reward_errors(config: Config) -> Iterator[str]:
     try:
         error = missing_function(config.reward.function)
     except OSError as unusable:
         error = f"reward.function: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
     except ValueError as malformed:
         error = str(malformed)
-    return [error] if error else []
+    if error:
+        yield error
+    for name in config.reward.pass_env:
+        if name not in os.environ:
+            yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
 
 
 def shared_vocabulary(config: Config) -> int:

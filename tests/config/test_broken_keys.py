@@ -255,6 +255,7 @@ FILES = {
     "model.path=circle": "model.path: cannot look at circle: Too many levels of symbolic links: correct the path",
     "data.train_files=pipe.jsonl": "data.train_files: no file pipe.jsonl (looked in /",
     "reward.function=absent.py:score": "reward.function 'absent.py:score': no file absent.py",
+    "reward.pass_env=[PATH, ABSENT_KEY]": "reward.pass_env names 'ABSENT_KEY', which is not set here: set it",
     "trainer.output_dir=train.jsonl": "trainer.output_dir: train.jsonl is a file: name a folder",
     "actor.parallel.tensor=4": (
         "actor.parallel.tensor 4 does not divide num_key_value_heads 2 of model/config.json: 2 would"

@@ -177,8 +177,11 @@ def test_memory_within_the_limit_is_fine(tmp_path: Path):
             assert score(pool) == [2.0**29] * 3
 
 
-SECRETS = ("MEGAPPO_ENGINE_API_KEY", "HF_TOKEN", "AWS_ACCESS_KEY_ID", "db_password", "CREDENTIALS", "SSH_AUTH_SOCK")
-OTHERS = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES")
+SECRETS = (
+    *("MEGAPPO_ENGINE_API_KEY", "HF_TOKEN", "AWS_ACCESS_KEY_ID", "db_password", "CREDENTIALS", "SSH_AUTH_SOCK"),
+    *("DB_PASS", "DB_PWD", "GITHUB_PAT", "PAT_OF_BOT"),
+)
+OTHERS = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "PWD", "OLDPWD", "INFOPATH", "BYPASS_CACHE")
 
 
 def test_secrets_of_the_environment_stay_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -191,9 +194,9 @@ def test_secrets_of_the_environment_stay_out_of_it(tmp_path: Path, monkeypatch: 
         return [float(name in os.environ) for name in {(*OTHERS, "OPENAI_API_KEY")}]
     """
     with load(tmp_path, function(lines)) as pool:
-        assert score(pool, 4) == [1.0, 1.0, 1.0, 0.0]
+        assert score(pool, len(OTHERS) + 1) == [1.0] * len(OTHERS) + [0.0]
     with load(tmp_path, function(lines), pass_env=["OPENAI_API_KEY"]) as pool:
-        assert score(pool, 4) == [1.0] * 4
+        assert score(pool, len(OTHERS) + 1) == [1.0] * (len(OTHERS) + 1)
 
 
 @pytest.mark.parametrize("character", ["x", "\\u00e9", "\\U0001f600", "\\ud800", "\\n"])
