@@ -76,11 +76,13 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
     own = start_engine(config, layout, cleanup)
     datasets.check(exchange)
     record = Record(Path(config.trainer.record_rollouts), config, exchange)
-    num_written = record.num_written(datasets.train)
-    start = Progress(config, exchange).describe()
+    num_written, changed = record.going_on(datasets.train)
+    start = [Progress(config, exchange).describe()]
     if num_written:
-        start = f"going on after step {num_written}, which {record.folder} has"
-    observer = _observer(config, [start], num_written + 1 if num_written else 0, exchange, cleanup)
+        start = [f"going on after step {num_written}, which {record.folder} has"]
+    if changed:
+        start.append(f"step {num_written + 1} of {record.folder} is written anew: its {' and '.join(changed)} changed")
+    observer = _observer(config, start, num_written + 1 if num_written else 0, exchange, cleanup)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
     batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record)
     return RollingOut(config.trainer, num_written, exchange, batches, observer, Timers())

@@ -1,5 +1,6 @@
 """Rollouts on record: each step's scored rows in a file, to look at, and to train on again without engines."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -13,6 +14,7 @@ from megappo.checkpoint.durable import put_durably
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
+from megappo.rewards.pool import parse_spec
 from megappo.trainer.component import Batch
 from megappo.trainer.models import Phase
 
@@ -32,6 +34,7 @@ class Record:
         self.folder = folder
         self.config = config
         self.exchange = exchange
+        self._reward_file = _digest(config.reward.function)  # as the workers have loaded it
 
     def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int) -> None:
         """Write a step's rows, from wherever they are; all ranks together.
@@ -49,22 +52,26 @@ class Record:
         }
         self.exchange.on_rank_0(lambda: self._put(rows_file(self.folder, step), rows, facts))
 
-    def num_written(self, prompts: PromptDataset) -> int:
-        """How many steps, from the first on, it has as a run of this config would write them; all ranks together."""
+    def going_on(self, prompts: PromptDataset) -> tuple[int, list[str]]:
+        """How many steps, from the first on, it has as a run of this config would write them, and what the next one, if
+        it is there, depends on that has changed since; all ranks together."""
 
-        def count() -> int:
-            steps = range(1, self.config.trainer.total_steps + 1)
-            return next((step - 1 for step in steps if not self._has(step, prompts.indices(step - 1))), steps.stop - 1)
+        def look() -> tuple[int, list[str]]:
+            for step in range(1, self.config.trainer.total_steps + 1):
+                found, facts = self._found(step), self._facts(step, prompts.indices(step - 1))
+                if changed := [name for name, value in facts.items() if found.get(name) != value]:
+                    return step - 1, changed if found else []
+            return self.config.trainer.total_steps, []
 
-        return self.exchange.on_rank_0(count)
+        return self.exchange.on_rank_0(look)
 
-    def _has(self, step: int, indices: Sequence[int]) -> bool:
+    def _found(self, step: int) -> dict[str, Any]:
+        """A step's facts; none where it is missing or damaged."""
         try:
             with RowsFile(rows_file(self.folder, step)) as file:
-                found = file.facts
+                return file.facts
         except (FileNotFoundError, RowsFileError):
-            return False
-        return all(found.get(name) == value for name, value in self._facts(step, indices).items())
+            return {}
 
     def _facts(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
         """What a step's rollouts depend on; `indices` are of its prompts."""
@@ -75,6 +82,7 @@ class Record:
             "sampling": _sampling(self.config),
             "stop": list(self.config.rollout.stop),
             "reward": self.config.reward.function,
+            "reward_file": self._reward_file,
             "prompts": list(indices),
         }
 
@@ -136,6 +144,12 @@ class Replay:
             for field, need in NEEDED.items()
             if getattr(method, need) and field not in file.names
         ]
+
+
+def _digest(reward_function: str) -> str:
+    """Of the file that defines it; "" of a built-in."""
+    file, _ = parse_spec(reward_function)
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
 
 def _sampling(config: Config) -> dict[str, Any]:

@@ -69,6 +69,7 @@ def check_that_it_goes_on(config: Path, folder: Path, record: Path, *settings: s
     with Program(folder / "otherwise", config, *settings, "rollout.top_k=3", "trainer.total_steps=1") as program:
         assert program.wait() == 0, program.output
     assert "going on" not in program.output
+    assert f"step 1 of {record} is written anew: its sampling changed" in program.output
     first = record / "step_00000001.safetensors"
     assert first.stat().st_mtime_ns > kept[first]
 

@@ -22,11 +22,14 @@ BATCH = SimpleNamespace(at_rank_0=lambda exchange: ROWS)
 PROMPTS = SimpleNamespace(indices=lambda step: [2 * step, 2 * step + 1])
 
 
-def record(folder: Path, *, model: str = "m", top_k: int = -1, rollout_only: bool = True) -> Record:
+def record(
+    folder: Path, *, model: str = "m", top_k: int = -1, reward: str = "exact_match", rollout_only: bool = True
+) -> Record:
     config = Config.model_validate(
         {
             "model": {"path": model},
             "rollout": {"top_k": top_k},
+            "reward": {"function": reward},
             "data": {"train_files": ["f"], "train_batch_size": 2},
             "trainer": {"output_dir": "o", "total_steps": 4, "rollout_only": rollout_only},
         }
@@ -41,19 +44,34 @@ def write(into: Record, *steps: int) -> None:
 
 def test_steps_from_the_first_on_count_that_are_as_the_run_would_write_them(tmp_path):
     ours = record(tmp_path / "record")
-    assert ours.num_written(PROMPTS) == 0
+    assert ours.going_on(PROMPTS) == (0, [])
     write(ours, 1, 2, 4)
-    assert ours.num_written(PROMPTS) == 2, "the third is missing"
+    assert ours.going_on(PROMPTS) == (2, []), "the third is missing"
     write(ours, 3)
-    assert ours.num_written(PROMPTS) == 4
-    assert ours.num_written(SimpleNamespace(indices=lambda step: [step])) == 0, "of other prompts"
+    assert ours.going_on(PROMPTS) == (4, [])
+    assert ours.going_on(SimpleNamespace(indices=lambda step: [step])) == (0, ["prompts"])
     rows_file(ours.folder, 3).write_bytes(b"cut off")
-    assert ours.num_written(PROMPTS) == 2
+    assert ours.going_on(PROMPTS) == (2, [])
 
 
-@pytest.mark.parametrize("other", [{"model": "n"}, {"top_k": 3}, {"rollout_only": False}])
-def test_steps_that_were_sampled_otherwise_are_written_anew(tmp_path, other):
+OTHERWISE = {"model": "n", "top_k": 3, "rollout_only": False}
+CHANGED = {"model": "model", "top_k": "sampling", "rollout_only": "weights_step"}
+
+
+@pytest.mark.parametrize("key", OTHERWISE)
+def test_steps_that_were_sampled_otherwise_are_written_anew(tmp_path, key):
     ours = record(tmp_path)
     write(ours, 1, 2, 3, 4)
-    write(record(tmp_path, **other), 2)  # a run that trains has other weights by then
-    assert ours.num_written(PROMPTS) == 1
+    write(record(tmp_path, **{key: OTHERWISE[key]}), 2)  # a run that trains has other weights by then
+    assert ours.going_on(PROMPTS) == (1, [CHANGED[key]])
+
+
+def test_steps_that_were_scored_by_another_version_of_the_function_are_written_anew(tmp_path):
+    (tmp_path / "reward.py").write_text("def f(prompts, responses, labels): return [0.0] * len(labels)\n")
+    ours = record(tmp_path, reward=f"{tmp_path}/reward.py:f")
+    write(ours, 1)
+    assert ours.going_on(PROMPTS) == (1, [])
+    (tmp_path / "reward.py").write_text("def f(prompts, responses, labels): return [1.0] * len(labels)\n")
+    write(ours, 2)  # by workers that have loaded the one before
+    assert ours.going_on(PROMPTS) == (2, [])
+    assert record(tmp_path, reward=f"{tmp_path}/reward.py:f").going_on(PROMPTS) == (0, ["reward_file"])
