@@ -27,11 +27,12 @@ def write_sums(checkpoint: Path, exchange: Exchange, known: Mapping[str, str]) -
     """See that every file of a checkpoint is on the disk, and write their sums; all ranks share the files out.
 
     Args:
-        known: file name -> sum of files that this rank has written and knows to be on the disk.
+        known: path -> sum of files that this rank has written and knows to be on the disk.
     Raises:
         OSError, OtherRankError: a file cannot be read, or SHA256SUMS not written.
     """
-    sums = _over_ranks(exchange, known)
+    written = {Path(path).relative_to(checkpoint).as_posix(): digest for path, digest in known.items()}
+    sums = _over_ranks(exchange, written)
     names = exchange.on_rank_0(lambda: [name for name in files_of(checkpoint) if name not in sums])
     mine, error = {}, None
     try:

@@ -56,7 +56,7 @@ def load_model(
 
 def reshard(
     chunks: ModelChunks, groups: ComponentGroups, source: Path, info: ComponentInfo, target: Path, vocab_size: int
-) -> None:
+) -> dict[str, str]:
     """Write everything `source` holds, an optimizer's state included, cut for the layout of `chunks`.
 
     Args:
@@ -64,6 +64,8 @@ def reshard(
         info: of `source`.
         target: an existing folder.
         vocab_size: true vocabulary, without padding.
+    Returns:
+        path -> sum of each file that this rank has written.
     Raises:
         CheckpointError: as `load_model`, or the target cannot be written.
     """
@@ -78,7 +80,7 @@ def reshard(
         part: {key: replace(leaf, data=loaded[part][key]) for key, leaf in leaves.items()}
         for part, leaves in state.items()
     }
-    save_sharded({**loaded, **filled}, target, groups.as_world)
+    return save_sharded({**loaded, **filled}, target, groups.as_world)
 
 
 def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -41,11 +41,9 @@ class Saving:
 
     @property
     def sums(self) -> dict[str, str]:
-        """File name -> sum of each file that this rank has written."""
+        """Path -> sum of each file that this rank has written."""
         found = [writing.sums for writing in self.writings if writing is not None]
-        return {
-            Path(path).relative_to(self.partial).as_posix(): digest for sums in found for path, digest in sums.items()
-        }
+        return {path: digest for sums in found for path, digest in sums.items()}
 
     def _write(self) -> None:
         for writing in self.writings:

@@ -104,15 +104,18 @@ def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, *, cop
     return Writing(folder, as_world, strategy, request)
 
 
-def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> None:
+def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> dict[str, str]:
     """Write a component's sharded state into an existing folder; all its ranks together.
 
+    Returns:
+        `Writing.sums`.
     Raises:
         CheckpointError: as `Writing.finish`.
     """
     writing = begin_sharded(state, folder, as_world, copied=False)
     writing.write()
     writing.finish()
+    return writing.sums
 
 
 def _buckets(request: AsyncRequest) -> list[WriteBucket]:

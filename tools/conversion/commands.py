@@ -67,19 +67,20 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
     if not components and not is_component(args.input):
         raise UsageError(f"{args.input} is neither a converted model nor a training checkpoint (step_XXXXXXXX)")
     sources = [open_megatron(folder, args.hf_config) for folder in components or [args.input]]
+    sums: dict[str, str] = {}
     with world.staged(args.output) as folder, world.bar("resharding", len(sources), " components") as bar:
         for source in sources:
             target = folder / source.folder.name if components else folder
             world.together(lambda target=target: target.mkdir(exist_ok=True))
             chunks = world.build(source.architecture, source.dtype)
-            reshard(chunks, world.groups, source.folder, source.info, target, source.architecture.vocab_size)
+            sums |= reshard(chunks, world.groups, source.folder, source.info, target, source.architecture.vocab_size)
             bar.update()  # dist_checkpointing tells nothing while it works
         if world.rank == 0:
             for name in ("state.json", CONFIG_FILE, *COMPANIONS):
                 if (args.input / name).is_file():
                     shutil.copyfile(args.input / name, folder / name)
         if components:
-            write_sums(folder, world.exchange, known={})
+            write_sums(folder, world.exchange, sums)
     for source in sources:
         kept = "with the optimizer's state" if source.info.tensors.keys() - source.info.model.keys() else "weights only"
         tensor, pipeline = source.info.layout
