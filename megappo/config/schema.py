@@ -288,7 +288,7 @@ class Trainer(Section):
     num_samples: NonNegative = Field(4, description="rollouts printed and logged per evaluation")
     max_bad_steps: NonNegative = Field(3, description="so many optimizer steps in a row are skipped, with their rows kept in bad_steps/, where loss or gradients are not finite; one more ends the run")
     time_limit: PositiveFloat | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
-    grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save")
+    grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save; with async_save two saves must fit, as one may be on its way")
     record_rollouts: str | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
     replay_rollouts: str | None = Field(None, description="folder of such files to train on, in place of engines")
     rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")
