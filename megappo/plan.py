@@ -24,7 +24,7 @@ from megappo.config.plausibility import config_warnings
 from megappo.config.schema import MOST_RANKS, Config
 from megappo.estimate.fitting import fits, settled, settled_offloads
 from megappo.estimate.gpus import GIB, GPU, GPUS
-from megappo.estimate.memory import Cluster, MemoryEstimate
+from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
 from megappo.estimate.report import memory_table, misfits, time_table
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shapes
@@ -59,9 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             world_size = args.world_size or _world_size(config)
     except ConfigError as error:
         return _fail(error)
-    if world_size % args.nodes:
+    if args.nodes and world_size % args.nodes:
         parser.error(f"--nodes {args.nodes} does not divide the {counted(world_size, 'rank')}: each has as many")
-    ranks_per_node = world_size // args.nodes
+    ranks_per_node = world_size // (args.nodes or 1)
     print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
     is_arranged = not arrangement_errors(config, world_size, ranks_per_node)
     if is_arranged:
@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
     if args.gpu and is_arranged:
         try:
-            errors += config.located(_reckon(config, world_size, GPUS[args.gpu], args.suggest))
+            gpu, of_node = GPUS[args.gpu], ranks_per_node if args.nodes else GPUS_PER_NODE
+            errors += config.located(_reckon(config, Cluster(world_size, gpu.memory, of_node), gpu, args.suggest))
         except ConfigError as error:  # of a model's config.json, as was told already
             errors = errors or config.located(error.errors)
     elif args.gpu:
@@ -97,14 +98,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _reckon(config: Config, world_size: int, gpu: GPU, suggests: bool) -> list[str]:
+def _reckon(config: Config, cluster: Cluster, gpu: GPU, suggests: bool) -> list[str]:
     """Print what a run takes of the GPUs; why it does not fit them."""
-    cluster = Cluster(world_size, gpu.memory)
     asked, config = config, settled(config, cluster)
     memory = MemoryEstimate(config, cluster)
     for line in settled_offloads(asked, config):
         print(f"\n{line}")
-    print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated\n{memory_table(memory)}")
+    nodes = f"for nodes of {counted(cluster.gpus_per_node, 'GPU')}"
+    print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated {nodes}\n{memory_table(memory)}")
     if fits(memory):
         most, phase = memory.peak(memory.fullest)
         print(f"  it fits: {(gpu.memory - most) / GIB:.1f} GiB stay free of every GPU at least, in {phase}")
@@ -222,7 +223,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )
-    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="nodes of the run (default: 1)")
+    parser.add_argument(
+        "--nodes",
+        type=_count,
+        metavar="N",
+        help=f"nodes of the run (default: 1; of --gpu: as many as {GPUS_PER_NODE} GPUs on each make)",
+    )
     parser.add_argument("--all", action="store_true", help="look at every prompt (default: a sample of each file)")
     parser.add_argument("--gpu", type=str.lower, choices=GPUS, help="reckon memory and seconds on GPUs of this type")
     parser.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")

@@ -26,6 +26,7 @@ communicator."""
 PROCESS_BYTES, ENGINE_PROCESS_BYTES = 5 * GIB, 6 * GIB
 """Of host memory, assumed: a rank and an engine's process for a GPU, libraries and all."""
 GPUS_PER_NODE = 8
+"""Where nobody says."""
 STATE_BYTES_PER_PARAMETER = 12
 """Main parameter and moments in fp32, which a save copies to the hosts of the ranks that share them out."""
 ROLLOUT, SYNC, PROBE, SAVE = "rollout", "sync", "probe", "save"
@@ -41,11 +42,13 @@ class Cluster:
     Attributes:
         world_size: ranks, each with a GPU of its own.
         gpu_bytes: what a program can have of a GPU.
+        gpus_per_node: as many ranks share a node's memory and the links between its GPUs.
         shapes: of the models read so far.
     """
 
     world_size: int
     gpu_bytes: float
+    gpus_per_node: int = GPUS_PER_NODE
     shapes: Shapes = field(default_factory=Shapes)
 
 
@@ -126,7 +129,7 @@ class MemoryEstimate:
         for place, ranks in self.places.items():
             asleep = sum(sum(self.copied(name, stage).values()) for name, stage in place.stages)
             for rank in ranks:
-                node = nodes[rank // GPUS_PER_NODE]
+                node = nodes[rank // self.cluster.gpus_per_node]
                 node["processes"] += PROCESS_BYTES + place.has_engine * ENGINE_PROCESS_BYTES
                 node["what sleeps"] += asleep
         in_background = self.config.trainer.async_save  # else one component's copy goes before the next one's is made
@@ -188,7 +191,7 @@ class MemoryEstimate:
         for stage, size in enumerate(self.cluster.shapes.of(spec).stages(spec.parallel.value)):
             numbers = size.dense * layout.tensor + size.experts * layout.expert * layout.expert_tensor
             for rank in layout.ranks[stage * of_stage : (stage + 1) * of_stage]:
-                nodes[rank // GPUS_PER_NODE] += each * numbers / of_stage
+                nodes[rank // self.cluster.gpus_per_node] += each * numbers / of_stage
         return nodes
 
 

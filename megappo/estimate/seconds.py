@@ -11,7 +11,7 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.config.checks import longest_row
 from megappo.estimate.flops import TRAINING
 from megappo.estimate.gpus import GPU
-from megappo.estimate.memory import GPUS_PER_NODE, ROLLOUT, SAVE, SYNC, MemoryEstimate, Place
+from megappo.estimate.memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, Place
 from megappo.estimate.shapes import Shape
 from megappo.placement.layout import Layout
 from megappo.placement.uses import Use
@@ -111,7 +111,8 @@ class TimeEstimate:
         return self.memory.splits[name].optimizer_steps * exchanged / (self._bandwidth(layout.ranks) * LINK_SHARE)
 
     def _bandwidth(self, ranks: Sequence[int]) -> float:
-        return self.gpu.link if ranks[-1] // GPUS_PER_NODE == ranks[0] // GPUS_PER_NODE else self.gpu.network
+        of_node = self.memory.cluster.gpus_per_node
+        return self.gpu.link if ranks[-1] // of_node == ranks[0] // of_node else self.gpu.network
 
     def _rollout(self) -> float:
         """Decoding, in turns of as many sequences as an engine holds at a time, each reading weights and cache; and the

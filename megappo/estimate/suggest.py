@@ -13,7 +13,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import AUTO, differences, fits, settled
 from megappo.estimate.gpus import GIB, GPU
-from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
+from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.estimate.report import written_seconds
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shape
@@ -36,9 +36,9 @@ def best_layouts(config: Config, cluster: Cluster, gpu: GPU) -> list[TimeEstimat
     """At most SHOWN: of layouts that all models share, and of the best of these with another one for the critic."""
     config = config.changed("placement.rollout", "all")
     policy = cluster.shapes.at(config.model.path).architecture
-    ways = [ways for ways in _powers(GPUS_PER_NODE) if not any(engine_fit_errors(policy, ways))]
+    ways = [ways for ways in _powers(cluster.gpus_per_node) if not any(engine_fit_errors(policy, ways))]
     specs = components_of(config)
-    shared = _layouts([cluster.shapes.of(spec) for spec in specs.values()], cluster.world_size)
+    shared = _layouts([cluster.shapes.of(spec) for spec in specs.values()], cluster)
     found = _best(
         (
             _tried(_everywhere(config, layout, recompute).changed("rollout.tensor_parallel", tensor), cluster, gpu)
@@ -46,7 +46,7 @@ def best_layouts(config: Config, cluster: Cluster, gpu: GPU) -> list[TimeEstimat
         ),
         REFINED,
     )
-    others = _layouts([cluster.shapes.of(specs["critic"])], cluster.world_size) if "critic" in specs else ()
+    others = _layouts([cluster.shapes.of(specs["critic"])], cluster) if "critic" in specs else ()
     changed = [_reopened(one.config).changed("critic.parallel", layout) for layout, one in product(others, found)]
     return _best([*found, *(_tried(one, cluster, gpu) for one in changed)], SHOWN)
 
@@ -67,13 +67,14 @@ def _reopened(config: Config) -> Config:
     return config
 
 
-def _layouts(shapes: list[Shape], world_size: int) -> Iterator[Parallel]:
+def _layouts(shapes: list[Shape], cluster: Cluster) -> Iterator[Parallel]:
     """Those that all of some models fit in: tensor parallelism within a node, experts over ranks of a stage."""
     experts = max(shape.architecture.num_experts for shape in shapes)
-    for tensor, pipeline, expert in product(_powers(GPUS_PER_NODE), _powers(MOST_STAGES), _powers(max(experts, 1))):
+    of_node = cluster.gpus_per_node
+    for tensor, pipeline, expert in product(_powers(of_node), _powers(MOST_STAGES), _powers(max(experts, 1))):
         parallel = Parallel(tensor=tensor, pipeline=pipeline, expert=expert, sequence=tensor > 1)
         cut = pipeline * lcm(tensor, expert)
-        if world_size % cut == 0 and not any(any(fit_errors(shape.architecture, parallel)) for shape in shapes):
+        if cluster.world_size % cut == 0 and not any(any(fit_errors(shape.architecture, parallel)) for shape in shapes):
             yield parallel
 
 

@@ -87,6 +87,15 @@ def test_auto_offloads_what_does_not_fit(plan: Plan) -> None:
     assert "actor.offload auto: nothing" in small.stdout
 
 
+def test_a_node_has_eight_gpus_unless_the_nodes_are_counted(plan: Plan) -> None:
+    hosts = {}
+    for of_node, words in {8: (), 4: ("--nodes", "8")}.items():
+        done = plan("qwen3_30b_a3b_4node.yaml", *words)
+        assert f"estimated for nodes of {of_node} GPUs\n" in done.stdout
+        hosts[of_node] = float(re.search(r"host memory of the fullest node, about ([\d,.]+) GiB", done.stdout)[1])
+    assert hosts[4] == pytest.approx(hosts[8] / 2, rel=1e-3)
+
+
 def test_what_no_key_can_mend_says_so(plan: Plan) -> None:
     done = plan("llama3.1_70b_8node.yaml", "placement.actor=0-7", "placement.critic=0-7", "placement.rollout=0-7",
                 "actor.parallel.pipeline=1", "rollout.mem_fraction_static=0.6")  # fmt: skip
