@@ -155,9 +155,10 @@ class EngineClient:
         self.flush_cache()
 
     def weight_checksums(self) -> list[dict[str, str]]:
-        """For each of the engine's ranks: name in SGLang's model -> checksum of its part of the weight."""
-        ranks = self.post("/weights_checker", {"action": "checksum"})["ranks"]
-        return [rank["checksums"] for rank in ranks]
+        """For each of the engine's ranks: name in SGLang's model -> checksum of its part of the weight. None where a
+        fault is kept."""
+        reply = self.post("/weights_checker", {"action": "checksum"})
+        return [] if reply is None else [rank["checksums"] for rank in reply["ranks"]]
 
     def reset_weights(self) -> None:
         """Put random numbers in place of all weights."""
@@ -272,8 +273,10 @@ class EngineClient:
             reply = response.json() if is_json and response.content else None
         except ValueError as error:
             raise EngineFault(f"{self.url}{path} answered what is no JSON ({error}): {response.text[:500]}") from error
-        if response.status_code != 200 or (isinstance(reply, dict) and reply.get("success") is False):
-            kind = EngineFault if response.status_code >= 500 else EngineError  # the request's own fault stays one
+        in_vain = isinstance(reply, dict) and reply.get("success") is False
+        if response.status_code != 200 or in_vain:
+            is_fault = response.status_code >= 500 or in_vain  # the request's own fault stays one
+            kind = EngineFault if is_fault else EngineError
             raise kind(f"{self.url}{path} refused (HTTP {response.status_code}): {response.text}")
         return reply
 

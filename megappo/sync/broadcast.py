@@ -1,7 +1,12 @@
 """Weights for engines on other GPUs, broadcast by one of the actor's ranks to all ranks of the engines."""
 
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
+from functools import partial
+from threading import Thread
 from urllib.parse import urlsplit
 
 import torch
@@ -13,10 +18,9 @@ from megappo.rollout.client import EngineClient
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, NamedTensors
 
-
-def group_name(port: int) -> str:
-    """Of a group whose members meet at this port; of each a name of its own, as torch wants it."""
-    return f"megappo_weights_{port}"
+POLL_SECONDS = 0.1
+NOTICE_SECONDS = 30.0
+"""After which its owner knows that an engine has ended: what gloo says of it, it says at once."""
 
 
 def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
@@ -33,13 +37,12 @@ def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
     )
 
 
-def join(store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> ProcessGroup:
+def join(name: str, store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> ProcessGroup:
     """Rank 0 of a group whose other members are engines' ranks; returns when all have joined.
 
     torch makes groups of one torchrun world only, but for this function without a public name, by which SGLang
     (init_custom_process_group) makes its side.
     """
-    name = group_name(store.port)
     group, _ = distributed_c10d._new_process_group_helper(
         world_size,
         0,
@@ -52,20 +55,62 @@ def join(store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> 
     return group
 
 
+class Breakage:
+    """By which the owners of engines tell their sender that one has failed.
+
+    Args:
+        group_name: of the group that is broken then.
+    """
+
+    def __init__(self, group_name: str):
+        store = distributed_c10d._get_default_store()  # torchrun's; no public way to it
+        self._store = store.clone()  # one that the main thread waits with would not answer
+        self._key = f"{group_name}/broken"
+
+    def tell(self) -> None:
+        self._store.set(self._key, "")
+
+    def is_told(self) -> bool:
+        return self._store.check([self._key])
+
+
 class BroadcastSender(Sender):
-    """Broadcasts to the ranks of all engines that take this transport. They meet here, when first opened."""
+    """Broadcasts to the ranks of all engines that take this transport. They meet here, when first opened.
+
+    Once an engine fails it leaves off: the others then fail as well, or hang, and all get the weights another time.
+    """
 
     def __init__(self, link: Link):
         self.timeout = timedelta(seconds=link.config.trainer.process_group_timeout_seconds)
         self.world_size = _world_size(link)
         self._store = open_store(_own_host(link.config.rollout.engines), self.world_size, self.timeout)
         self._group: ProcessGroup | None = None
-        self.address = self._store.host, self._store.port
+        self._name = f"megappo_weights_{secrets.token_hex(4)}"  # of each a name of its own, as torch wants it
+        self._breakage = Breakage(self._name)
+        self.address = self._store.host, self._store.port, self._name
 
     def open(self, in_place: NamedTensors) -> None:
-        self._group = self._group or join(self._store, self.world_size, self.timeout, _backend())
+        if self._group is None:
+            self._unless_broken(self._join)
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        self._unless_broken(partial(self._broadcast, flat))
+
+    def _unless_broken(self, call: Callable[[], object]) -> None:
+        """Have it done as long as all engines are well: for one that is not, it may wait for ever."""
+        if self._breakage.is_told():
+            return
+        done = _on_a_thread(call)
+        while not wait([done], POLL_SECONDS).done:
+            if self._breakage.is_told():
+                self.abandon()
+                return
+        done.result()
+
+    def _join(self) -> None:
+        self._group = join(self._name, self._store, self.world_size, self.timeout, _backend())
+
+    def _broadcast(self, flat: torch.Tensor) -> None:
         if not flat.is_cuda:
             self._group.broadcast(flat, 0).wait()
             return
@@ -75,8 +120,9 @@ class BroadcastSender(Sender):
             torch.cuda.current_stream().synchronize()  # else the memory might be used again meanwhile
 
     def abandon(self) -> None:
-        if self._group is not None:
-            self._group.abort()  # to destroy it would wait for members that are gone
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # to destroy it would wait for members that are gone
 
 
 class BroadcastReceiver(Receiver):
@@ -84,9 +130,9 @@ class BroadcastReceiver(Receiver):
 
     def __init__(self, link: Link, client: EngineClient):
         self.client = client
-        (host, port), ranks = link.address, link.config.rollout.tensor_parallel
+        (host, port, self._name), ranks = link.address, link.config.rollout.tensor_parallel
         members = {"world_size": _world_size(link), "rank_offset": 1 + link.number * ranks, "backend": _backend()}
-        self._name = group_name(port)
+        self._breakage = Breakage(self._name)
         self._group = {"group_name": self._name, "master_address": host, "master_port": port, **members}
         self._joined = False
 
@@ -95,6 +141,7 @@ class BroadcastReceiver(Receiver):
             self.client.post("/init_weights_update_group", self._group)  # returns when all have joined
             self._joined = True
         self.client.begin_weight_update()
+        self._tell_fault()
 
     def send(self, bucket: Bucket) -> None:
         body = {
@@ -106,9 +153,30 @@ class BroadcastReceiver(Receiver):
             "flush_cache": False,
         }
         self.client.post("/update_weights_from_distributed", body)
+        self._tell_fault()
 
     def close(self) -> None:
         self.client.end_weight_update()
+
+    def _tell_fault(self) -> None:
+        if self.client.has_failed:
+            self._breakage.tell()
+
+
+def _on_a_thread(call: Callable[[], object]) -> Future[None]:
+    """Begin what may never end, on a thread that no end of the process waits for."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+            done.set_result(None)
+        except Exception as error:
+            time.sleep(NOTICE_SECONDS)
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return done
 
 
 def _world_size(link: Link) -> int:

@@ -37,6 +37,8 @@ def verified_sync(
     if client is None:
         return
     synced = client.weight_checksums()
+    if client.has_failed:  # nothing is proven of an engine that is to be started anew
+        return
     for rank, (before, without, now) in enumerate(zip(loaded, spoiled, synced, strict=True)):
         unset = [name for name, checksum in now.items() if checksum == without[name]]
         changed = [name for name, checksum in now.items() if as_loaded and checksum != before[name]]

@@ -75,7 +75,12 @@ class Sender:
 
 
 class Receiver:
-    """The end of a rank that owns an engine, which gets the weights from elsewhere."""
+    """The end of a rank that owns an engine, which gets the weights from elsewhere.
+
+    Of an engine that fails meanwhile nothing raises: its client answers None from then on, for `open`, `send` and
+    `close` to go on in step with other ranks, and afterwards it is started anew and all is sent once more. A sender
+    must not wait for it for ever.
+    """
 
     def open(self) -> None:
         """Before the first bucket."""

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,7 +28,6 @@ class InferenceEngines:
     Attributes:
         client: of the engine this rank owns; None on the others.
         sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
-        is_given: this rank owns an engine, and gives it its weights itself: no end elsewhere waits for it.
         weight_sync: the way of the actor's weights to the engines.
         probe: asks engines and actor about the same tokens.
         sent: what the engines were last given.
@@ -37,7 +36,6 @@ class InferenceEngines:
     exchange: Exchange
     client: EngineClient | None
     sleeps: bool
-    is_given: bool
     weight_sync: WeightSync
     probe: Probe
     asleep: bool = False
@@ -58,15 +56,19 @@ class InferenceEngines:
         return metrics | {"sync/gib_per_second": num_bytes / 2**30 / seconds} | self.probe()
 
     def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
-        """The first one, with the proof that all of the engines' weights are the actor's.
+        """The first one, with the proof that all of the engines' weights are the actor's: until no engine fails in it.
 
         Args:
             verify, as_loaded: see `verified_sync`.
         """
-        if verify:
-            verified_sync(self.weight_sync, self.client, barrier=lambda: self.exchange.share(None), as_loaded=as_loaded)
-        else:
-            self.weight_sync()
+        barrier, is_proven = (lambda: self.exchange.share(None)), False
+        while not is_proven:
+            with self._keeping_fault():
+                if verify:
+                    verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=as_loaded)
+                else:
+                    self.weight_sync()
+            is_proven = not self._mended()
         self.probe()
 
     def check_rollouts(self, difference: float) -> dict[str, int]:
@@ -129,8 +131,12 @@ class InferenceEngines:
 
     def _send(self, *, changed: bool = True) -> None:
         """The actor's weights to the engines, as far as they are there."""
-        with self.client.keeping_fault() if self.client is not None and self.is_given else nullcontext():
+        with self._keeping_fault():
             self.sent = self.weight_sync(changed=changed)
+
+    def _keeping_fault(self) -> AbstractContextManager[None]:
+        """Of this rank's engine, while other ranks wait for what this one does."""
+        return nullcontext() if self.client is None else self.client.keeping_fault()
 
     def _has_failed(self) -> bool:
         """Whether this rank's engine has, in something it was asked for or meanwhile."""
@@ -142,8 +148,12 @@ class InferenceEngines:
 
     def _mend(self) -> None:
         """Have the engines that have failed started anew, and given the weights."""
-        while self.restarts.mended(None if self.client is None else self.client.take_fault()):
+        while self._mended():
             pass
+
+    def _mended(self) -> bool:
+        """Whether there were any."""
+        return self.restarts.mended(None if self.client is None else self.client.take_fault())
 
     def _give_back(self, memory: Sequence[str]) -> None:
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
@@ -186,8 +196,7 @@ def connect(
     sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
     ends = (models.actor.engine, rollouts.client)
     make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange)
-    is_given = rollouts.engine_number is not None and route.engines[rollouts.engine_number].entry.sender is None
-    engines = InferenceEngines(exchange, rollouts.client, sleeps, is_given, make_sync(), probe)
+    engines = InferenceEngines(exchange, rollouts.client, sleeps, make_sync(), probe)
 
     def give_weights() -> None:
         with phase("sync"):

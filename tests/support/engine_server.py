@@ -35,7 +35,7 @@ class EngineServer(ThreadingHTTPServer):
 
     Attributes:
         failure: of every request after `num_well` of them: of NONSENSE, or "no JSON", "crash", "hang" (of what
-            computes; "deaf": of what serves, too), "refusal", "error".
+            computes; "deaf": of what serves, too), "refusal", "error", "in vain".
     """
 
     daemon_threads = True
@@ -80,6 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif failure in ("refusal", "error"):
             self._answer(400 if failure == "refusal" else 500, b'{"error": "why"}')
+        elif failure == "in vain":
+            self._answer(400, b'{"success": false, "message": "why"}')
         elif failure == "no JSON":
             self._answer(200, b"<html>")
         else:

@@ -64,7 +64,7 @@ def engines(asked: list[str], *, sleeps: bool = True) -> InferenceEngines:
     own = SimpleNamespace(stop=lambda: asked.append("stop"), restart=lambda: asked.append("restart"))
     own.number, own.part_of = 0, None
     restarts = Restarts(own, exchange, NullObserver(), limit=3)
-    found = InferenceEngines(exchange, Recorder(asked), sleeps, True, weight_sync, probe)
+    found = InferenceEngines(exchange, Recorder(asked), sleeps, weight_sync, probe)
     probe.rollouts = SimpleNamespace(restarts=restarts)
     restarts.give_weights = lambda: found.reconnect(lambda: found.weight_sync)
     weight_sync.senders = []
@@ -121,6 +121,17 @@ def test_an_engine_that_fails_outside_a_rollout_is_started_anew(asked, fails, ex
     found.sleep()
     found.wake()
     assert "restart" not in asked and asked.count("weights") == 1
+
+
+@pytest.mark.parametrize("fails", ["weights_checker checksum", "weights_checker reset", "weights"])
+def test_an_engine_that_fails_in_the_first_sync_is_started_anew_and_the_sync_proven_then(asked, fails):
+    found = engines(asked)
+    found.client.fails = fails
+    found.first_sync(verify=True, as_loaded=True)
+    told = [line for line in asked if line not in ("empty_cache", "barrier")]
+    [failed] = [number for number, line in enumerate(told) if line.endswith("fails")]
+    checksum, reset = "weights_checker checksum", "weights_checker reset_tensors"
+    assert told[failed + 1 :] == [*ANEW, "weights", "probe", checksum, reset, checksum, "weights", checksum, "probe"]
 
 
 class Steps(Trainer):

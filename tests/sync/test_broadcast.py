@@ -1,0 +1,65 @@
+"""The rank that broadcasts, and engines that fail meanwhile; what it broadcasts otherwise, tests/run/test_transports.py
+shows."""
+
+import time
+from datetime import timedelta
+from threading import Thread
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_server import EngineServer
+from spawn import run_ranks
+from torch.distributed import TCPStore, distributed_c10d
+from weight_sources import SECTIONS, specs
+
+from megappo.config.schema import Config
+from megappo.rollout.client import EngineFault
+from megappo.sync.broadcast import BroadcastReceiver, BroadcastSender
+from megappo.sync.transport import Link
+
+TIMEOUT = timedelta(seconds=20)
+WEIGHTS = torch.zeros(50 * 2**20, dtype=torch.uint8)
+"""More than connections hold of what nobody reads."""
+
+
+def join(address: tuple[str, int, str]) -> None:
+    """As an engine does, which then takes nothing."""
+    host, port, name = address
+    store = distributed_c10d.PrefixStore(name, TCPStore(host, port, timeout=TIMEOUT))
+    distributed_c10d._new_process_group_helper(2, 1, [], dist.Backend("gloo"), store, group_name=name, timeout=TIMEOUT)
+
+
+def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
+    """Rank 0 sends to the engine of rank 1, which hangs after so many requests."""
+    sections = SECTIONS | {"trainer": {"output_dir": "o", "process_group_timeout_seconds": TIMEOUT.seconds}}
+    link = {"config": Config.model_validate(sections), "architecture": None, "bucket_bytes": 1, "num_engines": 1}
+    sender = BroadcastSender(Link(**link)) if rank == 0 else None
+    told: list[tuple[str, int, str] | None] = [None, None]
+    dist.all_gather_object(told, sender.address if sender is not None else None)
+    bucket, started = specs([("weights", WEIGHTS)]), time.monotonic()
+    if sender is not None:
+        sender.open([])
+        for _ in range(2):
+            sender.send(bucket, WEIGHTS)
+        sender.close()
+        assert time.monotonic() - started < TIMEOUT.seconds / 2, "it waited for an engine that hangs"
+        sender.abandon()
+        return
+    if num_well:
+        Thread(target=join, args=told[:1], daemon=True).start()
+    with EngineServer("hang", num_well) as server:
+        client = server.client()
+        receiver = BroadcastReceiver(Link(**link, address=told[0]), client)
+        with client.keeping_fault():
+            receiver.open()
+            for _ in range(2):
+                receiver.send(bucket)
+            receiver.close()
+        assert isinstance(client.take_fault(), EngineFault)
+
+
+@pytest.mark.parametrize("num_well", [0, 2])
+def test_nobody_waits_for_an_engine_that_hangs(num_well: int) -> None:
+    """As it is to join, and when it is to take the weights."""
+    run_ranks(2, lose_an_engine, num_well)
