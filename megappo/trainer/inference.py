@@ -84,9 +84,11 @@ class InferenceEngines:
         if self.client is not None and self.sleeps:
             with self.client.keeping_fault():
                 self.client.sleep()
-            if self.client.has_failed:
-                self.restarts.own.stop()  # what is left of it may have memory; when they are to wake it is started anew
-        self.exchange.share(None)
+        has_failed = self.client is not None and self.client.has_failed
+        failed = set(self.exchange.share(self.restarts.own.number if has_failed else None)) - {None}
+        if failed:  # what is left of them, on all their nodes, may have memory; as they are to wake they start anew
+            self.restarts.stopped(failed)
+            self.exchange.share(None)
 
     def end(self) -> None:
         """`sleep` for good, also of engines that hang or have ended: those that the run has started are ended."""

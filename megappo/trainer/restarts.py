@@ -1,6 +1,6 @@
 """Engines that fail are started anew, and get the weights of the others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megappo import platform
 from megappo.batch.exchange import Exchange, OtherRankError
@@ -63,9 +63,7 @@ class Restarts:
             return False
         for _, text in told:
             self.observer.message(text)
-        is_mine = not {self.own.number, self.own.part_of}.isdisjoint(number for number, _ in told)
-        if is_mine:
-            self.own.stop()  # all parts of an engine before the first starts anew, and would find an old one
+        is_mine = self.stopped(number for number, _ in told)  # all parts before the first would find an old one
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
         lost = self._restart() if is_mine else ""
@@ -74,6 +72,13 @@ class Restarts:
         self._count += len(told)
         self.give_weights()
         return True
+
+    def stopped(self, engines: Iterable[int]) -> bool:
+        """End what this rank has of these engines, the whole of one or a part; whether there is any."""
+        is_mine = not {self.own.number, self.own.part_of}.isdisjoint(engines)
+        if is_mine:
+            self.own.stop()
+        return is_mine
 
     def _restart(self) -> str:
         """Why this rank's engine does not start; "" if it does."""

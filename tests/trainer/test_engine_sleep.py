@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
+from spawn import run_ranks
 
+from megappo.batch.exchange import Exchange
 from megappo.observe.observer import NullObserver
 from megappo.rollout.client import EngineClient, EngineFault
 from megappo.sync.sync import SyncStats
@@ -132,6 +135,23 @@ def test_an_engine_that_fails_in_the_first_sync_is_started_anew_and_the_sync_pro
     [failed] = [number for number, line in enumerate(told) if line.endswith("fails")]
     checksum, reset = "weights_checker checksum", "weights_checker reset_tensors"
     assert told[failed + 1 :] == [*ANEW, "weights", "probe", checksum, reset, checksum, "weights", checksum, "probe"]
+
+
+def fall_asleep(rank: int, world_size: int) -> None:
+    """Rank 0 owns an engine of which rank 1 has a part, on another node; rank 2 owns another engine."""
+    asked: list[str] = []
+    found = engines(asked)
+    found.exchange, own = Exchange(dist.group.WORLD), found.restarts.own
+    own.number, own.part_of = (0, None, 1)[rank], (None, 0, None)[rank]
+    found.client.fails = "release" if rank == 0 else ""
+    if rank == 1:
+        found.client = None
+    found.sleep()
+    assert ("stop" in asked) == (rank < 2)
+
+
+def test_of_an_engine_that_fails_as_it_falls_asleep_no_part_keeps_its_memory():
+    run_ranks(3, fall_asleep)
 
 
 class Steps(Trainer):
