@@ -13,48 +13,22 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch.distributed as dist
 from same_numbers import build, settings
-from transformers import AutoConfig, AutoModelForCausalLM
+from timed import seconds, write_llama
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.trainer.loop import Trainer
 from megappo.trainer.run import Run
 
-HIDDEN, FFN, VOCABULARY = 512, 2048, 4096
+HIDDEN, VOCABULARY = 512, 4096
 SAVED_BYTES = 16  # of each parameter: the model's, the main one and two moments, in fp32
 COMPONENTS = 2
-
-
-def write_model(folder: Path, megabytes: int) -> None:
-    """A random Llama of which checkpoints of actor and critic together take about this much."""
-    per_layer = 4 * HIDDEN**2 + 3 * HIDDEN * FFN
-    numbers = megabytes * 2**20 / SAVED_BYTES / COMPONENTS - 2 * VOCABULARY * HIDDEN
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_hidden_layers=max(1, round(numbers / per_layer)),
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-
-
-def seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, float]:
@@ -94,7 +68,8 @@ def main() -> None:
     exchange = Exchange(dist.group.WORLD)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(exchange.share(temporary)[0])
-        exchange.on_rank_0(lambda: write_model(folder, args.megabytes))
+        parameters = args.megabytes * 2**20 / SAVED_BYTES / COMPONENTS
+        exchange.on_rank_0(lambda: write_llama(folder, parameters, hidden=HIDDEN, vocabulary=VOCABULARY))
         ranks = f"0-{exchange.world_size - 1}"
         given = settings(folder) | {"placement": {"actor": ranks, "critic": ranks, "rollout": ranks}}
         given["trainer"] |= {"keep_checkpoints": 1, "total_steps": 1000}

@@ -11,11 +11,10 @@ import os
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine runs on the CPU, as the ranks do
 
@@ -28,8 +27,7 @@ megatron_setup.install()
 define_torchvision_operators()
 
 from conversion.world import World  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
+from timed import seconds, write_llama  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.config.schema import Config, Parallel, Rollout  # noqa: E402
@@ -39,33 +37,7 @@ from megappo.sync.build import build_sync  # noqa: E402
 from megappo.sync.route import find_route  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 
-HIDDEN, FFN, VOCABULARY = 1024, 4096, 16384
-
-
-def write_model(folder: Path, megabytes: int) -> None:
-    """A random fp32 Llama of about this size, a quarter of the layers' size in its embeddings."""
-    per_layer = 4 * (4 * HIDDEN**2 + 3 * HIDDEN * FFN)
-    layers = max(1, round((megabytes * 2**20 - 8 * VOCABULARY * HIDDEN) / per_layer))
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=FFN,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    disable_progress_bar()
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-
-
-def seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+HIDDEN, VOCABULARY = 1024, 16384
 
 
 def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, repeats: int) -> None:
@@ -113,7 +85,7 @@ def main() -> None:
         folder = Path(world.exchange.share(temporary)[0]) / "model"
         engine = None
         if world.rank == 0:
-            write_model(folder, args.megabytes)
+            write_llama(folder, args.megabytes * 2**20 / 4, hidden=HIDDEN, vocabulary=VOCABULARY)
             rollout = Rollout(max_total_tokens=1024, max_running_requests=4)
             engine = Engine(folder, rollout, "fp32", index=0, gpu_ids=[], log_path=folder / "engine.log", seed=0)
             engine.start()
