@@ -306,6 +306,12 @@ def test_the_environment_is_the_locks():
                 assert line.split(";")[0].lower().replace("_", "-") in installed, f"{file}: {line}"
 
 
+def test_slurm_requeues_what_is_asked_to_end_before_its_step_has_started(tmp_path):
+    result = slurm(tmp_path, ["gpu07"], 'kill -USR1 "$PPID"', scontrol=SCONTROL)
+    assert result.returncode == 75 and "srun" not in result.stdout
+    assert result.stdout.splitlines()[-2:] == ["requeueing job 123456", "requeued 123456"]
+
+
 @pytest.mark.parametrize(("code", "requeued"), [(75, True), (0, False), (1, False)])
 def test_slurm_requeues_what_has_saved_all_and_nothing_else(tmp_path, code, requeued):
     """And tells the ranks when the job's time is over, where Slurm does not."""
