@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 
-from megappo.launcher.signals import end_at_once, ending_signals
+from megappo.launcher.signals import end_at_once
 
 if __name__ == "__main__":
     end_at_once()  # importing torch takes seconds, and other nodes may be waited for
@@ -84,7 +84,7 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
         Agent.ranks_can_save = True
     if not args.log_dir and (args.redirects, args.tee, args.local_ranks_filter) == ("0", "0", ""):
         args.log_dir = os.devnull  # else a folder for the ranks' error files, which nobody reads or removes
-    args.signals_to_handle = ",".join(number.name for number in ending_signals())
+    args.signals_to_handle = ""  # those that end a run are the agent's: of torchrun's handlers each would raise
     return args
 
 

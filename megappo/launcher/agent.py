@@ -83,7 +83,6 @@ class Agent(LocalElasticAgent):
         held_back = {interruption.SIGNAL} if self.ranks_can_save else set()
         signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # as the ranks have it, until they can handle it
         pids = super()._start_workers(worker_group)
-        self._handle_signals()  # torchrun has put its own handler there, which a second signal interrupts
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held_back)
         if self._asked:
             self._ask_to_save()
@@ -176,10 +175,14 @@ class Agent(LocalElasticAgent):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.ranks_can_save and number in ASKING and not self._asked:
-            self._asked = _name(number)
-            self._ask_to_save()
-            return
+        if self.ranks_can_save and number in ASKING:
+            if not self._asked:
+                self._asked = _name(number)
+                self._ask_to_save()
+                return
+            # Slurm may send the one in several ways; and once a rank has saved, all have, and end by themselves.
+            if number == signal.SIGUSR1 or EXIT_AGAIN in self._codes().values():
+                return
         for other in ending_signals():
             signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the ending of the ranks
         raise SignalException(f"signal {number}", signal.Signals(number))

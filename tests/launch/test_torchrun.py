@@ -1,6 +1,7 @@
 """How ranks, launchers and nodes end that cannot say it themselves: each with one line, in time, with nothing left."""
 
 import os
+import re
 import resource
 import signal
 import socket
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -33,6 +35,9 @@ def watch():
 def generate():
     from megappo.observe.life import LIFE
     with LIFE.waiting(): time.sleep(5)
+def save():
+    signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.7 * rank), os._exit(75)))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 def ignore():
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -57,6 +62,13 @@ except Exception as error:
     from megappo.trainer.failure import report  # not before: it takes seconds
     os._exit(report(error, store, rank, world_size))
 """
+CAN_SAVE = """
+import runpy
+from megappo.launcher.agent import Agent
+Agent.ranks_can_save = True
+runpy.run_module("megappo.torchrun", run_name="__main__")
+"""
+"""A launcher that takes its ranks for a run's."""
 HOST = socket.gethostname()
 
 pytestmark = pytest.mark.timeout(120)
@@ -65,7 +77,7 @@ pytestmark = pytest.mark.timeout(120)
 class Launcher:
     """megappo.torchrun with ranks that do nothing but wait for each other, and what they are told to."""
 
-    def __init__(self, folder: Path, *arguments: str, name: str = "launcher"):
+    def __init__(self, folder: Path, *arguments: str, name: str = "launcher", can_save: bool = False):
         self.temporary, self.output_file = folder / "tmp", folder / f"{name}.txt"
         self.temporary.mkdir(exist_ok=True)
         script = folder / "rank.py"
@@ -73,7 +85,13 @@ class Launcher:
         options, words = [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megappo.torchrun", *options, str(script), *words],
+                [
+                    sys.executable,
+                    *(("-c", CAN_SAVE) if can_save else ("-m", "megappo.torchrun")),
+                    *options,
+                    str(script),
+                    *words,
+                ],
                 cwd=REPOSITORY,
                 env=os.environ | {"TMPDIR": str(self.temporary), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
                 stdout=output,
@@ -115,7 +133,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     """Starts launchers, and sees to it that nothing of them is left."""
     started: list[Launcher] = []
 
-    def start(*arguments: str, **options: str) -> Launcher:
+    def start(*arguments: str, **options: Any) -> Launcher:
         started.append(Launcher(tmp_path, *arguments, **options))
         return started[-1]
 
@@ -244,6 +262,25 @@ def test_a_signal_to_the_launcher(launch, number):
     launcher.process.send_signal(number)
     assert launcher.wait() == 128 + number
     assert launcher.lines == [f"ended by {number.name}"]
+
+
+def test_further_signals_while_the_ranks_save_what_the_first_asked_for(launch):
+    """As Slurm may send them: SIGUSR1 in two ways, SIGTERM as soon as the launcher of another node has ended."""
+    launcher = launch(*ONE_NODE, "all=save", can_save=True)
+    first, second = launcher.wait_for_ranks()
+    wait_until(lambda: handles_usr1(first) and handles_usr1(second))
+    launcher.process.send_signal(signal.SIGUSR1)
+    time.sleep(0.2)
+    launcher.process.send_signal(signal.SIGUSR1)
+    wait_until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
+    launcher.process.send_signal(signal.SIGTERM)
+    assert second.is_running() and launcher.wait() == 75
+    assert launcher.lines == ["ended by SIGUSR1: started again, the run goes on"]
+
+
+def handles_usr1(process: psutil.Process) -> bool:
+    [caught] = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+    return bool(int(caught, 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def test_ctrl_c_twice(launch):
