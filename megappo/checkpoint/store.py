@@ -99,13 +99,6 @@ class CheckpointStore:
             raise CheckpointError(self._none_left(faults, found))
         return None
 
-    def save(
-        self, step: int, components: Mapping[str, Checkpointed | None], state: dict[str, Any], **more: Any
-    ) -> Path:
-        """Write a checkpoint at once: `begin`, whose further arguments it takes, without a copy, and `finish`."""
-        self.begin(step, components, state, **more, in_background=False)
-        return self.finish()
-
     def begin(
         self,
         step: int,

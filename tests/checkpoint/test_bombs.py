@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from bombs import bombs, is_armed
 from ppo_engines import Case, make_engine
+from saved import save_checkpoint
 from spawn import run_ranks
 from tiny_models import hf_folder
 
@@ -53,7 +54,7 @@ def renew_sums(step: Path) -> None:
 def check_bombs(rank: int, world_size: int, model: Path, root: Path) -> None:
     groups = build_groups({"actor": Layout((0,))}, seed=0)
     engines = {"actor": make_engine(model, Case(Layout((0,))), groups["actor"], "actor")}
-    whole = CheckpointStore(root / "whole", 0, Exchange(dist.group.WORLD)).save(1, engines, {})
+    whole = save_checkpoint(CheckpointStore(root / "whole", 0, Exchange(dist.group.WORLD)), 1, engines, {})
     marker, refused = root / "went off", set()
     for kind, content in bombs(marker).items():
         assert is_armed(content, marker), kind

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from component_engines import build
 from ppo_engines import Case, with_score
+from saved import save_checkpoint
 from spawn import run_ranks
 from tiny_models import hf_folder
 
@@ -54,7 +55,7 @@ def check_damages(rank: int, world_size: int, folders: dict[str, Path], whole: P
     exchange = Exchange(dist.group.WORLD)
     engines = build(folders, CASES)
     for step in (1, 2):
-        CheckpointStore(whole, 0, exchange).save(step, engines, {"step": step})
+        save_checkpoint(CheckpointStore(whole, 0, exchange), step, engines, {"step": step})
     for name, (damage, called, refusal) in DAMAGES.items():
         folder = whole.with_name(name)
         if rank == 0:
@@ -97,7 +98,7 @@ def check_flips(rank: int, world_size: int, folders: dict[str, Path], folder: Pa
     engines = build(folders, {"actor": Case(Layout((0,))), "critic": Case(Layout((0,)))})
     store = CheckpointStore(folder, 0, exchange, warnings.append)
     for step in (1, 2):
-        store.save(step, engines, {"step": step})
+        save_checkpoint(store, step, engines, {"step": step})
     files = [path for path in (folder / "step_00000002").rglob("*") if path.is_file()]
     assert len(files) == 12
     for path in files:

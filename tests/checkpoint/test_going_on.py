@@ -10,6 +10,7 @@ from commands import assert_equal
 from component_engines import build, train, weights
 from megatron.core import dist_checkpointing
 from ppo_engines import OPTIM, Case
+from saved import save_checkpoint
 from spawn import run_ranks
 from tiny_models import hf_folder
 from tiny_shapes import MIXTURES
@@ -36,7 +37,7 @@ def check_resumed(rank: int, world_size: int, folders: dict[str, Path], store_fo
     assert store.latest() is None
     engines = build(folders, cases)
     train(engines, 3)
-    store.save(3, engines, {"step": 3, "kl": {"value": 0.125}})
+    save_checkpoint(store, 3, engines, {"step": 3, "kl": {"value": 0.125}})
     saved = weights(engines, folders)
     metrics, expected = train(engines, 2), weights(engines, folders)
     again = build(folders, cases)
@@ -57,7 +58,7 @@ def check_new_settings(rank: int, world_size: int, folders: dict[str, Path], sto
     store = CheckpointStore(store_folder, 0, Exchange(dist.group.WORLD))
     old = build(folders, {"actor": TP2, "critic": DP2})
     train(old, 3)
-    store.save(3, old, {})
+    save_checkpoint(store, 3, old, {})
     optim = OPTIM.model_copy(update={"lr": 3e-3, "min_lr": 3e-3, "betas": (0.5, 0.6), "lr_decay_style": "linear"})
     resumed = build(folders, {"actor": replace(TP2, optim=optim), "critic": replace(DP2, optim=optim)})
     store.load(store.latest(), resumed)
@@ -157,13 +158,13 @@ def check_moved(
         store = CheckpointStore(store_folder / name, 0, exchange)
         engines = build(folders, {kind: before})
         train(engines, 3)
-        store.save(3, engines, {})
+        save_checkpoint(store, 3, engines, {})
         uninterrupted = exchange.share((train(engines, 2), weights(engines, folders)))
         metrics, expected = next(part for part in uninterrupted if part[0])
         moved = build(folders, {kind: after})
         store.load(store.latest(), moved)
         again = CheckpointStore(store_folder / f"{name}, again", 0, exchange)
-        again.save(3, moved, {})
+        save_checkpoint(again, 3, moved, {})
         assert_same_tensors(again.latest() / kind, store.latest() / kind, name)
         found = train(moved, 2)
         assert not found or found == pytest.approx(metrics, rel=1e-4), name

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from component_engines import build, train
 from ppo_engines import Case
+from saved import save_checkpoint
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
@@ -57,7 +58,7 @@ def check_freed(rank: int, world_size: int, folders: dict[str, Path], folder: Pa
     gc.disable()  # nothing may wait for it
     try:
         watched = {kind: Watched(engine, made) for kind, engine in engines.items()}
-        CheckpointStore(folder, 0, Exchange(dist.group.WORLD)).save(0, watched, {})
+        save_checkpoint(CheckpointStore(folder, 0, Exchange(dist.group.WORLD)), 0, watched, {})
     finally:
         gc.enable()
     assert len(made) > 2

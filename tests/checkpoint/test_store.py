@@ -16,6 +16,7 @@ import torch.distributed as dist
 from commands import assert_equal
 from component_engines import build, train, weights
 from ppo_engines import Case
+from saved import save_checkpoint
 from spawn import run_ranks
 from torch.multiprocessing import ProcessExitedException
 
@@ -39,17 +40,17 @@ def check_pruned(rank: int, world_size: int, folders: dict[str, Path], folder: P
     exchange = Exchange(dist.group.WORLD)
     engines = build(folders, {"actor": Case(Layout((0,)))})
     for step in (8, 9, 10, 11):
-        CheckpointStore(folder, 2, exchange).save(step, engines, {"step": step})
+        save_checkpoint(CheckpointStore(folder, 2, exchange), step, engines, {"step": step})
     assert step_names(folder) == ["step_00000010", "step_00000011"]
-    CheckpointStore(folder, 0, exchange).save(12, engines, {"step": 12})
+    save_checkpoint(CheckpointStore(folder, 0, exchange), 12, engines, {"step": 12})
     assert step_names(folder) == ["step_00000010", "step_00000011", "step_00000012"]
     (folder / "latest").write_text("step_00000010\n")  # as a user would, to go back
     store = CheckpointStore(folder, 1, exchange)
     assert store.load(store.latest(), engines) == {"step": 10}
-    store.save(11, engines, {"step": 11, "again": True})
+    save_checkpoint(store, 11, engines, {"step": 11, "again": True})
     assert step_names(folder) == ["step_00000011", "step_00000012"], "what was just saved must not be pruned"
     assert store.load(store.latest(), engines) == {"step": 11, "again": True}
-    CheckpointStore(folder, 1, exchange, keep_every=12).save(13, engines, {})
+    save_checkpoint(CheckpointStore(folder, 1, exchange, keep_every=12), 13, engines, {})
     assert step_names(folder) == ["step_00000012", "step_00000013"]
 
 
@@ -78,9 +79,9 @@ def save_and_die(rank: int, world_size: int, folders: dict[str, Path], folder: P
     store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
     engines = build(folders, CASES)
     train(engines, 1)
-    store.save(1, engines, {"step": 1})
+    save_checkpoint(store, 1, engines, {"step": 1})
     train(engines, 1)
-    store.save(2, engines | ({"critic": Dying(engines["critic"])} if rank == dying else {}), {"step": 2})
+    save_checkpoint(store, 2, engines | ({"critic": Dying(engines["critic"])} if rank == dying else {}), {"step": 2})
 
 
 def go_on(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
@@ -92,7 +93,7 @@ def go_on(rank: int, world_size: int, folders: dict[str, Path], folder: Path) ->
     engines = build(folders, CASES)
     assert store.load(store.latest(), engines) == {"step": 1}
     assert_equal(weights(engines, folders), weights(expected, folders))
-    store.save(2, engines, {"step": 2})
+    save_checkpoint(store, 2, engines, {"step": 2})
     assert step_names(folder) == ["step_00000002"]
 
 
@@ -107,14 +108,16 @@ def fail_and_go_on(rank: int, world_size: int, folders: dict[str, Path], folder:
     store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
     engines = build(folders, CASES)
     train(engines, 1)
-    store.save(1, engines, {"step": 1})
+    save_checkpoint(store, 1, engines, {"step": 1})
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
     with pytest.raises(CheckpointError, match="cannot save actor to .*step_00000002.partial: File too large$"):
-        store.save(2, engines, {"step": 2})
+        save_checkpoint(store, 2, engines, {"step": 2})
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     with pytest.raises((TypeError, RuntimeError), match="not JSON serializable"):
-        store.save(2, engines, {}, write_more=lambda folder: store.exchange.on_rank_0(lambda: json.dumps(object())))
+        save_checkpoint(
+            store, 2, engines, {}, write_more=lambda folder: store.exchange.on_rank_0(lambda: json.dumps(object()))
+        )
     go_on(rank, world_size, folders, folder)
 
 
@@ -183,7 +186,7 @@ def check_pointers(rank: int, world_size: int, folders: dict[str, Path], whole: 
     exchange = Exchange(dist.group.WORLD)
     engines = build(folders, {"actor": Case(Layout((0,)))})
     for step in (1, 2):
-        CheckpointStore(whole, 0, exchange).save(step, engines, {})
+        save_checkpoint(CheckpointStore(whole, 0, exchange), step, engines, {})
     for name, (change, said) in POINTERS.items():
         folder, warnings = whole.with_name(name), []
         shutil.copytree(whole, folder)
@@ -192,7 +195,7 @@ def check_pointers(rank: int, world_size: int, folders: dict[str, Path], whole: 
         assert store.latest() == folder / "step_00000002"
         [warning] = warnings
         assert re.fullmatch(f"WARNING: .*{said}; going on from .*step_00000002", warning)
-        store.save(3, engines, {})
+        save_checkpoint(store, 3, engines, {})
         assert (folder / "latest").read_text() == "step_00000003\n"
     shutil.rmtree(whole / "step_00000001")
     shutil.rmtree(whole / "step_00000002")

@@ -10,6 +10,7 @@ from commands import assert_equal
 from component_engines import build, train, weights
 from ppo_engines import OPTIM, Case, hf_outputs, make_config, make_rows
 from safetensors.torch import load_file, save_file
+from saved import save_checkpoint
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
 
@@ -54,7 +55,7 @@ def check_going_on(rank: int, world_size: int, folders: dict[str, Path], store_f
     store = CheckpointStore(store_folder, 0, Exchange(dist.group.WORLD))
     engines = build(folders, ONE)
     train(engines, SAVED_AFTER)
-    store.save(SAVED_AFTER, engines, {})
+    save_checkpoint(store, SAVED_AFTER, engines, {})
     metrics, expected = train(engines, GOING_ON), weights(engines, folders)
     for fault, shows_in_lr in {None: False, **FAULTS}.items():
         resumed = build(folders, ONE)
@@ -96,7 +97,7 @@ def save_what_is_sent(rank: int, world_size: int, folders: dict[str, Path], root
     for step in range(1, SAVED_AFTER + 1):
         train(engines, 1)
         save(f"step {step}")
-    store.save(SAVED_AFTER, engines, {})
+    save_checkpoint(store, SAVED_AFTER, engines, {})
     engines = build(folders, CONSTANT)
     store.load(store.latest(), engines)
     save("resumed")

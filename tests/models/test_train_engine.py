@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hf_training import ByRow, Lengths, hf_train
 from ppo_engines import LENGTHS, OPTIM, Case, exported, make_engine, make_loss, make_reference, make_rows, with_score
 from safetensors.torch import load_file
+from saved import save_checkpoint
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
@@ -270,7 +271,7 @@ def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
     trained = build(folder, CASES["tp2 sp"], "shared")
     for _ in range(2):
         trained.train_batch(rows, make_loss("shared", rows))
-    store.save(2, {"actor": trained}, {})
+    save_checkpoint(store, 2, {"actor": trained}, {})
     weights = exported(trained, architecture, "shared")
     norm = trained.train_batch(rows, make_loss("shared", rows)).grad_norm
     for name in ("pp2", "pp2 vpp2", "dp2", "cp2"):

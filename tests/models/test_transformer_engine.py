@@ -10,6 +10,7 @@ from commands import assert_equal
 from component_engines import build as build_engines
 from ppo_engines import Case, make_engine, make_rows, with_score
 from safetensors.torch import load_file
+from saved import save_checkpoint
 from tiny_models import build, hf_folder
 from tiny_shapes import MIXTURES, TWO_LAYERS
 from transformer_engine_stub import call
@@ -75,7 +76,7 @@ def check_adam(folder: str) -> None:
         optimizers = [part.optimizer for part in engines["actor"].optimizer.chained_optimizers]
         assert len(optimizers) == 2 and all(isinstance(one, FusedAdam) for one in optimizers)
         for steps in (0, 1):
-            path = store.save(steps, engines, {})
+            path = save_checkpoint(store, steps, engines, {})
             resumed = build_engines(folders, {"actor": case})
             store.load(path, resumed)
             for found, expected in zip(moments(resumed["actor"]), moments(engines["actor"]), strict=True):

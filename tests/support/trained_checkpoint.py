@@ -7,6 +7,7 @@ import torch.distributed as dist
 from component_engines import build, train
 from ppo_engines import OPTIM, Case, exported, with_score
 from safetensors.torch import load_file, save_file
+from saved import save_checkpoint
 from spawn import run_ranks
 from tiny_models import hf_folder
 
@@ -42,7 +43,9 @@ def saved_weights(root: Path, name: str) -> dict[str, torch.Tensor]:
 def _train_and_save(rank: int, world_size: int, root: Path, folders: dict[str, Path]) -> None:
     engines = build(folders, CASES)
     train(engines, 2)
-    CheckpointStore(root / "run" / "checkpoints", 0, Exchange(dist.group.WORLD)).save(2, engines, {"step": 2})
+    save_checkpoint(
+        CheckpointStore(root / "run" / "checkpoints", 0, Exchange(dist.group.WORLD)), 2, engines, {"step": 2}
+    )
     for name, engine in engines.items():
         tensors = exported(engine, read_architecture(folders[name]), name)
         if rank == 0:
