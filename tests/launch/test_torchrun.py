@@ -1,5 +1,6 @@
 """How ranks, launchers and nodes end that cannot say it themselves: each with one line, in time, with nothing left."""
 
+import functools
 import os
 import re
 import resource
@@ -97,6 +98,7 @@ class Launcher:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),  # nohup has it ignored
             )
 
     @property
