@@ -224,7 +224,7 @@ class CheckpointStore:
         write_durably(pointer, path.name + "\n")
         old += [_set_aside(checkpoint) for checkpoint in self._old(path)]
         # Takes long where files are large; what it leaves, the next save removes.
-        self._removal = threading.Thread(target=lambda: [shutil.rmtree(folder) for folder in old], daemon=True)
+        self._removal = threading.Thread(target=_remove, args=old, daemon=True)
         self._removal.start()
         if not saving.in_background:
             self._removal.join()
@@ -272,6 +272,12 @@ def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:
             f"cannot load {name} from {path}: {reason(error)}. The checkpoint is damaged or of another model; write "
             f"the name of another one into {path.parent / LATEST}, or choose another trainer.output_dir"
         ) from error
+
+
+def _remove(*folders: Path) -> None:
+    """As far as it goes: somebody else may be at it, too."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _set_aside(checkpoint: Path) -> Path:
