@@ -119,11 +119,11 @@ WHEN = {
     "in a sync": {"module": "sync.ipc", "owner": "HandleSender", "method": "_send"},
     "before a probe": {"module": "trainer.probe", "owner": "Probe", "method": "__call__"},
     "in the first broadcast": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "open", "call": 1},
-    "in a broadcast": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "send"},
+    "in a broadcast": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "send", "call": 8},
     "as it reads from disk": {"module": "sync.disk", "owner": "DiskReader", "method": "close"},
 }
 WAYS = {"in the first broadcast": "broadcast", "in a broadcast": "broadcast", "as it reads from disk": "disk"}
-"""With another engine."""
+"""With another engine, and several buckets, which both ranks gather."""
 HANGS_AFTER = "rollout.server_args.watchdog_timeout=15"
 
 
@@ -138,8 +138,8 @@ def harmful(folder: Path, when: str, harm: str) -> str:
 @pytest.mark.parametrize("when", WHEN)
 def test_a_crash_or_a_hang_outside_a_rollout(when, harm, config, folder):
     places = (harmful(folder, when, harm), f"trainer.output_dir={folder / 'run'}")
-    transport = (*ONE_RANK_EACH, f"rollout.sync.transport={way}") if (way := WAYS.get(when)) else ()
-    arguments = (*places, *ONE_BY_ONE, HANGS_AFTER, *transport)
+    others = ("placement.rollout=all", "rollout.sync.bucket_bytes=20000", f"rollout.sync.transport={WAYS.get(when)}")
+    arguments = (*places, *ONE_BY_ONE, HANGS_AFTER, *(others if when in WAYS else ()))
     with Program(folder, config, *arguments) as program:
         assert program.wait() == 0, program.output
     assert "WARNING: engine 0 has failed (1 of 3 times in a row" in program.output
