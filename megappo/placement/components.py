@@ -187,3 +187,13 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
 def trained_components(config: Config) -> dict[str, Training]:
     """How each trained model of a run is trained, by name."""
     return {name: spec.training for name, spec in components_of(config).items() if spec.training is not None}
+
+
+def trained_in_words(config: Config) -> str:
+    """What a run's checkpoints hold: a run with other models cannot go on from them."""
+    words = [
+        f"{'an' if name[0] in 'aeiou' else 'a'} {name}" + " with a value head" * (spec.head == "policy_value")
+        for name, spec in components_of(config).items()
+        if spec.training is not None
+    ]
+    return " and ".join(words) if len(words) > 1 or "with" in words[0] else f"{words[0]} alone"

@@ -64,16 +64,6 @@ class Models:
         engines = {name: component.engine for name, component in self.components.items()}
         return {name: Offload(engine, self.specs[name].offload.value) for name, engine in engines.items() if engine}
 
-    @property
-    def description(self) -> str:
-        """What checkpoints hold, in words: a run with other models cannot go on from them."""
-        words = [
-            f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
-            + " with a value head" * (self.specs[name].head == "policy_value")
-            for name in self.training
-        ]
-        return " and ".join(words) if len(words) > 1 or "with" in words[0] else f"{words[0]} alone"
-
     def trained_in(self, step: int) -> tuple[str, ...]:
         """The components that are trained in a step."""
         return tuple(name for name, training in self.training.items() if step > training.warmup_steps)

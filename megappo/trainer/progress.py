@@ -11,11 +11,13 @@ from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.metrics import METRICS_FILE
+from megappo.placement.components import trained_in_words
 from megappo.ppo.kl import AdaptiveKLController, FixedKLController, kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.in_flight import InFlight, read_in_flight, write_in_flight
 from megappo.trainer.models import Models
 from megappo.trainer.random_states import restore_random_states, write_random_states
+from megappo.trainer.resuming import wrong_models
 
 Stateful = FixedKLController | AdaptiveKLController | RunningMoments
 """What a checkpoint holds as plain numbers."""
@@ -60,12 +62,8 @@ class Progress:
         if self.checkpoint is None:
             return
         state = _checked_state(self.checkpoint, self._parts)
-        if state["models"] != models.description:
-            raise CheckpointError(
-                f"{self.checkpoint} holds {state['models']}, but this run trains {models.description}: set "
-                "algorithm.adv_estimator and algorithm.shared_backbone as they were, or choose another "
-                "trainer.output_dir"
-            )
+        if wrong := wrong_models(self.config, self.checkpoint, state):
+            raise CheckpointError(wrong)
         self.store.load(self.checkpoint, models.trained)
         self._check_steps(state["optimizer_steps"], models)
         for name, part in self._parts.items():
@@ -105,7 +103,7 @@ class Progress:
             {
                 "step": step,
                 **state,
-                "models": models.description,
+                "models": trained_in_words(self.config),
                 "optimizer_steps": models.num_steps(self.exchange),
                 "skipped_in_a_row": models.skipped_in_a_row(self.exchange),
             },

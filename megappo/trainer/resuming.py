@@ -1,14 +1,17 @@
-"""What a run finds in its output folder, as far as names tell. Without torch, so that the dry run tells it, too."""
+"""What a run finds in its output folder, as far as names and state.json tell. Without torch, so that the dry run tells
+it, too."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megappo.batch.folders import recorded_steps
 from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import LATEST, candidates, position_of, step_of
+from megappo.checkpoint.folders import LATEST, candidates, position_of, read_state, step_of
 from megappo.config.errors import looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
+from megappo.placement.components import trained_in_words
 
 
 def resume_errors(config: Config) -> list[str]:
@@ -36,7 +39,27 @@ def resume_errors(config: Config) -> list[str]:
             f"trainer.total_steps {trainer.total_steps} is below the {begun} steps that {checkpoint} has: raise it, "
             f"write the name of an older one into {checkpoint.with_name(LATEST)}, or choose another trainer.output_dir"
         ]
-    return list(_missing_rollouts(config, begun))
+    return [*_wrong_models(config, checkpoint), *_missing_rollouts(config, begun)]
+
+
+def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> str:
+    """What to say where a checkpoint, with this state, is of a run with other models; "" where it is not."""
+    found, wanted = state.get("models"), trained_in_words(config)
+    if found == wanted:
+        return ""
+    return (
+        f"{checkpoint} holds {found}, but this run trains {wanted}: set algorithm.adv_estimator and "
+        "algorithm.shared_backbone as they were, or choose another trainer.output_dir"
+    )
+
+
+def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
+    try:
+        state = read_state(checkpoint)
+    except CheckpointError:  # the run takes the one before
+        return
+    if wrong := wrong_models(config, checkpoint, state):
+        yield wrong
 
 
 def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
