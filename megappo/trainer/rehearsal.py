@@ -75,11 +75,12 @@ def _sample(size: int) -> Sequence[int]:
 
 
 def _score(config: Config, prompt: Prompt, findings: Findings) -> None:
-    """Have the reward function score one response: the prompt's own label, where that is text."""
-    reward, response = config.reward, prompt.label if isinstance(prompt.label, str) else ""
+    """Have the reward function score a response, twice in one call: the prompt's own label, where that is a text or a
+    number."""
+    reward, response = config.reward, str(prompt.label) if isinstance(prompt.label, str | int | float) else ""
     try:
         with load_configured(reward, num_workers=1) as pool:
-            [scores] = pool.score([prompt.text], [response], [prompt.label])
+            scores, _ = pool.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2)
     except RewardError as error:
         findings.errors.append(f"reward.function: {_in_a_line(error)}")
     else:

@@ -94,7 +94,7 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
         "error: data.label_key: train.jsonl has no field 'answer' in any of its 300 lines: set data.label_key; the "
         "file has: prompt, label",
     ]
-    (run_folder / "reward.py").write_text("def f(prompts, responses):\n    return [1.0]\n")
+    (run_folder / "reward.py").write_text("def f(prompts, responses):\n    return [1.0] * 2\n")
     assert errors_of(
         plan(run_folder, "run.yaml", *wrong[2:], "reward.function=reward.py:f", "data.train_batch_size=320")
     ) == [
@@ -111,10 +111,11 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ("def f(p, r, l):\n    return [1.0]\n", "returned 1 values for 2 responses"),
         ("import nowhere\n", "raised ModuleNotFoundError: No module named 'nowhere' (FOLDER/reward.py line 1): fix it"),
         ("f = 1\n", "does not exist: the file defines no function: fix it"),
         ("def f(p, r, l):\n    return {}[r[0]]\n", "raised KeyError: '2' (FOLDER/reward.py line 2): fix it"),
-        ("def f(p, r, l):\n    return 'ab'\n", "returned str; expected a list of 1 numbers: fix it"),
+        ("def f(p, r, l):\n    return 'ab'\n", "returned str; expected a list of 2 numbers: fix it"),
         ("def f(p, r, l):\n    while True: pass\n", "took longer than 0.5 seconds to score its responses and was"),
     ],
 )
@@ -129,10 +130,10 @@ GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=false", "rew
 
 
 def test_several_scores_are_shown_and_one_is_refused_where_the_method_needs_several(plan, run_folder):
-    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [[0.5, -1]]\n")
+    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [[0.5, -1]] * 2\n")
     done = plan(run_folder, "run.yaml", *GDPO)
     assert done.returncode == 0 and "  reward.py:f: scored '2' for the first prompt, 0.5 + -1\n" in done.stdout
-    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [0.5]\n")
+    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [0.5] * 2\n")
     [error] = errors_of(plan(run_folder, "run.yaml", *GDPO))
     assert error == (
         "error: reward.function reward.py:f returned one score per response, and algorithm.adv_estimator gdpo needs "
@@ -222,6 +223,11 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     assert "out/checkpoints/step_00000007 exists, and trainer.resume is never: set it to auto" in done.stderr
     finished = ("run.yaml", "trainer.total_steps=7")
     assert plan(run_folder, *finished).stdout.splitlines()[-1].startswith("nothing is wrong")  # export and report
+    state = run_folder / "out" / "checkpoints" / "step_00000007" / "state.json"
+    state.write_text('{"step": 7, "models": "a critic alone"}')
+    [line] = errors_of(plan(run_folder, *finished))
+    assert "step_00000007 holds a critic alone, but this run trains an actor and a critic: set" in line
+    state.unlink()
     begun = checkpoint(run_folder, "step_00000007_0003")
     done = plan(run_folder, *finished)
     assert "total_steps 7 is below the 8 steps that out/checkpoints/step_00000007_0003 has: raise it" in done.stderr
