@@ -56,6 +56,8 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     if args.path.is_dir() and args.step is None:
         yield from _overview(args.path)
         return
+    if args.path.is_dir() and args.step not in (steps := recorded_steps(args.path)):
+        raise RowsFileError(f"{args.path} has no step {args.step}: it has {', '.join(map(str, steps)) or 'none'}")
     with RowsFile(rows_file(args.path, args.step) if args.path.is_dir() else args.path) as file:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or file.facts["model"])
         yield f"step {file.facts['step']}, by the weights after step {file.facts['weights_step']}"
@@ -68,7 +70,10 @@ def _overview(folder: Path) -> Iterator[str]:
     """A line per step."""
     steps = recorded_steps(folder)
     if not steps:
-        raise RowsFileError(f"{folder} holds no rollouts: expected files step_XXXXXXXX.safetensors in it")
+        raise RowsFileError(
+            f"{folder} holds no rollouts: expected files step_XXXXXXXX.safetensors in it, which a run writes to its "
+            "trainer.record_rollouts, if that is set"
+        )
     lines = [HEADER, *(_summary(rows_file(folder, step)) for step in steps)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     yield from ("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
