@@ -77,6 +77,10 @@ class WeightSync:
             self._sent = True
         return SyncStats(num_bytes(tensors), time.perf_counter() - started)
 
+    def forget(self) -> None:
+        """Send everything the next time, whatever the engines have."""
+        self._sent = False
+
     def _stale(self, changed: bool) -> Sequence[TensorSpec]:
         """What the engines may not have."""
         if not (self._sent and self.engines_keep):

@@ -61,14 +61,13 @@ class InferenceEngines:
         Args:
             verify, as_loaded: see `verified_sync`.
         """
-        barrier, is_proven = (lambda: self.exchange.share(None)), False
-        while not is_proven:
-            with self._keeping_fault():
-                if verify:
-                    verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=as_loaded)
-                else:
-                    self.weight_sync()
-            is_proven = not self._mended()
+        if verify:
+            self._prove(as_loaded)
+            while self._mended():
+                self._prove(as_loaded)
+        else:
+            self._send()
+            self._mend()
         self.probe()
 
     def check_rollouts(self, difference: float) -> dict[str, int]:
@@ -130,6 +129,12 @@ class InferenceEngines:
         self._send()
         self._mend()
         self.probe()
+
+    def _prove(self, as_loaded: bool) -> None:
+        self.weight_sync.forget()  # what is frozen, too, is spoiled and must come anew
+        with self._keeping_fault():
+            barrier = partial(self.exchange.share, None)
+            verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=as_loaded)
 
     def _send(self, *, changed: bool = True) -> None:
         """The actor's weights to the engines, as far as they are there."""

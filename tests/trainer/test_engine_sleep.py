@@ -27,15 +27,16 @@ class Recorder(EngineClient):
     """Notes what it is asked; of what `fails` names, it does the first not."""
 
     fails = ""
+    hang_seconds = 300.0
 
     def __init__(self, asked: list[str]):
         self.asked = asked
         self._check_alive = lambda: None
 
-    def _get(self, path):
-        self._fail(path)
-
-    def _post(self, path, body):
+    def _ask(self, method, path, body=None, timeout=None):
+        if body is None:
+            self._fail(path)
+            return
         line = " ".join([path.split("?")[0].removeprefix("/"), *map(str, body.values())])
         self._fail(line)
         self.asked.append(line)
@@ -70,7 +71,7 @@ def engines(asked: list[str], *, sleeps: bool = True) -> InferenceEngines:
     found = InferenceEngines(exchange, Recorder(asked), sleeps, weight_sync, probe)
     probe.rollouts = SimpleNamespace(restarts=restarts)
     restarts.give_weights = lambda: found.reconnect(lambda: found.weight_sync)
-    weight_sync.senders = []
+    weight_sync.senders, weight_sync.forget = [], lambda: asked.append("forget")
     return found
 
 
@@ -134,7 +135,8 @@ def test_an_engine_that_fails_in_the_first_sync_is_started_anew_and_the_sync_pro
     told = [line for line in asked if line not in ("empty_cache", "barrier")]
     [failed] = [number for number, line in enumerate(told) if line.endswith("fails")]
     checksum, reset = "weights_checker checksum", "weights_checker reset_tensors"
-    assert told[failed + 1 :] == [*ANEW, "weights", "probe", checksum, reset, checksum, "weights", checksum, "probe"]
+    proof = (checksum, "weights", checksum)
+    assert told[failed + 1 :] == [*ANEW, "weights", "probe", "forget", checksum, reset, *proof, "probe"]
 
 
 def fall_asleep(rank: int, world_size: int) -> None:
