@@ -15,12 +15,17 @@ from megappo.observe.life import LIFE
 FINISH_REASONS = ("stop", "length")
 ENDING_SECONDS = 3.0
 """How long a crashed engine may take, from the break of its connections, to end."""
+CONNECT_SECONDS = 10.0
+TOO_LATE = (httpx.ReadTimeout, httpx.WriteTimeout)
+"""An engine that has been reached does not answer in time."""
 IDLE_SECONDS = 60.0
 """How long an engine may take to be idle."""
 HANG_SECONDS = 300.0
 """How long an engine that is asked for something may show no sign of life: SGLang's own watchdog_timeout."""
 WATCH_SECONDS = 5.0
 """Between two looks for one."""
+OF_GROUPS = ("/init_weights_update_group", "/update_weights_from_distributed")
+"""Requests that are in vain, too, where another member of the group has ended."""
 WEIGHTS = ("weights",)
 WORKING_MEMORY = ("kv_cache", "cuda_graph")
 """SGLang's tags of what it frees asleep."""
@@ -100,7 +105,7 @@ class EngineClient:
         self._options = {
             "base_url": url,
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
-            "timeout": httpx.Timeout(timeout, connect=10.0),
+            "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS),
             "trust_env": False,  # a proxy from the environment must not see loopback traffic
             # Drop idle connections before the server does (after 5 s), which could meet a request halfway.
             "limits": httpx.Limits(max_connections=None, keepalive_expiry=2.0),
@@ -139,11 +144,11 @@ class EngineClient:
         self.post("/resume_memory_occupation", {"tags": list(memory)})
 
     def flush_cache(self) -> None:
-        """Forget all cached keys and values, once no request runs any more; refused after IDLE_SECONDS.
+        """Forget all cached keys and values, once no request runs any more; refused after IDLE_SECONDS at most.
 
         The answer to the last request is there before the scheduler has put its batch away.
         """
-        self.post(f"/flush_cache?timeout={IDLE_SECONDS:g}", {})
+        self.post(f"/flush_cache?timeout={min(IDLE_SECONDS, self.hang_seconds / 2):g}", {})
 
     def begin_weight_update(self) -> None:
         """Open a weight update."""
@@ -155,8 +160,8 @@ class EngineClient:
         self.flush_cache()
 
     def weight_checksums(self) -> list[dict[str, str]]:
-        """For each of the engine's ranks: name in SGLang's model -> checksum of its part of the weight. None where a
-        fault is kept."""
+        """For each of the engine's ranks: name in SGLang's model -> checksum of its part of the weight. Nothing where
+        a fault is kept."""
         reply = self.post("/weights_checker", {"action": "checksum"})
         return [] if reply is None else [rank["checksums"] for rank in reply["ranks"]]
 
@@ -217,9 +222,13 @@ class EngineClient:
         fault, self._fault = self._fault, None
         return fault
 
-    def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Any request of SGLang's HTTP API; the reply's JSON, or None."""
-        return self._kept(self._post, path, body)
+    def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
+        """Any request of SGLang's HTTP API; the reply's JSON, or None.
+
+        Args:
+            timeout: of what may well take longer than `hang_seconds`.
+        """
+        return self._kept(self._ask, "POST", path, body, timeout)
 
     def _kept(self, ask: Callable[..., Any], *arguments: Any) -> Any:
         """The answer; None, and the fault kept, if that is asked for."""
@@ -234,31 +243,29 @@ class EngineClient:
             return None
 
     def _get(self, path: str) -> Any:
-        return self._ask("GET", path, None)
+        return self._ask("GET", path)
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
-        return self._ask("POST", path, body)
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
+        limit = httpx.Timeout(timeout or self.hang_seconds, connect=CONNECT_SECONDS)
         try:
             with LIFE.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait
-                response = self._http.request(method, path, json=body, timeout=self.hang_seconds)
-        except httpx.TimeoutException as error:
-            self._check_alive()
-            raise self._hangs(path) from error
+                response = self._http.request(method, path, json=body, timeout=limit)
         except httpx.TransportError as error:
+            if isinstance(error, TOO_LATE) and timeout is None:
+                self._check_alive()
+                raise self._hangs(path) from error
             raise self._unreachable(path, error) from error
         return self._checked(path, response)
 
     def _hangs(self, path: str = "") -> EngineFault:
         return EngineFault(
             f"{self.url}{path} has shown no sign of life for {self.hang_seconds:g} s: if it was busy, raise "
-            "watchdog_timeout in rollout.server_args"
+            "watchdog_timeout in rollout.server_args, or --watchdog-timeout of a server of yours"
         )
 
     def _unreachable(self, path: str, error: httpx.TransportError) -> EngineError:
         self._check_alive()
-        if isinstance(error, httpx.TimeoutException):
+        if isinstance(error, TOO_LATE):
             return EngineError(f"{self.url}{path} took over {self.timeout:g} s: raise rollout.request_timeout_seconds")
         deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline:
@@ -275,7 +282,8 @@ class EngineClient:
             raise EngineFault(f"{self.url}{path} answered what is no JSON ({error}): {response.text[:500]}") from error
         in_vain = isinstance(reply, dict) and reply.get("success") is False
         if response.status_code != 200 or in_vain:
-            is_fault = response.status_code >= 500 or in_vain  # the request's own fault stays one
+            # What is wrong with the request itself would be so another time.
+            is_fault = response.status_code >= 500 or (in_vain and path in OF_GROUPS)
             kind = EngineFault if is_fault else EngineError
             raise kind(f"{self.url}{path} refused (HTTP {response.status_code}): {response.text}")
         return reply

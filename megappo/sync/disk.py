@@ -45,4 +45,5 @@ class DiskReader(Receiver):
 
     def close(self) -> None:
         # A whole update of its own, which forgets cached keys and values.
-        self.client.post("/update_weights_from_disk", {"model_path": str(self.folder)})
+        body = {"model_path": str(self.folder)}
+        self.client.post("/update_weights_from_disk", body, timeout=self.client.timeout)

@@ -135,6 +135,15 @@ def test_a_fault_is_kept_where_that_is_asked_for_and_then_nothing_is_asked_any_m
         assert len(client.post("/generate", {"input_ids": [[1]]})) == 1
 
 
+def test_what_another_member_of_a_group_has_spoiled_is_a_fault_and_a_wrong_request_is_none():
+    with EngineServer("in vain") as server:
+        with pytest.raises(EngineFault, match="refused .HTTP 400.: .*why"):
+            server.client().post("/update_weights_from_distributed", {})
+        with pytest.raises(EngineError, match="refused .HTTP 400.: .*why") as refused:
+            server.client().post("/update_weights_from_disk", {})
+        assert not isinstance(refused.value, EngineFault)
+
+
 @pytest.mark.parametrize("failure", ["hang", "deaf"])
 def test_an_engine_that_does_not_answer_has_failed_long_before_a_rollouts_time_is_over(failure):
     requests = (EngineClient.sleep, EngineClient.wake, EngineClient.flush_cache, EngineClient.begin_weight_update)

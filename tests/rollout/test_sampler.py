@@ -76,7 +76,6 @@ FAULTS = {
     "no JSON": "answered what is no JSON .*<html>",
     "crash": "does not answer",
     "error": "refused .HTTP 500.: .*why",
-    "in vain": "refused .HTTP 400.: .*why",
     **dict.fromkeys(("hang", "deaf"), "no sign of life for 0.6 s: .* raise watchdog_timeout in rollout.server_args"),
 }
 """Failure of an engine -> what is said of it."""

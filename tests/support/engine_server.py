@@ -36,6 +36,7 @@ class EngineServer(ThreadingHTTPServer):
     Attributes:
         failure: of every request after `num_well` of them: of NONSENSE, or "no JSON", "crash", "hang" (of what
             computes; "deaf": of what serves, too), "refusal", "error", "in vain".
+        before: called before each answer.
     """
 
     daemon_threads = True
@@ -44,6 +45,7 @@ class EngineServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.failure = failure
         self.num_well = num_well
+        self.before: Callable[[], object] = lambda: None
         self.requests = itertools.count()
         self.ended = threading.Event()
 
@@ -73,6 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         count = len(json.loads(self.rfile.read(int(self.headers["Content-Length"]))).get("input_ids", []))
+        self.server.before()
         failure = self.server.failure if next(self.server.requests) >= self.server.num_well else ""
         if failure in ("hang", "deaf"):
             self.server.ended.wait()

@@ -1,5 +1,6 @@
 """Engines that fail while they sample: which prompts are asked again, who starts what anew, and when it is enough."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.listening import run_store
 from megappo.observe.observer import NullObserver
 from megappo.rollout.client import EngineClient, EngineError, EngineFault
 from megappo.trainer.datasets import Datasets
@@ -42,7 +44,7 @@ class Engine:
 
 def sample_with_faults(rank: int, world_size: int) -> None:
     """Rank 0 has no engine. Both engines fail at once, then that of rank 2 alone."""
-    given = []
+    given, store = [], dist.PrefixStore("faults", run_store())
     with EngineServer("no list", num_well=2 * rank) as server:
         engine = Engine(server)
         own = OwnEngine(rank - 1, engine) if rank else OwnEngine()
@@ -51,6 +53,8 @@ def sample_with_faults(rank: int, world_size: int) -> None:
         rollouts.restarts.give_weights = lambda: given.append(engine.num_restarts)
         for count, failing in enumerate(("no list", "no list" if rank == 2 else "")):
             server.failure = failing
+            if count == 1:  # the well engine must not have taken all prompts before the other one is asked
+                server.before = partial(store.set, "asked", "") if rank == 2 else partial(store.wait, ["asked"])
             samples = rollouts.sample(PROMPTS, 2, rollouts.training, "rollout")
             found = [(one.prompt_index, one.sample_index) for part in exchange.share(samples) for one in part]
             assert sorted(found) == [(i, order) for i in range(len(PROMPTS)) for order in range(2)]
