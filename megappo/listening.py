@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import psutil
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore, distributed_c10d
 
 LOOPBACK = "127.0.0.1"
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -33,6 +33,11 @@ def listener(host: str, port: int) -> socket.socket:
         except OSError as error:
             refused = refused or error
     raise OSError(refused.errno, f"cannot listen on {host}, port {port}, on this machine ({refused.strerror})")
+
+
+def run_store() -> Store:
+    """torchrun's, by which the run's ranks met; torch has no public way to it."""
+    return distributed_c10d._get_default_store()
 
 
 def bind_stores() -> None:

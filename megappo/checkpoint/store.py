@@ -188,8 +188,7 @@ class CheckpointStore:
     def _prepare(self, partial: Path, components: Mapping[str, Checkpointed | None]) -> None:
         if self._removal is not None:
             self._removal.join()
-        for leftover in self.folder.glob(f"*{PARTIAL}"):
-            shutil.rmtree(leftover)
+        _remove(*self.folder.glob(f"*{PARTIAL}"))
         for name in components:
             (partial / name).mkdir(parents=True)
 

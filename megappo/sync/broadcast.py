@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ProcessGroup, TCPStore, distributed_c10d
 
 from megappo import platform
-from megappo.listening import LOOPBACK, listener, node_address, own_address
+from megappo.listening import LOOPBACK, listener, node_address, own_address, run_store
 from megappo.rollout.client import EngineClient
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, NamedTensors
@@ -63,8 +63,7 @@ class Breakage:
     """
 
     def __init__(self, group_name: str):
-        store = distributed_c10d._get_default_store()  # torchrun's; no public way to it
-        self._store = store.clone()  # one that the main thread waits with would not answer
+        self._store = run_store().clone()  # one that the main thread waits with would not answer
         self._key = f"{group_name}/broken"
 
     def tell(self) -> None:
@@ -98,14 +97,12 @@ class BroadcastSender(Sender):
 
     def _unless_broken(self, call: Callable[[], object]) -> None:
         """Have it done as long as all engines are well: for one that is not, it may wait for ever."""
-        if self._breakage.is_told():
-            return
-        done = _on_a_thread(call)
-        while not wait([done], POLL_SECONDS).done:
-            if self._breakage.is_told():
-                self.abandon()
-                return
-        done.result()
+        done: Future[None] | None = None
+        while not self._breakage.is_told():
+            done = done or _on_a_thread(call)
+            if wait([done], POLL_SECONDS).done:
+                return done.result()
+        self.abandon()
 
     def _join(self) -> None:
         self._group = join(self._name, self._store, self.world_size, self.timeout, _backend())

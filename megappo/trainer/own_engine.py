@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from megappo import platform
 from megappo.config.schema import Config
-from megappo.listening import node_address
+from megappo.listening import node_address, run_store
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
 from megappo.rewards.pool import RewardPool, load_configured
@@ -101,7 +100,7 @@ def _engine(config: Config, layout: Layout, number: int, rank: int, cleanup: Exi
 
 def _meeting(number: int, node: int, cleanup: ExitStack) -> str:
     """Where an engine's parts find each other, host:port: the owner keeps a free port of its node for it."""
-    store, key = distributed_c10d._get_default_store(), f"engine/{number}"  # torchrun's; no public way to it
+    store, key = run_store(), f"engine/{number}"
     if node == 0:
         guard = cleanup.enter_context(reserve_port(0, node_address()))
         host, port = guard.getsockname()

@@ -34,7 +34,7 @@ class Record:
         self.folder = folder
         self.config = config
         self.exchange = exchange
-        self._reward_file = _digest(config.reward.function)  # as the workers have loaded it
+        self._reward_file = _digest(config.reward.function)  # an edit from here on is the next run's
 
     def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int) -> None:
         """Write a step's rows, from wherever they are; all ranks together.
@@ -59,8 +59,10 @@ class Record:
         def look() -> tuple[int, list[str]]:
             for step in range(1, self.config.trainer.total_steps + 1):
                 found, facts = self._found(step), self._facts(step, prompts.indices(step - 1))
-                if changed := [name for name, value in facts.items() if found.get(name) != value]:
-                    return step - 1, changed if found else []
+                # What a record of an earlier version does not tell counts as unchanged.
+                changed = [name for name, value in facts.items() if found.get(name, value) != value]
+                if changed or not found:
+                    return step - 1, changed
             return self.config.trainer.total_steps, []
 
         return self.exchange.on_rank_0(look)

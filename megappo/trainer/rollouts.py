@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 from torch.nn.utils.rnn import pad_sequence
 
 from megappo.batch.exchange import Exchange
@@ -16,6 +15,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.interruption import INTERRUPTION, Interrupted
+from megappo.listening import run_store
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardError
@@ -74,7 +74,7 @@ class Rollouts:
         params = partial(SamplingParams, rollout.max_response_length, stop_token_ids=datasets.stop_token_ids)
         self.training = params(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
         self.evaluation, self.greedy = params(temperature=rollout.val_temperature), params(temperature=0.0)
-        self._store = distributed_c10d._get_default_store()  # torchrun's; no public way to it
+        self._store = run_store()
         self._num_counters = 0
         self._nums_scores: set[int] = set()
 

@@ -37,7 +37,7 @@ def generate():
     from megappo.observe.life import LIFE
     with LIFE.waiting(): time.sleep(5)
 def save():
-    signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.7 * rank), os._exit(75)))
+    signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.7 * (rank + 1)), os._exit(75)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 def ignore():
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
@@ -275,6 +275,7 @@ def test_further_signals_while_the_ranks_save_what_the_first_asked_for(launch):
     time.sleep(0.2)
     launcher.process.send_signal(signal.SIGUSR1)
     wait_until(lambda: not first.is_running() or first.status() == psutil.STATUS_ZOMBIE)
+    time.sleep(0.3)  # for the launcher to see it
     launcher.process.send_signal(signal.SIGTERM)
     assert second.is_running() and launcher.wait() == 75
     assert launcher.lines == ["ended by SIGUSR1: started again, the run goes on"]
