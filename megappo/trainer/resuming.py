@@ -58,7 +58,7 @@ def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
         state = read_state(checkpoint)
     except CheckpointError:  # the run takes the one before
         return
-    if wrong := wrong_models(config, checkpoint, state):
+    if isinstance(state.get("models"), str) and (wrong := wrong_models(config, checkpoint, state)):
         yield wrong
 
 
