@@ -79,7 +79,7 @@ class EngineClient:
     Args:
         url: http://host:port.
         api_key: the server's key; "" where it asks for none.
-        timeout: seconds one request of `generate_async` may take.
+        timeout: seconds one request of `generate_async` may take, or a read of weights from a disk.
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
         hang_seconds: that any other request may take; see also `watch`.
