@@ -1,0 +1,228 @@
+"""Time an update and a pass for log-probs against plain matrix products, and against a padded Hugging Face update.
+
+    python tools/bench/update.py
+    python tools/bench/update.py --threads 1 --json FILE
+
+A Qwen2 of 110M parameters (12 layers, hidden size 768, 12 heads, a tied vocabulary of 32,000), fp32, on one rank. Rows
+of 22 to 181 tokens, 1,646 in all, of which 1,240 are of responses. Compared, one after the other in each repeat:
+
+- the update: `TrainedEngine.train_batch`, so forward and backward pass, PPO's loss, clipping and Adam, on the packed
+  rows; the pass: `MegatronEngine.forward`, log-probs and entropy of the responses.
+- the products: torch.mm, into memory that is there already, of what the model's linear layers multiply: QKV, output
+  projection, gate and up, down, of all tokens; the head's, of the tokens that predict a response alone. Once for the
+  pass; for the update also by the weights and by the inputs, as the backward pass does. Attention is not counted.
+- Hugging Face: an update of the same model on the same rows padded to the longest (1.76 times the tokens), with the
+  same loss, entropy as a metric, clip and AdamW, in torch's own operations on the logits of all tokens.
+
+A share is the products' seconds over those of what is compared: 100 % were a model that does nothing else.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+import torch.distributed as dist
+
+from megappo import megatron_setup
+from megappo.torchvision_on_cpu import define_torchvision_operators
+
+megatron_setup.install()
+define_torchvision_operators()
+
+from timed import seconds  # noqa: E402
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.utils.logging import disable_progress_bar  # noqa: E402
+
+from megappo.batch.rows import Rows  # noqa: E402
+from megappo.config.schema import Config  # noqa: E402
+from megappo.models.train_engine import LossFn, TrainedEngine  # noqa: E402
+from megappo.placement.groups import build_groups  # noqa: E402
+from megappo.placement.layout import Layout  # noqa: E402
+from megappo.trainer.objectives import ActorLoss  # noqa: E402
+from megappo.trainer.train_engines import build_engines  # noqa: E402
+
+LAYERS, HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
+PROMPTS = (12, 30, 22, 41, 17, 28, 9, 35, 25, 36, 38, 20, 31, 26, 22, 14)
+RESPONSES = tuple(10 + 9 * (7 * i % 16) for i in range(16))
+SETTINGS = {
+    "placement": {"actor": "0", "rollout": "0"},
+    "actor": {"optim": {"lr": 1e-5, "clip_grad": 0.1}},
+    "algorithm": {"adv_estimator": "grpo", "use_kl_in_reward": False},
+    "data": {"train_files": ["fixed"]},
+}
+
+
+def write_model(folder: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    disable_progress_bar()
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def make_rows() -> Rows:
+    """Random rows with what the policy's loss reads."""
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = torch.tensor(PROMPTS), torch.tensor(RESPONSES)
+    mask = (torch.arange(max(RESPONSES)) < responses[:, None]).float()
+    tokens = [torch.randint(VOCABULARY, (length,), generator=generator) for length in (prompts + responses).tolist()]
+    noise, advantages = torch.randn(2, *mask.shape, generator=generator)
+    old = (0.1 * noise - torch.tensor(float(VOCABULARY)).log()) * mask
+    fields = {"response_mask": mask, "old_log_probs": old, "advantages": advantages * mask}
+    ids = torch.arange(len(tokens))
+    return Rows(ids, ids, prompts, responses, tokens, fields)
+
+
+class HuggingFace:
+    """An update of a padded batch as one writes it with transformers and torch alone."""
+
+    def __init__(self, folder: Path, config: Config, rows: Rows, loss_fn: LossFn):
+        self.rows, self.loss_fn, optim = rows, loss_fn, config.actor.optim
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+        self.max_norm, self.temperature = optim.clip_grad, config.rollout.temperature
+        self.tokens = pad_sequence(rows.input_ids, batch_first=True)
+        self.attention_mask = pad_sequence([torch.ones_like(tokens) for tokens in rows.input_ids], batch_first=True)
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+        logits = self.model(self.tokens, attention_mask=self.attention_mask).logits[:, :-1] / self.temperature
+        log_p = logits.log_softmax(-1)
+        with torch.no_grad():
+            entropy = self._of_responses(-(log_p.exp() * log_p).sum(-1))
+        log_probs = self._of_responses(log_p.gather(-1, self.tokens[:, 1:, None])[..., 0])
+        loss, _ = self.loss_fn({"log_probs": log_probs, "entropy": entropy}, self.rows)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+
+    def _of_responses(self, of_all: torch.Tensor) -> torch.Tensor:
+        mask = self.rows.response_mask
+        places = self.rows.prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1])
+        return of_all.gather(1, places.clamp(max=of_all.shape[1] - 1)) * mask
+
+
+class Product:
+    """A linear layer's products: outputs of inputs, and the gradients by both.
+
+    Args:
+        tokens, inputs, outputs: inputs [tokens, inputs] are multiplied by weights [outputs, inputs].
+        times: as many layers have this shape.
+    """
+
+    def __init__(self, tokens: int, inputs: int, outputs: int, times: int):
+        self.times, self.x, self.weights = times, torch.randn(tokens, inputs), torch.randn(outputs, inputs)
+        self.y = torch.empty(tokens, outputs)
+        self.grad_y, self.grad_x, self.grad_weights = map(torch.randn_like, (self.y, self.x, self.weights))
+
+    def forward(self) -> None:
+        for _ in range(self.times):
+            torch.mm(self.x, self.weights.T, out=self.y)
+
+    def backward(self) -> None:
+        for _ in range(self.times):
+            torch.mm(self.grad_y, self.weights, out=self.grad_x)
+            torch.mm(self.grad_y.T, self.x, out=self.grad_weights)
+
+
+class Products:
+    """All products of the model."""
+
+    def __init__(self, rows: Rows):
+        tokens, predicting = sum(map(len, rows.input_ids)), int(rows.response_mask.sum())
+        shapes = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN))
+        self.products = [Product(tokens, *shape, LAYERS) for shape in shapes]
+        self.products.append(Product(predicting, HIDDEN, VOCABULARY, 1))
+
+    def forward(self) -> None:
+        for product in self.products:
+            product.forward()
+
+    def update(self) -> None:
+        for product in self.products:
+            product.forward()
+            product.backward()
+
+
+def make_engine(folder: Path) -> tuple[Config, TrainedEngine]:
+    """The actor of a run that has no other component."""
+    sections = {"model": {"path": str(folder), "dtype": "fp32"}, "trainer": {"output_dir": str(folder)}}
+    config = Config.model_validate(SETTINGS | sections)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engines = build_engines(config, build_groups({"actor": Layout((0,))}, seed=0))
+    return config, engines["actor"]
+
+
+def make_actions(folder: Path) -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    write_model(folder)
+    rows = make_rows()
+    config, engine = make_engine(folder)
+    loss_fn = ActorLoss(config, int(rows.response_mask.sum()), len(rows))
+    products = Products(rows)
+    return {
+        "update": lambda: engine.train_batch(rows, loss_fn),
+        "products of the update": products.update,
+        "pass": lambda: engine.forward(rows),
+        "products of the pass": products.forward,
+        "Hugging Face's update": HuggingFace(folder, config, rows, loss_fn).update,
+    }
+
+
+def measure(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, interleaved, after one that does not count."""
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    for repeat in range(repeats + 1):
+        for name, action in actions.items():
+            took = seconds(action)
+            if repeat:
+                found[name].append(took)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch (default: one per core)")
+    parser.add_argument("--repeats", type=int, default=5, help="of which the medians are taken (default 5)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(make_actions(Path(folder)), args.repeats)
+    shares = {name: found[f"products of the {name}"] / found[name] for name in ("update", "pass")}
+    times = found["Hugging Face's update"] / found["update"]
+    print(f"{args.threads} threads, medians of {args.repeats}\n\n| | seconds |\n| --- | --- |")
+    for name, value in found.items():
+        print(f"| {name} | {value:.2f} |")
+    print("\n| | of the products' rate |\n| --- | --- |")
+    for name, share in shares.items():
+        print(f"| {name} | {share:.0%} |")
+    print(f"\nThe update is {times:.2f} times as fast as Hugging Face's.")
+    if args.json:
+        figures = {"threads": args.threads, "seconds": found, "shares": shares, "times_hugging_face": times}
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
