@@ -75,6 +75,7 @@ def mend() -> None:
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _read_splits
     _mend_uneven_collectives()
+    _mend_collectives_of_one()
 
     for owner, name in (
         (clip_grads, "clip_grad_by_total_norm_fp32"),
@@ -119,6 +120,25 @@ def _mend_uneven_collectives() -> None:
 
     mappings._gather_along_first_dim = gather_any
     mappings._reduce_scatter_along_first_dim = scatter_any
+
+
+def _mend_collectives_of_one() -> None:
+    """Leave the buffers of the distributed optimizer alone where one rank has them whole: gloo copies them onto
+    themselves."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(param_and_grad_buffer, name, _unless_alone(getattr(param_and_grad_buffer, name)))
+
+
+def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(output: torch.Tensor, input_: torch.Tensor, *args: Any, group: Any, **kwargs: Any) -> Any:
+        if group.size() == 1 and output.data_ptr() == input_.data_ptr():
+            return None
+        return collective(output, input_, *args, group=group, **kwargs)
+
+    return call
 
 
 def _call_with_cuda_type_names(owner: Any, name: str) -> None:
