@@ -57,15 +57,25 @@ def install() -> None:
 
 
 def _mend_missing_transformer_engine() -> None:
-    """Define a name that the router looks up with or without TransformerEngine, which alone defines it; and let latent
-    attention know that it is missing, or it would ask whether a module is of a class that is none."""
+    """Define a name that the router looks up with or without TransformerEngine, which alone defines it; let latent
+    attention know that it is missing, or it would ask whether a module is of a class that is none; and clip gradients
+    in place, where megatron-core's own stand-in scales a copy of each and copies that back."""
+    from megatron.core import utils
     from megatron.core.extensions import transformer_engine
+    from megatron.core.optimizer import clip_grads
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
+    if clip_grads.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale_in_place
+
+
+def _scale_in_place(chunk_size: int, noop_flag: torch.Tensor, lists: list[list[torch.Tensor]], scale: float) -> None:
+    """multi_tensor_scale, of gradients that are their own target."""
+    torch._foreach_mul_(lists[0], scale)
 
 
 def _mend_torch_adamw() -> None:
