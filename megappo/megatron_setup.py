@@ -79,7 +79,8 @@ def _scale_in_place(chunk_size: int, noop_flag: torch.Tensor, lists: list[list[t
 
 
 def _mend_torch_adamw() -> None:
-    """Let torch's AdamW be saved and resumed by megatron-core, whose optimizers expect the state layout of Apex.
+    """Let torch's AdamW take its step in one pass over a parameter, and be saved and resumed by megatron-core, whose
+    optimizers expect the state layout of Apex.
 
     Mended: DistributedOptimizer.state_dict() asserts before the first step; a fully reshardable load ends in
     KeyError 'step'; after a load all parameters share ONE step tensor, which then advances once per parameter; a load
@@ -98,6 +99,8 @@ def _mend_torch_adamw() -> None:
     def build_with_state(*args: Any, **kwargs: Any) -> Any:
         optimizer = build(*args, **kwargs)
         if isinstance(optimizer.optimizer, torch.optim.AdamW):
+            for group in optimizer.optimizer.param_groups:
+                group["fused"] = True
             _give_state(optimizer.optimizer)
             if isinstance(optimizer, DistributedOptimizer) and not optimizer.optimizer.state:
                 _count_steps(optimizer.optimizer)
@@ -119,7 +122,7 @@ def _give_state(optimizer: torch.optim.AdamW) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
             optimizer.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32),
+                "step": torch.zeros((), dtype=torch.float32, device=param.device),
                 "exp_avg": torch.zeros_like(param.data),
                 "exp_avg_sq": torch.zeros_like(param.data),
             }
@@ -132,7 +135,8 @@ def _count_steps(optimizer: torch.optim.AdamW) -> None:
 
 
 def _with_own_steps(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """`state_dict` with a step counter for each parameter, 0 where megatron-core left it out."""
+    """`state_dict` with a step counter for each parameter, 0 where megatron-core left it out, for fused steps."""
     zero = torch.zeros((), dtype=torch.float32)
     state = {key: {**own, "step": own.get("step", zero).detach().clone()} for key, own in state_dict["state"].items()}
-    return {**state_dict, "state": state}
+    groups = [{**group, "fused": True} for group in state_dict["param_groups"]]  # however they were saved
+    return {**state_dict, "state": state, "param_groups": groups}
