@@ -8,6 +8,10 @@ from torch.nn.functional import pad
 
 BLOCK = 32
 """Tokens in a block. Fewer cost more operations per token outside of the products, more cost more inside."""
+MASKED_BLOCK = 16
+"""The same in `sums_behind`, where powers of the decay within a block also lose digits, the more the longer it is."""
+SMALLEST_MASKED_DECAY = 0.7
+"""With which `sums_behind` keeps 6 digits."""
 
 
 class DiscountedSums:
@@ -41,6 +45,42 @@ class DiscountedSums:
             firsts = self.over_blocks((blocks @ self.first_column).squeeze(-1).double())
             blocks[:, :-1, -1] += (self.decay * firsts[:, 1:]).to(blocks.dtype)
         return (blocks @ self.triangle).view(rows, -1)[:, :num_tokens]
+
+
+def sums_behind(
+    x: torch.Tensor, mask: torch.Tensor, decays: torch.Tensor, behind: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Discounted sums of what is behind each token, where tokens with mask 0 do not count.
+
+    y[t] for a t with mask 1 is the sum over tokens s > t with mask 1 of decay ** (how many of these t..s-1 has) * x[s].
+    Within a block of tokens this is a product with a triangle of ones, of x times decay ** (how many came before it).
+
+    Args:
+        x: [rows, num_tokens] float32, which is overwritten.
+        mask: its like, of 0 and 1.
+        decays: [rows] float64, none below SMALLEST_MASKED_DECAY.
+        behind: [rows] float64, what y would be continued by: x at one more token behind all, and all after it.
+
+    Returns:
+        y, and `behind` for the tokens before these.
+    """
+    rows, num_tokens = x.shape
+    padding = -num_tokens % MASKED_BLOCK
+    if padding:
+        x, mask = pad(x, (0, padding)), pad(mask, (0, padding))
+    blocks, mask = x.view(-1, MASKED_BLOCK), mask.view(-1, MASKED_BLOCK)
+    earlier = x.new_ones(MASKED_BLOCK, MASKED_BLOCK).triu(1)
+    powers = (mask @ earlier).view(rows, -1).mul_(decays.log2().float()[:, None]).exp2_().view(-1, MASKED_BLOCK)
+    blocks.mul_(powers).mul_(mask)
+    sums = blocks @ earlier.T
+    totals = (sums[:, 0] + blocks[:, 0]).double().view(rows, -1)
+    spans = powers[:, -1].double().view(rows, -1) * torch.where(mask[:, -1].view(rows, -1) > 0, decays[:, None], 1.0)
+    carried = []
+    for total, span in zip(*(y.T.flip(0).contiguous().unbind() for y in (totals, spans)), strict=True):
+        carried.append(span * behind)
+        behind = total + carried[-1]
+    sums.add_(torch.stack(carried[::-1], dim=1).float().view(-1, 1)).div_(powers)
+    return sums.view(rows, -1)[:, :num_tokens], behind
 
 
 def _triangle(decay: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,13 @@ def test_gae_equals_its_definition_on_ragged_masks(case: Case, lam_per_row: bool
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.fixture
+def by_columns(monkeypatch):
+    """Holes are gone around by columns, as in large batches, a few columns at a time."""
+    monkeypatch.setattr(gae_module, "FEW_ROWS", 0)
+    monkeypatch.setattr(gae_module, "PANEL_TOKENS", 300)
+
+
 @pytest.mark.parametrize("holes", [0.0, 0.3])
 @pytest.mark.parametrize("width", [31, 32, 33, 64, 1024, 1025, 3000])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.5, 0.0), (1.0, 0.999)])
@@ -77,6 +84,47 @@ def test_gae_equals_the_loop_over_blocks_of_blocks(width: int, holes: float, gam
         # Of the largest: a sum near 0 has passed through large ones, and is as far off as they are.
         for x, definition in ((found, expected), (returns, expected + values * case.mask)):
             assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 31, 100, 1025])
+@pytest.mark.parametrize("kept", [0.02, 0.5, 0.95])
+def test_gae_by_columns_equals_its_definition(width: int, kept: float, by_columns):
+    case = Case(6, width, seed=width)
+    case.mask = (torch.rand(case.shape, generator=case.generator) < kept).float()
+    case.mask[0] = 0.0
+    rewards, values, bootstrap_values = case.numbers(), case.numbers(), case.numbers()[:, 0]
+    lams = torch.linspace(0.75, 1.0, 6)
+    found = gae(rewards, values, case.mask, 0.99, lams, bootstrap_values=bootstrap_values)
+    expected = defined_gae(rewards, values, case.mask, 0.99, lams.tolist(), bootstrap_values)
+    for x, definition in zip(found, expected, strict=True):
+        assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
+
+
+@pytest.mark.parametrize("width", [64, 1024, 3000])
+@pytest.mark.parametrize("decay", [1.0, 0.999, 0.95, 0.7])
+def test_gae_by_columns_equals_the_loop(width: int, decay: float, by_columns):
+    case = Case(7, width, seed=width)
+    case.mask = (torch.rand(case.shape, generator=case.generator) < 0.7).float()
+    rewards, values = case.numbers(), case.numbers()
+    expected = loop_gae(rewards, values, case.mask, 1.0, decay)
+    found, returns = gae(rewards, values, case.mask, 1.0, decay)
+    for x, definition in ((found, expected), (returns, expected + values * case.mask)):
+        assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
+
+
+def test_gae_by_columns_ignores_what_stands_at_masked_tokens_and_names_what_is_broken(by_columns):
+    mask = (torch.arange(120) % 3 > 0).expand(4, 120)
+    rewards, values = torch.where(mask, 1.0, math.nan), torch.where(mask, 0.5, -math.inf)
+    bootstrap_values = torch.tensor([0.0, 0.0, 0.0, 0.0])
+    found = gae(rewards, values, mask, 0.9, 0.9, bootstrap_values=bootstrap_values)
+    expected = gae(torch.where(mask, rewards, 0), torch.where(mask, values, 0), mask, 0.9, 0.9)
+    assert all(torch.equal(x, y) and not x[~mask].any() for x, y in zip(found, expected, strict=True))
+    bootstrap_values[2] = math.nan
+    with pytest.raises(FloatingPointError, match=r"bootstrap_values of responses \[2\]"):
+        gae(rewards, values, mask, 0.9, 0.9, bootstrap_values=bootstrap_values)
+    values[1, 70] = math.inf
+    with pytest.raises(FloatingPointError, match=r"responses \[1\] are not finite"):
+        gae(rewards, values, mask, 0.9, 0.9)
 
 
 def test_gae_textbook_numbers():
