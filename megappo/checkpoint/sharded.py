@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megappo.checkpoint.checksums import new_sum
 from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.host_copies import HostCopies
 from megappo.checkpoint.reading import SafeCommon
 from megappo.observe.life import LIFE
 
@@ -51,9 +52,17 @@ class Writing:
         sums: path -> sum of each file that this rank has written.
     """
 
-    def __init__(self, folder: Path, as_world: AsWorld, strategy: "_InThisProcess", request: AsyncRequest):
+    def __init__(
+        self,
+        folder: Path,
+        as_world: AsWorld,
+        strategy: "_InThisProcess",
+        request: AsyncRequest,
+        give_back: Callable[[], None],
+    ):
         self.sums = strategy.sums
         self._folder, self._as_world, self._strategy, self._request = folder, as_world, strategy, request
+        self._give_back = give_back
 
     def write(self) -> None:
         """Write this rank's files; any thread may. What goes wrong `finish` tells. The state is let go."""
@@ -62,6 +71,7 @@ class Writing:
             for _, _, (objects, tensors) in _buckets(self._request):
                 objects.clear()
                 tensors.clear()
+        self._give_back()
 
     def finish(self) -> None:
         """Complete the folder when `write` has returned everywhere; all ranks of the component together.
@@ -86,22 +96,23 @@ class Writing:
                 raise
 
 
-def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, *, copied: bool) -> Writing:
+def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, copies: HostCopies | None) -> Writing:
     """Begin to write a component's sharded state into an existing folder; all its ranks together.
 
     Args:
-        copied: what is written is a copy on the host, so that training may go on meanwhile.
+        copies: makes a copy of what is written, so that training may go on meanwhile, in memory that it has back when
+            all is written; None: what is on the host is written from where it is.
     """
     strategy = _InThisProcess("torch_dist", 1)
-    live = {leaf.data.untyped_storage().data_ptr() for leaf in nested_values(state) if _holds_tensor(leaf)}
     with as_world():
+        apply_factories(state)  # before copies are made: of views, as factories cut them, Megatron would make another
+        written = [leaf for leaf in nested_values(state) if isinstance(leaf, ShardedTensor) and _is_written(leaf)]
+        for leaf in written:
+            leaf.data = leaf.data.cpu() if copies is None else copies.copy(leaf.data)
+        give_back = partial(copies.give_back, [leaf.data for leaf in written]) if copies else lambda: None
         request = dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, async_sharded_save=True)
     strategy.error = _COMMON.error
-    for _, _, (_, tensors) in _buckets(request):
-        for i, (item, tensor) in enumerate(tensors):
-            if not tensor.is_cpu or (copied and tensor.untyped_storage().data_ptr() in live):
-                tensors[i] = (item, tensor.to("cpu", copy=True))
-    return Writing(folder, as_world, strategy, request)
+    return Writing(folder, as_world, strategy, request, give_back)
 
 
 def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> dict[str, str]:
@@ -112,7 +123,7 @@ def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> dict
     Raises:
         CheckpointError: as `Writing.finish`.
     """
-    writing = begin_sharded(state, folder, as_world, copied=False)
+    writing = begin_sharded(state, folder, as_world, copies=None)
     writing.write()
     writing.finish()
     return writing.sums
@@ -123,8 +134,9 @@ def _buckets(request: AsyncRequest) -> list[WriteBucket]:
     return [] if request.async_fn is None else request.async_fn_args[1]
 
 
-def _holds_tensor(leaf: Any) -> bool:
-    return isinstance(getattr(leaf, "data", None), torch.Tensor)
+def _is_written(leaf: ShardedTensor) -> bool:
+    """By this rank."""
+    return is_main_replica(leaf.replica_id)
 
 
 def load_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextManager, strict: StrictHandling) -> Any:

@@ -36,6 +36,7 @@ from megappo.checkpoint.folders import (
     read_state,
     step_folder,
 )
+from megappo.checkpoint.host_copies import HostCopies
 from megappo.checkpoint.saving import Saving
 from megappo.checkpoint.sharded import Writing, begin_sharded, load_sharded, reason
 
@@ -75,6 +76,7 @@ class CheckpointStore:
         self.warn = warn if exchange.rank == 0 else lambda line: None
         self._damaged: set[Path] = set()
         self._saving: Saving | None = None
+        self._copies: HostCopies | None = None
         self._removal: threading.Thread | None = None
 
     def latest(self) -> Path | None:
@@ -125,8 +127,10 @@ class CheckpointStore:
         with self._removed_if_it_fails(path, partial):
             self.exchange.on_rank_0(lambda: self._prepare(partial, components))
             writings = []
+            # Kept while saves are in the background; one at once, the last, does without that memory.
+            self._copies = (self._copies or HostCopies()) if in_background else None
             for name, component in components.items():
-                writings.append(_begin(component, partial / name, copied=in_background))
+                writings.append(_begin(component, partial / name, self._copies))
                 if not in_background:  # before the next one's state takes room
                     self._write_now(writings[-1])
             write_more(partial)
@@ -251,12 +255,12 @@ class CheckpointStore:
         )
 
 
-def _begin(component: Checkpointed | None, folder: Path, *, copied: bool) -> Writing | None:
+def _begin(component: Checkpointed | None, folder: Path, copies: HostCopies | None) -> Writing | None:
     if component is None:
         return None
     try:
         # In no variable: one component's state must go before the next one's is made.
-        return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copied=copied)
+        return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copies)
     except OSError as error:  # the component's other ranks wait for this one: it must end, and they with it
         raise RuntimeError(f"cannot begin to save to {folder}: {reason(error)}") from error
 

@@ -279,7 +279,7 @@ class Trainer(Section):
     total_steps: Positive = Field(100, description="PPO steps")
     seed: NonNegative = Field(0, description="seeds data order, value head and sampling")
     save_interval: NonNegative = Field(20, description="checkpoint every so many steps, and at the end; 0 = at the end only")
-    async_save: bool = Field(True, description="go on training while a checkpoint is written: takes host memory for a copy of what is saved")
+    async_save: bool = Field(True, description="go on training while a checkpoint is written: from the first save on keeps host memory for a copy of what is saved")
     keep_checkpoints: NonNegative = Field(2, description="newest checkpoints to keep; 0 = all")
     keep_every: NonNegative = Field(0, description="keep those of every so many steps, too; 0 = none")
     eval_interval: NonNegative | None = Field(None, description="evaluate on data.val_files every so many steps, before the first and at the end; 0 = off; null = 10 where there are val_files")

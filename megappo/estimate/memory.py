@@ -132,7 +132,8 @@ class MemoryEstimate:
                 node = nodes[rank // self.cluster.gpus_per_node]
                 node["processes"] += PROCESS_BYTES + place.has_engine * ENGINE_PROCESS_BYTES
                 node["what sleeps"] += asleep
-        in_background = self.config.trainer.async_save  # else one component's copy goes before the next one's is made
+        # Those in the background keep their copies' memory, else one component's goes before the next one's is taken.
+        in_background = self.config.trainer.async_save
         for name, spec in self.specs.items():
             for number, size in self._saved(name).items() if spec.training else ():
                 before = nodes[number]["a save"]

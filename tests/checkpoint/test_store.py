@@ -123,31 +123,32 @@ def fail_and_go_on(rank: int, world_size: int, folders: dict[str, Path], folder:
 
 def save_while_training(rank: int, world_size: int, folders: dict[str, Path], folder: Path) -> None:
     """On the disk is what was there when the save began; one that fails is told when it is finished."""
-    store = CheckpointStore(folder, 1, Exchange(dist.group.WORLD))
+    store = CheckpointStore(folder, 0, Exchange(dist.group.WORLD))
     engines = build(folders, CASES)
     train(engines, 1)
-    expected = weights(engines, folders)
-    store.begin(1, engines, {"step": 1})
-    after = train(engines, 1)
-    path = store.finish()
-    assert path == store.latest() and step_names(folder) == ["step_00000001"]
-    loaded = build(folders, CASES)
-    assert store.load(path, loaded) == {"step": 1}
-    assert_equal(weights(loaded, folders), expected)
-    assert train(loaded, 1) == after
-    assert_equal(weights(loaded, folders), weights(engines, folders))
-    assert not store.is_written() and store.finish() is None
+    for step in (1, 2):  # the second in memory of the first's copies
+        expected = weights(engines, folders)
+        store.begin(step, engines, {"step": step})
+        after = train(engines, 1)
+        path = store.finish()
+        assert path == store.latest() and step_names(folder)[-1] == f"step_{step:08}"
+        loaded = build(folders, CASES)
+        assert store.load(path, loaded) == {"step": step}
+        assert_equal(weights(loaded, folders), expected)
+        assert train(loaded, 1) == after
+        assert_equal(weights(loaded, folders), weights(engines, folders))
+        assert not store.is_written() and store.finish() is None
 
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
-    store.begin(2, engines, {"step": 2})
+    store.begin(3, engines, {"step": 3})
     train(engines, 1)
     while not store.is_written():
         pass
-    with pytest.raises(CheckpointError, match="cannot save actor to .*step_00000002.partial: File too large$"):
+    with pytest.raises(CheckpointError, match="cannot save actor to .*step_00000003.partial: File too large$"):
         store.finish()
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert path == store.latest() and step_names(folder) == ["step_00000001"]
+    assert path == store.latest() and step_names(folder) == ["step_00000001", "step_00000002"]
 
 
 def test_training_goes_on_while_a_copy_is_written(folders: dict[str, Path], tmp_path: Path) -> None:
