@@ -3,8 +3,10 @@
     python tools/bench/checkpoint.py --megabytes 2000
     python -m megappo.torchrun --nproc-per-node 2 tools/bench/checkpoint.py
 
-Real PPO steps of an actor and a critic on fixed rollouts; prints medians. A save in the background holds training up
-while it copies, and when it is completed; besides, it takes processor time from the steps that go on meanwhile.
+Real PPO steps of an actor and a critic on fixed rollouts; prints medians, and the range of what is compared. A save in
+the background holds training up while it copies, and when it is completed; besides, it takes processor time from the
+steps that go on meanwhile. The first of a run takes longer than the later ones, which have its memory for their copies;
+both are told. A save at once lets go of that memory, so that each round has a first one.
 """
 
 import argparse
@@ -13,6 +15,8 @@ import os
 import statistics
 import sys
 import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -29,11 +33,13 @@ from megappo.trainer.run import Run
 HIDDEN, VOCABULARY = 512, 4096
 SAVED_BYTES = 16  # of each parameter: the model's, the main one and two moments, in fp32
 COMPONENTS = 2
+IN_BACKGROUND = ("the first", "a later")
 
 
-def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, float]:
-    """Medians in seconds of a step alone, a save at once, and a save in the background with the steps beside it."""
-    found: dict[str, list[float]] = {name: [] for name in ("step", "save", "begin", "beside", "finish")}
+def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, list[float]]:
+    """Seconds of a step alone, of one beside a save, of a save at once, and of what each of `IN_BACKGROUND` holds up at
+    its beginning and at its end."""
+    found: dict[str, list[float]] = defaultdict(list)
     number = 0
 
     def step() -> float:
@@ -46,14 +52,33 @@ def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, float]:
     gc.freeze()  # as Trainer.train
     for _ in range(repeats):
         found["step"].append(step())
-        found["save"].append(seconds(run.save))
-        found["begin"].append(seconds(lambda: run.save(in_background=True)))
-        run.lap()
-        while run.progress.store.is_saving:
-            found["beside"].append(step())
-            run.finish_save_if_written()
-        found["finish"].append(run.phase.seconds("finish_save"))
-    return {name: statistics.median(values) for name, values in found.items()}
+        found["at once"].append(seconds(run.save))
+        for name in IN_BACKGROUND:
+            found["step"].append(step())
+            begin = seconds(lambda: run.save(in_background=True))
+            run.lap()
+            while run.progress.store.is_saving:
+                found["beside"].append(step())
+                run.finish_save_if_written()
+            finish = run.phase.seconds("finish_save")
+            found[name].append(begin + finish)
+            found[f"{name}: begin"].append(begin)
+            found[f"{name}: finish"].append(finish)
+    return found
+
+
+def told(found: dict[str, list[float]]) -> Iterator[str]:
+    """The medians in words, with the range of the shares."""
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    yield f"at once {medians['at once']:.2f} s"
+    for name in IN_BACKGROUND:
+        shares = [held / at_once for held, at_once in zip(found[name], found["at once"], strict=True)]
+        yield (
+            f"in the background, {name}: {medians[name]:.2f} s (begin {medians[f'{name}: begin']:.2f}, finish "
+            f"{medians[f'{name}: finish']:.2f}): {statistics.median(shares):.0%} of it ({min(shares):.0%} to "
+            f"{max(shares):.0%})"
+        )
+    yield f"a step alone {medians['step']:.2f} s, beside a save {medians['beside']:.2f} s"
 
 
 def main() -> None:
@@ -77,12 +102,7 @@ def main() -> None:
         found = measure(run, Trainer(config, run), args.repeats)
         size = sum(file.stat().st_size for file in run.progress.checkpoint.rglob("*") if file.is_file())
     if exchange.rank == 0:
-        held = found["begin"] + found["finish"]
-        print(
-            f"{size / 2**20:.0f} MiB  at once {found['save']:.2f} s  in the background {held:.2f} s (begin "
-            f"{found['begin']:.2f}, finish {found['finish']:.2f}): {held / found['save']:.0%} of it  "
-            f"a step alone {found['step']:.2f} s, beside a save {found['beside']:.2f} s"
-        )
+        print(f"{size / 2**20:.0f} MiB", *told(found), sep="\n")
 
 
 if __name__ == "__main__":
