@@ -16,6 +16,8 @@ VALUE_BIAS = "score.bias"
 OUTPUT_LAYER = "output_layer"
 SECOND_HEAD = "value_head"
 ROUTER_BIAS = "router.expert_bias"
+LOGITS_AT_A_TIME = {"cpu": 2**21, "cuda": 2**25}
+"""Logits that a policy's head computes at a time, on each kind of device: on a CPU as many as its caches hold."""
 
 
 @dataclass(frozen=True)

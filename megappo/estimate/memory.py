@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
+from megappo.architecture.parameters import padded_vocab_size
 from megappo.config.checks import longest_row
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, TensorKind
 from megappo.config.transports import GPU_BUCKET_BYTES
 from megappo.estimate.engine_memory import EngineMemory
 from megappo.estimate.gpus import GIB
-from megappo.estimate.model_memory import activation_bytes, logits_bytes, micro_batches_in_flight, state_bytes
+from megappo.estimate.model_memory import activation_bytes, head_bytes, micro_batches_in_flight, state_bytes
 from megappo.estimate.shapes import Shapes
 from megappo.placement.arithmetic import batch_splits
 from megappo.placement.components import components_of
@@ -180,8 +181,9 @@ class MemoryEstimate:
         yield f"{name} activations", size
         if stage == parallel.pipeline - 1 and spec.head != "value":
             predicting = tokens * self.config.rollout.max_response_length / longest_row(self.config)
-            size = logits_bytes(shape.architecture, parallel, nbytes, (tokens, predicting), training=trains)
-            yield f"{name} logits", size
+            columns = padded_vocab_size(shape.architecture.vocab_size, parallel.tensor) / parallel.tensor
+            size = head_bytes(shape.architecture, nbytes, (tokens, predicting), columns=columns, training=trains)
+            yield f"{name} head", size
 
     def _saved(self, name: str) -> dict[int, float]:
         """Node -> bytes of a component that a save copies there."""

@@ -1,18 +1,16 @@
-"""Bytes that a trained or frozen model takes on one GPU: parameters, gradients, optimizer states, activations, logits.
+"""Bytes that a trained or frozen model takes on one GPU: parameters, gradients, optimizer states, activations, head.
 
 Reckoned for TransformerEngine's layers, whose attention keeps no scores, with full micro-batches.
 """
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
-from megappo.architecture.parameters import StageSize, padded_vocab_size
+from megappo.architecture.parameters import LOGITS_AT_A_TIME, StageSize
 from megappo.config.schema import Optim, Parallel, TensorKind
 from megappo.placement.layout import Layout
 
-HEAD_CHUNK = 1024
-"""Tokens whose logits are worked on in fp32 at a time."""
-FP32_COPIES = 4
-"""Of such a chunk's logits: scaled, their log-probs, probabilities and gradient."""
+FP32_COPIES = 3
+"""Of the logits that are worked on at a time: themselves, their probabilities, and both in the weights' dtype."""
 
 
 def state_bytes(size: StageSize, layout: Layout, dtype: str, optim: Optim | None) -> dict[TensorKind, float]:
@@ -111,15 +109,16 @@ def micro_batches_in_flight(layout: Layout, stage: int, most: int) -> float:
     return min((2 * (stages - stage - 1) + (chunks - 1) * stages + 1) / chunks, most)
 
 
-def logits_bytes(
-    architecture: Architecture, parallel: Parallel, nbytes: int, tokens: tuple[float, float], *, training: bool
+def head_bytes(
+    architecture: Architecture, nbytes: int, tokens: tuple[float, float], *, columns: float, training: bool
 ) -> float:
-    """What the head of a policy takes besides its input: logits of all tokens, a copy of those that predict responses,
-    for the backward pass a gradient of each, and chunks of fp32.
+    """What the head of a policy takes: hidden states of all tokens and a copy of those that predict responses, for the
+    backward pass a gradient of each; and logits of some words at a time, whatever the vocabulary.
 
     Args:
         tokens: of a micro-batch, that the rank holds; and those of them that predict one of a response.
+        columns: words of the rank's shard of the vocabulary.
     """
-    columns = padded_vocab_size(architecture.vocab_size, parallel.tensor) / parallel.tensor
-    numbers = sum(tokens) * (2 if training else 1)
-    return columns * (numbers * nbytes + min(tokens[1], HEAD_CHUNK) * 4 * FP32_COPIES)
+    hidden = sum(tokens) * nbytes * (2 if training else 1) + tokens[1] * 4 * training
+    logits = min(tokens[1] * columns, LOGITS_AT_A_TIME["cuda"])
+    return architecture.hidden_size * hidden + logits * 4 * FP32_COPIES

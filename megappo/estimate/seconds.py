@@ -57,13 +57,14 @@ class TimeEstimate:
 
     def _compute(self, phase: str, uses: Mapping[str, Use]) -> None:
         """A phase's forward passes, of a component and of the reference that it compares itself with; in an update the
-        backward passes, too, the layers' recomputation, and the exchanges of the optimizer steps."""
+        backward passes, too, what these compute anew (the layers, the head's logits), and the exchanges of the
+        optimizer steps."""
         name = next(iter(uses))
         spec, ranks = self.memory.specs[name], len(self.memory.layouts[name].ranks)
         section = spec.training.section if spec.training and "gradients" in uses[name] else None
         seconds, work = sum(map(self._pass, uses)), sum(map(self._work, uses))
         if section is not None:
-            seconds += (TRAINING - 1 + (section.recompute == "full")) * self._pass(name)
+            seconds += (TRAINING - 1 + (section.recompute == "full")) * self._pass(name) + self._head(name)
             seconds = section.ppo_epochs * seconds + self._optimizer_steps(name)
             work = section.ppo_epochs * (work + (TRAINING - 1) * self._work(name))
         self.seconds[phase], self.mfu[phase] = seconds, work / (seconds * ranks * self._peak)
@@ -77,17 +78,22 @@ class TimeEstimate:
         return self.memory.cluster.shapes.of(self.memory.specs[name])
 
     def _pass(self, name: str) -> float:
-        """Forward, over all rows of a step: the layers and the head, which computes the logits of prompts, too; what
-        tensor-parallel ranks and experts exchange meanwhile; and the slots in which pipeline stages wait.
+        """Forward, over all rows of a step: the layers and the head; what tensor-parallel ranks and experts exchange
+        meanwhile; and the slots in which pipeline stages wait.
 
         Source: Narayanan et al. 2021, section 2.2: (p - 1) of (m v + p - 1) slots are empty.
         """
         layout, shape = self.memory.layouts[name], self._shape(name)
-        computed = self._rows * shape.flops.forward([(self._row, self._row)])
-        compute = computed / (len(layout.ranks) * self._peak * MATMUL_SHARE)
+        compute = self._work(name) / (len(layout.ranks) * self._peak * MATMUL_SHARE)
         slots = self.memory.splits[name].micro_batches[1] * layout.virtual_pipeline
         exchanges = self._exchanges(layout, shape.architecture)
         return (compute + exchanges) * (slots + layout.pipeline - 1) / slots
+
+    def _head(self, name: str) -> float:
+        """The logits of all responses of a step, computed once, on the last stage's ranks."""
+        layout, outputs = self.memory.layouts[name], self._rows * self.config.rollout.max_response_length
+        ranks = len(layout.ranks) / layout.pipeline
+        return outputs * self._shape(name).flops.per_output / (ranks * self._peak * MATMUL_SHARE)
 
     def _exchanges(self, layout: Layout, architecture: Architecture) -> float:
         """A layer gathers and scatters its input over tensor-parallel ranks twice, or sums it up, which is as much; and

@@ -8,6 +8,7 @@ from megappo.architecture.architecture import Architecture
 from megappo.config.schema import Model, Parallel
 from megappo.models.layer_specs import layer_spec
 from megappo.models.megatron_config import gpt_arguments, transformer_config
+from megappo.models.output_layer import hand_hidden_on
 from megappo.models.routing import router_bias_kept
 from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
@@ -29,7 +30,8 @@ def build_model(
     """This rank's part of the model, on its device, in `model.dtype`. Its weights are not set: load them before use.
 
     Args:
-        architecture: the model and its head: "policy" is GPTModel's own output layer; "value" puts a ValueHead in its
+        architecture: the model and its head: "policy" is GPTModel's own output layer, which hands the hidden states on
+            (see `hand_hidden_on`); "value" puts a ValueHead in its
             place, and the embeddings are then not tied; "policy_value" has both, the ValueHead as `value_head` (see
             `add_value_head`).
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
@@ -76,7 +78,9 @@ def _chunk(
     _scale_rope(gpt, architecture)
     if gpt.post_process and architecture.head == "value":
         gpt.output_layer = ValueHead(config, groups.collection.tp, architecture.value_bias)
-    elif gpt.post_process and architecture.head == "policy_value":
+    elif gpt.post_process:
+        hand_hidden_on(gpt)
+    if gpt.post_process and architecture.head == "policy_value":
         add_value_head(gpt, architecture.value_bias)
     return gpt
 

@@ -7,36 +7,40 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megappo.batch.packing import PackedBatch
+from megappo.models.output_layer import LogitFactors
 from megappo.models.train_engine import Head, Outputs
 from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
 
 def policy_head(
+    weight: Callable[[], torch.Tensor],
     tensor_group: dist.ProcessGroup,
     vocab_size: int,
     temperature: float,
-    reference: Callable[[PackedBatch], torch.Tensor] | None = None,
+    reference: Callable[[PackedBatch], LogitFactors] | None = None,
 ) -> Head:
     """`log_probs` of the response tokens and `entropy` of their distributions, at the sampling temperature (nats).
 
     Args:
+        weight: this rank's shard of the output layer's, [V/tp, H]; asked for in each pass, as it may move.
         tensor_group: ranks that hold the vocabulary's shards.
         vocab_size: true vocabulary; the padding after it has no probability.
         temperature: divides the logits, as the engine does when it samples.
         reference: adds `full_kl`, KL(policy || reference) over the vocabulary, both at this temperature. From the
-            micro-batch to the reference's logits [T, V/tp], laid out as the policy's: `MegatronEngine.logits` of a
-            reference on the policy's ranks and in its layout, which costs a forward pass of it each time.
+            micro-batch to what the reference's logits are made of: `MegatronEngine.logit_factors` of a reference on the
+            policy's ranks and in its layout, which costs a forward pass of it each time.
     """
 
     def head(output: torch.Tensor, packed: PackedBatch) -> Outputs:
-        logits = output[0, packed.predictors]
+        hidden = output[0, packed.predictors]
         log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-            logits, packed.targets, tensor_group, vocab_size=vocab_size, temperature=temperature
+            hidden, weight(), packed.targets, tensor_group, vocab_size=vocab_size, temperature=temperature
         )
         outputs = {"log_probs": packed.responses(log_probs), "entropy": packed.responses(entropy)}
         if reference is not None:
-            ref_logits = reference(packed)[packed.predictors]
-            kl = vocab_parallel_kl(logits, ref_logits, tensor_group, vocab_size=vocab_size, temperature=temperature)
+            ref_hidden, ref_weight = reference(packed)
+            factors = hidden, weight(), ref_hidden[packed.predictors], ref_weight
+            kl = vocab_parallel_kl(*factors, tensor_group, vocab_size=vocab_size, temperature=temperature)
             outputs["full_kl"] = packed.responses(kl)
         return outputs
 
@@ -63,7 +67,7 @@ def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
     """What both heads report of a model with a shared backbone.
 
     Args:
-        policy: reads the model's logits. value: reads its values.
+        policy: reads the model's hidden states. value: reads its values.
         model: the last chunk, built with head="policy_value"; the one whose outputs the head is given.
     """
 

@@ -29,6 +29,7 @@ from megappo.config.schema import Optim
 from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
 from megappo.models.optimizer import clipped_step, lr_scheduler, make_saveable, optimizer_config
+from megappo.models.output_layer import LogitFactors, output_weight
 from megappo.models.routing import router_bias_kept
 from megappo.models.sharding import load_chunks, sharded_chunks, sharded_optimizer
 from megappo.observe.life import LIFE
@@ -108,8 +109,8 @@ class MegatronEngine:
         return {name: torch.cat([part[name] for part in parts])[order].cpu() for name in parts[0]}
 
     @torch.no_grad()
-    def logits(self, packed: PackedBatch) -> torch.Tensor:
-        """The model's output for the tokens of a micro-batch that are held here, [T, V/tp], without a gradient.
+    def logit_factors(self, packed: PackedBatch) -> LogitFactors:
+        """What a policy's logits of the tokens of a micro-batch that are held here are made of, without a gradient.
 
         A policy's head may call it of a reference: both then live on the same ranks in the same layout, which also
         packed the micro-batch, so all ranks of this component are in that head together.
@@ -123,10 +124,10 @@ class MegatronEngine:
                 f"the logits of a model in {stages} pipeline stages are not where another model could compare its own "
                 "with them: set pipeline to 1, or use a KL estimate such as k3 instead of the full KL"
             )
-        (runner,) = self.runners
+        ((runner,), (chunk,)) = self.runners, self.chunks
         runner.eval()
         with self.groups.active():
-            return self._output(packed, runner)[0]
+            return self._output(packed, runner)[0], output_weight(chunk)
 
     def total(self, part: float) -> float:
         """The sum of every data-parallel shard's part of a metric, the same on every rank of the component.
@@ -213,7 +214,7 @@ class MegatronEngine:
         return self._output(packed, model), on_output
 
     def _output(self, packed: PackedBatch, model: torch.nn.Module) -> torch.Tensor:
-        # The heads cast to fp32 what they need: do not let Megatron copy all logits.
+        # The heads cast to fp32 what they need.
         keep_dtype = {"fp32_output": False} if self.config.bf16 else {}
         return model(
             input_ids=packed.input_ids,

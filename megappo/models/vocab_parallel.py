@@ -1,204 +1,303 @@
-"""Log-probs, entropy and KL from vocabulary-sharded logits, which are never gathered."""
+"""Log-probs, entropy and KL of distributions over a sharded vocabulary, from hidden states: there never are logits of
+more than a block of words, in either direction."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-NO_PROBABILITY = -1e30
-"""Stands for the logits of padding: exp() of it is exactly 0, and unlike -inf it leaves no NaN in 0 x log 0."""
+from megappo.architecture.parameters import LOGITS_AT_A_TIME
+
+NO_LOGIT = -1e30
+"""The maximum of no logits: exp() of it is exactly 0, and unlike -inf it leaves no NaN in 0 x inf."""
 
 
 def vocab_parallel_log_probs_and_entropy(
-    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
     targets: torch.Tensor,
     group: dist.ProcessGroup,
     *,
     vocab_size: int,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    at_a_time: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of each token's distribution, softmax(logits / temperature).
+    """Log-prob of each target and entropy of each token's distribution, softmax(hidden @ weight.T / temperature).
 
-    Collectives: one maximum and one sum in the forward pass, none in the backward pass. The extra memory is
-    [chunk, V/tp] float32, and in the backward pass the gradient, of the logits' own shape and dtype.
+    The backward pass computes the logits once more, a block of words at a time, and adds the weight's gradient to its
+    `main_grad`, where Megatron has made one. Collectives: one gathering of [4, T] in the forward pass, one sum of the
+    hidden states' gradient in the backward pass.
 
     Args:
-        logits: [T, V/tp], this rank's contiguous shard of the padded vocabulary, rank order; left untouched. It is
-            kept for the backward pass, so nobody else may write to it before.
+        hidden: [T, H], the same on every rank of the group, as its gradient will be.
+        weight: [V/tp, H], of hidden's dtype: this rank's contiguous shard of the padded vocabulary, rank order.
         targets: [T] int64 token ids, the same on every rank of the group.
         group: ranks that hold the shards; every one of them calls.
-        vocab_size: true vocabulary; columns from there on are padding, have no probability and get gradient 0.
-        temperature: divides the logits here, chunk by chunk, so that the caller needs no scaled copy.
-        chunk: tokens worked on at a time; it does not change the result.
+        vocab_size: true vocabulary; words from there on are padding, have no probability and get gradient 0.
+        temperature: divides the logits.
+        at_a_time: logits worked on at a time, those of all tokens for as many words; LOGITS_AT_A_TIME of the device by
+            default. It does not change the result but for rounding.
     Returns:
-        log_probs [T] and entropy [T], float32 (float64 for float64 logits), in nats, the same on every rank. A target
-        outside [0, vocab_size) has log-prob NaN.
+        log_probs [T] and entropy [T], float32 (float64 for float64), in nats, the same on every rank. A target outside
+        [0, vocab_size) has log-prob NaN.
     Raises:
         ValueError: the shapes do not fit each other or the vocabulary.
-    Source: d log p(y) / dx = onehot(y) - p and d H / dx = -p (log p + H).
+    Source: d log p(y) / dx = onehot(y) - p and d H / dx = -p (log p + H). The block-wise softmax: Milakov and
+        Gimelshein 2018, "Online normalizer calculation for softmax".
     """
-    if logits.ndim != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(f"expected logits [T, V/tp] and targets [T], got {[*logits.shape]} and {[*targets.shape]}")
-    return _LogProbsAndEntropy.apply(logits, targets, _Vocabulary.of(logits, group, vocab_size, temperature, chunk))
+    _check(hidden, weight)
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(f"expected hidden [T, H] and targets [T], got {[*hidden.shape]} and {[*targets.shape]}")
+    vocabulary = _Vocabulary.of(hidden, weight, group, vocab_size, temperature, at_a_time)
+    return _LogProbsAndEntropy.apply(hidden, weight, targets, vocabulary)
 
 
 def vocab_parallel_kl(
-    logits: torch.Tensor,
-    ref_logits: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ref_hidden: torch.Tensor,
+    ref_weight: torch.Tensor,
     group: dist.ProcessGroup,
     *,
     vocab_size: int,
     temperature: float = 1.0,
-    chunk: int = 1024,
+    at_a_time: int | None = None,
 ) -> torch.Tensor:
-    """KL(policy || reference) of each token's distribution, softmax(logits / temperature), over the whole vocabulary.
-
-    Collectives: one maximum and one sum in the forward pass, none in the backward pass. The extra memory is twice
-    [chunk, V/tp] float32, and in the backward pass the gradient, of the logits' own shape and dtype.
+    """KL(policy || reference) of each token's distribution, softmax(hidden @ weight.T / temperature), over the whole
+    vocabulary. Gradients and collectives are as in `vocab_parallel_log_probs_and_entropy`.
 
     Args:
-        logits: [T, V/tp], the policy's, as in `vocab_parallel_log_probs_and_entropy`.
-        ref_logits: [T, V/tp], the reference's, sharded in the same way; kept for the backward pass, without a gradient.
-        group, vocab_size, temperature, chunk: as in `vocab_parallel_log_probs_and_entropy`; for both distributions.
+        hidden: [T, H] and weight [V/tp, H], the policy's, as in `vocab_parallel_log_probs_and_entropy`.
+        ref_hidden: [T, H'] and ref_weight [V/tp, H'], the reference's, sharded in the same way; without a gradient.
+        group, vocab_size, temperature, at_a_time: as in `vocab_parallel_log_probs_and_entropy`; for both distributions.
     Returns:
-        kl [T], float32 (float64 for float64 logits), in nats, the same on every rank; not below 0 but for rounding.
+        kl [T], float32 (float64 for float64), in nats, the same on every rank; not below 0 but for rounding.
     Raises:
         ValueError: the shapes do not fit each other or the vocabulary.
     Source: KL = sum p (log p - log q), with p the policy's and q the reference's; d KL / dx = p (log p - log q - KL).
     """
-    if logits.ndim != 2 or ref_logits.shape != logits.shape:
+    _check(hidden, weight)
+    _check(ref_hidden, ref_weight)
+    if len(ref_hidden) != len(hidden) or len(ref_weight) != len(weight):
         raise ValueError(
-            f"expected logits and ref_logits [T, V/tp], got {[*logits.shape]} and {[*ref_logits.shape]}; "
-            "the reference must have the policy's vocabulary and layout"
+            f"expected as many tokens and words of both, got {len(hidden)} and {len(ref_hidden)} tokens, {len(weight)} "
+            f"and {len(ref_weight)} words; the reference must have the policy's vocabulary and layout"
         )
-    return _FullKL.apply(logits, ref_logits, _Vocabulary.of(logits, group, vocab_size, temperature, chunk))
+    vocabulary = _Vocabulary.of(hidden, weight, group, vocab_size, temperature, at_a_time)
+    return _FullKL.apply(hidden, weight, ref_hidden.detach(), ref_weight.detach(), vocabulary)
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocabulary: "_Vocabulary"
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: "_Vocabulary"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        column, here = vocabulary.columns(logits, targets)
-        maximum = vocabulary.maximum(logits)
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=vocabulary.group)
-        sums = torch.cat(
-            [_sums(x - maximum[rows, None], column[rows], here[rows]) for rows, x in vocabulary.chunks(logits)], dim=1
-        )
-        dist.all_reduce(sums, group=vocabulary.group)
-        exp_sum, exp_shifted_sum, target = sums
+        sums = vocabulary.no_sums(3, hidden)
+        target = torch.zeros_like(sums[:1])
+        for words in vocabulary.blocks():
+            x = vocabulary.logits(hidden, weight, words)
+            column, here = vocabulary.columns(words, targets)
+            target += x.gather(1, column[:, None])[:, 0] * here
+            sums = _joined(torch.stack([sums, _sums(x)]))
+        shards = vocabulary.of_all_shards(torch.cat([sums, target]))
+        maximum, exp_sum, exp_shifted_sum = _joined(shards[:, :3])
         log_exp_sum = exp_sum.log()
         # With s = x - max and Z = sum exp(s): log p = s - log Z, and H = log Z - sum(exp(s) s) / Z.
         entropy = log_exp_sum - exp_shifted_sum / exp_sum
         known = (targets >= 0) & (targets < vocabulary.size)
-        log_probs = torch.where(known, target - log_exp_sum, torch.nan)
-        ctx.save_for_backward(logits, maximum + log_exp_sum, entropy, column, here)
+        log_probs = torch.where(known, shards[:, 3].sum(0) - maximum - log_exp_sum, torch.nan)
+        ctx.save_for_backward(hidden, weight, targets, maximum + log_exp_sum, entropy)
         ctx.vocabulary = vocabulary
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
-        logits, log_normaliser, entropy, column, here = ctx.saved_tensors
-        grad = torch.zeros_like(logits)
-        for rows, x in ctx.vocabulary.chunks(logits):
-            log_p = x - log_normaliser[rows, None]
+        hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
+        vocabulary = ctx.vocabulary
+        of_target = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / vocabulary.temperature
+
+        def grad_logits(words: slice) -> torch.Tensor:
+            log_p = vocabulary.logits(hidden, weight, words).sub_(log_normaliser[:, None])
             p = log_p.exp()
-            part = torch.zeros_like(p)
-            if grad_log_probs is not None:
-                part.addcmul_(p, grad_log_probs[rows, None], value=-1)
-                part.scatter_add_(1, column[rows, None], (grad_log_probs[rows] * here[rows])[:, None])
-            if grad_entropy is not None:
-                part.addcmul_(p * (log_p + entropy[rows, None]), grad_entropy[rows, None], value=-1)
-            grad[rows] = part / ctx.vocabulary.temperature
-        return grad, None, None
+            if grad_entropy is None:
+                grad = p.mul_(-of_target[:, None])
+            else:
+                of_entropy = grad_entropy[:, None] / vocabulary.temperature
+                grad = log_p.add_(entropy[:, None]).mul_(of_entropy).add_(of_target[:, None]).mul_(p).neg_()
+            column, here = vocabulary.columns(words, targets)
+            return grad.scatter_add_(1, column[:, None], (of_target * here)[:, None])
+
+        return *_gradients(ctx, hidden, weight, grad_logits), None, None
 
 
 class _FullKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, ref_logits: torch.Tensor, vocabulary: "_Vocabulary") -> torch.Tensor:
-        maxima = torch.stack([vocabulary.maximum(logits), vocabulary.maximum(ref_logits)])
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=vocabulary.group)
-        sums = torch.cat(
-            [
-                _kl_sums(x - maxima[0, rows, None], y - maxima[1, rows, None])
-                for (rows, x), (_, y) in zip(vocabulary.chunks(logits), vocabulary.chunks(ref_logits), strict=True)
-            ],
-            dim=1,
-        )
-        dist.all_reduce(sums, group=vocabulary.group)
-        log_exp_sums = sums[:2].log()
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        ref_hidden: torch.Tensor,
+        ref_weight: torch.Tensor,
+        vocabulary: "_Vocabulary",
+    ) -> torch.Tensor:
+        sums = vocabulary.no_sums(5, hidden)
+        for words in vocabulary.blocks():
+            x, y = vocabulary.logits(hidden, weight, words), vocabulary.logits(ref_hidden, ref_weight, words)
+            sums = _kl_joined(torch.stack([sums, _kl_sums(x, y)]))
+        maximum, exp_sum, exp_ratio_sum, ref_maximum, ref_exp_sum = _kl_joined(vocabulary.of_all_shards(sums))
         # With s = x - max and Z = sum exp(s), and u and Z' of the reference: KL = E_p[s - u] - log Z + log Z'.
-        kl = sums[2] / sums[0] - log_exp_sums[0] + log_exp_sums[1]
-        ctx.save_for_backward(logits, ref_logits, maxima + log_exp_sums, kl)
+        kl = exp_ratio_sum / exp_sum - exp_sum.log() + ref_exp_sum.log()
+        log_normalisers = maximum + exp_sum.log(), ref_maximum + ref_exp_sum.log()
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, *log_normalisers, kl)
         ctx.vocabulary = vocabulary
         return kl
 
     @staticmethod
     def backward(ctx: Any, grad_kl: torch.Tensor) -> tuple:
-        logits, ref_logits, log_normalisers, kl = ctx.saved_tensors
-        vocabulary, grad = ctx.vocabulary, torch.zeros_like(logits)
-        for (rows, x), (_, y) in zip(vocabulary.chunks(logits), vocabulary.chunks(ref_logits), strict=True):
-            log_p = x - log_normalisers[0, rows, None]
-            log_ratio = log_p - (y - log_normalisers[1, rows, None])
-            part = log_p.exp() * (log_ratio - kl[rows, None]) * grad_kl[rows, None]
-            grad[rows] = part / vocabulary.temperature
-        return grad, None, None
+        hidden, weight, ref_hidden, ref_weight, log_normaliser, ref_log_normaliser, kl = ctx.saved_tensors
+        vocabulary = ctx.vocabulary
+
+        def grad_logits(words: slice) -> torch.Tensor:
+            log_p = vocabulary.logits(hidden, weight, words).sub_(log_normaliser[:, None])
+            log_q = vocabulary.logits(ref_hidden, ref_weight, words).sub_(ref_log_normaliser[:, None])
+            p = log_p.exp()
+            return log_p.sub_(log_q).sub_(kl[:, None]).mul_(grad_kl[:, None] / vocabulary.temperature).mul_(p)
+
+        return *_gradients(ctx, hidden, weight, grad_logits), None, None, None
+
+
+def _gradients(
+    ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, grad_logits: Callable[[slice], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of hidden, whole, and of weight; None for one that is in the weight's `main_grad` already, or frozen.
+
+    Args:
+        grad_logits: that of a block of words, [T, block], divided by the temperature.
+    """
+    sums = torch.zeros_like(hidden, dtype=_wide(hidden))
+    into = getattr(weight, "main_grad", None) if ctx.needs_input_grad[1] else None
+    returned = torch.zeros_like(weight) if ctx.needs_input_grad[1] and into is None else None
+    into = returned if into is None else into
+    for words in ctx.vocabulary.blocks():
+        grad = grad_logits(words).to(hidden.dtype)
+        _add_product(sums, grad, weight[words])
+        if into is not None:
+            _add_product(into[words], grad.T, hidden)
+    if ctx.vocabulary.group.size() > 1:
+        dist.all_reduce(sums, group=ctx.vocabulary.group)
+    return sums.to(hidden.dtype), returned
 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Reads a rank's columns [first, first + V/tp) of logits over a padded vocabulary, a chunk of tokens at a time."""
+    """This rank's words [first, first + num_words) without padding, of which logits are computed a block at a time."""
 
     group: dist.ProcessGroup
-    first: int
     size: int
     temperature: float
-    chunk: int
+    first: int
+    num_words: int
+    block: int
 
     @classmethod
     def of(
-        cls, logits: torch.Tensor, group: dist.ProcessGroup, size: int, temperature: float, chunk: int
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        group: dist.ProcessGroup,
+        size: int,
+        temperature: float,
+        at_a_time: int | None,
     ) -> "_Vocabulary":
-        """That of logits [T, V/tp]; ValueError where all shards together are smaller."""
-        if logits.shape[1] * group.size() < size:
+        """ValueError where all shards together are smaller."""
+        if len(weight) * group.size() < size:
             raise ValueError(
-                f"{group.size()} shards of {logits.shape[1]} logits hold fewer than the {size} of vocab_size; "
+                f"{group.size()} shards of {len(weight)} words hold fewer than the {size} of vocab_size; "
                 "pass the model's true vocabulary size"
             )
-        return cls(group, group.rank() * logits.shape[1], size, temperature, chunk)
+        first = group.rank() * len(weight)
+        block = (at_a_time or LOGITS_AT_A_TIME[hidden.device.type]) // max(len(hidden), 1)
+        return cls(group, size, temperature, first, min(max(size - first, 0), len(weight)), max(block, 1))
 
-    def chunks(self, logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Rows and a scaled copy of their logits, [chunk, V/tp] float32 (float64 stays)."""
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        for start in range(0, max(len(logits), 1), self.chunk):
-            rows = slice(start, start + self.chunk)
-            x = logits[rows].to(dtype) / self.temperature
-            x[:, max(self.size - self.first, 0) :] = NO_PROBABILITY
-            yield rows, x
+    def blocks(self) -> Iterator[slice]:
+        for start in range(0, self.num_words, self.block):
+            yield slice(start, min(start + self.block, self.num_words))
 
-    def maximum(self, logits: torch.Tensor) -> torch.Tensor:
-        """The largest scaled logit here of each token, [T]."""
-        return torch.cat([x.amax(-1) for _, x in self.chunks(logits)])
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, words: slice) -> torch.Tensor:
+        """Of a block of words, divided by the temperature, [T, block] float32 (float64 stays); the caller's own."""
+        x = torch.mm(hidden, weight[words].T).to(_wide(hidden))
+        return x if self.temperature == 1 else x.div_(self.temperature)
 
-    def columns(self, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The targets' columns in this shard, [T] int64 (0 where elsewhere), and whether they are in it, [T] bool."""
-        column = targets - self.first
-        here = (column >= 0) & (column < logits.shape[1])
+    def columns(self, words: slice, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The targets' columns in a block, [T] int64 (0 where elsewhere), and whether they are in it, [T] bool."""
+        column = targets - self.first - words.start
+        here = (column >= 0) & (column < words.stop - words.start)
         return torch.where(here, column, 0), here
 
+    def no_sums(self, kinds: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What `_sums` and `_kl_sums` would return for no words."""
+        sums = hidden.new_zeros(kinds, len(hidden), dtype=_wide(hidden))
+        sums[::3] = NO_LOGIT  # the maxima
+        return sums
 
-def _sums(shifted: torch.Tensor, column: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
-    """This shard's part of sum exp(s), sum exp(s) s and the target's s, [3, chunk], from s [chunk, V/tp]."""
-    exp = shifted.exp()
-    target = shifted.gather(1, column[:, None])[:, 0] * here
-    return torch.stack([exp.sum(-1), (exp * shifted).sum(-1), target])
+    def of_all_shards(self, sums: torch.Tensor) -> torch.Tensor:
+        """Every rank's sums [kinds, T], as [tp, kinds, T]."""
+        shards = sums.new_empty(self.group.size(), *sums.shape)
+        dist.all_gather([*shards], sums, group=self.group)
+        return shards
 
 
-def _kl_sums(shifted: torch.Tensor, ref_shifted: torch.Tensor) -> torch.Tensor:
-    """This shard's part of sum exp(s), sum exp(u) and sum exp(s) (s - u), [3, chunk], from s and u [chunk, V/tp]."""
-    exp = shifted.exp()
-    return torch.stack([exp.sum(-1), ref_shifted.exp().sum(-1), (exp * (shifted - ref_shifted)).sum(-1)])
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Of logits x [T, block], which it overwrites, and s = x - max x: max x, sum exp(s), sum exp(s) s; [3, T]."""
+    maximum = x.amax(-1)
+    exp = x.sub_(maximum[:, None]).exp()
+    return torch.stack([maximum, exp.sum(-1), x.mul_(exp).sum(-1)])
+
+
+def _joined(sums: torch.Tensor) -> torch.Tensor:
+    """What `_sums` returned for several blocks, [n, 3, T], as for one block of all of their words, [3, T]."""
+    maxima, exp_sums, exp_shifted_sums = sums.unbind(1)
+    maximum = maxima.amax(0)
+    shift = maxima - maximum
+    scale = shift.exp()
+    return torch.stack([maximum, (scale * exp_sums).sum(0), (scale * (exp_shifted_sums + shift * exp_sums)).sum(0)])
+
+
+def _kl_sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of logits x and the reference's y [T, block], which it overwrites, with s = x - max x and u = y - max y: max x,
+    sum exp(s), sum exp(s) (s - u), max y, sum exp(u); [5, T]."""
+    maximum, ref_maximum = x.amax(-1), y.amax(-1)
+    exp = x.sub_(maximum[:, None]).exp()
+    ref_exp_sum = y.sub_(ref_maximum[:, None]).exp().sum(-1)
+    return torch.stack([maximum, exp.sum(-1), x.sub_(y).mul_(exp).sum(-1), ref_maximum, ref_exp_sum])
+
+
+def _kl_joined(sums: torch.Tensor) -> torch.Tensor:
+    """What `_kl_sums` returned for several blocks, [n, 5, T], as for one block of all of their words, [5, T]."""
+    maxima, exp_sums, exp_ratio_sums, ref_maxima, ref_exp_sums = sums.unbind(1)
+    maximum, ref_maximum = maxima.amax(0), ref_maxima.amax(0)
+    shift, ref_shift = maxima - maximum, ref_maxima - ref_maximum
+    scale = shift.exp()
+    exp_ratio_sum = (scale * (exp_ratio_sums + (shift - ref_shift) * exp_sums)).sum(0)
+    ref_exp_sum = (ref_shift.exp() * ref_exp_sums).sum(0)
+    return torch.stack([maximum, (scale * exp_sums).sum(0), exp_ratio_sum, ref_maximum, ref_exp_sum])
+
+
+def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    if total.dtype == one.dtype:
+        total.addmm_(one, other)
+    else:
+        total.add_(one @ other)
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """What sums over its numbers are kept in: float32, or float64 for float64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(f"expected hidden [T, H] and weight [V/tp, H], got {[*hidden.shape]} and {[*weight.shape]}")

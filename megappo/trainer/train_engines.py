@@ -1,10 +1,13 @@
 """The models of a run on this rank: built from the table of components, with their Hugging Face weights and heads."""
 
+from functools import partial
+
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
 from megappo.models.build import build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import Head, MegatronEngine, TrainedEngine
 from megappo.placement.components import ComponentSpec, components_of
 from megappo.placement.groups import ComponentGroups
@@ -47,8 +50,9 @@ def _engine(
         value = value_head(bootstrap=bootstrap)
         if spec.head == "value":
             return value
-        logits = reference.logits if full_kl and reference is not None else None
-        policy = policy_head(groups.collection.tp, architecture.vocab_size, config.rollout.temperature, logits)
+        weight = partial(output_weight, chunks[-1])
+        factors = reference.logit_factors if full_kl and reference is not None else None
+        policy = policy_head(weight, groups.collection.tp, architecture.vocab_size, config.rollout.temperature, factors)
         return policy if spec.head == "policy" else policy_value_head(policy, value, chunks[-1])
 
     outputs = spec.forward.fields if spec.forward else {}

@@ -17,6 +17,7 @@ from megappo.architecture.parsing import ArchitectureError, parse, read_architec
 from megappo.config.schema import Parallel
 from megappo.models.layer_specs import layer_spec
 from megappo.models.megatron_config import gpt_arguments
+from megappo.models.output_layer import output_weight
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 
@@ -242,7 +243,7 @@ def _gradients(folder: Path, recompute: str) -> dict[str, torch.Tensor]:
     (model,) = build(folder, Parallel(), groups, recompute=recompute)
 
     def loss(output: torch.Tensor, pack: object) -> tuple:
-        return output.square().sum(), torch.ones((), dtype=torch.int), {}
+        return (output @ output_weight(model).T).square().sum(), torch.ones((), dtype=torch.int), {}
 
     run([model.train()], groups, [sequences()], loss, forward_only=False)
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -13,7 +13,7 @@ from host_reads import host_reads
 from ppo_engines import Case, make_engine, make_rows
 from spawn import run_ranks
 from tiny_models import VOCAB_SIZE, hf_folder, hf_model
-from tiny_shapes import MIXTURES, TWO_LAYERS
+from tiny_shapes import MIXTURES, SHAPE, TWO_LAYERS
 from transformer_engine_stub import call
 
 from megappo.batch.packing import pack
@@ -21,6 +21,7 @@ from megappo.batch.rows import Rows
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Config
 from megappo.models.heads import policy_head, value_head
+from megappo.models.output_layer import output_weight
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.ppo.aggregation import AGGREGATIONS
@@ -30,6 +31,7 @@ from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
 CASES = ((2, "none", 1), (4, "none", 1), (2, "full", 2))
 """Layers, recomputation, and so how often the layers are passed forwards."""
 CPU = torch.device("cpu")
+HIDDEN = SHAPE["hidden_size"]
 SECTIONS = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
 KL_LOSS = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 ACTORS = {
@@ -81,9 +83,9 @@ def test_no_loss_reads_from_the_device(preset: str | None) -> None:
 def check_heads(rank: int, world_size: int) -> None:
     packed = pack(make_rows(VOCAB_SIZE), 1, CPU)
     num_tokens = packed.input_ids.shape[1]
-    ref_logits = torch.randn(num_tokens, VOCAB_SIZE)
-    policy = policy_head(dist.group.WORLD, VOCAB_SIZE, 0.7, reference=lambda packed: ref_logits)
-    for head, width in ((policy, VOCAB_SIZE), (value_head(bootstrap=True), 1)):
+    ref_hidden, weight = torch.randn(num_tokens, HIDDEN), torch.randn(VOCAB_SIZE, HIDDEN)
+    policy = policy_head(lambda: weight, dist.group.WORLD, VOCAB_SIZE, 0.7, lambda packed: (ref_hidden, weight))
+    for head, width in ((policy, HIDDEN), (value_head(bootstrap=True), 1)):
         output = torch.randn(1, num_tokens, width, requires_grad=True)
         found = host_reads(lambda head=head, output=output: sum(one.sum() for one in head(output, packed).values()))
         assert not found, found
@@ -121,7 +123,8 @@ def check_layers(root: Path, at_most: dict[str, int], outputs_too: bool) -> None
         if outputs_too:
             with torch.no_grad():
                 expected = torch.cat([hf_model(folder)(tokens[None]).logits[0] for tokens in rows.input_ids])
-            torch.testing.assert_close(outputs[0][0].detach(), expected, rtol=1e-4, atol=1e-4)
+            logits = outputs[0][0].detach() @ output_weight(engine.chunks[-1]).detach().T
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def check_torch(rank: int, world_size: int, root: Path, at_most: dict[str, int]) -> None:

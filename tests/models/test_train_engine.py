@@ -309,7 +309,7 @@ def _heads(rank: int, world_size: int, folder: Path) -> None:
     assert seen["full_kl"].requires_grad and seen["full_kl"].abs().max() < 1e-6, "a model's KL to itself"
     staged = make_reference(folder, CASES["pp2"], groups["pp2"])
     with pytest.raises(ValueError, match="2 pipeline stages.*set pipeline to 1"):
-        staged.logits(pack(rows, 1, torch.device("cpu")))
+        staged.logit_factors(pack(rows, 1, torch.device("cpu")))
 
 
 def test_training_reads_the_loss_head_and_a_reference_in_stages_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel log-probs, entropy and KL against torch.log_softmax of the gathered, unpadded logits."""
+"""Vocabulary-parallel log-probs, entropy and KL against torch.log_softmax of whole logits without padding."""
 
 import pytest
 import torch
@@ -7,7 +7,9 @@ from spawn import run_ranks
 
 from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
-TOKENS, PADDED = 23, 24
+TOKENS, HIDDEN, PADDED = 23, 9, 24
+AT_A_TIME = (1, 5 * TOKENS, 7 * TOKENS, 10**6)
+"""Words, one at a time, 5, 7 and all of them."""
 
 
 def dense(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float) -> tuple:
@@ -16,40 +18,53 @@ def dense(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperat
 
 
 def make_case(vocab_size: int, dtype: torch.dtype, offset: float = 0.0) -> tuple:
+    """Hidden states, a weight whose logits all have the offset, targets, and the weights of a loss."""
     generator = torch.Generator().manual_seed(vocab_size)
-    logits = torch.randn(TOKENS, PADDED, generator=generator) * 3 + offset
-    logits[:, vocab_size:] = 7.0  # padding that would win if it counted
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(PADDED, HIDDEN, generator=generator)
+    hidden[:, 0], weight[:, 0] = 1.0, offset
+    weight[vocab_size:, 0] += 50.0  # padding that would win if it counted
     targets = torch.randint(vocab_size, (TOKENS,), generator=generator)
     targets[:2] = torch.tensor([0, vocab_size - 1])
-    weights = torch.randn(2, TOKENS, generator=generator)
-    return logits.to(dtype), targets, weights
+    return hidden.to(dtype), weight.to(dtype), targets, torch.randn(2, TOKENS, generator=generator)
 
 
-def check(rank: int, world_size: int, case: tuple, vocab_size: int, temperature: float, chunk: int, tol: float) -> None:
-    logits, targets, weights = case
-    whole = logits.float().clone().requires_grad_()
-    expected = dense(whole, targets, vocab_size, temperature)
+def mine() -> slice:
+    """The words of this rank."""
+    width = PADDED // dist.get_world_size()
+    return slice(dist.get_rank() * width, (dist.get_rank() + 1) * width)
+
+
+def leaves(*tensors: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(dtype or tensor.dtype).clone().requires_grad_() for tensor in tensors)
+
+
+def check(case: tuple, vocab_size: int, temperature: float, at_a_time: int, tol: float) -> None:
+    hidden, weight, targets, weights = case
+    whole = leaves(hidden, weight, dtype=torch.float64)
+    expected = dense(whole[0] @ whole[1].T, targets, vocab_size, temperature)
     (weights[0] * expected[0] + weights[1] * expected[1]).sum().backward()
-    width = PADDED // world_size
-    mine = slice(rank * width, (rank + 1) * width)
-    shard = logits[:, mine].clone().requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(
-        shard, targets, dist.group.WORLD, vocab_size=vocab_size, temperature=temperature, chunk=chunk
-    )
+    shard = leaves(hidden, weight[mine()])
+    settings = {"vocab_size": vocab_size, "temperature": temperature, "at_a_time": at_a_time}
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(*shard, targets, dist.group.WORLD, **settings)
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
-    assert log_probs.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(log_probs, expected[0], rtol=0, atol=1e-5 * tol)
-    torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5 * tol)
-    torch.testing.assert_close(shard.grad.float(), whole.grad[:, mine], rtol=0, atol=1e-5 * tol)
-    assert torch.equal(shard.detach(), logits[:, mine])
+    assert log_probs.dtype == entropy.dtype == torch.promote_types(hidden.dtype, torch.float32)
+    close = {"rtol": tol, "atol": tol}
+    torch.testing.assert_close(log_probs.double(), expected[0], **close)
+    torch.testing.assert_close(entropy.double(), expected[1], **close)
+    # The first column's gradient is the offset times a sum that is 0 but for rounding.
+    torch.testing.assert_close(shard[0].grad[:, 1:].double(), whole[0].grad[:, 1:], **close)
+    torch.testing.assert_close(shard[1].grad.double(), whole[1].grad[mine()], **close)
+    assert torch.equal(shard[0].detach(), hidden) and torch.equal(shard[1].detach(), weight[mine()])
 
 
 def check_all(rank: int, world_size: int) -> None:
     for vocab_size in (24, 21, 13):  # at TP 4, 13 leaves the last shard nothing but padding
-        for chunk in (1, 7, 1024):
-            check(rank, world_size, make_case(vocab_size, torch.float32), vocab_size, 0.7, chunk, 1)
-    check(rank, world_size, make_case(21, torch.float32, offset=-1000.0), 21, 1.0, 7, 20)
-    check(rank, world_size, make_case(21, torch.bfloat16), 21, 1.0, 7, 2000)
+        for at_a_time in AT_A_TIME:
+            check(make_case(vocab_size, torch.float64), vocab_size, 0.7, at_a_time, 1e-12)
+            check(make_case(vocab_size, torch.float32), vocab_size, 0.7, at_a_time, 1e-5)
+    check(make_case(21, torch.float32, offset=-1000.0), 21, 1.0, AT_A_TIME[1], 1e-3)
+    check(make_case(21, torch.bfloat16), 21, 1.0, AT_A_TIME[1], 0.1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -58,42 +73,40 @@ def test_equals_the_dense_result(world_size: int) -> None:
 
 
 def dense_kl(logits: torch.Tensor, ref_logits: torch.Tensor, vocab_size: int, temperature: float) -> torch.Tensor:
-    log_p, log_q = (torch.log_softmax(x[:, :vocab_size].double() / temperature, dim=-1) for x in (logits, ref_logits))
+    log_p, log_q = (torch.log_softmax(x[:, :vocab_size] / temperature, dim=-1) for x in (logits, ref_logits))
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def check_kl(
-    rank: int, world_size: int, vocab_size: int, dtype: torch.dtype, chunk: int, offset: float, tol: float
-) -> None:
+def check_kl(vocab_size: int, dtype: torch.dtype, at_a_time: int, offset: float, tol: float) -> None:
     """At another temperature and with the reference at another offset, which a softmax does not see."""
-    logits, _, weights = make_case(vocab_size, dtype)
-    ref_logits = make_case(vocab_size, dtype, offset)[0].roll(3, dims=0)
-    whole = logits.double().clone().requires_grad_()
-    expected = dense_kl(whole, ref_logits, vocab_size, 0.7)
+    hidden, weight, _, weights = make_case(vocab_size, dtype)
+    ref_hidden, ref_weight, *_ = make_case(vocab_size, dtype, offset)
+    ref_hidden = ref_hidden.roll(3, dims=0)
+    whole = leaves(hidden, weight, dtype=torch.float64)
+    expected = dense_kl(whole[0] @ whole[1].T, ref_hidden.double() @ ref_weight.double().T, vocab_size, 0.7)
     (weights[0] * expected).sum().backward()
-    width = PADDED // world_size
-    mine = slice(rank * width, (rank + 1) * width)
-    shard, ref_shard = logits[:, mine].clone().requires_grad_(), ref_logits[:, mine].clone().requires_grad_()
-    kl = vocab_parallel_kl(shard, ref_shard, dist.group.WORLD, vocab_size=vocab_size, temperature=0.7, chunk=chunk)
+    shard, ref_shard = leaves(hidden, weight[mine()]), leaves(ref_hidden, ref_weight[mine()])
+    settings = {"vocab_size": vocab_size, "temperature": 0.7, "at_a_time": at_a_time}
+    kl = vocab_parallel_kl(*shard, *ref_shard, dist.group.WORLD, **settings)
     (weights[0] * kl).sum().backward()
     assert kl.dtype == torch.promote_types(dtype, torch.float32)
     assert expected.min() > 0.1, "the distributions must differ for this test to see it"
     torch.testing.assert_close(kl.double(), expected.detach(), rtol=tol, atol=tol)
-    torch.testing.assert_close(shard.grad.double(), whole.grad[:, mine], rtol=tol, atol=tol)
-    assert ref_shard.grad is None
-    assert torch.equal(shard, logits[:, mine]) and torch.equal(ref_shard, ref_logits[:, mine])
-    itself = vocab_parallel_kl(shard, shard.detach(), dist.group.WORLD, vocab_size=vocab_size, temperature=0.7)
-    (gradient,) = torch.autograd.grad(itself.sum(), shard)
-    assert itself.abs().max() < 2e-6 and gradient.abs().max() < 2e-6, "of a policy to itself"
+    torch.testing.assert_close(shard[0].grad[:, 1:].double(), whole[0].grad[:, 1:], rtol=tol, atol=tol)
+    torch.testing.assert_close(shard[1].grad.double(), whole[1].grad[mine()], rtol=tol, atol=tol)
+    assert ref_shard[0].grad is None and ref_shard[1].grad is None
+    itself = vocab_parallel_kl(*shard, *shard, dist.group.WORLD, **settings)
+    gradients = torch.autograd.grad(itself.sum(), shard)
+    assert max(float(one.abs().max()) for one in (itself, *gradients)) < 1e-5, "of a policy to itself"
 
 
 def check_all_kls(rank: int, world_size: int) -> None:
     for vocab_size in (24, 21, 13):
-        for chunk in (1, 7, 1024):
-            check_kl(rank, world_size, vocab_size, torch.float64, chunk, 0.0, 1e-12)
-            check_kl(rank, world_size, vocab_size, torch.float32, chunk, 0.0, 1e-5)
-    check_kl(rank, world_size, 21, torch.float32, 7, -1000.0, 1e-3)
-    check_kl(rank, world_size, 21, torch.bfloat16, 7, 0.0, 2e-2)
+        for at_a_time in AT_A_TIME:
+            check_kl(vocab_size, torch.float64, at_a_time, 0.0, 1e-12)
+            check_kl(vocab_size, torch.float32, at_a_time, 0.0, 1e-4)
+    check_kl(21, torch.float32, AT_A_TIME[1], -1000.0, 1e-3)
+    check_kl(21, torch.bfloat16, AT_A_TIME[1], 0.0, 0.2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -102,40 +115,62 @@ def test_kl_equals_the_dense_result(world_size: int) -> None:
 
 
 def gradients_of_one_output(rank: int, world_size: int) -> None:
-    logits, targets, weights = make_case(21, torch.float64)
-    width = PADDED // world_size
+    hidden, weight, targets, weights = make_case(21, torch.float64)
     for output in (0, 1):
-        whole = logits.clone().requires_grad_()
-        (weights[0] * dense(whole, targets, 21, 1.0)[output]).sum().backward()
-        shard = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
-        outputs = vocab_parallel_log_probs_and_entropy(shard, targets, dist.group.WORLD, vocab_size=21)
+        whole = leaves(hidden, weight)
+        (weights[0] * dense(whole[0] @ whole[1].T, targets, 21, 1.0)[output]).sum().backward()
+        shard = leaves(hidden, weight[mine()])
+        outputs = vocab_parallel_log_probs_and_entropy(*shard, targets, dist.group.WORLD, vocab_size=21)
         (weights[0] * outputs[output]).sum().backward()
-        expected = whole.grad[:, rank * width : (rank + 1) * width]
-        torch.testing.assert_close(shard.grad, expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(shard[0].grad, whole[0].grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(shard[1].grad, whole[1].grad[mine()], rtol=0, atol=1e-12)
 
 
 def test_either_output_has_its_own_gradient() -> None:
     run_ranks(2, gradients_of_one_output)
 
 
+def gradients_in_place(rank: int, world_size: int) -> None:
+    """Beside what another layer has put there, as that of tied embeddings does; with a frozen weight there is none."""
+    for dtype, tol in ((torch.float32, 1e-6), (torch.bfloat16, 0.0)):
+        hidden, weight, targets, _ = make_case(21, dtype)
+        outside, inside = leaves(weight, weight)
+        inside.main_grad = torch.ones(weight.shape)
+        for own in (outside, inside):
+            log_probs, _ = vocab_parallel_log_probs_and_entropy(hidden, own, targets, dist.group.WORLD, vocab_size=21)
+            log_probs.sum().backward()
+        assert inside.grad is None
+        torch.testing.assert_close(inside.main_grad - 1, outside.grad.float(), rtol=0, atol=1e-6 + 0.01 * (tol == 0))
+        (state,) = leaves(hidden)
+        frozen, _ = vocab_parallel_log_probs_and_entropy(state, weight, targets, dist.group.WORLD, vocab_size=21)
+        frozen.sum().backward()
+        assert state.grad is not None and weight.grad is None
+
+
+def test_a_weights_gradient_is_added_to_its_main_grad() -> None:
+    run_ranks(1, gradients_in_place)
+
+
 def refusals(rank: int, world_size: int) -> None:
-    logits, targets, _ = make_case(21, torch.float32)
+    hidden, weight, targets, _ = make_case(21, torch.float32)
     group = dist.group.WORLD
     targets[3], targets[4] = 21, -100
-    log_probs, entropy = vocab_parallel_log_probs_and_entropy(logits, targets, group, vocab_size=21)
+    log_probs, entropy = vocab_parallel_log_probs_and_entropy(hidden, weight, targets, group, vocab_size=21)
     assert log_probs.isnan().nonzero().flatten().tolist() == [3, 4]
     assert entropy.isfinite().all()
     with pytest.raises(ValueError, match="25 of vocab_size"):
-        vocab_parallel_log_probs_and_entropy(logits, targets, group, vocab_size=25)
+        vocab_parallel_log_probs_and_entropy(hidden, weight, targets, group, vocab_size=25)
     with pytest.raises(ValueError, match=r"targets \[T\]"):
-        vocab_parallel_log_probs_and_entropy(logits, targets[1:], group, vocab_size=21)
-    for other in (logits[1:], logits[:, 1:]):
+        vocab_parallel_log_probs_and_entropy(hidden, weight, targets[1:], group, vocab_size=21)
+    with pytest.raises(ValueError, match=r"hidden \[T, H\] and weight"):
+        vocab_parallel_log_probs_and_entropy(hidden[:, 1:], weight, targets, group, vocab_size=21)
+    for other in ((hidden[1:], weight), (hidden, weight[1:])):
         with pytest.raises(ValueError, match="the reference must have the policy's vocabulary"):
-            vocab_parallel_kl(logits, other, group, vocab_size=21)
+            vocab_parallel_kl(hidden, weight, *other, group, vocab_size=21)
     with pytest.raises(ValueError, match="25 of vocab_size"):
-        vocab_parallel_kl(logits, logits, group, vocab_size=25)
-    assert vocab_parallel_kl(logits[:0], logits[:0], group, vocab_size=21).shape == (0,)
-    nothing = vocab_parallel_log_probs_and_entropy(logits[:0], targets[:0], group, vocab_size=21)
+        vocab_parallel_kl(hidden, weight, hidden, weight, group, vocab_size=25)
+    assert vocab_parallel_kl(hidden[:0], weight, hidden[:0], weight, group, vocab_size=21).shape == (0,)
+    nothing = vocab_parallel_log_probs_and_entropy(hidden[:0], weight, targets[:0], group, vocab_size=21)
     assert [tuple(output.shape) for output in nothing] == [(0,), (0,)]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config, Critic, Model, Optim, Parallel
 from megappo.models.build import build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import Head, LossFn, MegatronEngine, TrainedEngine
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
@@ -135,11 +137,13 @@ def make_engine(
     load_hf(chunks, folder, architecture, groups)
 
     def head(trains: bool) -> Head:
-        logits = reference.logits if reference and (trains or kind == "full_kl") else None
-        policy = policy_head(groups.collection.tp, architecture.vocab_size, case.temperature, logits)
         value = value_head(bootstrap=not trains)
-        both = policy_value_head(policy, value, chunks[-1])
-        return {"policy": policy, "value": value, "policy_value": both}[HEADS[kind]]
+        if HEADS[kind] == "value":
+            return value
+        weight = partial(output_weight, chunks[-1])
+        factors = reference.logit_factors if reference and (trains or kind == "full_kl") else None
+        policy = policy_head(weight, groups.collection.tp, architecture.vocab_size, case.temperature, factors)
+        return policy if HEADS[kind] == "policy" else policy_value_head(policy, value, chunks[-1])
 
     return TrainedEngine(
         chunks, groups, head(False), case.max_tokens, case.optim, total_optimizer_steps=10, loss_head=head(True)
@@ -158,7 +162,8 @@ def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> Megatro
         trained=False,
     )
     load_hf(chunks, folder, architecture, groups)
-    head = policy_head(groups.collection.tp, architecture.vocab_size, case.temperature)
+    weight = partial(output_weight, chunks[-1])
+    head = policy_head(weight, groups.collection.tp, architecture.vocab_size, case.temperature)
     return MegatronEngine(chunks, groups, head, case.max_tokens)
 
 

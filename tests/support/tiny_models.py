@@ -15,6 +15,8 @@ from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Parallel
 from megappo.models.build import ModelChunks, build_model
+from megappo.models.output_layer import output_weight
+from megappo.models.value_head import ValueHead
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
 
@@ -129,10 +131,13 @@ def inputs(pack: Pack) -> tuple[torch.Tensor, torch.Tensor, PackedSeqParams]:
 
 
 def outputs(chunks: ModelChunks, groups: ComponentGroups) -> torch.Tensor | None:
-    """The model's output for sequences(), packed as one: [1, T, ...] on the last stage, None on the others.
+    """Logits or values of sequences(), packed as one: [1, T, ...] on the last stage, None on the others.
 
     The interleaved schedule demands a micro-batch for each stage: the others are shorter, and left out.
     """
     packs = [sequences(), *[sequences()[:2]] * (groups.layout.pipeline - 1)]
     parts = run([chunk.eval() for chunk in chunks], groups, packs, lambda output, pack: output, forward_only=True)
-    return parts[0].detach() if parts else None
+    if not parts:
+        return None
+    is_critic = isinstance(chunks[-1].output_layer, ValueHead)
+    return parts[0].detach() if is_critic else parts[0].detach() @ output_weight(chunks[-1]).detach().T

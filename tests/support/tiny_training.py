@@ -14,6 +14,7 @@ from tiny_models import LENGTHS, VOCAB_SIZE, build, hf_model, outputs, run, sequ
 
 from megappo.architecture.parameters import padded_vocab_size
 from megappo.config.schema import Parallel
+from megappo.models.output_layer import output_weight
 from megappo.models.vocab_parallel import vocab_parallel_log_probs_and_entropy
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
@@ -107,8 +108,9 @@ class Trained:
         if self.trainee.value_head:
             loss = _value_loss(output[: len(tokens), 0], tokens)
         else:
+            hidden, weight = output[: len(tokens) - 1], output_weight(self.chunks[-1])
             log_probs, _ = vocab_parallel_log_probs_and_entropy(
-                output[: len(tokens) - 1], tokens[1:], self.groups.collection.tp, vocab_size=VOCAB_SIZE
+                hidden, weight, tokens[1:], self.groups.collection.tp, vocab_size=VOCAB_SIZE
             )
             loss = -log_probs.sum()
         return loss / sum(LENGTHS), torch.ones((), dtype=torch.int), {}

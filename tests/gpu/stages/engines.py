@@ -1,5 +1,6 @@
 """Random models and their train engines, for the stages that need one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Optim, Parallel
 from megappo.models.build import build_model
 from megappo.models.heads import policy_head
+from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.export import Export
@@ -29,7 +31,7 @@ QWEN = dict(
 )
 """Of 0.6 billion parameters."""
 SHAPE = sized(QWEN, QWEN | tiny_shapes.SHAPE | tiny_shapes.TWO_LAYERS)
-VOCABULARY = SHAPE["vocab_size"]
+VOCABULARY, HIDDEN = SHAPE["vocab_size"], SHAPE["hidden_size"]
 
 
 def model_folder(folder: Path, **changes: Any) -> Path:
@@ -50,7 +52,8 @@ def trained_engine(
     model = Model(path=str(folder), dtype="bf16")
     chunks = build_model(architecture, model, Parallel(), groups, recompute=recompute, trained=True)
     load_hf(chunks, folder, architecture, groups)
-    head = policy_head(groups.collection.tp, architecture.vocab_size, temperature=1.0)
+    weight = partial(output_weight, chunks[-1])
+    head = policy_head(weight, groups.collection.tp, architecture.vocab_size, temperature=1.0)
     return TrainedEngine(chunks, groups, head, max_tokens, Optim(lr=1e-5), total_optimizer_steps=100)
 
 

@@ -1,4 +1,4 @@
-"""Log-probs, entropy and full KL over a whole vocabulary against log_softmax: values, gradients, time and memory.
+"""Log-probs, entropy and full KL over a vocabulary against log_softmax of logits: values, gradients, time and memory.
 
 python tests/gpu/stages/heads.py
 """
@@ -7,13 +7,19 @@ import torch
 import torch.distributed as dist
 from common import CUDA, DEVICE, GIB, measured, one_rank, report, sized
 
+from megappo.architecture.parameters import LOGITS_AT_A_TIME
 from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
 VOCABULARY = sized(151_936, 91)
 TOKENS = sized((1024, 8192, 16_384), (5, 33))
 CHECKED = 64
-CHUNK = 1024
+HIDDEN = sized(4096, 8)
 TEMPERATURE = 0.7
+GENERATOR = torch.Generator(DEVICE).manual_seed(0)
+
+
+def draw(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=GENERATOR, device=DEVICE, dtype=torch.bfloat16)
 
 
 def expected(logits: torch.Tensor, ref_logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -23,33 +29,32 @@ def expected(logits: torch.Tensor, ref_logits: torch.Tensor, targets: torch.Tens
 
 
 def measure() -> dict:
-    generator = torch.Generator(DEVICE).manual_seed(0)
     figures = {}
     with one_rank():
         for num_tokens in TOKENS:
-            shape = (num_tokens, VOCABULARY)
-            logits, ref_logits = (
-                torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16).mul_(3) for _ in range(2)
-            )
-            targets = torch.randint(VOCABULARY, shape[:1], generator=generator, device=DEVICE)
-            logits.requires_grad_()
-            settings = dict(vocab_size=VOCABULARY, temperature=TEMPERATURE, chunk=CHUNK)
+            hidden, ref_hidden = draw(num_tokens, HIDDEN), draw(num_tokens, HIDDEN)
+            weight, ref_weight = draw(VOCABULARY, HIDDEN), draw(VOCABULARY, HIDDEN)
+            for scaled in (weight, ref_weight):
+                scaled.mul_(3 * HIDDEN**-0.5)
+            targets = torch.randint(VOCABULARY, (num_tokens,), generator=GENERATOR, device=DEVICE)
+            hidden.requires_grad_()
+            settings = dict(vocab_size=VOCABULARY, temperature=TEMPERATURE)
 
-            def log_probs_and_entropy(logits=logits, targets=targets, settings=settings) -> tuple:
-                logits.grad = None
-                outputs = vocab_parallel_log_probs_and_entropy(logits, targets, dist.group.WORLD, **settings)
+            def log_probs_and_entropy(hidden=hidden, weight=weight, targets=targets, settings=settings) -> tuple:
+                hidden.grad = None
+                outputs = vocab_parallel_log_probs_and_entropy(hidden, weight, targets, dist.group.WORLD, **settings)
                 (outputs[0] - 0.1 * outputs[1]).sum().backward()
                 return outputs
 
-            def full_kl(logits=logits, ref_logits=ref_logits, settings=settings) -> tuple:
-                logits.grad = None
-                outputs = (vocab_parallel_kl(logits, ref_logits, dist.group.WORLD, **settings),)
+            def full_kl(factors=(hidden, weight, ref_hidden, ref_weight), settings=settings) -> tuple:
+                factors[0].grad = None
+                outputs = (vocab_parallel_kl(*factors, dist.group.WORLD, **settings),)
                 outputs[0].sum().backward()
                 return outputs
 
             rows = slice(max(num_tokens - CHECKED, 0), num_tokens)
-            own = logits[rows].detach().clone().requires_grad_()
-            wanted = expected(own, ref_logits[rows], targets[rows])
+            own = hidden[rows].detach().clone().requires_grad_()
+            wanted = expected(own @ weight.T, ref_hidden[rows] @ ref_weight.T, targets[rows])
             for name, compute, kept, loss in (
                 ("log_probs_and_entropy", log_probs_and_entropy, wanted[:2], wanted[0] - 0.1 * wanted[1]),
                 ("full_kl", full_kl, wanted[2:], wanted[2]),
@@ -58,9 +63,9 @@ def measure() -> dict:
                 for one, other in zip(found, kept, strict=True):
                     torch.testing.assert_close(one[rows].double(), other, rtol=1e-4, atol=1e-4)
                 (gradient,) = torch.autograd.grad(loss.sum(), own, retain_graph=True)
-                torch.testing.assert_close(logits.grad[rows], gradient, rtol=2e-2, atol=1e-4)
-                if CUDA:  # the gradient, and some chunks in fp32
-                    room = (logits.nbytes + 12 * CHUNK * VOCABULARY * 4) / GIB
+                torch.testing.assert_close(hidden.grad[rows], gradient, rtol=2e-2, atol=1e-4)
+                if CUDA:  # the gradient of hidden states, and some blocks of logits, in fp32
+                    room = 4 * (4 * hidden.numel() + 8 * LOGITS_AT_A_TIME["cuda"]) / GIB
                     assert figure["peak_gib"] < room, (name, figure, room)
                 figures |= {f"{name}_{num_tokens}_tokens_{key}": value for key, value in figure.items()}
     return {"stage": "heads", **figures}

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from common import CUDA, DEVICE, one_rank, report, sized
-from engines import VOCABULARY, model_folder, trained_engine
+from engines import HIDDEN, VOCABULARY, model_folder, trained_engine
 from ppo_engines import make_loss, make_rows
 from torch.profiler import ProfilerActivity, profile
 
@@ -51,8 +51,9 @@ def waits(compute: Callable[[], object]) -> Counter[str]:
 def check_head() -> None:
     """Values and gradients, without any wait at all."""
     packed = pack(make_rows(VOCABULARY, LENGTHS), 1, DEVICE)
-    head = policy_head(dist.group.WORLD, VOCABULARY, 0.7)
-    output = torch.randn(1, packed.input_ids.shape[1], VOCABULARY, device=DEVICE, requires_grad=True)
+    weight = torch.randn(VOCABULARY, HIDDEN, device=DEVICE, requires_grad=True)
+    head = policy_head(lambda: weight, dist.group.WORLD, VOCABULARY, 0.7)
+    output = torch.randn(1, packed.input_ids.shape[1], HIDDEN, device=DEVICE, requires_grad=True)
 
     def compute() -> None:
         sum(one.sum() for one in head(output, packed).values()).backward()
