@@ -3,9 +3,9 @@
     python tools/bench/weights_memory.py --megabytes 500 --layouts 1x1 2x1 1x2 2x2 --dtypes fp32 bf16 fp32-bf16
 
 Makes a random model of that size, starts the ranks of each layout (tensor x pipeline) one layout after the other, and
-samples every millisecond the memory that is this rank's alone: RssAnon + RssShmem of /proc/self/status. Pages of mapped
-files do not count, as the system takes them back when it needs them. The figures are peaks above what the process held
-after imports and with its process groups made, of the rank that came closest to its bar, or went furthest over it:
+samples every millisecond the memory that is this rank's alone (peak_memory.py). The figures are peaks above what the
+process held after imports and with its process groups made, of the rank that came closest to its bar, or went furthest
+over it:
 
     bar = bytes of the parameters this rank holds + two buckets + the largest tensor
 
@@ -19,11 +19,10 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from math import prod
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -35,6 +34,7 @@ from megappo import megatron_setup
 megatron_setup.install()  # must come before the first import of megatron.core
 
 from conversion.world import World  # noqa: E402
+from peak_memory import MIB, PeakMemory  # noqa: E402
 
 from megappo.architecture.architecture import Architecture  # noqa: E402
 from megappo.architecture.dtypes import DTYPES  # noqa: E402
@@ -47,7 +47,6 @@ from megappo.weights.hf_folder import write_hf_folder  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 from megappo.weights.safetensors_io import ShardedWriter  # noqa: E402
 
-MIB = 2**20
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -59,31 +58,6 @@ CONFIG = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 4096,
 }
-MEMORY = ("RssAnon:", "RssShmem:")
-
-
-class PeakMemory:
-    """Samples this process's own memory on a thread, from construction on."""
-
-    def __init__(self) -> None:
-        self.baseline = self.peak = own_memory()
-        threading.Thread(target=self._sample, daemon=True).start()
-
-    def take(self) -> int:
-        """Bytes above the baseline at the peak since the last call."""
-        peak, self.peak = max(self.peak, own_memory()), 0
-        return peak - self.baseline
-
-    def _sample(self) -> None:
-        while True:
-            self.peak = max(self.peak, own_memory())
-            time.sleep(0.001)
-
-
-def own_memory() -> int:
-    """Bytes of private and shared anonymous memory of this process that are in RAM."""
-    with open("/proc/self/status") as status:
-        return sum(int(line.split()[1]) * 1024 for line in status if line.startswith(MEMORY))
 
 
 def make_model(folder: Path, megabytes: int, dtype: str, tied: bool) -> None:

@@ -1,0 +1,130 @@
+"""Measure what a policy's head takes over a large vocabulary: extra memory, and time against plain matrix products.
+
+    python tools/bench/head.py
+    python tools/bench/head.py --threads 1 --json FILE
+
+A vocabulary of 151,936, hidden size 768, 8,192 tokens of which a quarter are of responses; fp32, on one rank. Compared:
+
+- memory: the peak above what was held before (hidden states, the weight and its gradient), of a forward and a backward
+  pass of `policy_head` with log-probs and entropy, with the float32 logits of the responses alone, which it never has.
+- time: of the same passes with torch.mm of what must be multiplied: hidden states by the weight, and for the backward
+  pass the logits' gradient by either. The head multiplies once more, as it computes logits anew.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch
+import torch.distributed as dist
+
+from megappo import megatron_setup
+
+megatron_setup.install()
+
+from peak_memory import MIB, PeakMemory  # noqa: E402
+from timed import seconds  # noqa: E402
+
+from megappo.batch.packing import PackedBatch, pack  # noqa: E402
+from megappo.batch.rows import Rows  # noqa: E402
+from megappo.models.heads import policy_head  # noqa: E402
+
+VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 151_936, 768, 16, 384, 128
+
+
+def make_pack() -> PackedBatch:
+    """Random rows, one after the other."""
+    prompts, responses = torch.full((ROWS,), PROMPT), torch.full((ROWS,), RESPONSE)
+    tokens = [*torch.randint(VOCABULARY, (ROWS, PROMPT + RESPONSE))]
+    fields = {"response_mask": torch.ones(ROWS, RESPONSE)}
+    ids = torch.arange(ROWS)
+    return pack(Rows(ids, ids, prompts, responses, tokens, fields), 1, torch.device("cpu"))
+
+
+class Head:
+    """A policy's head, and what it reads."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.packed = make_pack()
+        self.weight = torch.randn(VOCABULARY, HIDDEN).mul_(HIDDEN**-0.5).requires_grad_()
+        self.weight.main_grad = torch.ones(VOCABULARY, HIDDEN)
+        self.output = torch.randn(1, self.packed.input_ids.shape[1], HIDDEN, requires_grad=True)
+        self.head = policy_head(lambda: self.weight, dist.group.WORLD, VOCABULARY, 1.0)
+
+    def passes(self) -> None:
+        """Forward and backward."""
+        self.output.grad = None
+        outputs = self.head(self.output, self.packed)
+        (outputs["log_probs"].sum() - 0.01 * outputs["entropy"].sum()).backward()
+
+
+class Products:
+    """By torch.mm, as many words at a time as fit 64 MiB."""
+
+    def __init__(self, head: Head) -> None:
+        self.hidden, self.weight = head.output.detach()[0, head.packed.predictors], head.weight.detach()
+        self.words = 2**24 // len(self.hidden)
+        self.logits = torch.empty(len(self.hidden), self.words)
+        self.grad_hidden, self.grad_weight = torch.empty_like(self.hidden), torch.empty(self.words, HIDDEN)
+
+    def passes(self) -> None:
+        for weight in self.weight.split(self.words):
+            logits, grad_weight = self.logits[:, : len(weight)], self.grad_weight[: len(weight)]
+            torch.mm(self.hidden, weight.T, out=logits)
+            torch.mm(logits, weight, out=self.grad_hidden)
+            torch.mm(logits.T, self.hidden, out=grad_weight)
+
+
+def measure(repeats: int) -> dict[str, float]:
+    """Memory of the first passes, MiB, and median seconds of `repeats` more, interleaved with the products."""
+    head = Head()
+    memory = PeakMemory()
+    head.passes()
+    peak = memory.take() / MIB
+    logits = ROWS * RESPONSE * VOCABULARY * 4 / MIB
+    products = Products(head)
+    times = [(seconds(head.passes), seconds(products.passes)) for _ in range(repeats + 1)][1:]
+    of_head, of_products = (statistics.median(column) for column in zip(*times, strict=True))
+    return {
+        "peak_mib": peak,
+        "logits_mib": logits,
+        "memory_share": peak / logits,
+        "seconds": of_head,
+        "products_seconds": of_products,
+        "products_share": of_products / of_head,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch (default: one per core)")
+    parser.add_argument("--repeats", type=int, default=5, help="of which the medians are taken (default 5)")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    found = measure(args.repeats)
+    if args.json:
+        args.json.write_text(json.dumps(found | {"threads": args.threads}, indent=1))
+    print(f"{args.threads} threads, medians of {args.repeats}")
+    print("| work | took | against | share |")
+    print("| --- | --- | --- | --- |")
+    print(
+        f"| head, extra memory | {found['peak_mib']:.0f} MiB | {found['logits_mib']:.0f} MiB, logits of responses | "
+        f"{found['memory_share']:.1%} |"
+    )
+    print(
+        f"| head, both passes | {found['seconds']:.2f} s | {found['products_seconds']:.2f} s, plain products | "
+        f"{found['products_share']:.0%} |"
+    )
+
+
+if __name__ == "__main__":
+    main()
