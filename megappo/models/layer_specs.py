@@ -17,6 +17,7 @@ from megappo import platform
 from megappo.batch.zigzag import chunk_numbers
 from megappo.config.errors import ConfigError
 from megappo.models.context_parallel import whole_pack
+from megappo.models.fused_layers import RMSNorm, swiglu
 from megappo.models.latent_attention import LatentAttention
 
 
@@ -68,7 +69,8 @@ def _torch_decoder(config: TransformerConfig, stage: int, chunk: int) -> Transfo
 
 
 def _torch_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Megatron's local layer with the modules replaced that refuse sequence parallelism and packed batches."""
+    """Megatron's local layer with the modules replaced that refuse sequence parallelism and packed batches, or are
+    slow."""
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=False,
@@ -85,15 +87,10 @@ def _torch_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
             setattr(attention.submodules, name, RMSNorm)
     if config.multi_latent_attention:
         attention.module = LatentAttention
+    mlp = parts.mlp.submodules
+    for part in (mlp,) if num_experts is None else (mlp.experts.submodules, mlp.shared_experts.submodules):
+        part.activation_func = swiglu
     return layer
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, its weight marked so that Megatron sums its gradient over sequence shards."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(torch.nn.Module):

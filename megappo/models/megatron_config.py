@@ -113,9 +113,14 @@ def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
 
 def _fusions(model: Model, architecture: Architecture) -> dict[str, bool]:
     """TransformerConfig's fused kernels, which megatron-core leaves off: those that gain something without biases and
-    dropout. They need TransformerEngine; with latent attention it rotates by YaRN alone."""
+    dropout. They need TransformerEngine; with latent attention it rotates by YaRN alone. In its place the torch-only
+    layers have an activation of their own."""
     fused = layer_kind(model.layer_spec) == "transformer_engine"
-    return {"bias_activation_fusion": fused, "apply_rope_fusion": fused and not architecture.latent}
+    return {
+        "bias_activation_fusion": fused,
+        "apply_rope_fusion": fused and not architecture.latent,
+        "use_te_activation_func": not fused,
+    }
 
 
 def gpt_arguments(architecture: Architecture, tensor: int) -> dict[str, Any]:
