@@ -57,7 +57,8 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
         max_tokens: bound on a bin's tokens.
 
     Returns:
-        Row positions of each bin; at most as many bins as first-fit-decreasing needs (11/9 of the optimum + 6/9).
+        Row positions of each bin, longest row first: attention takes neighbours of equal length together. At most as
+        many bins as first-fit-decreasing needs (11/9 of the optimum + 6/9).
 
     Raises:
         ValueError: a row longer than max_tokens, naming it.
@@ -79,7 +80,7 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
             low = middle + 1
         else:
             best, high = bins, middle - 1
-    return best
+    return [sorted(rows, key=lambda row: -lengths[row]) for rows in best]
 
 
 def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]]:

@@ -60,6 +60,8 @@ def test_micro_batches_keep_the_bound(lengths: list[int], max_tokens: int):
     assert_covers(fewest, len(lengths))
     assert all(total <= max_tokens for total in sums(fewest, lengths))
     assert len(fewest) >= -(-sum(lengths) // max_tokens)
+    for rows in fewest:
+        assert [lengths[row] for row in rows] == sorted((lengths[row] for row in rows), reverse=True)
 
 
 @settings(max_examples=50, deadline=None)

@@ -10,7 +10,7 @@ from torch.backends.cuda import SDPAParams
 from torch.nn.attention import bias
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.models import layer_specs
+from megappo.models import packed_attention
 
 HEADS, END, SIZE = 8, 96, 64
 
@@ -29,7 +29,7 @@ class Operators(TorchDispatchMode):
 
 def attend(dtype: torch.dtype, groups: int, value_size: int, chunk: int) -> list[str]:
     """The operators of the last queries of two sequences on a GPU."""
-    attention = layer_specs.PackedAttention(SimpleNamespace(kv_channels=SIZE), SimpleNamespace(cp=None))
+    attention = packed_attention.PackedAttention(SimpleNamespace(kv_channels=SIZE), SimpleNamespace(cp=None))
     shapes = (chunk, HEADS, SIZE), (END, groups, SIZE), (END, groups, value_size)
     with FakeTensorMode():
         tensors = [torch.empty(2, *shape, dtype=dtype).to(torch.device("cuda", 0)).transpose(1, 2) for shape in shapes]
@@ -62,7 +62,7 @@ def test_a_share_of_a_sequence_takes_a_kernel_that_keeps_no_scores(
     monkeypatch.setattr(bias, "can_use_flash_attention", flash_takes)
     monkeypatch.setattr(bias, "can_use_efficient_attention", efficient_takes)
     mask = bias.causal_lower_right(32, END)  # made here: it cannot be where operators are noted
-    monkeypatch.setattr(layer_specs, "causal_lower_right", lambda *size: mask)
+    monkeypatch.setattr(packed_attention, "causal_lower_right", lambda *size: mask)
     names = attend(dtype, groups, value_size, chunk=32)
     assert kernel in names and not {"bmm", "ones"} & {*names}
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megappo.config.schema import Config
-from megappo.models import layer_specs
+from megappo.models import packed_attention
 from megappo.trainer.loop import Trainer
 from megappo.trainer.run import Run
 from megappo.trainer.train_engines import architecture_of
@@ -107,8 +107,8 @@ def numbers_of(bench: ModuleType, run: Run) -> dict[str, object]:
     """Of three steps, each with a checkpoint after it, watched."""
     found: dict[str, object] = {}
     for step in range(1, 4):
-        bias = unwatched(layer_specs.causal_lower_right)
-        with patch.object(layer_specs, "causal_lower_right", bias), Watch(run):
+        bias = unwatched(packed_attention.causal_lower_right)
+        with patch.object(packed_attention, "causal_lower_right", bias), Watch(run):
             metrics = Trainer(run.config, run).step(step)
             run.save()
         ours = {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name)}

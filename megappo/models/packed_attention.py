@@ -1,0 +1,177 @@
+"""Attention of the torch-only layers: causal within each sequence of a packed batch."""
+
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig, attention
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megappo.batch.zigzag import chunk_numbers, held_positions
+from megappo.models.context_parallel import whole_pack
+
+
+class SelfAttention(attention.SelfAttention):
+    """Megatron's self-attention, which leaves it to PackedAttention to rotate queries and keys by their positions.
+
+    Megatron itself reads the lengths from the device, and makes cosines and sines, twice in each layer.
+    """
+
+    def forward(self, *args: Any, rotary_pos_emb: torch.Tensor | None = None, **options: Any) -> tuple:
+        # Megatron hands attention_bias on to core attention as it is.
+        return super().forward(*args, **options | {"attention_bias": rotary_pos_emb})
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal self-attention within each sequence of a packed batch, without a mask over the whole pack.
+
+    Neighbours of equal length attend in one call. That costs time and memory as the sum of squared lengths; a dense
+    mask would cost the square of the sum. With context parallelism the queries are this rank's, and every rank gathers
+    all keys and values.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ):
+        super().__init__()
+        self.context = pg_collection.cp
+        self.scale = softmax_scale or config.kv_channels**-0.5
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        attention_bias: torch.Tensor | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [T, heads, D], the tokens held here of all sequences, one after the other.
+            key: [T, groups, D], groups divides heads (grouped-query attention).
+            value: as key, of any size: [T, groups, D'].
+            attention_mask: None: each sequence is causal.
+            packed_seq_params: cu_seqlens_q, int32 [sequences + 1], are the boundaries of the whole sequences.
+            attention_bias: no bias, but the angles [positions, 1, 1, D] by which to rotate query and key; None where
+                they are rotated already.
+        Returns:
+            [T, heads * D'].
+        Raises:
+            ValueError: the batch is not packed.
+        """
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            raise ValueError("PackedAttention takes packed batches only: pass packed_seq_params with qkv_format 'thd'")
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        if cu_seqlens not in _PACKS:
+            _PACKS[cu_seqlens] = _Pack(cu_seqlens)
+        pack = _PACKS[cu_seqlens]
+        if attention_bias is not None:
+            rotation = pack.rotation(attention_bias, query.dtype, self.context)
+            query, key = (_Rotated.apply(tensor, *rotation) for tensor in (query, key))
+        key, value = (whole_pack(tensor, cu_seqlens, self.context) for tensor in (key, value))
+        lengths = [len(run) * run[0] for run in pack.runs]
+        shares = [length // self.context.size() for length in lengths]
+        parts = [
+            self._attend(*(tensor.unflatten(0, (len(run), -1)) for tensor in of_run)).flatten(0, 1)
+            for run, *of_run in zip(
+                pack.runs, query.split(shares), key.split(lengths), value.split(lengths), strict=True
+            )
+        ]
+        return torch.cat(parts).flatten(1)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Sequences of one length: query [sequences, length held here, heads, D], key and value [sequences, length,
+        groups, D]."""
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        numbers = chunk_numbers(self.context.size(), self.context.rank())
+        chunks = query.chunk(len(numbers), dim=2)
+        ends = [(number + 1) * chunk.shape[2] for number, chunk in zip(numbers, chunks, strict=True)]
+        parts = [
+            self._attend_chunk(chunk, key[:, :, :end], value[:, :, :end])
+            for chunk, end in zip(chunks, ends, strict=True)
+        ]
+        return torch.cat(parts, dim=2).transpose(1, 2)
+
+    def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Queries [sequences, heads, chunk, D] of the last tokens of [sequences, groups, end, D].
+
+        Of torch's kernels for GPUs those that keep no scores take no mask that is laid out and, in fp32, no groups.
+        """
+        if query.is_cuda and query.dtype == torch.float32:
+            heads_of_group = query.shape[1] // key.shape[1]
+            key, value = (tensor.repeat_interleave(heads_of_group, dim=1) for tensor in (key, value))
+        chunk, end = query.shape[2], key.shape[2]
+        mask = causal_lower_right(chunk, end) if chunk < end else None
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+        )
+
+
+class _Pack:
+    """What every layer needs to know of a pack, read from the device and computed once.
+
+    Attributes:
+        lengths: of the sequences. runs: these, equal neighbours together.
+    """
+
+    def __init__(self, cu_seqlens: torch.Tensor):
+        self.lengths = cu_seqlens.diff().tolist()
+        self.runs = [list(same) for _, same in groupby(self.lengths)]
+        self._rotations: dict[tuple, tuple[torch.Tensor, ...]] = {}
+
+    def rotation(
+        self, angles: torch.Tensor, dtype: torch.dtype, context: dist.ProcessGroup
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine [T, 1, D / 2] of the tokens held here.
+
+        Args:
+            angles: [positions, 1, 1, D], the same in either half of D.
+        """
+        key = angles.data_ptr(), dtype
+        if key not in self._rotations:
+            starts = torch.tensor([0, *self.lengths]).cumsum(0)
+            positions = torch.cat([torch.arange(length) for length in self.lengths])
+            held = positions[held_positions(starts, context.size(), context.rank())].to(angles.device)
+            half = angles[held, 0, :, : angles.shape[-1] // 2]
+            # The angles are kept as well, so that none others come to lie where they do.
+            self._rotations[key] = half.cos().to(dtype), half.sin().to(dtype), angles
+        cosine, sine, _ = self._rotations[key]
+        return cosine, sine
+
+
+_PACKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By their cu_seqlens, as long as those live."""
+
+
+class _Rotated(torch.autograd.Function):
+    """Vectors [T, heads, D], of which each pair (i, i + D / 2) is rotated by an angle."""
+
+    @staticmethod
+    def forward(ctx: Any, vectors: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _rotate(vectors, cosine, sine, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _rotate(grad, *ctx.saved_tensors, -1), None, None
+
+
+def _rotate(vectors: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: int) -> torch.Tensor:
+    rotated = torch.empty_like(vectors, memory_format=torch.contiguous_format)
+    (x, y), (new_x, new_y) = vectors.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
+    torch.mul(x, cosine, out=new_x).addcmul_(y, sine, value=-direction)
+    torch.mul(y, cosine, out=new_y).addcmul_(x, sine, value=direction)
+    return rotated
