@@ -4,6 +4,7 @@
     python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --tensor 2
 
 Prints medians, and how much of the copy's rate a sync reaches; the engine shares the machine's cores with the ranks.
+The copy takes as many threads as a rank of the engine does: one, unless OMP_NUM_THREADS says more.
 """
 
 import argparse
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages of the actor (default 1)")
     parser.add_argument("--repeats", type=int, default=9, help="syncs timed (default 9)")
     args = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = World(Parallel(tensor=args.tensor, pipeline=args.pipeline))
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(world.exchange.share(temporary)[0]) / "model"
