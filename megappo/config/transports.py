@@ -24,18 +24,20 @@ class Transport:
         needs_other_gpu: the rank that sends must not be on the engine's GPUs.
         each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that
             each hands over what is on its own GPU: with `Link.peers`, and on all but the first with None for a client.
+        in_place: without `sender`, on a CPU: where all that the engine needs is on its node, it reads it where it is.
     """
 
     engine: Function
     sender: Function | None = None
     needs_other_gpu: bool = False
     each_rank: bool = False
+    in_place: bool = False
 
 
 TRANSPORTS: Table[Transport] = Table(
     "transport",
     {
-        "ipc": Transport("megappo.sync.ipc:HandleSender", each_rank=True),
+        "ipc": Transport("megappo.sync.ipc:HandleSender", each_rank=True, in_place=True),
         "broadcast": Transport(
             "megappo.sync.broadcast:BroadcastReceiver", "megappo.sync.broadcast:BroadcastSender", needs_other_gpu=True
         ),

@@ -222,6 +222,10 @@ class EngineClient:
         fault, self._fault = self._fault, None
         return fault
 
+    def fail(self, why: str) -> None:
+        """Take what the engine has said for a fault, and raise or keep it."""
+        self._kept(_raise, EngineFault(why))
+
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
         """Any request of SGLang's HTTP API; the reply's JSON, or None.
 
@@ -287,6 +291,10 @@ class EngineClient:
             kind = EngineFault if is_fault else EngineError
             raise kind(f"{self.url}{path} refused (HTTP {response.status_code}): {response.text}")
         return reply
+
+
+def _raise(fault: EngineFault) -> NoReturn:
+    raise fault
 
 
 def _generate_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:

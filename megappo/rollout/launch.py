@@ -15,6 +15,7 @@ from megappo import platform
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.schema import Rollout
 from megappo.rollout.client import EngineError
+from megappo.rollout.in_place import LOADER
 from megappo.rollout.keeper import remove_stale_loads, remove_traces
 
 HOST = "127.0.0.1"
@@ -27,6 +28,7 @@ CPU_ARGUMENTS = {
     "sleep_on_idle": True,  # else an idle engine takes a core from the trainer
     "max_total_tokens": 65536,
 }
+OWN_CPU_ARGUMENTS = CPU_ARGUMENTS | {"custom_weight_loader": [LOADER]}
 GPU_ARGUMENTS = {
     "enable_memory_saver": True,  # sleep() frees the memory for the trainer
     "cuda_graph_backend_prefill": "disabled",  # SGLang's default there refuses graphs that sleep
@@ -76,7 +78,7 @@ def server_arguments(
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "max_running_requests": rollout.max_running_requests,
         "log_level": "warning",
-        **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else CPU_ARGUMENTS),
+        **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else OWN_CPU_ARGUMENTS),
         **({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {}),
         **rollout.server_args,
     }

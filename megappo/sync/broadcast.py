@@ -16,7 +16,7 @@ from megappo import platform
 from megappo.listening import LOOPBACK, listener, node_address, own_address, run_store
 from megappo.rollout.client import EngineClient
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
-from megappo.weights.buckets import Bucket, NamedTensors
+from megappo.weights.buckets import Bucket
 
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
@@ -88,7 +88,7 @@ class BroadcastSender(Sender):
         self._breakage = Breakage(self._name)
         self.address = self._store.host, self._store.port, self._name
 
-    def open(self, in_place: NamedTensors) -> None:
+    def open(self) -> None:
         if self._group is None:
             self._unless_broken(self._join)
 

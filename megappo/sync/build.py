@@ -1,5 +1,6 @@
 """The way of the weights during a run, made from its route: what each rank has of it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -13,6 +14,7 @@ from megappo.config.schema import Config
 from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES, TRANSPORTS
 from megappo.models.train_engine import MegatronEngine
 from megappo.rollout.client import EngineClient
+from megappo.sync.in_place import Shards
 from megappo.sync.route import Route
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Link, Receiver, Sender
@@ -33,12 +35,13 @@ def build_sync(
     actor: MegatronEngine | None,
     client: EngineClient | None,
     exchange: Exchange,
+    tell: Callable[[str], object] = print,
 ) -> WeightSync:
     """The way of the actor's weights to the engines; all ranks together, once the engines are up.
 
     Args:
         architecture: the language model's.
-        actor: this rank's part. client: of the engine that this rank owns.
+        actor: this rank's part. client: of the engine that this rank owns. tell: see `WeightSync`.
     Raises:
         ConfigError: the route cannot be on these GPUs.
     """
@@ -65,15 +68,18 @@ def build_sync(
             place = {"number": route.transports[name].index(number), "address": addresses.get(name)}
             link = replace(links[name], **place, peers=peers)
             (receivers if entry.sender else senders).append(resolved(entry.engine)(link, client))
+    source = export if export is not None and export.joins else None
     return WeightSync(
         tensors,
-        export if export is not None and export.joins else None,
+        source,
         senders,
         receivers,
         folder_shapes(config.model.path, architecture),
         bucket_bytes=bucket_bytes,
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
+        shards=Shards(source, tensors, exchange) if route.reads_in_place(on_gpus=on_gpus) else None,
+        tell=tell,
     )
 
 

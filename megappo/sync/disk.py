@@ -8,7 +8,7 @@ import torch
 from megappo.architecture.files import write_model_config
 from megappo.rollout.client import EngineClient
 from megappo.sync.transport import Link, Receiver, Sender
-from megappo.weights.buckets import Bucket, NamedTensors, views
+from megappo.weights.buckets import Bucket, views
 from megappo.weights.safetensors_io import ShardedWriter
 from megappo.weights.staging import staged, temporary_folder
 
@@ -20,7 +20,7 @@ class DiskWriter(Sender):
         self.link = link
         self._staged = contextlib.ExitStack()
 
-    def open(self, in_place: NamedTensors) -> None:
+    def open(self) -> None:
         self._temporary = self._staged.enter_context(staged(self.link.folder))
         self._writer = ShardedWriter(self._temporary, self.link.bucket_bytes)
 

@@ -6,6 +6,8 @@ SGLang: importing it takes a trainer rank seconds and patches torch. SGLang's Sa
 
 import base64
 import io
+import json
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -16,19 +18,23 @@ from torch.multiprocessing import reductions
 
 from megappo import platform
 from megappo.rollout.client import EngineClient
-from megappo.sync.shared_memory import SharedMemory
+from megappo.rollout.in_place import ANSWER_BYTES, LOADER
+from megappo.sync.in_place import Listing
+from megappo.sync.shared_memory import SharedMemory, shared_bytes
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Sender
-from megappo.weights.buckets import Bucket, NamedTensors
+from megappo.weights.buckets import Bucket
 
+NO_ANSWER = '{"failed": "it has not said whether it has"}'
 DEVICE_ARGUMENT = 6  # position of the device among reductions.rebuild_cuda_tensor's arguments
 
 
 class HandleSender(Sender):
     """Hands buckets to an engine, from the rank that owns it and, with `Link.peers`, from the engine's other ranks.
 
-    On a CPU the engine also reads tensors where the model has them. On a GPU a copy costs less than a handle for each,
-    and what peers have whole may differ. They have the engine's ranks read their own GPUs, or their own node's memory:
-    to read the owner's takes each of them a CUDA context there, of half a GB, and access from GPU to GPU.
+    Peers have the engine's ranks read their own GPUs, or their own node's memory: to read the owner's takes each of
+    them a CUDA context there, of half a GB, and access from GPU to GPU.
+
+    On a CPU the engine also reads the shards of all ranks of its node where they are (`megappo/rollout/in_place.py`).
 
     Args:
         client: the engine's, where this rank owns it.
@@ -38,25 +44,47 @@ class HandleSender(Sender):
         self.client = client
         self.peers = link.peers
         self.num_ranks = link.config.rollout.tensor_parallel
-        self.memory = None if platform.has_cuda() else SharedMemory(with_model=self.peers is None)
+        self.memory = None if platform.has_cuda() else SharedMemory()
+        self._answers: list[torch.Tensor] = []  # a memory for each of the engine's ranks
+        self._generation = ""  # what it knows the listing of
 
-    def open(self, in_place: NamedTensors) -> None:
+    def open(self) -> None:
         if self.client is not None:
             self.client.begin_weight_update()
-        if in_place:
-            self._send(in_place, None)
+
+    def read(self, listing: Listing, leaving: Sequence[str]) -> str:
+        request: dict[str, Any] = {"generation": listing.generation, "leaving": [*leaving]}
+        if listing.generation != self._generation:
+            request["listing"] = listing.as_json()
+        self._answers = self._answers or [shared_bytes(ANSWER_BYTES) for _ in range(self.num_ranks)]
+        for answer in self._answers:
+            answer.zero_()
+        payloads = [_serialize([(json.dumps(request), answer)]) for answer in self._answers]
+        self._post(payloads, LOADER)
+        if self.client.has_failed:
+            return ""
+        answers = [bytes(answer.tolist()).rstrip(b"\0") for answer in self._answers]
+        told = [json.loads(answer or NO_ANSWER) for answer in answers]
+        for answer in told:
+            if "failed" in answer:
+                self.client.fail(f"{self.client.url} could not read the actor's weights: {answer['failed']}")
+        self._generation = listing.generation
+        return next((answer["refused"] for answer in told if "refused" in answer), "")
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self._send({"flattened_tensor": flat, "metadata": _places(bucket)}, FLATTENED_BUCKET)
 
-    def _send(self, payload: object, load_format: str | None) -> None:
-        """As SGLang's `load_format` says; None = a list of (name, tensor)."""
+    def _send(self, payload: object, load_format: str) -> None:
+        """As SGLang's `load_format` says."""
         payloads = self._payloads(payload)
         if self.client is not None:
-            body = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
-            self.client.post("/update_weights_from_tensor", body)
+            self._post(payloads, load_format)
         if self.peers is not None:
             dist.barrier(self.peers)  # the engine has read what was handed over
+
+    def _post(self, payloads: list[str], load_format: str) -> None:
+        body = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
+        self.client.post("/update_weights_from_tensor", body)
 
     def _payloads(self, payload: object) -> list[str] | None:
         """One for each of the engine's ranks, in order; where this rank owns the engine."""

@@ -1,6 +1,6 @@
 """The way of the actor's weights to every engine, from config and placement. Without torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from megappo.config.schema import Config
@@ -20,6 +20,7 @@ class EngineRoute:
         shares_gpus: a model is on one of them too, so that the engine must give its memory up while that is trained.
         is_external: it is elsewhere, on none of their GPUs.
         spans_nodes: its ranks are on several nodes.
+        is_near: its ranks and all of the actor's from which its owner could gather the weights are on one node.
     """
 
     transport: str
@@ -27,6 +28,7 @@ class EngineRoute:
     shares_gpus: bool
     is_external: bool = False
     spans_nodes: bool = False
+    is_near: bool = True
 
     @property
     def owner(self) -> int:
@@ -70,6 +72,10 @@ class Route:
             for engine in self.engines
         ]
         return frozenset().union(*found)
+
+    def reads_in_place(self, *, on_gpus: bool) -> bool:
+        """Whether all engines read the actor's shards where they are, so that nothing need be gathered."""
+        return not on_gpus and all(engine.entry.in_place and engine.is_near for engine in self.engines)
 
     @property
     def transports(self) -> dict[str, tuple[int, ...]]:
@@ -124,10 +130,16 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
     for number in range(rollout.data):
         ranks = rollout.block(0, number)
         shares_gpus = not (external or models.isdisjoint(ranks))
-        spans_nodes = ranks_per_node is not None and len(by_node(ranks, ranks_per_node)) > 1
-        ways = {name: EngineRoute(name, ranks, shares_gpus, external, spans_nodes) for name in TRANSPORTS}
+        spans_nodes = _are_apart(ranks, ranks_per_node)
+        is_near = not _are_apart({*ranks, *layouts["actor"].gathering(ranks[:1])}, ranks_per_node)
+        ways = {name: EngineRoute(name, ranks, shares_gpus, external, spans_nodes, is_near) for name in TRANSPORTS}
         is_open = (
             way for way in ways.values() if way.entry.sender or (not external and set(way.sources) <= set(actor))
         )
         engines.append(next(is_open) if chosen == AUTO else ways[chosen])
     return Route(actor, tuple(engines))
+
+
+def _are_apart(ranks: Collection[int], ranks_per_node: int | None) -> bool:
+    """Whether they are on several nodes."""
+    return ranks_per_node is not None and len(by_node(sorted(ranks), ranks_per_node)) > 1

@@ -1,24 +1,17 @@
 """Shared memory, in which an engine on a CPU reads weights: buckets, and the model itself."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.multiprocessing
 
-from megappo.weights.buckets import NamedTensors
-
 
 class SharedMemory:
     """Two buffers, kept from sync to sync: fresh pages cost more time than the copy into them; and the model's memory,
-    moved here the first time.
+    moved here the first time."""
 
-    Args:
-        with_model: what the model has whole is to be read where it is.
-    """
-
-    def __init__(self, *, with_model: bool = True) -> None:
-        self.with_model = with_model
+    def __init__(self) -> None:
         # torch's default passes descriptors, which an unrelated process cannot take.
         torch.multiprocessing.set_sharing_strategy("file_system")
         self._buffers: list[torch.Tensor] = []
@@ -26,21 +19,21 @@ class SharedMemory:
     def buffer(self, size: int) -> torch.Tensor:
         """uint8 [size], to gather a bucket into. At most two are in use at a time."""
         if len(self._buffers) < 2:
-            self._buffers.insert(0, _new(size))
+            self._buffers.insert(0, shared_bytes(size))
         else:
             self._buffers.reverse()
         if len(self._buffers[0]) < size:
-            self._buffers[0] = _new(size)
+            self._buffers[0] = shared_bytes(size)
         return self._buffers[0][:size]
 
-    def move(self, tensors: NamedTensors) -> None:
+    def move(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have tensors of the model's here, while nothing else uses them."""
-        with _room(sum(tensor.nbytes for _, tensor in tensors)):
-            for _, tensor in tensors:
+        with _room(sum(tensor.nbytes for tensor in tensors)):
+            for tensor in tensors:
                 tensor.share_memory_()  # moves it, and all that lies in the same storage, the first time
 
 
-def _new(size: int) -> torch.Tensor:
+def shared_bytes(size: int) -> torch.Tensor:
     """uint8 [size], in shared memory from the start: sharing it later would copy it."""
     with _room(size):
         return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))

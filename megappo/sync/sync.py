@@ -1,15 +1,17 @@
-"""Resharding the actor's weights into the engines: gathered bucket by bucket, each handed over while the next comes."""
+"""Resharding the actor's weights into the engines: these read its shards where they are, or else they are gathered
+bucket by bucket, each handed over while the next comes."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from megappo.sync.in_place import Shards
 from megappo.sync.transport import Receiver, Sender
-from megappo.weights.buckets import Bucket, TensorSpec, all_finite, inseparable, into_buckets, num_bytes, views
+from megappo.weights.buckets import Bucket, TensorSpec, all_finite, into_buckets, num_bytes, views
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,6 @@ class SyncStats:
 class Source(Protocol):
     """Whole tensors of a model; see `Export`."""
 
-    def in_place(self, tensor: Any) -> torch.Tensor | None: ...
-
     def gather(self, bucket: Sequence, flat: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
@@ -35,10 +35,12 @@ class WeightSync:
     Attributes:
         tensors: the model's, the same on every rank, in the order in which they are gathered.
         source: gives them, on all ranks that must join in gathering.
+        shards: where engines read them instead, if they may, until one cannot.
         senders, receivers: this rank's ends of transports.
         expected: name -> shape of every tensor the engines have.
         barrier: waits for all ranks of the run.
         engines_keep: the engines keep their weights from one sync to the next.
+        tell: is told that the engines cannot read the shards.
     Raises:
         ValueError: a tensor is unknown to the engines, of another shape there, or missing; each named.
     """
@@ -51,6 +53,8 @@ class WeightSync:
     bucket_bytes: int
     barrier: Callable[[], object]
     engines_keep: bool
+    shards: Shards | None = None
+    tell: Callable[[str], object] = print
 
     def __post_init__(self) -> None:
         check_tensors(self.tensors, self.expected)
@@ -70,8 +74,9 @@ class WeightSync:
         started = time.perf_counter()
         tensors = self._stale(changed)
         if tensors:
-            self._send(tensors)
-            self.barrier()
+            if not self._is_read(tensors):
+                self._send(tensors)
+                self.barrier()
             for receiver in self.receivers:
                 receiver.close()
             self._sent = True
@@ -87,18 +92,38 @@ class WeightSync:
             return self.tensors
         return [tensor for tensor in self.tensors if not tensor.is_frozen] if changed else []
 
+    def _is_read(self, tensors: Sequence[TensorSpec]) -> bool:
+        """Have the engines read the shards where they are, if they can. All ranks wait until they have."""
+        if self.shards is None:
+            return False
+        wanted = {tensor.name for tensor in tensors}
+        leaving = [tensor.name for tensor in self.tensors if tensor.name not in wanted]
+        threads = ThreadPoolExecutor(max_workers=max(1, len(self.senders)))
+        try:
+            pending = [threads.submit(sender.open) for sender in self.senders]
+            listing = self.shards.listing()
+            wait_for(pending)
+            pending = [threads.submit(sender.read, listing, leaving) for sender in self.senders]
+            check_each_finite((part.name, part.tensor) for part in self.shards.parts())
+            refusals = [future.result() for future in pending]
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # as in `_send`
+        for sender in self.senders:
+            sender.close()
+        refused = next(filter(None, sum(self.shards.exchange.share(refusals), [])), None)
+        if refused is not None:
+            self.tell(f"WARNING: the actor's weights are gathered for the engines, which takes longer: {refused}")
+            self.shards = None
+        return refused is None
+
     def _send(self, tensors: Sequence[TensorSpec]) -> None:
         """Two buckets are in flight: one is gathered while the one before is sent."""
-        in_place, gathered = self._apart(tensors)
-        buckets = into_buckets(gathered, self.bucket_bytes)
+        buckets = into_buckets(tensors, self.bucket_bytes)
         largest = max(map(num_bytes, buckets), default=0)
         threads = ThreadPoolExecutor(max_workers=max(1, len(self.senders) + len(self.receivers)))
         try:
-            if in_place:
-                self._memory.move(in_place)
-            pending = [threads.submit(sender.open, in_place) for sender in self.senders]
+            pending = [threads.submit(sender.open) for sender in self.senders]
             pending += [threads.submit(receiver.open) for receiver in self.receivers]
-            check_each_finite(in_place)
             if not self._sent:  # a group may be made, which nothing else of torch.distributed must cross
                 wait_for(pending)
             for bucket in buckets:
@@ -116,19 +141,6 @@ class WeightSync:
             raise
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # one that waits for an engine must not hold an error up
-
-    def _apart(self, tensors: Sequence[TensorSpec]) -> tuple[list[tuple[str, torch.Tensor]], list[TensorSpec]]:
-        """What the engine of this rank can read where it is, and what must be gathered."""
-        if self.source is None or not all(sender.memory and sender.memory.with_model for sender in self.senders):
-            return [], list(tensors)
-        in_place, gathered = [], []
-        for together in inseparable(tensors):
-            found = {tensor.name: self.source.in_place(tensor) for tensor in together}
-            if None in found.values():
-                gathered += together
-            else:
-                in_place += found.items()
-        return in_place, gathered
 
     def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
         if self.source is None:

@@ -1,9 +1,11 @@
 """What a transport is made of: the end that has the weights, and the end that tells an engine of them.
 
 Each is three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the other, while
-the next bucket is gathered. All senders close; then, when all ranks have come so far, all receivers.
+the next bucket is gathered. All senders close; then, when all ranks have come so far, all receivers. Where engines read
+the shards where they are (see `Route.reads_in_place`), `read` takes the place of `send`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
 from megappo.config.schema import Config
+from megappo.sync.in_place import Listing
 from megappo.sync.shared_memory import SharedMemory
-from megappo.weights.buckets import Bucket, NamedTensors
+from megappo.weights.buckets import Bucket
 
 FLATTENED_BUCKET = "flattened_bucket"
 """SGLang's word for tensors of one dtype, one after the other in one piece of memory."""
@@ -49,23 +52,30 @@ class Sender:
     """The end that has the weights, on one of the actor's ranks.
 
     Attributes:
-        memory: where the engine reads them: buckets are gathered there, and what the model has whole is moved there
-            and handed to `open` instead. None = any memory will do.
+        memory: where the engine reads them: buckets are gathered there. None = any memory will do.
         address: where the receivers find this end, if they must.
     """
 
     memory: SharedMemory | None = None
     address: Any = None
 
-    def open(self, in_place: NamedTensors) -> None:
-        """Before the first bucket; send what lies in `memory` already."""
+    def open(self) -> None:
+        """Before the first bucket."""
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Send a bucket, `flat` being its memory (see `views`), and return when that may be used again."""
         raise NotImplementedError
 
+    def read(self, listing: Listing, leaving: Sequence[str]) -> str:
+        """Have the engine read the shards where they are, but for the tensors of these names.
+
+        Returns:
+            Why its model cannot have its weights so; "" = it has them.
+        """
+        raise NotImplementedError
+
     def close(self) -> None:
-        """After the last bucket."""
+        """After the last bucket, or `read`."""
 
     def abort(self) -> None:
         """Instead of `close`, when something could not be sent."""

@@ -202,7 +202,8 @@ def connect(
     route = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"]))
     sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
     ends = (models.actor.engine, rollouts.client)
-    make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange)
+    tell = probe.rollouts.observer.message
+    make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange, tell)
     engines = InferenceEngines(exchange, rollouts.client, sleeps, make_sync(), probe)
 
     def give_weights() -> None:

@@ -40,6 +40,20 @@ class ExportedTensor(TensorSpec):
         return self.piece.shard_dim is None, self.piece.expert is not None
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of a tensor of an export.
+
+    Attributes:
+        start: its first element's index in each dimension of the tensor.
+        tensor: the part.
+    """
+
+    name: str
+    start: tuple[int, ...]
+    tensor: torch.Tensor
+
+
 class Export:
     """A model's weights as whole Hugging Face tensors, on this rank of the component.
 
@@ -89,16 +103,27 @@ class Export:
         for bucket in into_buckets(self.tensors, bucket_bytes):
             yield views(bucket, self.gather(bucket))
 
-    def in_place(self, tensor: ExportedTensor) -> torch.Tensor | None:
-        """A tensor where the model has it, if that is whole and in one piece; None otherwise.
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """All that this rank has of the tensors, as the model has it; by name, so that ranks may compare."""
+        return [self._parameters[name] for name in sorted(set(self._held.values()))]
 
-        None of a model that several ranks share: they all gather the same buckets.
-        """
-        layout = self.groups.layout
-        if layout.tensor * layout.pipeline * layout.expert * layout.expert_tensor > 1:
-            return None
-        shard = self._shard_of(tensor)
-        return shard.view(tensor.shape) if shard.is_contiguous() and shard.numel() == prod(tensor.shape) else None
+    def parts(self) -> Iterator[Part]:
+        """The same, as parts of the tensors, where the model has them; without padding of the vocabulary."""
+        for tensor in self.tensors:
+            if tensor.name in self._held:
+                yield from self._parts(tensor.piece, self._shard_of(tensor))
+
+    def _parts(self, piece: Piece, shard: torch.Tensor) -> Iterator[Part]:
+        """A shard, [groups, rows per group, ...], by groups: each lies apart from the others."""
+        start = [0] * len(piece.shape)
+        if piece.shard_dim is not None:
+            start[piece.shard_dim] = cut_over(piece, self.groups).rank() * piece.shard_shape[piece.shard_dim]
+        for group in shard:
+            rows = min(len(group), piece.shape[0] - start[0])
+            if rows > 0:
+                yield Part(piece.name, tuple(start), group[:rows])
+            start[0] += len(group)
 
     @torch.no_grad()
     def gather(self, bucket: Sequence[ExportedTensor], flat: torch.Tensor | None = None) -> torch.Tensor:

@@ -20,9 +20,6 @@ class Given:
     def __init__(self, weights: NamedTensors):
         self.weights = dict(weights)
 
-    def in_place(self, tensor: TensorSpec) -> None:
-        return None
-
     def gather(self, bucket: Bucket, flat: torch.Tensor | None = None) -> torch.Tensor:
         flat = torch.empty(num_bytes(bucket), dtype=torch.uint8) if flat is None else flat
         parts = [self.weights[tensor.name].detach().flatten().view(torch.uint8) for tensor in bucket]

@@ -39,7 +39,7 @@ def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
     dist.all_gather_object(told, sender.address if sender is not None else None)
     bucket, started = specs([("weights", WEIGHTS)]), time.monotonic()
     if sender is not None:
-        sender.open([])
+        sender.open()
         for _ in range(2):
             sender.send(bucket, WEIGHTS)
         sender.close()

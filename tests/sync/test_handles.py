@@ -91,7 +91,7 @@ def pretend(monkeypatch, device: int) -> None:
 
 def hand_over(link: Link, client: Recorder | None) -> None:
     sender = ipc.HandleSender(link, client)
-    sender.open([])
+    sender.open()
     sender.send(BUCKET, FLAT)
     sender.close()
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.rollout.client import EngineClient
 from megappo.rollout.inference_engine import Engine
+from megappo.sync.in_place import Shards
 from megappo.sync.proof import check_log_probs
 from megappo.sync.sync import Source, WeightSync
 from megappo.trainer.component import Component
@@ -114,23 +116,29 @@ class Actor:
         own = addresses if self.exchange.rank == 0 else ()
         self.clients = [EngineClient(address.url, address.api_key, timeout=60.0) for address in own]
 
-    def push(
-        self, corrupt: Callable[[Export], Source] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
-    ) -> None:
-        """On the actor's ranks."""
-        export = Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups, needing={0})
+    def push(self, corrupt: Callable[[Export], Source] = lambda export: export) -> None:
+        """Gathered, on the actor's ranks."""
+        if self.engine is not None:
+            export = self._export()
+            self._sync(export.tensors, corrupt(export) if export.joins else None, BUCKET_BYTES)()
+
+    def make_sync(self, tell: Callable[[str], object] = pytest.fail, bucket_bytes: int = BUCKET_BYTES) -> WeightSync:
+        """By which the engines read the shards where they are, on all ranks."""
+        export = None if self.engine is None else self._export()
+        tensors = self.exchange.share(None if export is None else export.tensors)[0]
+        source = export if export is not None and export.joins else None
+        return self._sync(tensors, source, bucket_bytes, shards=Shards(source, tensors, self.exchange), tell=tell)
+
+    def _export(self) -> Export:
+        return Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups, needing={0})
+
+    def _sync(
+        self, tensors: Sequence[TensorSpec], source: Source | None, bucket_bytes: int, **options: Any
+    ) -> WeightSync:
         pairs = zip(self.clients, self.addresses, strict=False)
         senders = [handle_sender(client, address.tensor_parallel) for client, address in pairs]
-        WeightSync(
-            export.tensors,
-            corrupt(export) if export.joins else None,
-            senders,
-            [],
-            self.addresses[0].shapes,
-            bucket_bytes=bucket_bytes,
-            barrier=lambda: None,
-            engines_keep=False,
-        )()
+        options |= {"barrier": lambda: None, "engines_keep": False}
+        return WeightSync(tensors, source, senders, [], self.addresses[0].shapes, bucket_bytes=bucket_bytes, **options)
 
     def differences(self, expected: list[list[float]]) -> tuple[float, float]:
         """Largest and mean distance of the engines' log-probs from the trainer's, which must be those expected."""
@@ -175,10 +183,14 @@ def check_synced(
         actor = Actor(addresses, name, folder, layouts[name], sequence=layouts[name].tensor > 1)
         before, _ = actor.differences(expected)
         assert before > 0.1, f"{name}: the weights must be new to the engine"
-        if actor.engine is not None:
-            actor.push()
-        after, _ = actor.differences(expected)
-        assert after < TOLERANCE, f"{name}: the engine's log-probs are {after:.2g} off the trainer's"
+        for way in (actor.make_sync(), actor.push):
+            for client in actor.clients:
+                client.reset_weights()
+            actor.exchange.share(None)
+            way()
+            actor.exchange.share(None)
+            after, _ = actor.differences(expected)
+            assert after < TOLERANCE, f"{name}: the engine's log-probs are {after:.2g} off the trainer's"
 
 
 def test_the_engine_agrees_with_the_trainer_and_hugging_face(
@@ -218,14 +230,20 @@ def start_engine(folder: Path, tensor_parallel: int, tmp_path: Path, engines: Ex
 
 
 def check_received(rank: int, world_size: int, address: Address, folder: Path) -> None:
-    """What SGLang made of the files is there again after it was overwritten and the same weights were sent."""
+    """What SGLang made of the files is there again after it was overwritten and the same weights were sent, gathered:
+    it computes some from them."""
     actor = Actor([address], "actor", folder, LAYOUTS["tp2"], sequence=True)
     for client in actor.clients:
         (expected,) = client.weight_checksums()
         client.reset_weights()
         (spoiled,) = client.weight_checksums()
         assert all(spoiled[name] != expected[name] for name in expected)
-    actor.push(bucket_bytes=4_000)
+    told: list[str] = []
+    sync = actor.make_sync(told.append, bucket_bytes=4_000)
+    sync()
+    sync()
+    [refusal] = told
+    assert "gathered for the engines, which takes longer: it also computes" in refusal
     for client in actor.clients:
         (found,) = client.weight_checksums()
         assert [name for name in expected if found[name] != expected[name]] == []
@@ -260,9 +278,6 @@ class Corrupted:
 
     def __init__(self, export: Export):
         self.export = export
-
-    def in_place(self, tensor: TensorSpec) -> None:
-        return None
 
     def gather(self, bucket: list, flat: torch.Tensor | None = None) -> torch.Tensor:
         flat = self.export.gather(bucket, flat)

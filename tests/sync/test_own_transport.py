@@ -25,7 +25,7 @@ from megappo.sync.build import build_sync
 from megappo.sync.proof import verified_sync
 from megappo.sync.route import find_route
 from megappo.sync.transport import Link, Receiver, Sender
-from megappo.weights.buckets import Bucket, NamedTensors, views
+from megappo.weights.buckets import Bucket, views
 
 SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
 
@@ -37,7 +37,7 @@ class FileWriter(Sender):
         self.address = link.folder / "weights"
         self.hf_config_file = Path(link.config.model.path, "config.json")
 
-    def open(self, in_place: NamedTensors) -> None:
+    def open(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:

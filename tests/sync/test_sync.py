@@ -4,24 +4,14 @@ tests/sync/test_weight_update.py and test_sync.py."""
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from spawn import run_ranks
-from tiny_folders import hf_folder, load
 from weight_sources import Given, specs
 
-from megappo.architecture.parameters import hf_shapes
-from megappo.architecture.parsing import read_architecture
-from megappo.placement.groups import build_groups
-from megappo.placement.layout import Layout
-from megappo.sync.shared_memory import SharedMemory
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Receiver, Sender
-from megappo.weights.buckets import Bucket, NamedTensors, views
-from megappo.weights.export import Export
+from megappo.weights.buckets import Bucket, views
 
 WEIGHTS = {
     "model.embed_tokens.weight": torch.arange(32.0).view(8, 4),
@@ -38,7 +28,7 @@ class Recorder(Sender):
         self.buckets: list[dict[str, torch.Tensor]] = []
         self.calls: list[str] = []
 
-    def open(self, in_place: NamedTensors) -> None:
+    def open(self) -> None:
         self.calls.append("open")
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
@@ -185,48 +175,3 @@ def test_a_hand_over_that_would_wait_for_ever_does_not_hide_another_ones_error()
         assert time.monotonic() - started < 10
     finally:
         released.set()
-
-
-class Reader(Recorder):
-    """Besides, reads what is in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = SharedMemory()
-        self.in_place: dict[str, torch.Tensor] = {}
-
-    def open(self, in_place: NamedTensors) -> None:
-        self.in_place = dict(in_place)
-
-
-def check_in_place(rank: int, world_size: int, folder: Path) -> None:
-    """A rank's own model is read where it is, but for what lies scattered in it; of a shared one all is gathered."""
-    expected = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    layouts = {"one": Layout((0,)), "replicas": Layout((0, 1)), "shared": Layout((0, 1), tensor=2)}
-    for name, groups in build_groups(layouts, seed=0).items():
-        if not groups.member:
-            continue
-        model, recorder = load(folder, groups), Reader()
-        export = Export(model, read_architecture(folder), groups)
-        options = {"bucket_bytes": 10**4, "barrier": lambda: None, "engines_keep": False}
-        sync = WeightSync(export.tensors, export, [recorder], [], hf_shapes(read_architecture(folder)), **options)
-        assert sync().bytes == sum(tensor.nbytes for tensor in expected.values())
-        gathered = {key: tensor for bucket in recorder.buckets for key, tensor in bucket.items()}
-        assert not gathered.keys() & recorder.in_place.keys()
-        received = gathered | recorder.in_place
-        assert received.keys() == expected.keys()
-        assert all(torch.equal(received[key], expected[key]) for key in expected), name
-        if name == "shared":
-            assert not recorder.in_place
-            continue
-        scattered = {key for key in expected if any(part in key for part in ("q_proj", "k_proj", "v_proj"))}
-        assert gathered.keys() == scattered
-        storages = {parameter.untyped_storage().data_ptr() for chunk in model for parameter in chunk.parameters()}
-        assert all(tensor.untyped_storage().data_ptr() in storages for tensor in recorder.in_place.values())
-        recorder.in_place["model.norm.weight"].fill_(torch.nan)
-        with pytest.raises(FloatingPointError, match="model.norm.weight holds values that are not finite"):
-            sync()
-
-
-def test_an_engine_may_read_what_is_whole_in_place(tmp_path: Path) -> None:
-    run_ranks(2, check_in_place, hf_folder(tmp_path / "hf", "llama", tie_word_embeddings=False))

@@ -109,7 +109,7 @@ def exchange(rounds: int) -> dict[str, float]:
     places = [torch.empty(NUM_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2)] if CUDA else []
     start = time.perf_counter()
     with ThreadPoolExecutor(1) as thread:
-        sender.open([])
+        sender.open()
         for client.seed in range(rounds):
             flat = places[client.seed % 2] if CUDA else sender.memory.buffer(NUM_BYTES)
             flat.copy_(made(client.seed, DEVICE))
