@@ -1,0 +1,188 @@
+"""Time the responses to prompts of mixed lengths against SGLang's own serving benchmark's client.
+
+    python tools/bench/rollout.py
+    python tools/bench/rollout.py --prompts 128 --repeats 3 --json FILE
+
+A random Llama of 10M parameters, 512 prompts of 4 to 64 tokens, greedy, at most 64 tokens each: a random part of the
+vocabulary ends a response, so that they are of mixed lengths. Compared, one after the other in each repeat, for one
+engine and for two:
+
+- ours: `sample` of megappo.rollout.sampler, as the ranks that own the engines call it (each in a thread here).
+- SGLang's: a task of `async_request_sglang_generate` for each prompt, as many at a time as an engine decodes at once,
+  prompts dealt out to the engines in turn, with log-probs, without streaming.
+
+Engines forget their caches in between. A share is SGLang's seconds over ours.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+import torch.distributed as dist
+
+from megappo.rollout import cpu
+
+cpu.install()  # before sglang is imported
+sys.modules.setdefault("datasets", SimpleNamespace(load_dataset=None))  # of which its benchmark needs none here
+
+from sglang.benchmark import serving  # noqa: E402
+from timed import seconds, write_llama  # noqa: E402
+
+from megappo.config.schema import Rollout  # noqa: E402
+from megappo.rollout.client import EngineClient, SamplingParams  # noqa: E402
+from megappo.rollout.inference_engine import Engine  # noqa: E402
+from megappo.rollout.sampler import Sample, sample, store_counter  # noqa: E402
+
+VOCABULARY, HIDDEN, PARAMETERS = 4096, 256, 10e6
+LONGEST = 64
+ROLLOUT = Rollout(max_running_requests=64, max_response_length=LONGEST)
+Prompts = Sequence[tuple[int, list[int]]]
+
+
+class Ours:
+    """The ranks of a run that own engines."""
+
+    def __init__(self, clients: Sequence[EngineClient], prompts: Prompts, params: SamplingParams):
+        self.clients, self.prompts, self.params = clients, prompts, params
+
+    def __call__(self) -> list[Sample]:
+        take = store_counter(dist.HashStore(), "prompts")
+
+        def rank(client: EngineClient) -> list[Sample]:
+            sampled = sample(
+                self.prompts,
+                1,
+                self.params,
+                client,
+                take,
+                num_engines=len(self.clients),
+                max_running_requests=ROLLOUT.max_running_requests,
+            )
+            if sampled.fault:
+                raise sampled.fault
+            return sampled.samples
+
+        with ThreadPoolExecutor(len(self.clients)) as pool:
+            return [one for samples in pool.map(rank, self.clients) for one in samples]
+
+
+class Theirs:
+    """SGLang's benchmark of servers."""
+
+    def __init__(self, engines: Sequence[Engine], prompts: Prompts, params: SamplingParams):
+        self.engines, self.prompts, self.params = engines, prompts, params
+
+    def __call__(self) -> None:
+        asyncio.run(self._ask_all())
+
+    async def _ask_all(self) -> None:
+        free = [asyncio.Semaphore(ROLLOUT.max_running_requests) for _ in self.engines]
+        asked = (self._ask(number % len(free), tokens, free) for number, (_, tokens) in enumerate(self.prompts))
+        for output in await asyncio.gather(*asked):
+            if not output.success:
+                raise RuntimeError(output.error)
+
+    async def _ask(
+        self, number: int, tokens: list[int], free: Sequence[asyncio.Semaphore]
+    ) -> serving.RequestFuncOutput:
+        engine, body = self.engines[number], {"sampling_params": self.params.as_json()}
+        asked = serving.RequestFuncInput(tokens, f"{engine.url}/generate", len(tokens), LONGEST, "", "", None, body)
+        async with free[number]:
+            serving.set_global_args(arguments(engine))
+            return await serving.async_request_sglang_generate(asked)
+
+
+def arguments(engine: Engine) -> argparse.Namespace:
+    """What SGLang's client reads of its command line."""
+    return argparse.Namespace(
+        temperature=0.0,
+        top_p=1.0,
+        disable_ignore_eos=True,
+        disable_stream=True,
+        return_logprob=True,
+        return_routed_experts=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        header=[f"Authorization=Bearer {engine._api_key}"],
+    )
+
+
+def make_prompts(number: int) -> Prompts:
+    rng = random.Random(0)
+    return [(i, [rng.randrange(VOCABULARY) for _ in range(rng.randint(4, 64))]) for i in range(number)]
+
+
+def measure(number: int, repeats: int, folder: Path, stack: ExitStack) -> dict[str, dict[str, float]]:
+    """Median seconds of both, and what share ours reach, for one engine and two."""
+    write_llama(folder / "model", PARAMETERS, hidden=HIDDEN, vocabulary=VOCABULARY)
+    engines = [
+        Engine(folder / "model", ROLLOUT, "fp32", index=i, gpu_ids=[], log_path=folder / f"{i}.log", seed=i)
+        for i in range(2)
+    ]
+    for engine in engines:
+        stack.callback(engine.stop)
+        engine.start()
+    clients = [engine.wait_ready() for engine in engines]
+    ends = random.Random(1).sample(range(VOCABULARY), VOCABULARY // 15)
+    params, prompts = SamplingParams(LONGEST, temperature=0.0, stop_token_ids=tuple(ends)), make_prompts(number)
+    found = {}
+    for count in (1, 2):
+        samples = Ours(clients[:count], prompts, params)()  # and warm
+        calls: dict[str, Callable[[], object]] = {
+            "ours": Ours(clients[:count], prompts, params),
+            "sglang": Theirs(engines[:count], prompts, params),
+        }
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(repeats):
+            for name, call in calls.items():
+                for client in clients:
+                    client.flush_cache()
+                times[name].append(seconds(call))
+        medians = {name: statistics.median(of_call) for name, of_call in times.items()}
+        tokens = sum(len(one.tokens) for one in samples)
+        found[f"{count} engine{'s' * (count > 1)}"] = {
+            **medians,
+            "share": medians["sglang"] / medians["ours"],
+            "tokens": tokens,
+            "tokens_per_second": tokens / medians["ours"],
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=512, help="default 512")
+    parser.add_argument("--repeats", type=int, default=5, help="of which the medians are taken (default 5)")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        found = measure(args.prompts, args.repeats, Path(folder), stack)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    print(f"{args.prompts} prompts, medians of {args.repeats}")
+    print("| engines | ours | SGLang's client | share | tokens | tokens/s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, one in found.items():
+        print(
+            f"| {name} | {one['ours']:.2f} s | {one['sglang']:.2f} s | {one['share']:.0%} | {one['tokens']} | "
+            f"{one['tokens_per_second']:.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
