@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.parallel_state import RankGenerator, default_embedding_ranks, default_position_embedding_ranks
+from megatron.core.parallel_state import default_embedding_ranks, default_position_embedding_ranks
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
@@ -194,21 +195,26 @@ def _component_groups(layout: Layout, seed: int, named: list[tuple[str, Ranks]],
 
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
     """Every group of a component: its field in the collection and its global ranks."""
-    order = "tp-cp-ep-dp-pp"
-    generator = RankGenerator(
-        tp=layout.tensor, ep=1, dp=layout.data, pp=layout.pipeline, cp=layout.context, order=order
-    )
     replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
-    of_experts = RankGenerator(
-        tp=layout.expert_tensor, ep=layout.expert, dp=replicas, pp=layout.pipeline, cp=1, order=order
-    )
-    for own, table in ((generator, GROUPS), (of_experts, EXPERT_GROUPS)):
+    sizes = {"pp": layout.pipeline, "dp": layout.data, "cp": layout.context, "tp": layout.tensor}
+    of_experts = {"pp": layout.pipeline, "dp": replicas, "ep": layout.expert, "tp": layout.expert_tensor}
+    for own, table in ((sizes, GROUPS), (of_experts, EXPERT_GROUPS)):
         for name, (dimensions, *_) in table.items():
-            for local in own.get_ranks(dimensions):
-                yield name, tuple(layout.ranks[i] for i in local)
-    for local in generator.get_ranks("pp"):
-        stages = [layout.ranks[i] for i in local]
-        yield from ((name, tuple(among(stages))) for name, (among, _) in EMBEDDING_GROUPS.items())
+            yield from ((name, ranks) for ranks in _spanning(layout.ranks, own, dimensions))
+    for stages in _spanning(layout.ranks, sizes, "pp"):
+        yield from ((name, tuple(among(list(stages)))) for name, (among, _) in EMBEDDING_GROUPS.items())
+
+
+def _spanning(ranks: Ranks, sizes: dict[str, int], dimensions: str) -> Iterator[Ranks]:
+    """The groups over some dimensions ("tp-pp") of ranks that lie in a grid of these sizes, the slowest first.
+
+    As megatron-core's RankGenerator, which takes a loop over all ranks for each.
+    """
+    grid = torch.tensor(ranks).view(*sizes.values())
+    spanned = [i for i, name in enumerate(sizes) if name in dimensions.split("-")]
+    others = [i for i in range(grid.dim()) if i not in spanned]
+    size = prod(grid.shape[i] for i in spanned)
+    return map(tuple, grid.permute(*others, *spanned).reshape(-1, size).tolist())
 
 
 def _new_group(ranks: Ranks, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from spawn import run_ranks
 from tiny_models import hf_folder
@@ -13,7 +14,14 @@ from tiny_training import Trained, Trainee, check_outputs, reference
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo import platform
-from megappo.placement.groups import ComponentGroups, build_groups
+from megappo.placement.groups import (
+    EMBEDDING_GROUPS,
+    EXPERT_GROUPS,
+    GROUPS,
+    ComponentGroups,
+    _rank_groups,
+    build_groups,
+)
 from megappo.placement.layout import Layout
 
 NUM_STEPS = 2
@@ -217,6 +225,32 @@ def _backends(rank: int, world_size: int) -> None:
 
 def test_on_gpus_only_groups_that_the_host_speaks_over_have_sockets() -> None:
     run_ranks(1, _backends)
+
+
+ORDER = "tp-cp-ep-dp-pp"
+ARRANGED = [
+    {},
+    {"tensor": 2, "pipeline": 2, "context": 2},
+    {"tensor": 2, "context": 4, "expert": 8},
+    {"tensor": 2, "pipeline": 4, "expert": 2, "expert_tensor": 2},
+]
+
+
+@pytest.mark.parametrize("arranged", ARRANGED)
+def test_groups_are_those_of_megatron(arranged: dict[str, int]) -> None:
+    layout = Layout(tuple(range(1, 48, 3)), **arranged)
+    tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
+    dense = RankGenerator(tp=tensor, ep=1, dp=layout.data, pp=pipeline, cp=context, order=ORDER)
+    replicas = tensor * context * layout.data // layout.expert // layout.expert_tensor
+    ways = layout.expert_tensor
+    experts = RankGenerator(tp=ways, ep=layout.expert, dp=replicas, pp=pipeline, cp=1, order=ORDER)
+    expected = {
+        (name, tuple(layout.ranks[i] for i in places))
+        for generator, table in ((dense, GROUPS), (experts, EXPERT_GROUPS))
+        for name, (dimensions, *_) in table.items()
+        for places in generator.get_ranks(dimensions)
+    }
+    assert {group for group in _rank_groups(layout) if group[0] not in EMBEDDING_GROUPS} == expected
 
 
 def _misplaced(rank: int, world_size: int) -> None:
