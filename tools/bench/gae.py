@@ -1,6 +1,6 @@
 """Time megappo's GAE against the loop over tokens it replaces, in one run.
 
-    python tools/bench/gae.py --rows 1024 --tokens 8192 --repeats 9
+    python tools/bench/gae.py --rows 1024 --tokens 8192 --repeats 5
 
 Both get the same float32 numbers and are called in turn; the figures are medians of the wall-clock time. On a machine
 that has other work too, set OMP_WAIT_POLICY=passive: threads that wait in a loop for one that has lost its core make
@@ -8,17 +8,21 @@ every figure noise.
 """
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from timed import Row, medians, report
 
 from megappo.ppo.gae import gae
 
 GAMMA, LAM = 0.999, 0.95
+TOLERANCE = 1e-6
+BARS = {"prefix": "at least 25", "holes": "at least 20"}
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Estimator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, float], tuple[torch.Tensor, torch.Tensor]]
 
 
 @torch.no_grad()
@@ -47,20 +51,21 @@ def masks(rows: int, tokens: int) -> dict[str, torch.Tensor]:
     return {"prefix": prefix.float(), "holes": (prefix & (torch.rand(rows, tokens) < 0.8)).float()}
 
 
-def seconds(estimator: Estimator, inputs: Inputs) -> float:
-    start = time.perf_counter()
-    estimator(*inputs, GAMMA, LAM)
-    return time.perf_counter() - start
-
-
-def compare(inputs: Inputs, repeats: int) -> tuple[float, float, float]:
-    """Median seconds of the loop and of the scan, and the largest difference relative to the largest advantage."""
-    times = [(seconds(loop_gae, inputs), seconds(gae, inputs)) for _ in range(repeats)]
-    expected, found = loop_gae(*inputs, GAMMA, LAM)[0], gae(*inputs, GAMMA, LAM)[0]
+def compare(name: str, inputs: Inputs, repeats: int) -> Row:
+    """How many times as fast as the loop the scan is; they must agree."""
+    found = medians(
+        {"loop": lambda: loop_gae(*inputs, GAMMA, LAM), "scan": lambda: gae(*inputs, GAMMA, LAM)},
+        repeats,
+    )
+    expected, advantages = loop_gae(*inputs, GAMMA, LAM)[0], gae(*inputs, GAMMA, LAM)[0]
     valid = inputs[2].bool()  # elsewhere the loop carries its sum along
-    difference = float((found - expected)[valid].abs().max() / expected[valid].abs().max())
-    loop, scan = (statistics.median(column) for column in zip(*times, strict=True))
-    return loop, scan, difference
+    difference = float((advantages - expected)[valid].abs().max() / expected[valid].abs().max())
+    if difference > TOLERANCE:
+        raise ValueError(f"the scan differs from the loop by {difference:.1e} of the largest advantage")
+    shape = "x".join(map(str, inputs[0].shape))
+    return Row(
+        f"GAE of {shape}, {name}", found["loop"] / found["scan"], BARS[name], "a loop over tokens", found["scan"]
+    )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -70,7 +75,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rows", type=int, default=1024, help="responses in the batch (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="width of the batch (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=9, help="runs of each, for the median (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each, for the median (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     return parser.parse_args()
 
 
@@ -78,11 +84,13 @@ def main() -> None:
     arguments = parse_arguments()
     torch.manual_seed(0)
     shape = (arguments.rows, arguments.tokens)
-    print(f"GAE of [{arguments.rows}, {arguments.tokens}] float32, {torch.get_num_threads()} threads")
-    print(f"{'mask':<8}{'loop ms':>10}{'scan ms':>10}{'ratio':>8}{'difference':>12}")
-    for name, mask in masks(*shape).items():
-        loop, scan, difference = compare((torch.randn(shape), torch.randn(shape), mask), arguments.repeats)
-        print(f"{name:<8}{1e3 * loop:>10.1f}{1e3 * scan:>10.1f}{loop / scan:>7.1f}x{difference:>12.1e}")
+    report(
+        [
+            compare(name, (torch.randn(shape), torch.randn(shape), mask), arguments.repeats)
+            for name, mask in masks(*shape).items()
+        ],
+        arguments.json,
+    )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,72 @@
-"""What several benchmarks do: a random Llama of some size, and the seconds of a call."""
+"""What several benchmarks do: seconds of calls, medians of calls in turn, rows of a table, a random Llama."""
 
+import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one benchmark found.
+
+    Attributes:
+        ratio: of what is measured to its anchor, both of the same run.
+        bar: what the ratio should be, "at least" or "at most" a number.
+        anchor: what it is compared with.
+        seconds: median of what is measured; 0 where it is not a time.
+    """
+
+    name: str
+    ratio: float
+    bar: str
+    anchor: str
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        direction, limit = self.bar.rsplit(" ", 1)
+        return self.ratio >= float(limit) if direction == "at least" else self.ratio <= float(limit)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table."""
+    lines = ["| what | ratio | bar | to | seconds |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        bar = row.bar if row.holds else f"**{row.bar}**: missed"
+        seconds = f"{row.seconds:.3g}" if row.seconds else ""
+        lines.append(f"| {row.name} | {row.ratio:.3g} | {bar} | {row.anchor} | {seconds} |")
+    return "\n".join(lines)
+
+
+def report(rows: Sequence[Row], file: Path | None) -> None:
+    """Print rows; write them as JSON, too, where a file is given."""
+    print(markdown(rows))
+    if file is not None:
+        file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def medians(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, called in turn, after a call of each that does not count."""
+    found: dict[str, list[float]] = {name: [] for name in actions}
+    for repeat in range(repeats + 1):
+        for name, action in actions.items():
+            took = seconds(action)
+            if repeat:
+                found[name].append(took)
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def write_llama(folder: Path, parameters: float, *, hidden: int, vocabulary: int) -> None:
     """A random fp32 Llama of about so many parameters, embeddings and head included."""
+    # Here, as it takes seconds, and its import may want preparation that not all benchmarks do.
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     per_layer = 4 * hidden**2 + 3 * hidden * 4 * hidden
     config = AutoConfig.for_model(
         "llama",
