@@ -1,0 +1,114 @@
+"""Time making the process groups of a run in a large world, and count those that a rank is in.
+
+    python tools/bench/groups.py --ranks 4096
+    python tools/bench/groups.py --processes 16
+
+By default one process stands for one rank of the world, whose other ranks are not there: torch's fake backend. With
+--processes all ranks are real, over gloo, and each group sums something up.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from itertools import chain
+from pathlib import Path
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from timed import Row, medians, report, seconds
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megappo import megatron_setup
+
+megatron_setup.install()
+
+from megappo import platform  # noqa: E402
+from megappo.placement.groups import build_groups  # noqa: E402
+from megappo.placement.layout import Layout  # noqa: E402
+
+ALLOWED_SECONDS, ALLOWED_GROUPS = 5, 20
+
+
+def layouts(world_size: int) -> dict[str, Layout]:
+    """A dense actor with its reference, and a critic that is laid out otherwise."""
+    ranks = tuple(range(world_size))
+    large = world_size >= 1024
+    actor = Layout(ranks, tensor=8, pipeline=8, context=2) if large else Layout(ranks, tensor=2, pipeline=2, context=2)
+    critic = Layout(ranks, tensor=4, pipeline=4) if large else Layout(ranks, tensor=4)
+    return {"actor": actor, "critic": critic, "reference": actor}
+
+
+def own_groups(world_size: int) -> dict[str, dist.ProcessGroup]:
+    """All groups of this rank, by name."""
+    made = build_groups(layouts(world_size), seed=0)
+    groups = chain.from_iterable(component._groups() for component in made.values() if component.member)
+    return {group.group_name: group for group in [*groups, dist.group.WORLD]}
+
+
+def simulate(args: argparse.Namespace) -> list[Row]:
+    """Of the first rank, which is in as many groups as any."""
+    platform.backend = lambda **_: "fake"
+    counts = []
+
+    def world() -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.ranks)
+        counts.append(len(own_groups(args.ranks)))
+        dist.destroy_process_group()
+
+    took = medians({"groups": world}, args.repeats)["groups"]
+    name = f"Groups of {args.ranks} ranks"
+    return [
+        Row(f"{name}, making them", took / ALLOWED_SECONDS, "at most 1", f"{ALLOWED_SECONDS} s", took),
+        Row(f"{name}, of one rank", max(counts), f"at most {ALLOWED_GROUPS}", "1", 0.0),
+    ]
+
+
+def sum_up(rank: int, world_size: int, folder: str) -> None:
+    """One real rank: makes the groups, and sums its number up in each."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    made: dict[str, dist.ProcessGroup] = {}
+    took = seconds(lambda: made.update(own_groups(world_size)))
+    for _, group in sorted(made.items(), key=lambda one: int(one[0])):  # in the same order on all ranks
+        members = dist.get_process_group_ranks(group)
+        total = torch.tensor([rank])
+        dist.all_reduce(total, group=group)
+        if total.item() != sum(members):
+            raise ValueError(f"rank {rank}: the group of {members} summed them up to {total.item()}")
+    if rank == 0:
+        torch.save([took, len(made)], f"{folder}/found")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def real(world_size: int) -> list[Row]:
+    """Of a process for each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(sum_up, (world_size, folder), nprocs=world_size, start_method="fork")
+        took, count = torch.load(f"{folder}/found")
+    name = f"Groups of {world_size} processes over gloo"
+    return [
+        Row(f"{name}, making them", took / ALLOWED_SECONDS, "at most 1", f"{ALLOWED_SECONDS} s", took),
+        Row(f"{name}, of one rank", count, f"at most {ALLOWED_GROUPS}", "1", 0.0),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4096, help="of the world (default %(default)s)")
+    parser.add_argument("--processes", type=int, help="ranks that are real, a multiple of 8, instead")
+    parser.add_argument("--repeats", type=int, default=5, help="for the median (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    args = parser.parse_args()
+    report(real(args.processes) if args.processes else simulate(args), args.json)
+
+
+if __name__ == "__main__":
+    main()
