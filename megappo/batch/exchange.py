@@ -59,8 +59,11 @@ class RowTable:
 
 def shard_destinations(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:
     """Rows wanted at each world rank when data-parallel shard i of a component works on rows `shards[i]`."""
-    of_rank = [layout.shard_of(rank) for rank in range(world_size)]
-    return tuple(() if shard is None else tuple(shards[shard]) for shard in of_rank)
+    wanted: list[tuple[int, ...]] = [()] * world_size
+    for shard, rows in enumerate(shards):
+        for rank in layout.shard_ranks(shard):
+            wanted[rank] = tuple(rows)
+    return tuple(wanted)
 
 
 def output_sources(layout: Layout, shards: Sequence[Sequence[int]], world_size: int) -> RankRows:

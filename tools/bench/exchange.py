@@ -1,0 +1,108 @@
+"""Bytes that a rank sends in the exchange of a step's rows, in a small world and in one of four times the ranks.
+
+    python tools/bench/exchange.py --ranks 8 32 --rows 16
+
+Real ranks over gloo. Each has so many rows; all agree on the table of rows, each row goes to the ranks of one shard
+(two of them, tensor-parallel), tokens and mask, and values for its tokens come back. Bytes are what the process wrote,
+as the kernel counts it, and of rows what it kept for itself: by chance an eighth of them where there are 8 ranks. A
+flat curve is 1.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from timed import Row, report, seconds
+
+from megappo.batch.balance import balanced_partitions
+from megappo.batch.exchange import Exchange, output_sources, shard_destinations
+from megappo.batch.rows import Rows
+from megappo.placement.layout import Layout
+
+LONGEST, TENSOR, FACTOR = 1024, 2, 1.1
+
+
+def make_rows(num_rows: int, rank: int) -> Rows:
+    """Rows of log-normal lengths, those of a prompt on one rank."""
+    torch.manual_seed(rank)
+    prompts = torch.full((num_rows,), 64)
+    responses = (400 * (0.6 * torch.randn(num_rows)).exp()).clamp(1, LONGEST).long()
+    responses[0] = LONGEST  # the same width everywhere
+    mask = (torch.arange(LONGEST) < responses[:, None]).float()
+    input_ids = [torch.arange(length) for length in (prompts + responses).tolist()]
+    prompt_ids = rank * num_rows + torch.arange(num_rows)
+    return Rows(torch.arange(num_rows), prompt_ids, prompts, responses, input_ids, {"response_mask": mask})
+
+
+def exchange_rows(exchange: Exchange, rows: Rows) -> int:
+    """There with tokens, back with values; bytes of the rows that were here already."""
+    layout = Layout(tuple(range(exchange.world_size)), tensor=TENSOR)
+    rows, table, sources = exchange.table(rows)
+    shards = balanced_partitions(table.total_lengths(), layout.data)
+    destinations = shard_destinations(layout, shards, exchange.world_size)
+    moved = exchange.move(rows, table, sources, destinations, ["response_mask"])
+    held = output_sources(layout, shards, exchange.world_size)
+    outputs = moved.select(range(len(held[exchange.rank])))
+    outputs = replace(outputs, fields={"values": outputs.response_mask})
+    exchange.move_fields(outputs, rows, table, held, sources, ["values"])
+    mine = set(sources[exchange.rank])
+    there, back = (list(mine.intersection(part[exchange.rank])) for part in (destinations, held))
+    tokens, responses = table.prompt_lengths + table.response_lengths, table.response_lengths
+    return int(8 * tokens[there].sum() + 4 * responses[there].sum() + 4 * responses[back].sum())
+
+
+def written_bytes() -> int:
+    """By this process since its start."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("wchar")).split()[1])
+
+
+def exchange_once(rank: int, world_size: int, folder: str, num_rows: int, repeats: int) -> None:
+    """One rank; the first one saves bytes per exchange, the mean of all ranks, and the median of its seconds."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    exchange, rows = Exchange(dist.group.WORLD), make_rows(num_rows, rank)
+    kept = exchange_rows(exchange, rows)
+    before = written_bytes()
+    took = [seconds(lambda: exchange_rows(exchange, rows)) for _ in range(repeats)]
+    sent = exchange.share((written_bytes() - before) / repeats + kept)
+    if rank == 0:
+        torch.save([statistics.mean(sent), statistics.median(took)], f"{folder}/found")
+    dist.barrier()
+
+
+def measure(world_size: int, num_rows: int, repeats: int) -> tuple[float, float]:
+    """Bytes of an average rank, and seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world_size, folder, num_rows, repeats)
+        mp.start_processes(exchange_once, arguments, nprocs=world_size, start_method="fork")
+        sent, took = torch.load(f"{folder}/found")
+    return sent, took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs=2, default=[8, 32], help="of both worlds (default 8 32)")
+    parser.add_argument("--rows", type=int, default=64, help="of each rank (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="exchanges of each (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    args = parser.parse_args()
+    (few, _), (many, took) = (measure(ranks, args.rows, args.repeats) for ranks in args.ranks)
+    name = f"Bytes a rank sends, {args.rows} rows each, {args.ranks[1]} ranks"
+    report(
+        [Row(name, many / few, f"at most {FACTOR}", f"{args.ranks[0]} ranks: {few / 2**20:.2f} MiB", took)], args.json
+    )
+
+
+if __name__ == "__main__":
+    main()
