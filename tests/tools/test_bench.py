@@ -1,0 +1,23 @@
+"""The benchmarks that take seconds run at small sizes, and print and write their rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+from commands import run
+
+BENCHMARKS = Path(__file__).parents[2] / "tools" / "bench"
+SMALL = {
+    "gae": ["--rows", "70", "--tokens", "64", "--repeats", "1"],
+    "balance": ["--rows", "64", "--ranks", "4", "--max-tokens", "6000", "--repeats", "1"],
+    "groups": ["--ranks", "1024", "--repeats", "1"],
+    "exchange": ["--ranks", "2", "4", "--rows", "4", "--repeats", "1"],
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_tells_its_rows(name: str, tmp_path: Path) -> None:
+    result = run(BENCHMARKS / f"{name}.py", *SMALL[name], "--json", tmp_path / "rows.json", torchrun=True)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows and all(row["ratio"] > 0 and f"| {row['name']} |" in result.stdout for row in rows)
