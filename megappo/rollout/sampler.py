@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megappo.rollout.client import EngineClient, EngineFault, SamplingParams
+from megappo.rollout.client import EngineClient, EngineFault, Generation, SamplingParams
 
 STOP_SECONDS = 0.5
 """How often to ask whether to stop."""
@@ -85,10 +85,7 @@ def sample(
         while (position := take()) < len(prompts):
             prompt_index, tokens = prompts[position]
             generations = await client.generate_async(http, [tokens] * n, params)
-            samples.extend(
-                Sample(prompt_index, order, one.tokens, one.log_probs, one.finish_reason)
-                for order, one in enumerate(generations)
-            )
+            samples.extend(_samples(prompt_index, generations))
             on_prompt()
 
     async def watch(workers: Sequence[asyncio.Task]) -> None:
@@ -111,6 +108,10 @@ def sample(
     except EngineFault as fault:
         return Sampled(samples, fault)
     return Sampled(samples)
+
+
+def _samples(prompt_index: int, generations: Sequence[Generation]) -> list[Sample]:
+    return [Sample(prompt_index, order, g.tokens, g.log_probs, g.finish_reason) for order, g in enumerate(generations)]
 
 
 def _run(work: Any) -> None:
