@@ -12,9 +12,7 @@ A vocabulary of 151,936, hidden size 768, 8,192 tokens of which a quarter are of
 """
 
 import argparse
-import json
 import os
-import statistics
 import sys
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from megappo import megatron_setup
 megatron_setup.install()
 
 from peak_memory import MIB, PeakMemory  # noqa: E402
-from timed import seconds  # noqa: E402
+from timed import Row, medians, report  # noqa: E402
 
 from megappo.batch.packing import PackedBatch, pack  # noqa: E402
 from megappo.batch.rows import Rows  # noqa: E402
@@ -83,47 +81,28 @@ class Products:
             torch.mm(logits.T, self.hidden, out=grad_weight)
 
 
-def measure(repeats: int) -> dict[str, float]:
-    """Memory of the first passes, MiB, and median seconds of `repeats` more, interleaved with the products."""
+def measure(repeats: int) -> list[Row]:
+    """Memory of the first passes, and time of more."""
     head = Head()
     memory = PeakMemory()
     head.passes()
     peak = memory.take() / MIB
     logits = ROWS * RESPONSE * VOCABULARY * 4 / MIB
-    products = Products(head)
-    times = [(seconds(head.passes), seconds(products.passes)) for _ in range(repeats + 1)][1:]
-    of_head, of_products = (statistics.median(column) for column in zip(*times, strict=True))
-    return {
-        "peak_mib": peak,
-        "logits_mib": logits,
-        "memory_share": peak / logits,
-        "seconds": of_head,
-        "products_seconds": of_products,
-        "products_share": of_products / of_head,
-    }
+    took = medians({"head": head.passes, "products": Products(head).passes}, repeats)
+    return [
+        Row("Head, extra memory", peak / logits, "at most 0.1", f"{logits:.0f} MiB, logits of responses", 0.0),
+        Row("Head, both passes", took["products"] / took["head"], "at least 0.6", "plain products", took["head"]),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch (default: one per core)")
     parser.add_argument("--repeats", type=int, default=5, help="of which the medians are taken (default 5)")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    found = measure(args.repeats)
-    if args.json:
-        args.json.write_text(json.dumps(found | {"threads": args.threads}, indent=1))
-    print(f"{args.threads} threads, medians of {args.repeats}")
-    print("| work | took | against | share |")
-    print("| --- | --- | --- | --- |")
-    print(
-        f"| head, extra memory | {found['peak_mib']:.0f} MiB | {found['logits_mib']:.0f} MiB, logits of responses | "
-        f"{found['memory_share']:.1%} |"
-    )
-    print(
-        f"| head, both passes | {found['seconds']:.2f} s | {found['products_seconds']:.2f} s, plain products | "
-        f"{found['products_share']:.0%} |"
-    )
+    report(measure(args.repeats), args.json)
 
 
 if __name__ == "__main__":

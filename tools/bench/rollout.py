@@ -11,20 +11,19 @@ engine and for two:
 - SGLang's: a task of `async_request_sglang_generate` for each prompt, as many at a time as an engine decodes at once,
   prompts dealt out to the engines in turn, with log-probs, without streaming.
 
-Engines forget their caches in between. A share is SGLang's seconds over ours.
+Engines forget their caches before each. A share is SGLang's seconds over ours.
 """
 
 import argparse
 import asyncio
-import json
 import os
 import random
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,7 +39,7 @@ cpu.install()  # before sglang is imported
 sys.modules.setdefault("datasets", SimpleNamespace(load_dataset=None))  # of which its benchmark needs none here
 
 from sglang.benchmark import serving  # noqa: E402
-from timed import seconds, write_llama  # noqa: E402
+from timed import Row, medians, report, write_llama  # noqa: E402
 
 from megappo.config.schema import Rollout  # noqa: E402
 from megappo.rollout.client import EngineClient, SamplingParams  # noqa: E402
@@ -127,8 +126,8 @@ def make_prompts(number: int) -> Prompts:
     return [(i, [rng.randrange(VOCABULARY) for _ in range(rng.randint(4, 64))]) for i in range(number)]
 
 
-def measure(number: int, repeats: int, folder: Path, stack: ExitStack) -> dict[str, dict[str, float]]:
-    """Median seconds of both, and what share ours reach, for one engine and two."""
+def measure(number: int, repeats: int, folder: Path, stack: ExitStack) -> list[Row]:
+    """Of one engine, and of two."""
     write_llama(folder / "model", PARAMETERS, hidden=HIDDEN, vocabulary=VOCABULARY)
     engines = [
         Engine(folder / "model", ROLLOUT, "fp32", index=i, gpu_ids=[], log_path=folder / f"{i}.log", seed=i)
@@ -140,48 +139,30 @@ def measure(number: int, repeats: int, folder: Path, stack: ExitStack) -> dict[s
     clients = [engine.wait_ready() for engine in engines]
     ends = random.Random(1).sample(range(VOCABULARY), VOCABULARY // 15)
     params, prompts = SamplingParams(LONGEST, temperature=0.0, stop_token_ids=tuple(ends)), make_prompts(number)
-    found = {}
+    rows = []
     for count in (1, 2):
-        samples = Ours(clients[:count], prompts, params)()  # and warm
-        calls: dict[str, Callable[[], object]] = {
-            "ours": Ours(clients[:count], prompts, params),
-            "sglang": Theirs(engines[:count], prompts, params),
-        }
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(repeats):
-            for name, call in calls.items():
-                for client in clients:
-                    client.flush_cache()
-                times[name].append(seconds(call))
-        medians = {name: statistics.median(of_call) for name, of_call in times.items()}
-        tokens = sum(len(one.tokens) for one in samples)
-        found[f"{count} engine{'s' * (count > 1)}"] = {
-            **medians,
-            "share": medians["sglang"] / medians["ours"],
-            "tokens": tokens,
-            "tokens_per_second": tokens / medians["ours"],
-        }
-    return found
+        ours, theirs = Ours(clients[:count], prompts, params), Theirs(engines[:count], prompts, params)
+
+        def afresh(call: Callable[[], object], count: int = count) -> None:
+            for client in clients[:count]:
+                client.flush_cache()
+            call()
+
+        took = medians({"ours": partial(afresh, ours), "theirs": partial(afresh, theirs)}, repeats)
+        name = f"Rollout of {number} prompts, {count} engine{'s' * (count > 1)}"
+        rows.append(Row(name, took["theirs"] / took["ours"], "at least 0.95", "SGLang's own client", took["ours"]))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=512, help="default 512")
     parser.add_argument("--repeats", type=int, default=5, help="of which the medians are taken (default 5)")
-    parser.add_argument("--json", type=Path, help="write the figures there, too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         found = measure(args.prompts, args.repeats, Path(folder), stack)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
-    print(f"{args.prompts} prompts, medians of {args.repeats}")
-    print("| engines | ours | SGLang's client | share | tokens | tokens/s |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, one in found.items():
-        print(
-            f"| {name} | {one['ours']:.2f} s | {one['sglang']:.2f} s | {one['share']:.0%} | {one['tokens']} | "
-            f"{one['tokens_per_second']:.0f} |"
-        )
+    report(found, args.json)
 
 
 if __name__ == "__main__":
