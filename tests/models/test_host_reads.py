@@ -48,11 +48,11 @@ ACTORS = {
 CRITICS = {"squared": {}, "huber": {"huber_delta": 0.3, "value_clip": None}}
 
 DENSE = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS)
-IN_TORCH = {**dict.fromkeys(DENSE, 18), **dict.fromkeys(MIXTURES, 27)}
+IN_TORCH = {**dict.fromkeys(DENSE, 2), **dict.fromkeys(MIXTURES, 11)}
 IN_TRANSFORMER_ENGINE = {**dict.fromkeys(DENSE, 0), **dict.fromkeys(MIXTURES, 9), "deepseek_v2": 13, "deepseek_v3": 13}
 """Reads of a layer in a pass of `make_rows`, which have five different lengths, at most; the backward pass has none.
-Latent attention rotates without a fused kernel. Where a mixture copies counts to the host on a stream of its own, on a
-GPU alone, that comes on top."""
+Dense layers of torch's read the lengths of a pack once for all of them. Latent attention rotates without a fused
+kernel. Where a mixture copies counts to the host on a stream of its own, on a GPU alone, that comes on top."""
 
 
 def rows_with_all_fields() -> Rows:
