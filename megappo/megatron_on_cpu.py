@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def mend() -> None:
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _read_splits
     _mend_uneven_collectives()
     _mend_collectives_of_one()
+    _mend_gradient_accumulation()
 
     for owner, name in (
         (clip_grads, "clip_grad_by_total_norm_fp32"),
@@ -139,6 +141,28 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
         return collective(output, input_, *args, group=group, **kwargs)
 
     return call
+
+
+def _mend_gradient_accumulation() -> None:
+    """Add the gradient of a linear layer's weight to its main gradient at once, wherever there is one; Megatron does so
+    with a kernel of Apex's."""
+    from megatron.core.tensor_parallel import layers
+
+    class Linear(layers.LinearWithGradAccumulationAndAsyncCommunication):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, fusion: bool, *rest: Any) -> Any:
+            return super(Linear, Linear).forward(ctx, x, weight, bias, hasattr(weight, "main_grad"), *rest)
+
+    layers.LinearWithGradAccumulationAndAsyncCommunication = Linear
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
+
+
+def _add_weight_gradient(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """main_grad [outputs, inputs] float32 += grad_outputs [T, outputs]^T inputs [T, inputs]."""
+    if inputs.dtype == main_grad.dtype:
+        main_grad.addmm_(grad_outputs.t(), inputs)
+    else:
+        main_grad.add_(grad_outputs.t() @ inputs)
 
 
 def _call_with_cuda_type_names(owner: Any, name: str) -> None:
