@@ -1,0 +1,113 @@
+"""Run the benchmarks that find ratios, one after the other, and write one table of them.
+
+    python tools/bench/all.py
+    python tools/bench/all.py --only gae balance --output docs/benchmarks.md
+
+Writes Markdown, and the same as JSON. Ratios are of one run each, but the machine should have nothing else to
+do: what is compared need not suffer alike. Takes about ten minutes.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from timed import Row, markdown
+
+HERE = Path(__file__).parent
+DISTRIBUTIONS = ("torch", "megatron-core", "sglang")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A script of this folder that writes its rows where --json says."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+
+
+BENCHMARKS = {
+    "gae": Benchmark("gae.py"),
+    "balance": Benchmark("balance.py"),
+    "groups": Benchmark("groups.py"),
+    "groups over gloo": Benchmark("groups.py", ("--processes", "16")),
+    "exchange": Benchmark("exchange.py"),
+    "update": Benchmark("update.py"),
+    "head": Benchmark("head.py"),
+    "rollout": Benchmark("rollout.py"),
+}
+
+
+def run(benchmark: Benchmark) -> list[Row]:
+    """In a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        command = [sys.executable, HERE / benchmark.script, *benchmark.arguments, "--json", file]
+        environment = {"OMP_WAIT_POLICY": "passive"} | os.environ  # see gae.py
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+        return [Row(**row) for row in json.loads(file.read_text())]
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "measured": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "processor": f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}",
+        "memory": f"{memory:.0f} GiB",
+        "load": f"{os.getloadavg()[1]:.1f} in the five minutes before",
+        **{name: version(name) for name in DISTRIBUTIONS},
+    }
+
+
+def page(place: dict[str, str], rows: list[Row]) -> str:
+    """The page that shows them."""
+    return "\n".join(
+        [
+            "# Benchmarks",
+            "",
+            "Ratios of what is measured to its anchor, both of the same run, medians of calls in turn: seconds are one",
+            "machine's. Where others had its cores, too (see the load), what uses several threads comes out too low.",
+            "Written by `tools/bench/all.py`; its `--only` runs one of them.",
+            "",
+            *(f"- {name}: {value}" for name, value in place.items()),
+            "",
+            markdown(rows),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="of the benchmarks")
+    parser.add_argument(
+        "--output", type=Path, default=HERE.parents[1] / "docs" / "benchmarks.md", help="the page (default %(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=HERE / "benchmarks.json", metavar="FILE", help="the same (default %(default)s)"
+    )
+    args = parser.parse_args()
+    place, rows = machine(), []
+    for name in args.only:
+        print(name, flush=True)
+        rows += run(BENCHMARKS[name])
+    args.output.write_text(page(place, rows))
+    figures = {"machine": place, "rows": [asdict(row) for row in rows]}
+    args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()
