@@ -108,7 +108,8 @@ class Trained:
         if self.trainee.value_head:
             loss = _value_loss(output[: len(tokens), 0], tokens)
         else:
-            hidden, weight = output[: len(tokens) - 1], output_weight(self.chunks[-1])
+            weight = output_weight(self.chunks[-1])
+            hidden = output[: len(tokens) - 1].to(weight.dtype)  # Megatron's wrapper for bf16 returns fp32
             log_probs, _ = vocab_parallel_log_probs_and_entropy(
                 hidden, weight, tokens[1:], self.groups.collection.tp, vocab_size=VOCAB_SIZE
             )
