@@ -1,6 +1,7 @@
 """A rank of the pool of `spawn`: makes one call after another, each in a process group of its own."""
 
 import contextlib
+import faulthandler
 import gc
 import importlib.util
 import os
@@ -32,11 +33,15 @@ def serve(number: int, connection: Connection) -> None:
 
 
 def _answer(number: int, call: tuple) -> str | None:
+    _, _, timeout, *_ = call
     try:
+        faulthandler.dump_traceback_later(0.9 * timeout)  # where it is stuck, if it is
         with _left_as_found():
             _make(number, *call)
     except BaseException:  # pytest's "DID NOT RAISE" is no Exception
         return traceback.format_exc()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     return None
 
 

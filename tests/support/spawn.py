@@ -114,7 +114,8 @@ def _await(ranks: list[Rank], timeout: float) -> None:
         if not ready:
             late = [rank.number for rank in working.values()]
             raise TimeoutError(f"ranks {late} did not finish within {timeout} seconds")
-        for connection in ready:
+        # First those that have ended: of what befalls the others they are the cause.
+        for connection in sorted(ready, key=lambda one: working[one].process.is_alive()):
             working.pop(connection).check()
 
 
