@@ -99,6 +99,8 @@ def _by_columns(
     behind = torch.zeros_like(lam) if bootstrap_values is None else bootstrap_values / lam
     for columns in _panels(values):
         rows = response_mask[:, columns].amax(dim=1).nonzero().flatten()
+        if not len(rows):
+            continue
         panel = (x[:, columns].index_select(0, rows).float() for x in (token_level_rewards, values, response_mask))
         rewards, old_values, mask = panel
         for _ in range(2):

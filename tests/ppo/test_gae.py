@@ -100,6 +100,17 @@ def test_gae_by_columns_equals_its_definition(width: int, kept: float, by_column
         assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
 
 
+def test_gae_by_columns_equals_its_definition_where_columns_have_no_token(by_columns):
+    case = Case(6, 200, seed=1)
+    case.mask = (torch.rand(case.shape, generator=case.generator) < 0.5).float()
+    case.mask[:, 40:150] = case.mask[:, 190:] = 0.0  # as of what is as long elsewhere alone
+    rewards, values, bootstrap_values = case.numbers(), case.numbers(), case.numbers()[:, 0]
+    found = gae(rewards, values, case.mask, 0.99, 0.95, bootstrap_values=bootstrap_values)
+    expected = defined_gae(rewards, values, case.mask, 0.99, [0.95] * 6, bootstrap_values)
+    for x, definition in zip(found, expected, strict=True):
+        assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
+
+
 @pytest.mark.parametrize("width", [64, 1024, 3000])
 @pytest.mark.parametrize("decay", [1.0, 0.999, 0.95, 0.7])
 def test_gae_by_columns_equals_the_loop(width: int, decay: float, by_columns):
