@@ -1,7 +1,7 @@
 """Runs in the workers of an engine: copies the actor's weights from where its ranks have them, in shared memory.
 
-SGLang calls `load`, its `custom_weight_loader`. Where each weight goes, the model's own `load_weights` says: once it is
-run with tensors that have no memory, and what it would copy is written down instead. A sync then is those copies.
+SGLang calls `load`, its `custom_weight_loader`. Where each weight goes, the model's own `load_weights` says: run
+with tensors that have no memory, what it would copy is written down instead. A sync then is those copies.
 """
 
 import json
@@ -137,6 +137,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
     except Exception as error:
         answer = {"failed": repr(error)}
     told = json.dumps({kind: why[: ANSWER_BYTES // 8] for kind, why in answer.items()}).encode()
+    memory.zero_()
     memory[: len(told)] = torch.frombuffer(bytearray(told), dtype=torch.uint8)
 
 

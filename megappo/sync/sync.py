@@ -1,8 +1,9 @@
 """Resharding the actor's weights into the engines: these read its shards where they are, or else they are gathered
 bucket by bucket, each handed over while the next comes."""
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -98,18 +99,15 @@ class WeightSync:
             return False
         wanted = {tensor.name for tensor in tensors}
         leaving = [tensor.name for tensor in self.tensors if tensor.name not in wanted]
-        threads = ThreadPoolExecutor(max_workers=max(1, len(self.senders)))
-        try:
+        with self._threads() as threads:
             pending = [threads.submit(sender.open) for sender in self.senders]
             listing = self.shards.listing()
             wait_for(pending)
             pending = [threads.submit(sender.read, listing, leaving) for sender in self.senders]
             check_each_finite((part.name, part.tensor) for part in self.shards.parts())
             refusals = [future.result() for future in pending]
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)  # as in `_send`
-        for sender in self.senders:
-            sender.close()
+            for sender in self.senders:
+                sender.close()
         refused = next(filter(None, sum(self.shards.exchange.share(refusals), [])), None)
         if refused is not None:
             self.tell(f"WARNING: the actor's weights are gathered for the engines, which takes longer: {refused}")
@@ -120,8 +118,7 @@ class WeightSync:
         """Two buckets are in flight: one is gathered while the one before is sent."""
         buckets = into_buckets(tensors, self.bucket_bytes)
         largest = max(map(num_bytes, buckets), default=0)
-        threads = ThreadPoolExecutor(max_workers=max(1, len(self.senders) + len(self.receivers)))
-        try:
+        with self._threads() as threads:
             pending = [threads.submit(sender.open) for sender in self.senders]
             pending += [threads.submit(receiver.open) for receiver in self.receivers]
             if not self._sent:  # a group may be made, which nothing else of torch.distributed must cross
@@ -135,6 +132,13 @@ class WeightSync:
             wait_for(pending)
             for sender in self.senders:
                 sender.close()
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[ThreadPoolExecutor]:
+        """One for each end of a transport; where anything goes wrong, the senders are told."""
+        threads = ThreadPoolExecutor(max_workers=max(1, len(self.senders) + len(self.receivers)))
+        try:
+            yield threads
         except BaseException:
             for sender in self.senders:
                 sender.abort()
