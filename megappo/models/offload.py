@@ -116,4 +116,5 @@ def _optimizer(engine: MegatronEngine) -> Iterator[torch.Tensor]:
         for group in part.optimizer.param_groups:
             yield from group["params"]
         for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+            # Step counters stay: there may be thousands, of four bytes.
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
