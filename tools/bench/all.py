@@ -1,7 +1,7 @@
 """Run the benchmarks that find ratios, one after the other, and write one table of them.
 
     python tools/bench/all.py
-    python tools/bench/all.py --only gae balance --output docs/benchmarks.md
+    python tools/bench/all.py --only gae balance
 
 Writes Markdown, and the same as JSON. Ratios are of one run each, but the machine should have nothing else to
 do: what is compared need not suffer alike. Takes about ten minutes.
@@ -91,7 +91,7 @@ def page(place: dict[str, str], rows: list[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), help="of the benchmarks")
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, help="these; nothing is written then")
     parser.add_argument(
         "--output", type=Path, default=HERE.parents[1] / "docs" / "benchmarks.md", help="the page (default %(default)s)"
     )
@@ -100,13 +100,14 @@ def main() -> None:
     )
     args = parser.parse_args()
     place, rows = machine(), []
-    for name in args.only:
+    for name in args.only or BENCHMARKS:
         print(name, flush=True)
         rows += run(BENCHMARKS[name])
-    args.output.write_text(page(place, rows))
-    figures = {"machine": place, "rows": [asdict(row) for row in rows]}
-    args.json.write_text(json.dumps(figures, indent=2) + "\n")
     print(markdown(rows))
+    if not args.only:
+        args.output.write_text(page(place, rows))
+        figures = {"machine": place, "rows": [asdict(row) for row in rows]}
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
