@@ -31,9 +31,8 @@ def build_model(
 
     Args:
         architecture: the model and its head: "policy" is GPTModel's own output layer, which hands the hidden states on
-            (see `hand_hidden_on`); "value" puts a ValueHead in its
-            place, and the embeddings are then not tied; "policy_value" has both, the ValueHead as `value_head` (see
-            `add_value_head`).
+            (see `hand_hidden_on`); "value" puts a ValueHead in its place, and the embeddings are then not tied;
+            "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
         recompute: "none", "selective" or "full".
         trained: False freezes every parameter.

@@ -257,6 +257,7 @@ class TrainedEngine(MegatronEngine):
         self.loss_head = loss_head or head
         self.optim = optim
         self.skipped_in_a_row = 0
+        # overlap_grad_reduce stays off: DDP would miss the gradient that the head adds to main_grad itself.
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=optim.distributed, grad_reduce_in_fp32=True
         )

@@ -105,7 +105,7 @@ class Export:
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """All that this rank has of the tensors, as the model has it; by name, so that ranks may compare."""
+        """All that this rank has of the tensors, as the model has it; in an order that stays."""
         return [self._parameters[name] for name in sorted(set(self._held.values()))]
 
     def parts(self) -> Iterator[Part]:

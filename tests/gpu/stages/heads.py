@@ -61,7 +61,9 @@ def measure() -> dict:
             ):
                 found, figure = measured(compute)
                 for one, other in zip(found, kept, strict=True):
-                    torch.testing.assert_close(one[rows].double(), other, rtol=1e-4, atol=1e-4)
+                    torch.testing.assert_close(
+                        one[rows].double(), other, rtol=2e-2, atol=2e-2
+                    )  # logits are rounded to bf16
                 (gradient,) = torch.autograd.grad(loss.sum(), own, retain_graph=True)
                 torch.testing.assert_close(hidden.grad[rows], gradient, rtol=2e-2, atol=1e-4)
                 if CUDA:  # the gradient of hidden states, and some blocks of logits, in fp32
