@@ -43,7 +43,7 @@ BENCHMARKS = {
     "exchange": Benchmark("exchange.py"),
     "update": Benchmark("update.py"),
     "head": Benchmark("head.py"),
-    "rollout": Benchmark("rollout.py"),
+    "rollout": Benchmark("rollout.py", ("--repeats", "3")),
 }
 
 

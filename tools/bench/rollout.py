@@ -3,7 +3,7 @@
     python tools/bench/rollout.py
     python tools/bench/rollout.py --prompts 128 --repeats 3 --json FILE
 
-A random Llama of 10M parameters, 512 prompts of 4 to 64 tokens, greedy, at most 64 tokens each: a random part of the
+A random Llama of 10M parameters, 512 prompts of 4 to 64 tokens, greedy, at most 32 tokens each: a random part of the
 vocabulary ends a response, so that they are of mixed lengths. Compared, one after the other in each repeat, for one
 engine and for two:
 
@@ -47,7 +47,7 @@ from megappo.rollout.inference_engine import Engine  # noqa: E402
 from megappo.rollout.sampler import Sample, sample, store_counter  # noqa: E402
 
 VOCABULARY, HIDDEN, PARAMETERS = 4096, 256, 10e6
-LONGEST = 64
+LONGEST = 32
 ROLLOUT = Rollout(max_running_requests=64, max_response_length=LONGEST)
 Prompts = Sequence[tuple[int, list[int]]]
 
