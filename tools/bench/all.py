@@ -29,10 +29,15 @@ DISTRIBUTIONS = ("torch", "megatron-core", "sglang")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A script of this folder that writes its rows where --json says."""
+    """A script of this folder that writes its rows where --json says.
+
+    Attributes:
+        ranks: more than one start under torchrun.
+    """
 
     script: str
     arguments: tuple[str, ...] = ()
+    ranks: int = 1
 
 
 BENCHMARKS = {
@@ -41,6 +46,9 @@ BENCHMARKS = {
     "groups": Benchmark("groups.py"),
     "groups over gloo": Benchmark("groups.py", ("--processes", "16")),
     "exchange": Benchmark("exchange.py"),
+    "sync": Benchmark("sync.py"),
+    "sync, cut": Benchmark("sync.py", ("--tensor", "2"), ranks=2),
+    "sync, in stages": Benchmark("sync.py", ("--pipeline", "2"), ranks=2),
     "update": Benchmark("update.py"),
     "head": Benchmark("head.py"),
     "rollout": Benchmark("rollout.py", ("--repeats", "3")),
@@ -51,9 +59,10 @@ def run(benchmark: Benchmark) -> list[Row]:
     """In a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        command = [sys.executable, HERE / benchmark.script, *benchmark.arguments, "--json", file]
+        torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(benchmark.ranks)] if benchmark.ranks > 1 else []
+        command = [sys.executable, *torchrun, HERE / benchmark.script, *benchmark.arguments, "--json", file]
         environment = {"OMP_WAIT_POLICY": "passive"} | os.environ  # see gae.py
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment, cwd=HERE.parents[1])
         return [Row(**row) for row in json.loads(file.read_text())]
 
 

@@ -28,7 +28,7 @@ megatron_setup.install()
 define_torchvision_operators()
 
 from conversion.world import World  # noqa: E402
-from timed import seconds, write_llama  # noqa: E402
+from timed import Row, report, seconds, write_llama  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.config.schema import Config, Parallel, Rollout  # noqa: E402
@@ -41,8 +41,8 @@ from megappo.weights.load import load_hf  # noqa: E402
 HIDDEN, VOCABULARY = 1024, 16384
 
 
-def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, repeats: int) -> None:
-    """Print a line of figures."""
+def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, repeats: int) -> Row:
+    """Of the syncs of one layout, on its first rank."""
     architecture = read_architecture(folder)
     chunks = world.build(architecture, "fp32")
     load_hf(chunks, folder, architecture, world.groups)
@@ -62,10 +62,10 @@ def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, 
         syncs.append(sync().seconds)
         copies.append(seconds(lambda: target.copy_(source)) if world.rank == 0 else 0.0)
     sync_seconds, copy_seconds = (statistics.median(times) for times in (syncs, copies))
-    world.say(
-        f"{size / 2**20:.0f} MiB  sync {1000 * sync_seconds:.0f} ms ({size / 2**30 / sync_seconds:.2f} GiB/s)  "
-        f"copy {1000 * copy_seconds:.0f} ms  {copy_seconds / sync_seconds:.0%} of the copy's rate"
-    )
+    layout = world.groups.layout
+    name = f"Sync of {size / 2**20:.0f} MiB, actor TP{layout.tensor} PP{layout.pipeline}"
+    anchor = f"a copy: {1000 * copy_seconds:.0f} ms"
+    return Row(name, copy_seconds / sync_seconds, "at least 0.7", anchor, sync_seconds)
 
 
 def main() -> None:
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of the actor (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages of the actor (default 1)")
     parser.add_argument("--repeats", type=int, default=9, help="syncs timed (default 9)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the row there, too")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = World(Parallel(tensor=args.tensor, pipeline=args.pipeline))
@@ -93,7 +94,9 @@ def main() -> None:
             engine.start()
         world.exchange.share(None)
         try:
-            bench(world, folder, engine, args.bucket_megabytes * 2**20, args.repeats)
+            row = bench(world, folder, engine, args.bucket_megabytes * 2**20, args.repeats)
+            if world.rank == 0:
+                report([row], args.json)
         finally:
             if engine is not None:
                 engine.stop()
