@@ -28,8 +28,11 @@ def serve(number: int, connection: Connection) -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
             call = connection.recv()
-            connection.send(_answer(number, call))
+            answer = _answer(number, call)
+            # Before the answer: then goes the folder with the group's store, and a store that is let go looks there for
+            # its file, for minutes.
             gc.collect()
+            connection.send(answer)
 
 
 def _answer(number: int, call: tuple) -> str | None:
