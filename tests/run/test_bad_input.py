@@ -100,7 +100,9 @@ def test_rewards_whose_loss_overflows(config, folder):
     reward = f"reward.function={folder / 'reward.py'}:huge"
     [line] = refused(folder, config, reward, "trainer.eval_interval=0")
     # Rank 1 has the critic's last stage, and so its loss.
-    assert line.startswith("error (rank 1): the loss of an optimizer step is not finite: critic/vf_loss inf, loss inf;")
+    assert line.startswith(
+        "error (rank 1): the loss of an optimizer step is not finite: critic/vf_loss inf, loss inf ("
+    )
     assert "no weight was changed by it" in line and "lower optim.lr" in line
 
 
