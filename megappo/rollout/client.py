@@ -79,7 +79,8 @@ class EngineClient:
     Args:
         url: http://host:port.
         api_key: the server's key; "" where it asks for none.
-        timeout: seconds one request of `generate_async` may take, or a read of weights from a disk.
+        timeout: seconds one request of `generate_async` may take, or a read of weights from a disk, which is a fault
+            after that.
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
         hang_seconds: that any other request may take; see also `watch`.
@@ -255,9 +256,9 @@ class EngineClient:
             with LIFE.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait
                 response = self._http.request(method, path, json=body, timeout=limit)
         except httpx.TransportError as error:
-            if isinstance(error, TOO_LATE) and timeout is None:
+            if isinstance(error, TOO_LATE):
                 self._check_alive()
-                raise self._hangs(path) from error
+                raise self._hangs(path) if timeout is None else EngineFault(self._takes_long(path)) from error
             raise self._unreachable(path, error) from error
         return self._checked(path, response)
 
@@ -267,10 +268,13 @@ class EngineClient:
             "watchdog_timeout in rollout.server_args, or --watchdog-timeout of a server of yours"
         )
 
+    def _takes_long(self, path: str) -> str:
+        return f"{self.url}{path} took over {self.timeout:g} s: raise rollout.request_timeout_seconds"
+
     def _unreachable(self, path: str, error: httpx.TransportError) -> EngineError:
         self._check_alive()
         if isinstance(error, TOO_LATE):
-            return EngineError(f"{self.url}{path} took over {self.timeout:g} s: raise rollout.request_timeout_seconds")
+            return EngineError(self._takes_long(path))
         deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline:
             time.sleep(0.1)

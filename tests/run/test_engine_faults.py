@@ -139,7 +139,8 @@ def harmful(folder: Path, when: str, harm: str) -> str:
 def test_a_crash_or_a_hang_outside_a_rollout(when, harm, config, folder):
     places = (harmful(folder, when, harm), f"trainer.output_dir={folder / 'run'}")
     others = ("placement.rollout=all", "rollout.sync.bucket_bytes=20000", f"rollout.sync.transport={WAYS.get(when)}")
-    arguments = (*places, *ONE_BY_ONE, HANGS_AFTER, *(others if when in WAYS else ()))
+    limits = (HANGS_AFTER, "rollout.request_timeout_seconds=20")  # the second is that of a read from a disk
+    arguments = (*places, *ONE_BY_ONE, *limits, *(others if when in WAYS else ()))
     with Program(folder, config, *arguments) as program:
         assert program.wait() == 0, program.output
     assert "WARNING: engine 0 has failed (1 of 3 times in a row" in program.output
