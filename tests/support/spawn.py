@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -22,6 +22,10 @@ START_METHOD = "spawn" if megappo.platform.has_cuda() else "forkserver"
 multiprocessing.set_forkserver_preload(["megappo.training", "transformers.models.auto.modeling_auto"])
 MOST_CALLS = 50
 """After as many, ranks give way to fresh ones: what tests leave in them must not pile up."""
+
+
+ENDING_SECONDS = 0.5
+"""How long it may take to learn of a process that has ended."""
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any, timeout: float = 120) -> None:
@@ -114,9 +118,19 @@ def _await(ranks: list[Rank], timeout: float) -> None:
         if not ready:
             late = [rank.number for rank in working.values()]
             raise TimeoutError(f"ranks {late} did not finish within {timeout} seconds")
-        # First those that have ended: of what befalls the others they are the cause.
-        for connection in sorted(ready, key=lambda one: working[one].process.is_alive()):
-            working.pop(connection).check()
+        for connection in ready:
+            try:
+                working.pop(connection).check()
+            except ProcessRaisedException:
+                _raise_if_ended(working.values())  # which is the cause then
+                raise
+
+
+def _raise_if_ended(ranks: Collection[Rank]) -> None:
+    wait([rank.process.sentinel for rank in ranks], timeout=ENDING_SECONDS)
+    for rank in ranks:
+        if not rank.process.is_alive():
+            raise _exited(rank.number, rank.process)
 
 
 POOL = Pool()
