@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from timed import Row, medians, report
+from timed import Row, medians, parser_of, report
 
 from megappo.batch.balance import balanced_partitions, micro_batches
 
@@ -55,12 +55,10 @@ def measure(name: str, tokens: list[int], args: argparse.Namespace) -> list[Row]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rows", type=int, default=2048, help="of a step (default %(default)s)")
     parser.add_argument("--ranks", type=int, default=8, help="data-parallel shards (default %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=8192, help="of a micro-batch (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="for the medians of seconds (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args()
     torch.manual_seed(0)
     report([row for name, tokens in lengths(args.rows).items() for row in measure(name, tokens, args)], args.json)

@@ -8,11 +8,8 @@ as the kernel counts it, and of rows what it kept for itself: by chance an eight
 flat curve is 1.
 """
 
-import argparse
-import json
 import statistics
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from timed import Row, report, seconds
+from timed import Row, on_ranks, parser_of, report, seconds
 
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange, output_sources, shard_destinations
@@ -67,38 +63,22 @@ def written_bytes() -> int:
     return int(next(line for line in lines if line.startswith("wchar")).split()[1])
 
 
-def exchange_once(rank: int, world_size: int, folder: str, num_rows: int, repeats: int) -> None:
-    """One rank; the first one saves bytes per exchange, the mean of all ranks, and the median of its seconds."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def measure(rank: int, num_rows: int, repeats: int) -> tuple[float, float]:
+    """On one rank: bytes per exchange, the mean of all ranks, and the median of its seconds."""
     exchange, rows = Exchange(dist.group.WORLD), make_rows(num_rows, rank)
     kept = exchange_rows(exchange, rows)
     before = written_bytes()
     took = [seconds(lambda: exchange_rows(exchange, rows)) for _ in range(repeats)]
     sent = exchange.share((written_bytes() - before) / repeats + kept)
-    if rank == 0:
-        Path(folder, "found").write_text(json.dumps([statistics.mean(sent), statistics.median(took)]))
-    dist.barrier()
-
-
-def measure(world_size: int, num_rows: int, repeats: int) -> tuple[float, float]:
-    """Bytes of an average rank, and seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (world_size, folder, num_rows, repeats)
-        mp.start_processes(exchange_once, arguments, nprocs=world_size, start_method="fork")
-        sent, took = json.loads(Path(folder, "found").read_text())
-    return sent, took
+    return statistics.mean(sent), statistics.median(took)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs=2, default=[8, 32], help="of both worlds (default 8 32)")
     parser.add_argument("--rows", type=int, default=64, help="of each rank (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="exchanges of each (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args()
-    (few, _), (many, took) = (measure(ranks, args.rows, args.repeats) for ranks in args.ranks)
+    (few, _), (many, took) = (on_ranks(ranks, measure, args.rows, args.repeats) for ranks in args.ranks)
     name = f"Bytes a rank sends, {args.rows} rows each, {args.ranks[1]} ranks"
     report(
         [Row(name, many / few, f"at most {FACTOR}", f"{args.ranks[0]} ranks: {few / 2**20:.2f} MiB", took)], args.json

@@ -7,7 +7,6 @@ that has other work too, set OMP_WAIT_POLICY=passive: threads that wait in a loo
 every figure noise.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from timed import Row, medians, report
+from timed import Row, medians, parser_of, report
 
 from megappo.ppo.gae import gae
 
@@ -68,28 +67,16 @@ def compare(name: str, inputs: Inputs, repeats: int) -> Row:
     )
 
 
-def parse_arguments() -> argparse.Namespace:
-    summary, details = __doc__.split("\n", 1)
-    parser = argparse.ArgumentParser(
-        description=summary, epilog=details, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", type=int, default=1024, help="responses in the batch (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=8192, help="width of the batch (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each, for the median (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
-    return parser.parse_args()
-
-
 def main() -> None:
-    arguments = parse_arguments()
+    parser = parser_of(__doc__)
+    parser.add_argument("--rows", type=int, default=1024, help="responses in the batch (default %(default)s)")
+    parser.add_argument("--tokens", type=int, default=8192, help="width of the batch (default %(default)s)")
+    args = parser.parse_args()
     torch.manual_seed(0)
-    shape = (arguments.rows, arguments.tokens)
+    shape = (args.rows, args.tokens)
+    drawn = masks(*shape).items()
     report(
-        [
-            compare(name, (torch.randn(shape), torch.randn(shape), mask), arguments.repeats)
-            for name, mask in masks(*shape).items()
-        ],
-        arguments.json,
+        [compare(name, (torch.randn(shape), torch.randn(shape), mask), args.repeats) for name, mask in drawn], args.json
     )
 
 

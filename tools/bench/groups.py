@@ -8,10 +8,8 @@ By default one process stands for one rank of the world, whose other ranks are n
 """
 
 import argparse
-import json
 import os
 import sys
-import tempfile
 from itertools import chain
 from pathlib import Path
 
@@ -21,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from timed import Row, medians, report, seconds
+from timed import Row, medians, on_ranks, parser_of, report, seconds
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo import megatron_setup
@@ -70,11 +67,8 @@ def simulate(args: argparse.Namespace) -> list[Row]:
     ]
 
 
-def sum_up(rank: int, world_size: int, folder: str) -> None:
-    """One real rank: makes the groups, and sums its number up in each."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+def sum_up(rank: int, world_size: int) -> tuple[float, int]:
+    """On one real rank: seconds of making its groups, in each of which it then sums numbers up, and their number."""
     made: dict[str, dist.ProcessGroup] = {}
     took = seconds(lambda: made.update(own_groups(world_size)))
     for _, group in sorted(made.items(), key=lambda one: int(one[0])):  # in the same order on all ranks
@@ -83,17 +77,12 @@ def sum_up(rank: int, world_size: int, folder: str) -> None:
         dist.all_reduce(total, group=group)
         if total.item() != sum(members):
             raise ValueError(f"rank {rank}: the group of {members} summed them up to {total.item()}")
-    if rank == 0:
-        Path(folder, "found").write_text(json.dumps([took, len(made)]))
-    dist.barrier()
-    dist.destroy_process_group()
+    return took, len(made)
 
 
 def real(world_size: int) -> list[Row]:
     """Of a process for each rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(sum_up, (world_size, folder), nprocs=world_size, start_method="fork")
-        took, count = json.loads(Path(folder, "found").read_text())
+    took, count = on_ranks(world_size, sum_up, world_size)
     name = f"Groups of {world_size} processes over gloo"
     return [
         Row(f"{name}, making them", took / ALLOWED_SECONDS, "at most 1", f"{ALLOWED_SECONDS} s", took),
@@ -102,11 +91,9 @@ def real(world_size: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=4096, help="of the world (default %(default)s)")
     parser.add_argument("--processes", type=int, help="ranks that are real, a multiple of 8, instead")
-    parser.add_argument("--repeats", type=int, default=5, help="for the median (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args()
     report(real(args.processes) if args.processes else simulate(args), args.json)
 

@@ -11,7 +11,6 @@ A vocabulary of 151,936, hidden size 768, 8,192 tokens of which a quarter are of
   pass the logits' gradient by either. The head multiplies once more, as it computes logits anew.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -28,7 +27,7 @@ from megappo import megatron_setup
 megatron_setup.install()
 
 from peak_memory import MIB, PeakMemory  # noqa: E402
-from timed import Row, medians, report  # noqa: E402
+from timed import Row, medians, parser_of, report  # noqa: E402
 
 from megappo.batch.packing import PackedBatch, pack  # noqa: E402
 from megappo.batch.rows import Rows  # noqa: E402
@@ -96,10 +95,8 @@ def measure(repeats: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch (default: one per core)")
-    parser.add_argument("--repeats", type=int, default=5, help="of which the medians are taken (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     report(measure(args.repeats), args.json)

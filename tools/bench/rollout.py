@@ -39,7 +39,7 @@ cpu.install()  # before sglang is imported
 sys.modules.setdefault("datasets", SimpleNamespace(load_dataset=None))  # of which its benchmark needs none here
 
 from sglang.benchmark import serving  # noqa: E402
-from timed import Row, medians, report, write_llama  # noqa: E402
+from timed import Row, medians, parser_of, report, write_llama  # noqa: E402
 
 from megappo.config.schema import Rollout  # noqa: E402
 from megappo.rollout.client import EngineClient, SamplingParams  # noqa: E402
@@ -155,10 +155,8 @@ def measure(number: int, repeats: int, folder: Path, stack: ExitStack) -> list[R
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--prompts", type=int, default=512, help="default 512")
-    parser.add_argument("--repeats", type=int, default=5, help="of which the medians are taken (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         found = measure(args.prompts, args.repeats, Path(folder), stack)

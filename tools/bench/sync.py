@@ -7,7 +7,6 @@ Prints medians, and how much of the copy's rate a sync reaches; the engine share
 The copy takes as many threads as a rank of the engine does: one, unless OMP_NUM_THREADS says more.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -28,7 +27,7 @@ megatron_setup.install()
 define_torchvision_operators()
 
 from conversion.world import World  # noqa: E402
-from timed import Row, report, seconds, write_llama  # noqa: E402
+from timed import Row, parser_of, report, seconds, write_llama  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.config.schema import Config, Parallel, Rollout  # noqa: E402
@@ -69,7 +68,7 @@ def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, repeats=9)
     parser.add_argument(
         "--megabytes",
         type=int,
@@ -79,8 +78,6 @@ def main() -> None:
     parser.add_argument("--bucket-megabytes", type=int, default=128, help="rollout.sync.bucket_bytes (default 128)")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of the actor (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages of the actor (default 1)")
-    parser.add_argument("--repeats", type=int, default=9, help="syncs timed (default 9)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the row there, too")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = World(Parallel(tensor=args.tensor, pipeline=args.pipeline))

@@ -1,13 +1,19 @@
-"""What several benchmarks do: seconds of calls, medians of calls in turn, rows of a table, a random Llama."""
+"""What several benchmarks do: their arguments, seconds of calls, medians of calls in turn, rows of a table, ranks, a
+random Llama."""
 
+import argparse
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,16 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def parser_of(description: str, repeats: int = 5) -> argparse.ArgumentParser:
+    """Of the arguments that all have, which `report` and `medians` take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--repeats", type=int, default=repeats, help="of which the medians are taken (default %(default)s)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
+    return parser
+
+
 def report(rows: Sequence[Row], file: Path | None) -> None:
     """Print rows; write them as JSON, too, where a file is given."""
     print(markdown(rows))
@@ -59,6 +75,24 @@ def medians(actions: Mapping[str, Callable[[], object]], repeats: int) -> dict[s
             if repeat:
                 found[name].append(took)
     return {name: statistics.median(values) for name, values in found.items()}
+
+
+def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What `function(rank, *arguments)`, which JSON must be able to hold, returns on the first of forked ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(_rank, (world_size, folder, function, arguments), nprocs=world_size, start_method="fork")
+        return json.loads(Path(folder, "found").read_text())
+
+
+def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    found = function(rank, *arguments)
+    if rank == 0:
+        Path(folder, "found").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def write_llama(folder: Path, parameters: float, *, hidden: int, vocabulary: int) -> None:

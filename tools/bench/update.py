@@ -18,7 +18,6 @@ A ratio to the products is their seconds over those of what is compared: 1 were 
 are for two cores that nothing else uses.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from megappo.torchvision_on_cpu import define_torchvision_operators
 megatron_setup.install()
 define_torchvision_operators()
 
-from timed import Row, medians, report  # noqa: E402
+from timed import Row, medians, parser_of, report  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.utils.logging import disable_progress_bar  # noqa: E402
@@ -204,10 +203,8 @@ def compare(actions: dict[str, Callable[[], object]], repeats: int) -> list[Row]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch (default: one per core)")
-    parser.add_argument("--repeats", type=int, default=5, help="of which the medians are taken (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
