@@ -223,9 +223,11 @@ class EngineClient:
         fault, self._fault = self._fault, None
         return fault
 
-    def fail(self, why: str) -> None:
-        """Take what the engine has said for a fault, and raise or keep it."""
-        self._kept(_raise, EngineFault(why))
+    def fail(self, fault: EngineFault) -> None:
+        """Raise a fault, or keep it."""
+        if not self._keeps_fault:
+            raise fault
+        self._fault = fault
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
         """Any request of SGLang's HTTP API; the reply's JSON, or None.
@@ -242,9 +244,7 @@ class EngineClient:
         try:
             return ask(*arguments)
         except EngineFault as fault:
-            if not self._keeps_fault:
-                raise
-            self._fault = fault
+            self.fail(fault)
             return None
 
     def _get(self, path: str) -> Any:
@@ -295,10 +295,6 @@ class EngineClient:
             kind = EngineFault if is_fault else EngineError
             raise kind(f"{self.url}{path} refused (HTTP {response.status_code}): {response.text}")
         return reply
-
-
-def _raise(fault: EngineFault) -> NoReturn:
-    raise fault
 
 
 def _generate_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.multiprocessing import reductions
 
 from megappo import platform
-from megappo.rollout.client import EngineClient
+from megappo.rollout.client import EngineClient, EngineFault
 from megappo.rollout.in_place import ANSWER_BYTES, LOADER
 from megappo.sync.in_place import Listing
 from megappo.sync.shared_memory import SharedMemory, shared_bytes
@@ -59,7 +59,8 @@ class HandleSender(Sender):
         self._answers = self._answers or [shared_bytes(ANSWER_BYTES) for _ in range(self.num_ranks)]
         for answer in self._answers:
             answer.zero_()
-        payloads = [_serialize([(json.dumps(request), answer)]) for answer in self._answers]
+        text = json.dumps(request)
+        payloads = [_serialize([(text, answer)]) for answer in self._answers]
         self._post(payloads, LOADER)
         if self.client.has_failed:
             return ""
@@ -67,7 +68,8 @@ class HandleSender(Sender):
         told = [json.loads(answer or NO_ANSWER) for answer in answers]
         for answer in told:
             if "failed" in answer:
-                self.client.fail(f"{self.client.url} could not read the actor's weights: {answer['failed']}")
+                why = f"{self.client.url} could not read the actor's weights: {answer['failed']}"
+                self.client.fail(EngineFault(why))
         self._generation = listing.generation
         return next((answer["refused"] for answer in told if "refused" in answer), "")
 
