@@ -106,7 +106,11 @@ def begin_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld, copies
     strategy = _InThisProcess("torch_dist", 1)
     with as_world():
         apply_factories(state)  # before copies are made: of views, as factories cut them, Megatron would make another
-        written = [leaf for leaf in nested_values(state) if isinstance(leaf, ShardedTensor) and _is_written(leaf)]
+        written = [
+            leaf
+            for leaf in nested_values(state)
+            if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id)
+        ]
         for leaf in written:
             leaf.data = leaf.data.cpu() if copies is None else copies.copy(leaf.data)
         give_back = partial(copies.give_back, [leaf.data for leaf in written]) if copies else lambda: None
@@ -132,11 +136,6 @@ def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> dict
 def _buckets(request: AsyncRequest) -> list[WriteBucket]:
     """What goes into each file of this rank."""
     return [] if request.async_fn is None else request.async_fn_args[1]
-
-
-def _is_written(leaf: ShardedTensor) -> bool:
-    """By this rank."""
-    return is_main_replica(leaf.replica_id)
 
 
 def load_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextManager, strict: StrictHandling) -> Any:

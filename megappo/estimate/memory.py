@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
-from megappo.architecture.parameters import padded_vocab_size
 from megappo.config.checks import longest_row
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, TensorKind
@@ -181,8 +180,7 @@ class MemoryEstimate:
         yield f"{name} activations", size
         if stage == parallel.pipeline - 1 and spec.head != "value":
             predicting = tokens * self.config.rollout.max_response_length / longest_row(self.config)
-            columns = padded_vocab_size(shape.architecture.vocab_size, parallel.tensor) / parallel.tensor
-            size = head_bytes(shape.architecture, nbytes, (tokens, predicting), columns=columns, training=trains)
+            size = head_bytes(shape.architecture, parallel, nbytes, (tokens, predicting), training=trains)
             yield f"{name} head", size
 
     def _saved(self, name: str) -> dict[int, float]:

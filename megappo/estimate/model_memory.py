@@ -5,7 +5,7 @@ Reckoned for TransformerEngine's layers, whose attention keeps no scores, with f
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
-from megappo.architecture.parameters import LOGITS_AT_A_TIME, StageSize
+from megappo.architecture.parameters import LOGITS_AT_A_TIME, StageSize, padded_vocab_size
 from megappo.config.schema import Optim, Parallel, TensorKind
 from megappo.placement.layout import Layout
 
@@ -110,15 +110,15 @@ def micro_batches_in_flight(layout: Layout, stage: int, most: int) -> float:
 
 
 def head_bytes(
-    architecture: Architecture, nbytes: int, tokens: tuple[float, float], *, columns: float, training: bool
+    architecture: Architecture, parallel: Parallel, nbytes: int, tokens: tuple[float, float], *, training: bool
 ) -> float:
     """What the head of a policy takes: hidden states of all tokens and a copy of those that predict responses, for the
     backward pass a gradient of each; and logits of some words at a time, whatever the vocabulary.
 
     Args:
         tokens: of a micro-batch, that the rank holds; and those of them that predict one of a response.
-        columns: words of the rank's shard of the vocabulary.
     """
     hidden = sum(tokens) * nbytes * (2 if training else 1) + tokens[1] * 4 * training
-    logits = min(tokens[1] * columns, LOGITS_AT_A_TIME["cuda"])
+    words = padded_vocab_size(architecture.vocab_size, parallel.tensor) / parallel.tensor
+    logits = min(tokens[1] * words, LOGITS_AT_A_TIME["cuda"])
     return architecture.hidden_size * hidden + logits * 4 * FP32_COPIES
