@@ -1,4 +1,4 @@
-"""Spreads prompts over engines: each takes the next prompt when it has room, so that a fast engine takes more."""
+"""Spreads prompts over engines: each takes the next prompts when it has room, so that a fast engine takes more."""
 
 import asyncio
 import math
@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megappo.rollout.client import EngineClient, EngineFault, Generation, SamplingParams
 
+REQUESTS_IN_FLIGHT = 8
 STOP_SECONDS = 0.5
 """How often to ask whether to stop."""
 
@@ -43,10 +44,10 @@ class Sampled:
     fault: EngineFault | None = None
 
 
-def store_counter(store: dist.Store, key: str) -> Callable[[], int]:
-    """Hands out positions 0, 1, 2, ... each once, to whichever rank asks: so each is how many were taken before, by
-    anybody. `key` must be new in the store."""
-    return lambda: store.add(key, 1) - 1
+def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
+    """Hands out positions 0, 1, 2, ... each once, to whichever rank asks: the first of the next `count`, which is how
+    many were taken before, by anybody. `key` must be new in the store."""
+    return lambda count: store.add(key, count) - count
 
 
 def sample(
@@ -54,17 +55,16 @@ def sample(
     n: int,
     params: SamplingParams,
     client: EngineClient,
-    take: Callable[[], int],
+    take: Callable[[int], int],
     *,
     num_engines: int,
     max_running_requests: int,
-    on_prompt: Callable[[], None] = lambda: None,
+    on_prompts: Callable[[int], None] = lambda count: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Sampled:
     """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
 
-    Every process with an engine calls this at once, with the same prompts; together they return each sample once. A
-    prompt is a request of its own, and the next one follows as soon as it is answered.
+    Every process with an engine calls this at once, with the same prompts; together they return each sample once.
 
     Args:
         prompts: (prompt_index, token ids).
@@ -72,21 +72,22 @@ def sample(
         take: a `store_counter` shared by all processes.
         num_engines: engines of all processes together.
         max_running_requests: sequences one engine decodes at once.
-        on_prompt: called when this engine has finished all n samples of a prompt.
+        on_prompts: called with the number of prompts of which this engine has just finished all n samples.
         stop: asked now and then; once it says so, the rest is left, and what is there returned.
     Raises:
         EngineError: the engine refused a request, or took too long for it.
     """
-    # As many as the engine decodes at once, but no more than its even share: others wait for some, too.
-    requests = max(1, min(max_running_requests // n, math.ceil(len(prompts) / num_engines)))
+    chunk, requests = _chunking(len(prompts), n, num_engines, max_running_requests)
     samples: list[Sample] = []
 
     async def work(http: Any) -> None:
-        while (position := take()) < len(prompts):
-            prompt_index, tokens = prompts[position]
-            generations = await client.generate_async(http, [tokens] * n, params)
-            samples.extend(_samples(prompt_index, generations))
-            on_prompt()
+        while (first := take(chunk)) < len(prompts):
+            taken = prompts[first : first + chunk]
+            repeated = [tokens for _, tokens in taken for _ in range(n)]
+            generations = await client.generate_async(http, repeated, params)
+            for order, (prompt_index, _) in enumerate(taken):
+                samples.extend(_group(prompt_index, generations[order * n : (order + 1) * n]))
+            on_prompts(len(taken))
 
     async def watch(workers: Sequence[asyncio.Task]) -> None:
         while not all(worker.done() for worker in workers):
@@ -110,7 +111,18 @@ def sample(
     return Sampled(samples)
 
 
-def _samples(prompt_index: int, generations: Sequence[Generation]) -> list[Sample]:
+def _chunking(num_prompts: int, n: int, num_engines: int, max_running_requests: int) -> tuple[int, int]:
+    """Prompts per request and requests in flight for one engine.
+
+    With several engines each has at most half of its even share in flight: the rest goes to whoever is free first.
+    """
+    share = math.ceil(num_prompts / num_engines / (1 if num_engines == 1 else 2))
+    in_flight = max(1, min(max_running_requests // n, share))
+    chunk = math.ceil(in_flight / REQUESTS_IN_FLIGHT)
+    return chunk, math.ceil(in_flight / chunk)
+
+
+def _group(prompt_index: int, generations: Sequence[Generation]) -> list[Sample]:
     return [Sample(prompt_index, order, g.tokens, g.log_probs, g.finish_reason) for order, g in enumerate(generations)]
 
 

@@ -100,7 +100,7 @@ class Rollouts:
         progress = self.observer.progress(label, len(prompts)) if self.client is not None else lambda done: None
         samples: list[Sample] = []
         while left:
-            sampled = self._round(left, n, params, on_prompt=lambda: progress(finished() + 1))
+            sampled = self._round(left, n, params, on_prompts=lambda count: progress(finished(count) + count))
             samples += sampled.samples
             raise_if_interrupted(self.exchange)
             if not self.restarts.were_needed(sampled.fault):
@@ -114,7 +114,7 @@ class Rollouts:
         prompts: Sequence[tuple[int, list[int]]],
         n: int,
         params: SamplingParams,
-        on_prompt: Callable[[], None],
+        on_prompts: Callable[[int], None],
     ) -> Sampled:
         """What this rank's engine gets to of prompts that have no responses yet."""
         take = self._new_counter()
@@ -128,11 +128,11 @@ class Rollouts:
             take,
             num_engines=self.num_engines,
             max_running_requests=self.config.rollout.max_running_requests,
-            on_prompt=on_prompt,
+            on_prompts=on_prompts,
             stop=self._is_interrupted,
         )
 
-    def _new_counter(self) -> Callable[[], int]:
+    def _new_counter(self) -> Callable[[int], int]:
         """The same on all ranks."""
         self._num_counters += 1
         return store_counter(self._store, f"rollouts/{self._num_counters}")

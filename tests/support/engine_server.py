@@ -40,7 +40,6 @@ class EngineServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = 64
 
     def __init__(self, failure: str = "", num_well: int = 0):
         super().__init__(("127.0.0.1", 0), _Handler)
