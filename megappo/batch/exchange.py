@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -149,12 +150,14 @@ class Exchange:
             sources: each row once. destinations: each row on any number of ranks.
             names: fields to move, the same on every rank; of several columns: in `rows` even where these are none.
         """
+        route = _Route.of(self.rank, sources, destinations)
+        lengths = table.prompt_lengths + table.response_lengths
+        sent = [rows.input_ids[i].to("cpu", torch.int64) for i in route.outgoing.tolist()]
+        flat = torch.cat(sent) if sent else torch.empty(0, dtype=torch.int64)
+        received = self._all_to_all(flat, route, lengths).split(lengths[route.arriving].tolist())
         moved = empty_rows(destinations[self.rank], table)
-        lengths = table.total_lengths()
-        sent = {int(row): tokens for row, tokens in zip(rows.ids, rows.input_ids, strict=True)}
-        received = self._move_ragged(sent, lengths, sources, destinations, torch.int64)
-        moved = replace(moved, input_ids=[received[row] for row in destinations[self.rank]])
-        return self.move_fields(rows, moved, table, sources, destinations, names)
+        moved = replace(moved, input_ids=[received[i] for i in route.places.tolist()])
+        return self._add_fields(rows, moved, table, route, names)
 
     def move_fields(
         self,
@@ -166,46 +169,106 @@ class Exchange:
         names: Sequence[str],
     ) -> Rows:
         """`into`, the rows `destinations[rank]` this rank already has, with the named fields of `rows` added."""
-        moved = {name: self._move_field(rows, name, table, sources, destinations) for name in names}
-        return replace(into, fields=into.fields | moved)
+        return self._add_fields(rows, into, table, _Route.of(self.rank, sources, destinations), names)
 
-    def _move_field(
-        self, rows: Rows, name: str, table: RowTable, sources: RankRows, destinations: RankRows
-    ) -> torch.Tensor:
-        kind = field_of(name)
-        width = table.max_response_length if kind.per_token else rows.field(name).shape[1] if kind.has_columns else 1
-        lengths = table.response_lengths.tolist() if kind.per_token else [width] * len(table)
-        sent = {row: rows.field(name)[i].reshape(-1)[: lengths[row]] for i, row in enumerate(rows.ids.tolist())}
-        received = self._move_ragged(sent, lengths, sources, destinations, torch.float32)
-        mine = destinations[self.rank]
-        field = torch.zeros(len(mine), width)
-        for i, row in enumerate(mine):
-            field[i, : lengths[row]] = received[row]
-        return field if kind.per_token or kind.has_columns else field[:, 0]
+    def _add_fields(self, rows: Rows, into: Rows, table: RowTable, route: "_Route", names: Sequence[str]) -> Rows:
+        """In one collective those per token, in another those per row."""
+        per_token = [name for name in names if field_of(name).per_token]
+        per_row = [name for name in names if not field_of(name).per_token]
+        moved = self._per_token(rows, per_token, table, route) | self._per_row(rows, per_row, table, route)
+        return replace(into, fields=into.fields | {name: moved[name] for name in names})
 
-    def _move_ragged(
-        self,
-        sent: dict[int, torch.Tensor],
-        lengths: list[int],
-        sources: RankRows,
-        destinations: RankRows,
-        dtype: torch.dtype,
-    ) -> dict[int, torch.Tensor]:
-        """All-to-all of one ragged value per row: row number -> its `lengths[row]` elements."""
-        mine = set(sources[self.rank])
-        outgoing = [[row for row in destination if row in mine] for destination in destinations]
-        source_of = {row: rank for rank, held in enumerate(sources) for row in held}
-        incoming: list[list[int]] = [[] for _ in range(self.world_size)]
-        for row in destinations[self.rank]:
-            incoming[source_of[row]].append(row)
-        parts = [sent[row].to(dtype=dtype, device="cpu") for rows in outgoing for row in rows]
-        send = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-        sizes = [sum(lengths[row] for row in rows) for rows in incoming]
-        receive = torch.empty(sum(sizes), dtype=dtype)
-        send_sizes = [sum(lengths[row] for row in rows) for rows in outgoing]
-        dist.all_to_all_single(receive, send, sizes, send_sizes, group=self.group)
-        order = [row for rows in incoming for row in rows]
-        return dict(zip(order, receive.split([lengths[row] for row in order]), strict=True))
+    def _per_token(self, rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> dict[str, torch.Tensor]:
+        """[b, R] each."""
+        if not names:
+            return {}
+        sent = _is_token(rows.max_response_length, rows.response_lengths[route.outgoing])
+        values = [_held(rows, name, sent.shape[1])[route.outgoing][sent] for name in names]
+        received = self._all_to_all(torch.stack(values, dim=1), route, table.response_lengths)
+        arrived = _is_token(table.max_response_length, table.response_lengths[route.arriving])
+        moved = {}
+        for name, flat in zip(names, received.unbind(dim=1), strict=True):
+            field = torch.zeros(arrived.shape)
+            field[arrived] = flat
+            moved[name] = field[route.places]
+        return moved
+
+    def _per_row(self, rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> dict[str, torch.Tensor]:
+        """[b] or [b, K] each."""
+        if not names:
+            return {}
+        values = [_held(rows, name) for name in names]
+        columns = [
+            field if field_of(name).has_columns else field[:, None] for name, field in zip(names, values, strict=True)
+        ]
+        sent = torch.cat(columns, dim=1)[route.outgoing]
+        received = self._all_to_all(sent, route, torch.ones(len(table), dtype=torch.int64))[route.places]
+        moved = zip(names, received.split([column.shape[1] for column in columns], dim=1), strict=True)
+        return {name: found if field_of(name).has_columns else found[:, 0] for name, found in moved}
+
+    def _all_to_all(self, sent: torch.Tensor, route: "_Route", sizes: torch.Tensor) -> torch.Tensor:
+        """What arrives of each row's `sizes[row]` numbers, or rows of numbers, in the route's order."""
+        outgoing, arriving = route.sizes(sizes, self.world_size)
+        received = sent.new_empty(sum(arriving), *sent.shape[1:])
+        dist.all_to_all_single(received, sent, arriving, outgoing, group=self.group)
+        return received
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The way of rows from `sources` to `destinations`, as one rank has part in it; all int64.
+
+    Attributes:
+        outgoing: positions, among the rows here, of those to be sent, rank after rank; `departing` are their numbers,
+            `targets` the ranks.
+        arriving: numbers of the rows to come, rank after rank; `origins` are the ranks.
+        places: of each row wanted here, its position in `arriving`.
+    """
+
+    outgoing: torch.Tensor
+    departing: torch.Tensor
+    targets: torch.Tensor
+    arriving: torch.Tensor
+    origins: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, rank: int, sources: RankRows, destinations: RankRows) -> "_Route":
+        held, holders = _flat(sources)
+        holder_of = torch.empty_like(held).index_copy_(0, held, holders)
+        position_of = torch.full_like(held, -1)
+        position_of[torch.tensor(sources[rank], dtype=torch.int64)] = torch.arange(len(sources[rank]))
+        wanted, targets = _flat(destinations)
+        is_mine = holder_of[wanted] == rank
+        mine = torch.tensor(destinations[rank], dtype=torch.int64)
+        origins, order = holder_of[mine].sort(stable=True)
+        departing = wanted[is_mine]
+        return cls(position_of[departing], departing, targets[is_mine], mine[order], origins, order.argsort())
+
+    def sizes(self, of_row: torch.Tensor, world_size: int) -> tuple[list[int], list[int]]:
+        """Of what goes to each rank, and of what comes from each, where row i is of size `of_row[i]`."""
+        ends = ((self.targets, self.departing), (self.origins, self.arriving))
+        none = torch.zeros(world_size, dtype=torch.int64)
+        outgoing, arriving = (none.index_add(0, ranks, of_row[rows]).tolist() for ranks, rows in ends)
+        return outgoing, arriving
+
+
+def _flat(of_ranks: RankRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of all ranks in turn, and the rank of each."""
+    rows = torch.tensor(list(chain.from_iterable(of_ranks)), dtype=torch.int64)
+    return rows, torch.arange(len(of_ranks)).repeat_interleave(torch.tensor([len(rows) for rows in of_ranks]))
+
+
+def _is_token(width: int, lengths: torch.Tensor) -> torch.Tensor:
+    """[b, width] bool: what of a row is no padding."""
+    return torch.arange(width) < lengths[:, None]
+
+
+def _held(rows: Rows, name: str, *width: int) -> torch.Tensor:
+    """A field's values; a rank without rows need not have it, but where it has columns."""
+    if not len(rows) and not field_of(name).has_columns:
+        return torch.zeros(0, *width)
+    return rows.field(name).to("cpu", torch.float32)
 
 
 def empty_rows(ids: Sequence[int], table: RowTable) -> Rows:
