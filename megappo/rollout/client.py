@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -20,6 +21,9 @@ TOO_LATE = (httpx.ReadTimeout, httpx.WriteTimeout)
 """An engine that has been reached does not answer in time."""
 IDLE_SECONDS = 60.0
 """How long an engine may take to be idle."""
+EVENT = "data: "
+LAST_EVENT = "data: [DONE]"
+"""Of the lines of a stream."""
 HANG_SECONDS = 300.0
 """How long an engine that is asked for something may show no sign of life: SGLang's own watchdog_timeout."""
 WATCH_SECONDS = 5.0
@@ -79,8 +83,8 @@ class EngineClient:
     Args:
         url: http://host:port.
         api_key: the server's key; "" where it asks for none.
-        timeout: seconds one request of `generate_async` may take, or a read of weights from a disk, which is a fault
-            after that.
+        timeout: seconds that `generate_async` waits for the next response, or a read of weights from a disk may take,
+            which is a fault after that.
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
         hang_seconds: that any other request may take; see also `watch`.
@@ -107,6 +111,7 @@ class EngineClient:
             "base_url": url,
             "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
             "timeout": httpx.Timeout(timeout, connect=CONNECT_SECONDS),
+            "verify": httpx.create_ssl_context(trust_env=False),  # once: it reads all certificates that there are
             "trust_env": False,  # a proxy from the environment must not see loopback traffic
             # Drop idle connections before the server does (after 5 s), which could meet a request halfway.
             "limits": httpx.Limits(max_connections=None, keepalive_expiry=2.0),
@@ -176,14 +181,33 @@ class EngineClient:
 
     async def generate_async(
         self, http: httpx.AsyncClient, prompts: Sequence[list[int]], params: SamplingParams
-    ) -> list[Generation]:
-        """As `generate`, over `http` from `open_async`, many requests at a time."""
+    ) -> AsyncIterator[tuple[int, Generation]]:
+        """As `generate`, over `http` from `open_async`, many requests at a time: each prompt's position, and the
+        response to it, as soon as it is finished. Who does not want all of them closes it."""
+        left = set(range(len(prompts)))
         try:
             with LIFE.waiting():
-                response = await http.post("/generate", json=_generate_body(prompts, params))
+                async with http.stream("POST", "/generate", json=_stream_body(prompts, params)) as response:
+                    async for event in self._events("/generate", response):
+                        for position, generation in _finished(event):
+                            left.remove(position)
+                            yield position, generation
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
-        return _generations(self._checked("/generate", response), len(prompts))
+        if left:
+            raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(left)}")
+
+    async def _events(self, path: str, response: httpx.Response) -> AsyncIterator[Any]:
+        """The JSON of server-sent events."""
+        if response.status_code != 200:
+            await response.aread()
+            self._checked(path, response)
+        async for line in response.aiter_lines():
+            if line.startswith(EVENT) and line != LAST_EVENT:
+                event = self._parsed(path, line.removeprefix(EVENT))
+                if "error" in event:  # found after the status had been sent
+                    raise self._refusal(path, event["error"]["code"], line)
+                yield event
 
     async def watch(self, http: httpx.AsyncClient) -> NoReturn:
         """Look after an engine that has been asked for something, until cancelled.
@@ -284,34 +308,62 @@ class EngineClient:
     def _checked(self, path: str, response: httpx.Response) -> Any:
         """The reply's JSON (or None), after checking both of SGLang's ways to say no."""
         is_json = response.headers.get("content-type", "").startswith("application/json")
-        try:
-            reply = response.json() if is_json and response.content else None
-        except ValueError as error:
-            raise EngineFault(f"{self.url}{path} answered what is no JSON ({error}): {response.text[:500]}") from error
+        reply = self._parsed(path, response.text) if is_json and response.content else None
         in_vain = isinstance(reply, dict) and reply.get("success") is False
         if response.status_code != 200 or in_vain:
-            # What is wrong with the request itself would be so another time.
-            is_fault = response.status_code >= 500 or (in_vain and path in OF_GROUPS)
-            kind = EngineFault if is_fault else EngineError
-            raise kind(f"{self.url}{path} refused (HTTP {response.status_code}): {response.text}")
+            is_fault = in_vain and path in OF_GROUPS
+            raise self._refusal(path, response.status_code, response.text, is_fault=is_fault)
         return reply
+
+    def _parsed(self, path: str, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise EngineFault(f"{self.url}{path} answered what is no JSON ({error}): {text[:500]}") from error
+
+    def _refusal(self, path: str, status: int, reply: str, *, is_fault: bool = False) -> EngineError:
+        # What is wrong with the request itself would be so another time.
+        kind = EngineFault if is_fault or status >= 500 else EngineError
+        return kind(f"{self.url}{path} refused (HTTP {status}): {reply}")
 
 
 def _generate_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
     return {"input_ids": list(prompts), "sampling_params": params.as_json(), "return_logprob": True}
 
 
+def _stream_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
+    """For a stream of which only the first tokens and whole responses are sent."""
+    body = _generate_body(prompts, params)
+    sampling = body["sampling_params"] | {"stream_interval": params.max_response_length + 1}
+    return body | {"sampling_params": sampling, "stream": True}
+
+
 def _generations(replies: Any, expected: int) -> list[Generation]:
     if not isinstance(replies, list) or len(replies) != expected:
         raise EngineFault(f"expected {expected} responses from the engine, got {str(replies)[:500]}")
+    return [_generation(reply) for reply in replies]
+
+
+def _finished(event: Any) -> list[tuple[int, Generation]]:
+    """The response that an event of a stream ends, with its position among the prompts, if it ends one."""
+    with _expecting_response(event):
+        return [(event["index"], _generation(event))] if event["meta_info"]["finish_reason"] else []
+
+
+def _generation(reply: Any) -> Generation:
+    with _expecting_response(reply):
+        return _checked_generation(reply["output_ids"], reply["meta_info"])
+
+
+@contextlib.contextmanager
+def _expecting_response(reply: Any) -> Iterator[None]:
     try:
-        return [_generation(reply) for reply in replies]
+        yield
     except (LookupError, TypeError) as error:
-        raise EngineFault(f"the engine's responses are none ({error!r}): {str(replies)[:500]}") from error
+        raise EngineFault(f"the engine's response is none ({error!r}): {str(reply)[:500]}") from error
 
 
-def _generation(reply: dict[str, Any]) -> Generation:
-    tokens, meta = reply["output_ids"], reply["meta_info"]
+def _checked_generation(tokens: list[int], meta: dict[str, Any]) -> Generation:
     finish = meta["finish_reason"]["type"]
     if finish not in FINISH_REASONS:
         raise EngineFault(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {meta['finish_reason']}")

@@ -1,8 +1,9 @@
 """Spreads prompts over engines: each takes the next prompts when it has room, so that a fast engine takes more."""
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,9 +11,12 @@ import torch.distributed as dist
 
 from megappo.rollout.client import EngineClient, EngineFault, Generation, SamplingParams
 
-REQUESTS_IN_FLIGHT = 8
+GATHERING_SECONDS = 0.005
+"""Between a response that leaves room and the request that takes it: others end in the same batch of the engine."""
 STOP_SECONDS = 0.5
-"""How often to ask whether to stop."""
+"""How often to ask whether to stop, and to tell of progress."""
+Prompts = Sequence[tuple[int, list[int]]]
+"""(prompt_index, token ids) each."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
 
 
 def sample(
-    prompts: Sequence[tuple[int, list[int]]],
+    prompts: Prompts,
     n: int,
     params: SamplingParams,
     client: EngineClient,
@@ -67,63 +71,99 @@ def sample(
     Every process with an engine calls this at once, with the same prompts; together they return each sample once.
 
     Args:
-        prompts: (prompt_index, token ids).
         client: this process' engine.
         take: a `store_counter` shared by all processes.
         num_engines: engines of all processes together.
         max_running_requests: sequences one engine decodes at once.
-        on_prompts: called with the number of prompts of which this engine has just finished all n samples.
+        on_prompts: told now and then of how many more prompts this engine has finished all n samples.
         stop: asked now and then; once it says so, the rest is left, and what is there returned.
     Raises:
         EngineError: the engine refused a request, or took too long for it.
     """
-    chunk, requests = _chunking(len(prompts), n, num_engines, max_running_requests)
-    samples: list[Sample] = []
+    room = max(n, min(max_running_requests, n * math.ceil(len(prompts) / num_engines)))
+    asking = _Asking(prompts, n, params, client, take, room)
 
-    async def work(http: Any) -> None:
-        while (first := take(chunk)) < len(prompts):
-            taken = prompts[first : first + chunk]
-            repeated = [tokens for _, tokens in taken for _ in range(n)]
-            generations = await client.generate_async(http, repeated, params)
-            for order, (prompt_index, _) in enumerate(taken):
-                samples.extend(_group(prompt_index, generations[order * n : (order + 1) * n]))
-            on_prompts(len(taken))
-
-    async def watch(workers: Sequence[asyncio.Task]) -> None:
-        while not all(worker.done() for worker in workers):
+    async def watch(answers: asyncio.Task) -> None:
+        num_told = 0
+        while not answers.done():
             if stop():
-                for worker in workers:
-                    worker.cancel()
-            await asyncio.wait(workers, timeout=STOP_SECONDS)
+                answers.cancel()
+            await asyncio.wait([answers], timeout=STOP_SECONDS)
+            if num_new := len(asking.samples) // n - num_told:
+                on_prompts(num_new)
+                num_told += num_new
 
-    async def work_all() -> None:
+    async def work() -> None:
         async with client.open_async() as http, asyncio.TaskGroup() as tasks:
-            workers = [tasks.create_task(work(http)) for _ in range(requests)]
-            tasks.create_task(watch(workers))
+            answers = tasks.create_task(asking.all_answers(http))
+            tasks.create_task(watch(answers))
             health = tasks.create_task(client.watch(http))
-            await asyncio.wait(workers)
+            await asyncio.wait([answers])
             health.cancel()
 
     try:
-        _run(work_all())
+        _run(work())
     except EngineFault as fault:
-        return Sampled(samples, fault)
-    return Sampled(samples)
+        return Sampled(asking.samples, fault)
+    return Sampled(asking.samples)
 
 
-def _chunking(num_prompts: int, n: int, num_engines: int, max_running_requests: int) -> tuple[int, int]:
-    """Prompts per request and requests in flight for one engine.
+class _Asking:
+    """One engine's part of the prompts.
 
-    With several engines each has at most half of its even share in flight: the rest goes to whoever is free first.
+    Args:
+        room: sequences that the engine is to have at once.
+    Attributes:
+        samples: so far; all n of each prompt that is among them.
     """
-    share = math.ceil(num_prompts / num_engines / (1 if num_engines == 1 else 2))
-    in_flight = max(1, min(max_running_requests // n, share))
-    chunk = math.ceil(in_flight / REQUESTS_IN_FLIGHT)
-    return chunk, math.ceil(in_flight / chunk)
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        n: int,
+        params: SamplingParams,
+        client: EngineClient,
+        take: Callable[[int], int],
+        room: int,
+    ):
+        self.samples: list[Sample] = []
+        self._prompts, self._n, self._params = prompts, n, params
+        self._client, self._take = client, take
+        self._room, self._has_room = room, asyncio.Event()
+
+    async def all_answers(self, http: Any) -> None:
+        """Request, again and again, as many prompts as there is room for; until all are taken, and these answered."""
+        async with asyncio.TaskGroup() as requests:
+            while True:
+                count = self._room // self._n
+                first = self._take(count)
+                if taken := self._prompts[first : first + count]:
+                    requests.create_task(self._answers(http, taken))
+                if len(taken) < count:
+                    return
+                self._room -= self._n * count
+                while self._room < self._n:
+                    self._has_room.clear()
+                    await self._has_room.wait()
+                await asyncio.sleep(GATHERING_SECONDS)
+
+    async def _answers(self, http: Any, taken: Prompts) -> None:
+        """To one request."""
+        n = self._n
+        repeated = [tokens for _, tokens in taken for _ in range(n)]
+        groups: list[dict[int, Generation]] = [{} for _ in taken]
+        async with contextlib.aclosing(self._client.generate_async(http, repeated, self._params)) as responses:
+            async for position, response in responses:
+                group = groups[position // n]
+                group[position % n] = response
+                if len(group) == n:
+                    self.samples += _group(taken[position // n][0], group)
+                self._room += 1
+                self._has_room.set()
 
 
-def _group(prompt_index: int, generations: Sequence[Generation]) -> list[Sample]:
-    return [Sample(prompt_index, order, g.tokens, g.log_probs, g.finish_reason) for order, g in enumerate(generations)]
+def _group(prompt_index: int, responses: Mapping[int, Generation]) -> list[Sample]:
+    return [Sample(prompt_index, order, g.tokens, g.log_probs, g.finish_reason) for order, g in responses.items()]
 
 
 def _run(work: Any) -> None:

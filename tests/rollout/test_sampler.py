@@ -1,6 +1,7 @@
 """Prompts spread over engines: every sample once, more to whoever is faster."""
 
 import asyncio
+import contextlib
 import re
 import threading
 from collections import Counter
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from engine_server import EngineServer
 
 from megappo.rollout.client import EngineClient, EngineError, EngineFault, SamplingParams
-from megappo.rollout.sampler import _chunking, sample, store_counter
+from megappo.rollout.sampler import sample, store_counter
 
 PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
 PARAMS = SamplingParams(3)
@@ -21,7 +22,9 @@ class SlowClient(EngineClient):
 
     async def generate_async(self, *args):
         await asyncio.sleep(0.5)
-        return await super().generate_async(*args)
+        async with contextlib.aclosing(super().generate_async(*args)) as responses:
+            async for one in responses:
+                yield one
 
 
 def every_sample_once(samples, n):
@@ -68,11 +71,12 @@ def test_ranks_share_the_prompts_and_the_fast_one_takes_more(engine, client):
 
 
 FAULTS = {
-    **dict.fromkeys(("no list", "too few"), "expected 6 responses from the engine, got "),
+    "no list": "response is none .KeyError.'meta_info'",
+    "too few": "expected [0-9]+ responses from the engine, got [0-9]+",
     "other tokens": "tokens .7, 8. and those of its log-probs",
     "no numbers": "no number",
     "aborted": "expected a response to end by stop or length, got .*abort",
-    "no log-probs": "responses are none .KeyError.'output_token_logprobs'",
+    "no log-probs": "response is none .KeyError.'output_token_logprobs'",
     "no JSON": "answered what is no JSON .*<html>",
     "crash": "does not answer",
     "error": "refused .HTTP 500.: .*why",
@@ -86,13 +90,12 @@ def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypat
     monkeypatch.setattr("megappo.rollout.client.WATCH_SECONDS", 0.1)
     monkeypatch.setattr("megappo.rollout.client.ENDING_SECONDS", 0.2)
     store = dist.HashStore()
-    with EngineServer(failure, num_well=3) as server:
+    with EngineServer(failure, num_well=1) as server:
         first, second = store_counter(store, "first"), store_counter(store, "second")
         few = {"num_engines": 1, "max_running_requests": 48}
         sampled = sample(PROMPTS, 3, PARAMS, server.client(), first, **few)
         answered = Counter(one.prompt_index for one in sampled.samples)
-        assert set(answered.values()) <= {3} and len(answered) <= 6, "three requests of two prompts"
-        assert len(answered) == 6 or failure not in ("hang", "deaf"), "others may come before those answers"
+        assert set(answered.values()) == {3} and 16 <= len(answered) < len(PROMPTS), "at least the first request's"
         assert isinstance(sampled.fault, EngineFault) and re.search(FAULTS[failure], str(sampled.fault))
         server.failure = ""
         left = [prompt for prompt in PROMPTS if prompt[0] not in answered]
@@ -114,19 +117,46 @@ def test_an_engine_that_has_ended_is_told_though_another_process_listens_in_its_
     assert str(sampled.fault) == "the SGLang engine ended (exit code 9)"
 
 
-def test_what_an_engine_refuses_is_not_asked_again():
-    with EngineServer("refusal") as server, pytest.raises(EngineError, match="refused .HTTP 400.: .*why") as raised:
+@pytest.mark.parametrize("failure", ["refusal", "late refusal"])
+def test_what_an_engine_refuses_is_not_asked_again(failure):
+    with EngineServer(failure) as server, pytest.raises(EngineError, match="refused .HTTP 400.: .*why") as raised:
         take = store_counter(dist.HashStore(), "step 1")
         sample(PROMPTS, 1, PARAMS, server.client(), take, num_engines=1, max_running_requests=8)
     assert not isinstance(raised.value, EngineFault)
 
 
-@pytest.mark.parametrize("num_prompts", [1, 7, 256, 1000])
-@pytest.mark.parametrize("n", [1, 8, 300])
-@pytest.mark.parametrize("engines", [1, 3])
-def test_in_flight_sequences_are_bounded(num_prompts, n, engines):
-    chunk, requests = _chunking(num_prompts, n, engines, 256)
-    assert chunk >= 1 and 1 <= requests <= 8
-    in_flight = chunk * requests
-    assert in_flight < max(256 // n, 1) + chunk  # at most a request over what the engine decodes at once
-    assert in_flight < num_prompts / engines + chunk + 1  # nobody takes everything
+@pytest.mark.parametrize(
+    "num_prompts, n, num_engines, first",
+    [
+        (40, 1, 1, 8),
+        (40, 2, 1, 8),
+        (40, 3, 1, 6),
+        (40, 9, 1, 9),
+        (6, 1, 2, 3),
+        (7, 1, 2, 4),
+        (1, 1, 3, 1),
+        (8, 4, 4, 8),
+    ],
+)
+def test_an_engine_has_as_many_sequences_as_it_decodes_at_once_and_not_more_than_its_share(
+    num_prompts, n, num_engines, first
+):
+    counts, at_once = [], []
+
+    class Counting(EngineClient):
+        async def generate_async(self, http, prompts, params):
+            counts.append(len(prompts))
+            at_once.append(sum(counts))
+            async with contextlib.aclosing(super().generate_async(http, prompts, params)) as responses:
+                async for one in responses:
+                    await asyncio.sleep(0.002)
+                    counts.append(-1)
+                    yield one
+
+    with EngineServer() as server:
+        client = Counting(f"http://127.0.0.1:{server.server_port}", "key", 20.0)
+        take = store_counter(dist.HashStore(), "step 1")
+        sampling = {"num_engines": num_engines, "max_running_requests": 8}
+        found = sample(PROMPTS[:num_prompts], n, PARAMS, client, take, **sampling)
+    assert len(found.samples) == n * num_prompts
+    assert at_once[0] == first and max(at_once) <= max(8, n)

@@ -30,12 +30,24 @@ NONSENSE: dict[str, Callable[[int], Any]] = {
 """Of so many sequences."""
 
 
+def _well(count: int) -> list[dict[str, Any]]:
+    return [WELL] * count
+
+
+def _events(replies: Any) -> list[Any]:
+    """A stream of them: all begin, then they end, the last first."""
+    if not isinstance(replies, list):
+        return [replies]
+    begun = [WELL | {"index": i, "meta_info": {"finish_reason": None}} for i in range(len(replies))]
+    return begun + [reply | {"index": i} for i, reply in reversed(list(enumerate(replies)))]
+
+
 class EngineServer(ThreadingHTTPServer):
     """Usable as a context manager, which serves meanwhile.
 
     Attributes:
         failure: of every request after `num_well` of them: of NONSENSE, or "no JSON", "crash", "hang" (of what
-            computes; "deaf": of what serves, too), "refusal", "error", "in vain".
+            computes; "deaf": of what serves, too), "refusal", "late refusal" (in a stream), "error", "in vain".
         before: called before each answer.
     """
 
@@ -74,7 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(503 if self.server.failure == "hang" else 200, b'{"tp_size": 2, "watchdog_timeout": 7}')
 
     def do_POST(self) -> None:
-        count = len(json.loads(self.rfile.read(int(self.headers["Content-Length"]))).get("input_ids", []))
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        count = len(body.get("input_ids", []))
         self.server.before()
         failure = self.server.failure if next(self.server.requests) >= self.server.num_well else ""
         if failure in ("hang", "deaf"):
@@ -86,9 +99,17 @@ class _Handler(BaseHTTPRequestHandler):
         elif failure == "in vain":
             self._answer(400, b'{"success": false, "message": "why"}')
         elif failure == "no JSON":
-            self._answer(200, b"<html>")
+            self._answer(200, b"data: <html>" if body.get("stream") else b"<html>")
+        elif failure == "late refusal":
+            self._stream([{"error": {"message": "why", "code": 400}}])
+        elif body.get("stream"):
+            self._stream(_events(NONSENSE.get(failure, _well)(count)))
         else:
-            self._answer(200, json.dumps(NONSENSE.get(failure, lambda count: [WELL] * count)(count)).encode())
+            self._answer(200, json.dumps(NONSENSE.get(failure, _well)(count)).encode())
+
+    def _stream(self, events: list[Any]) -> None:
+        lines = [json.dumps(event) for event in events] + ["[DONE]"]
+        self._answer(200, "".join(f"data: {line}\n\n" for line in lines).encode())
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
