@@ -1,7 +1,7 @@
 """Rewards per token, advantages, returns, whitening, explained variance. All [B, R] float32 over padded responses."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def whiten(
         FloatingPointError: one that is not finite, likewise.
     Source: verl's masked_whiten; mean first, then squared distances to it, summed in float64.
     """
-    mean, variance = _moments(x, mask, group, whitening.ddof)
+    [mean], [variance] = _moments([x], mask, group, whitening.ddof)
     eps = whitening.eps
     scale = torch.rsqrt(variance.clamp(min=eps) if whitening.clamps_variance else variance + eps)
     whitened = (x.double() - mean) * scale
@@ -125,22 +125,22 @@ def explained_variance(
     Args and Raises: as `whiten`; all [B, R]. Variances have ddof 1.
     Source: verl's critic/vf_explained_var.
     """
-    _, residual = _moments(returns.double() - values.double(), mask, group)
-    _, variance = _moments(returns, mask, group)
+    _, (residual, variance) = _moments([returns.double() - values.double(), returns], mask, group)
     return float(1.0 - residual / (variance + 1e-5))
 
 
 def _moments(
-    x: torch.Tensor, mask: torch.Tensor, group: dist.ProcessGroup | None, ddof: int = 1
+    several: Sequence[torch.Tensor], mask: torch.Tensor, group: dist.ProcessGroup | None, ddof: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance over the tokens with mask 1 of all ranks in `group`, 0-dim float64."""
+    """Means and variances of each over the tokens with mask 1 of all ranks in `group`, float64."""
     valid = mask.bool()
-    x = x.detach().double()
-    total, count = sum_over_ranks(torch.stack([torch.where(valid, x, 0.0).sum(), valid.sum().double()]), group)
+    several = [x.detach().double() for x in several]
+    sums = [torch.where(valid, x, 0.0).sum() for x in several]
+    *totals, count = sum_over_ranks(torch.stack([*sums, valid.sum().double()]), group)
     if count < 2:
         raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
-    if not total.isfinite():
+    means = torch.stack(totals) / count
+    if not means.isfinite().all():
         raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
-    mean = total / count
-    squares = torch.where(valid, (x - mean).square(), 0.0).sum()
-    return mean, sum_over_ranks(squares, group) / (count - ddof)
+    squares = [torch.where(valid, (x - mean).square(), 0.0).sum() for x, mean in zip(several, means, strict=True)]
+    return means, sum_over_ranks(torch.stack(squares), group) / (count - ddof)

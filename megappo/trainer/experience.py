@@ -14,7 +14,7 @@ from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
 from megappo.trainer.objectives import conventions
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import means_over_ranks, row_metrics
+from megappo.trainer.statistics import metrics_and_means
 
 Metrics = dict[str, Any]
 
@@ -51,17 +51,17 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     added = {"shaped_scores": scores} | _whitened(run, advantages, rows.response_mask)
     added |= {"returns": returns} if run.config.has_values else {}
     rows = replace(rows, fields=rows.fields | added)
-    metrics |= correction_metrics | row_metrics(run.exchange, rows)
+    steering = {"log_prob_diff": log_prob_diff(rows)}
+    if penalty:
+        steering["kl_penalty"] = of_tokens("kl_penalty")(rows)
+    row_metrics, means = metrics_and_means(run.exchange, rows, steering)
+    metrics |= correction_metrics | row_metrics
     if penalty:
         metrics["reward/kl_coef"] = run.progress.kl.value
     if run.config.has_values:
         metrics["critic/vf_explained_var"] = explained_variance(
             rows.fields["values"], returns, rows.response_mask, group=run.exchange.group
         )
-    steering = {"log_prob_diff": log_prob_diff(rows)}
-    if penalty:
-        steering["kl_penalty"] = of_tokens("kl_penalty")(rows)
-    means = means_over_ranks(run.exchange, steering)
     return Judged(rows, means["log_prob_diff"], means.get("kl_penalty"), metrics)
 
 

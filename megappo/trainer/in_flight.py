@@ -12,10 +12,18 @@ from megappo.batch.files import RowsFile, write_rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric
 from megappo.trainer.component import Batch, Scattered
-from megappo.trainer.statistics import steps_over_ranks
+from megappo.trainer.statistics import steps_of_ranks
 
 IN_FLIGHT = "in_flight.safetensors"
 OfSteps = list[dict[str, Metric]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a component did, on all of its ranks: optimizer steps, in so many seconds of the slowest."""
+
+    num_steps: int
+    seconds: float
 
 
 @dataclass
@@ -45,19 +53,31 @@ class InFlight:
             at.num_updates = at.num_resumed = self.num_updates.get(name, 0)
 
     def add(
-        self, scattered: Mapping[str, Scattered], steps: Mapping[str, list[OptimizerStep]], exchange: Exchange
-    ) -> bool:
-        """Take what the components have been trained on; whether any was interrupted. All ranks together.
+        self,
+        scattered: Mapping[str, Scattered],
+        steps: Mapping[str, list[OptimizerStep]],
+        seconds: Mapping[str, float],
+        exchange: Exchange,
+    ) -> tuple[bool, dict[str, "Update"]]:
+        """Take what the components have been trained on; whether any was interrupted, and their updates. All ranks
+        together.
 
         Args:
             steps: of the components that are trained in this step: see `Models.update`.
+            seconds: that these took on this rank.
         """
-        positions = exchange.share({name: (scattered[name].num_updates, scattered[name].interrupted) for name in steps})
-        for name, of_component in steps.items():
+        mine = {name: (scattered[name].num_updates, scattered[name].interrupted) for name in steps}
+        of_ranks = exchange.share((mine, steps, seconds))
+        for name in steps:
             self.num_mini_batches[name] = len(scattered[name].split)
-            self.num_updates[name] = max(position[name][0] for position in positions)
-            self.optimizer_steps.setdefault(name, []).extend(steps_over_ranks(exchange, of_component, name))
-        return any(interrupted for position in positions for _, interrupted in position.values())
+            self.num_updates[name] = max(positions[name][0] for positions, _, _ in of_ranks)
+            of_component = steps_of_ranks([found[name] for _, found, _ in of_ranks], name)
+            self.optimizer_steps.setdefault(name, []).extend(of_component)
+        interrupted = any(interrupted for positions, _, _ in of_ranks for _, interrupted in positions.values())
+        return interrupted, {
+            name: Update(max(len(found[name]) for _, found, _ in of_ranks), max(took[name] for _, _, took in of_ranks))
+            for name in steps
+        }
 
 
 def write_in_flight(folder: Path, flight: InFlight, exchange: Exchange) -> None:

@@ -111,13 +111,13 @@ class Trainer:
             run.models.scatter_fields(scattered, flight.batch.rows, flight.step)
         optimizer_steps = run.models.update(scattered, flight.step, run.phase)
         with run.phase("gather_metrics"):  # not earlier: all ranks wait for each other here
-            interrupted = flight.add(scattered, optimizer_steps, run.exchange)
+            seconds = {name: run.phase.seconds(f"update_{name}") for name in optimizer_steps}
+            interrupted, updates = flight.add(scattered, optimizer_steps, seconds, run.exchange)
             if interrupted:
                 run.check_interrupted()
-            for name, steps in optimizer_steps.items():
+            for name, update in updates.items():
                 metrics |= training_metrics(flight.optimizer_steps[name], name)
-                seconds = run.phase.seconds(f"update_{name}")
-                metrics[f"{name}/mfu"] = run.utilisation.of_update(scattered[name], steps, seconds)
+                metrics[f"{name}/mfu"] = run.utilisation.of_update(scattered[name], update)
         actor_trained = "actor" in optimizer_steps
         with run.phase("sync"):
             metrics |= run.engines.sync(changed=actor_trained)

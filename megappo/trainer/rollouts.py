@@ -162,7 +162,9 @@ class Rollouts:
 
     def _num_scores(self, found: set[int]) -> int:
         """K, from what workers, ranks and steps have found it to be."""
-        self._nums_scores = self._nums_scores.union(*self.exchange.share(found))
+        if not self._nums_scores:  # later on a rank finds by itself that there are others
+            found = set().union(*self.exchange.share(found))
+        self._nums_scores = self._nums_scores | found
         if len(self._nums_scores) > 1:
             numbers = " and of others ".join(map(str, sorted(self._nums_scores)))
             raise RewardError(
@@ -185,11 +187,11 @@ class Rollouts:
         if len(batch.table) != n * len(prompts):
             found = len(batch.table)
             raise EngineError(f"expected {n} responses to each of {len(prompts)} prompts, got {found} in all")
+        num_tokens = int(batch.table.policy_lengths.sum())
         if self.config.algorithm.method.needs_greedy_baseline:
             baselines = {"baselines": self._baselines(responses.greedy, prompts, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
-        num_greedy_tokens = sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
-        num_tokens = int(batch.table.policy_lengths.sum()) + num_greedy_tokens
+            num_tokens += sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
         return batch, {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
 
     def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:

@@ -1,6 +1,6 @@
 """Metrics over all ranks from each rank's part, in one small exchange each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,21 @@ NOT_KEPT = "skipped_rows_not_kept"
 
 def row_metrics(exchange: Exchange, rows: Rows) -> dict[str, Any]:
     """Those of ROW_METRICS that the run has, over the rows of all ranks."""
+    return metrics_and_means(exchange, rows, {})[0]
+
+
+def metrics_and_means(
+    exchange: Exchange, rows: Rows, values: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """As `row_metrics`, and the mean of all ranks' values by name, [n] each: in one exchange."""
     parts: dict[str, Metric] = {}
     for name, metric in ROW_METRICS.items():
-        values = metric.values(rows)
-        for column, of_column in _columns(name, values).items() if values is not None else ():
+        found = metric.values(rows)
+        for column, of_column in _columns(name, found).items() if found is not None else ():
             parts |= _parts(column, of_column, metric.reductions)
-    return reduce_ranks(exchange.share(parts))
+    means = {name: Metric.of(of_name, "mean") for name, of_name in values.items()}
+    of_ranks = exchange.share((parts, means))
+    return reduce_ranks(part for part, _ in of_ranks), reduce_ranks(mean for _, mean in of_ranks)
 
 
 def value_metrics(exchange: Exchange, name: str, values: torch.Tensor) -> dict[str, float]:
@@ -32,11 +41,6 @@ def value_metrics(exchange: Exchange, name: str, values: torch.Tensor) -> dict[s
         ValueError: no rank has any value.
     """
     return reduce_ranks(exchange.share(_parts(name, values, SPREAD)))
-
-
-def means_over_ranks(exchange: Exchange, values: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The mean of all ranks' values by name, [n] each."""
-    return reduce_ranks(exchange.share({name: Metric.of(found, "mean") for name, found in values.items()}))
 
 
 def _columns(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -52,15 +56,15 @@ def _parts(name: str, values: torch.Tensor, reductions: tuple[str, ...] | str) -
     return {f"{name}/{reduction}": Metric.of(values, reduction) for reduction in reductions}
 
 
-def steps_over_ranks(exchange: Exchange, steps: list[OptimizerStep], name: str) -> list[dict[str, Metric]]:
+def steps_of_ranks(of_ranks: Sequence[list[OptimizerStep]], name: str) -> list[dict[str, Metric]]:
     """Metrics of each of a component's optimizer steps, the parts of its data-parallel shards merged; where it was
     skipped, at most NOT_KEPT.
 
     Args:
-        steps: on the component's output ranks, else empty.
+        of_ranks: of the component's output ranks, of others none.
         name: the component's.
     """
-    shards = [of_rank for of_rank in exchange.share(steps) if of_rank]
+    shards = [of_rank for of_rank in of_ranks if of_rank]
     if not shards:
         return []
     of_steps = [merge_metrics(shard.metrics for shard in of_step) for of_step in zip(*shards, strict=True)]

@@ -11,9 +11,9 @@ from megappo.batch.exchange import Exchange
 from megappo.estimate.flops import TRAINING, Flops, flops_of
 from megappo.estimate.gpus import find_gpu
 from megappo.models.dtypes import TORCH_DTYPES
-from megappo.models.train_engine import OptimizerStep
 from megappo.placement.components import ComponentSpec
 from megappo.trainer.component import Component, Scattered
+from megappo.trainer.in_flight import Update
 from megappo.trainer.train_engines import architecture_of
 
 MEASURED_SIDE, MEASURED_SECONDS = 512, 0.05
@@ -21,7 +21,7 @@ MEASURED_SIDE, MEASURED_SECONDS = 512, 0.05
 
 
 class Utilisation:
-    """All ranks build it, and call it, together.
+    """All ranks build it together.
 
     Args:
         dtype: of the models.
@@ -37,7 +37,6 @@ class Utilisation:
         specs: Mapping[str, ComponentSpec],
         exchange: Exchange,
     ):
-        self._exchange = exchange
         peaks = exchange.share(peak_flops(dtype))
         self._flops: dict[str, Flops] = {}
         self.peaks: dict[str, float] = {}
@@ -46,24 +45,19 @@ class Utilisation:
                 self._flops[name] = flops_of(architecture_of(spec))
                 self.peaks[name] = sum(peaks[rank] for rank in components[name].layout.ranks)
 
-    def of_update(self, scattered: Scattered, steps: list[OptimizerStep], seconds: float) -> float:
+    def of_update(self, scattered: Scattered, update: Update) -> float:
         """The model's work in an update, over what all of the component's ranks could have computed meanwhile.
 
         Recomputation, padding and pipeline stages that wait count as lost.
 
-        Args:
-            steps: on the component's output ranks, else empty.
-            seconds: that this rank took; the slowest counts.
         Source: Chowdhery et al. 2022 (PaLM), appendix B; `estimate.flops`.
         """
         name, table, split = scattered.component.name, scattered.batch.table, scattered.split
-        shared = self._exchange.share((len(steps), seconds))
         lengths = list(zip(table.total_lengths(), table.response_lengths.tolist(), strict=True))
-        first, count = scattered.num_resumed, max(count for count, _ in shared)
-        done = [split[step % len(split)] for step in range(first, first + count)]
+        first = scattered.num_resumed
+        done = [split[step % len(split)] for step in range(first, first + update.num_steps)]
         rows = [lengths[row] for shards in done for shard in shards for row in shard]
-        slowest = max(found for _, found in shared)
-        return TRAINING * self._flops[name].forward(rows) / (self.peaks[name] * slowest)
+        return TRAINING * self._flops[name].forward(rows) / (self.peaks[name] * update.seconds)
 
 
 def peak_flops(dtype: str) -> float:

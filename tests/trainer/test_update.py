@@ -27,7 +27,7 @@ from megappo.placement.components import trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Batch, Component
-from megappo.trainer.statistics import steps_over_ranks, training_metrics
+from megappo.trainer.statistics import steps_of_ranks, training_metrics
 from megappo.trainer.update import update_actor, update_critic
 
 LENGTHS = ((3, 4), (3, 6), (5, 1), (5, 2), (4, 5), (4, 3), (2, 2), (2, 7), (1, 1), (1, 3), (6, 2), (6, 6))
@@ -70,7 +70,7 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
     rows = scattered.gather(scattered.forward(), batch.rows, names)
     scattered.scatter_fields(rows, trained_components(config)["critic" if kind == "critic" else "actor"].fields)
     steps = update_critic(scattered, config) if kind == "critic" else update_actor(scattered, config)
-    return training_metrics(steps_over_ranks(component.exchange, steps, component.name), component.name)
+    return training_metrics(steps_of_ranks(component.exchange.share(steps), component.name), component.name)
 
 
 def check_updates(

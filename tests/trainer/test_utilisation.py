@@ -8,6 +8,7 @@ from spawn import run_ranks
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
+from megappo.models.train_engine import OptimizerStep
 from megappo.trainer.in_flight import InFlight
 
 SECONDS = 2.5
@@ -37,9 +38,12 @@ def check_work(rank: int, world_size: int, folder: Path) -> None:
     halves = [[lengths[row] for shard in half for row in shard] for half in scattered.split]
     cases = ((0, 2, lengths), (0, 3, lengths + halves[0]), (0, 4, lengths * 2), (1, 1, halves[1]), (3, 1, halves[1]))
     for resumed, steps, rows in cases:
-        InFlight(1, batch, {}, None, num_updates={"actor": resumed}).resume({"actor": scattered})
-        mine = [None] * steps if rank == 0 else []  # output ranks have the steps
-        mfu = run.utilisation.of_update(scattered, mine, SECONDS if rank == 3 else 0.1)
+        flight = InFlight(1, batch, {}, None, num_updates={"actor": resumed})
+        flight.resume({"actor": scattered})
+        mine = [OptimizerStep(1.0, 1.0, {})] * steps if rank == 0 else []  # output ranks have the steps
+        seconds = SECONDS if rank == 3 else 0.1
+        _, updates = flight.add({"actor": scattered}, {"actor": mine}, {"actor": seconds}, run.exchange)
+        mfu = run.utilisation.of_update(scattered, updates["actor"])
         assert mfu * run.utilisation.peaks["actor"] * SECONDS == pytest.approx(plain_work(folder, rows))
     assert 1e8 < run.utilisation.peaks["actor"] < 1e14
 
