@@ -95,6 +95,15 @@ class Metric:
         return cls(REDUCTIONS[reduction].part(flat), reduction)
 
     @classmethod
+    def of_part(cls, part: float | Sequence[float], reduction: str) -> "Metric":
+        """From the numbers of a part."""
+        return cls(torch.tensor(part, dtype=torch.float64), reduction)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as numbers: between ranks, pickles of so many small tensors took longer than their way."""
+        return Metric.of_part, (self.part.tolist(), self.reduction)
+
+    @classmethod
     def merged(cls, parts: Sequence["Metric"]) -> "Metric":
         reduction = parts[0].reduction
         return cls(REDUCTIONS[reduction].merge(torch.stack([one.part for one in parts])), reduction)

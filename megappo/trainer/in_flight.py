@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megappo.batch.exchange import Exchange
 from megappo.batch.files import RowsFile, write_rows
 from megappo.models.train_engine import OptimizerStep
@@ -123,7 +121,4 @@ def _value(value: Any) -> Any:
 
 
 def _metrics(steps: Sequence[Mapping[str, tuple[str, Any]]]) -> OfSteps:
-    return [
-        {name: Metric(torch.tensor(part, dtype=torch.float64), reduction) for name, (reduction, part) in step.items()}
-        for step in steps
-    ]
+    return [{name: Metric.of_part(part, reduction) for name, (reduction, part) in step.items()} for step in steps]
