@@ -51,6 +51,7 @@ BENCHMARKS = {
     "sync, in stages": Benchmark("sync.py", ("--pipeline", "2"), ranks=2),
     "update": Benchmark("update.py"),
     "head": Benchmark("head.py"),
+    "step": Benchmark("step.py"),
     "rollout": Benchmark("rollout.py", ("--repeats", "3")),
 }
 

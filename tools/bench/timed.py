@@ -1,5 +1,5 @@
-"""What several benchmarks do: their arguments, seconds of calls, medians of calls in turn, rows of a table, ranks, a
-random Llama."""
+"""What several benchmarks do: their arguments, seconds of calls, medians of calls in turn, rows of a table, ranks,
+random models."""
 
 import argparse
 import json
@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+LAYERS, HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
+"""Of `write_qwen2`."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,7 @@ def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any],
 def write_llama(folder: Path, parameters: float, *, hidden: int, vocabulary: int) -> None:
     """A random fp32 Llama of about so many parameters, embeddings and head included."""
     # Here, as it takes seconds, and its import may want preparation that not all benchmarks do.
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import AutoConfig
 
     per_layer = 4 * hidden**2 + 3 * hidden * 4 * hidden
     config = AutoConfig.for_model(
@@ -113,6 +115,30 @@ def write_llama(folder: Path, parameters: float, *, hidden: int, vocabulary: int
         max_position_embeddings=256,
         tie_word_embeddings=False,
     )
+    _write(config, folder)
+
+
+def write_qwen2(folder: Path) -> None:
+    """A random fp32 Qwen2 of 110M parameters, with a tied head."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        tie_word_embeddings=True,
+    )
+    _write(config, folder)
+
+
+def _write(config: Any, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
     torch.manual_seed(0)
     disable_progress_bar()
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

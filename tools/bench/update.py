@@ -14,6 +14,8 @@ of 22 to 181 tokens, 1,646 in all, of which 1,240 are of responses. Compared, on
 - Hugging Face: an update of the same model on the same rows padded to the longest (1.76 times the tokens), with the
   same loss, entropy as a metric, clip and AdamW, in torch's own operations on the logits of all tokens.
 
+- updates of twice the tokens, in twice the rows and in rows twice as long.
+
 A ratio to the products is their seconds over those of what is compared: 1 were a model that does nothing else. The bars
 are for two cores that nothing else uses.
 """
@@ -22,6 +24,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,10 +40,9 @@ from megappo.torchvision_on_cpu import define_torchvision_operators
 megatron_setup.install()
 define_torchvision_operators()
 
-from timed import Row, medians, parser_of, report  # noqa: E402
+from timed import HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, Row, medians, parser_of, report, write_qwen2  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-from transformers.utils.logging import disable_progress_bar  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from megappo.batch.rows import Rows  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
@@ -50,7 +52,6 @@ from megappo.placement.layout import Layout  # noqa: E402
 from megappo.trainer.objectives import ActorLoss  # noqa: E402
 from megappo.trainer.train_engines import build_engines  # noqa: E402
 
-LAYERS, HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
 PROMPTS = (12, 30, 22, 41, 17, 28, 9, 35, 25, 36, 38, 20, 31, 26, 22, 14)
 RESPONSES = tuple(10 + 9 * (7 * i % 16) for i in range(16))
 BARS = {"update": "at least 0.68", "pass": "at least 0.78"}
@@ -62,27 +63,11 @@ SETTINGS = {
 }
 
 
-def write_model(folder: Path) -> None:
-    config = AutoConfig.for_model(
-        "qwen2",
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    disable_progress_bar()
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-
-
-def make_rows() -> Rows:
-    """Random rows with what the policy's loss reads."""
+def make_rows(*, copies: int = 1, stretched: int = 1) -> Rows:
+    """Random rows with what the policy's loss reads: so many times as many, so many times as long."""
     generator = torch.Generator().manual_seed(0)
-    prompts, responses = torch.tensor(PROMPTS), torch.tensor(RESPONSES)
-    mask = (torch.arange(max(RESPONSES)) < responses[:, None]).float()
+    prompts, responses = (stretched * torch.tensor(lengths * copies) for lengths in (PROMPTS, RESPONSES))
+    mask = (torch.arange(int(responses.max())) < responses[:, None]).float()
     tokens = [torch.randint(VOCABULARY, (length,), generator=generator) for length in (prompts + responses).tolist()]
     noise, advantages = torch.randn(2, *mask.shape, generator=generator)
     old = (0.1 * noise - torch.tensor(float(VOCABULARY)).log()) * mask
@@ -91,11 +76,21 @@ def make_rows() -> Rows:
     return Rows(ids, ids, prompts, responses, tokens, fields)
 
 
+def grown() -> dict[str, Rows]:
+    """Of twice the tokens: an update of them should take twice as long."""
+    return {"twice the rows": make_rows(copies=2), "rows twice as long": make_rows(stretched=2)}
+
+
+def loss_of(rows: Rows, config: Config) -> LossFn:
+    """Of a mini-batch of these rows."""
+    return ActorLoss(config, int(rows.response_mask.sum()), len(rows))
+
+
 class HuggingFace:
     """An update of a padded batch as one writes it with transformers and torch alone."""
 
-    def __init__(self, folder: Path, config: Config, rows: Rows, loss_fn: LossFn):
-        self.rows, self.loss_fn, optim = rows, loss_fn, config.actor.optim
+    def __init__(self, folder: Path, config: Config, rows: Rows):
+        self.rows, self.loss_fn, optim = rows, loss_of(rows, config), config.actor.optim
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
@@ -175,17 +170,17 @@ def make_engine(folder: Path) -> tuple[Config, TrainedEngine]:
 
 def make_actions(folder: Path) -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
-    write_model(folder)
+    write_qwen2(folder)
     rows = make_rows()
     config, engine = make_engine(folder)
-    loss_fn = ActorLoss(config, int(rows.response_mask.sum()), len(rows))
     products = Products(rows)
     return {
-        "update": lambda: engine.train_batch(rows, loss_fn),
+        "update": partial(engine.train_batch, rows, loss_of(rows, config)),
+        **{name: partial(engine.train_batch, more, loss_of(more, config)) for name, more in grown().items()},
         "products of the update": products.update,
         "pass": lambda: engine.forward(rows),
         "products of the pass": products.forward,
-        "Hugging Face's update": HuggingFace(folder, config, rows, loss_fn).update,
+        "Hugging Face's update": HuggingFace(folder, config, rows).update,
     }
 
 
@@ -199,6 +194,7 @@ def compare(actions: dict[str, Callable[[], object]], repeats: int) -> list[Row]
             for name, bar in BARS.items()
         ),
         Row("update", hugging_face / update, "at least 3", "Hugging Face's, padded", update),
+        *(Row(f"update of {name}", took[name] / update, "at most 2.1", "an update", took[name]) for name in grown()),
     ]
 
 

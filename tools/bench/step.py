@@ -1,0 +1,136 @@
+"""Time whole steps of whole runs: what of the quickstart's is neither models nor engines, and what of a larger model's
+is the products that its mathematics needs.
+
+    python tools/bench/step.py
+    python tools/bench/step.py --json FILE
+
+Runs of megappo.train under torchrun, two ranks on a CPU, one thread each, as launch/local.sh starts them; figures are
+medians of the steps after the first.
+
+- the quickstart's job, without held-out questions and checkpoints. Of a step counts what is not rollout, forward pass,
+  update (backward pass and optimizer) or sync: scoring, moving rows, advantages, metrics.
+- a Qwen2 of 110M parameters, its actor on TP2, the critic, of the same shape, on PP2; 32 rows of about 124 tokens. The
+  share of a step that its matrix products would take at the rate that both ranks reach together in a product of two
+  square matrices: by the formulas of MFU, for rollout, three forward passes and two updates.
+"""
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from megappo.torchvision_on_cpu import define_torchvision_operators
+
+define_torchvision_operators()
+
+import yaml  # noqa: E402
+from timed import VOCABULARY, Row, on_ranks, parser_of, report, write_qwen2  # noqa: E402
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
+
+from megappo.architecture.parsing import read_architecture  # noqa: E402
+from megappo.estimate.flops import TRAINING, flops_of  # noqa: E402
+from megappo.observe.metrics import read_metrics  # noqa: E402
+from megappo.trainer.utilisation import peak_flops  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+MODEL_WORK = {"rollout", "old_log_probs", "ref_log_probs", "values", "update_actor", "update_critic", "sync"}
+PROMPT, RESPONSE, ROWS = 28, 96, 32
+PASSES = 1 + 3 + 2 * TRAINING
+"""Forward passes that a step is worth: what a rollout computes is one."""
+LARGER = {
+    "model": {"dtype": "fp32"},
+    "placement": {"actor, critic": "0-1", "rollout": 0},
+    "actor": {"parallel": {"tensor": 2}, "optim": {"lr": 1e-6}, "ppo_mini_batch_size": ROWS},
+    "critic": {"parallel": {"pipeline": 2}, "optim": {"lr": 1e-6}, "ppo_mini_batch_size": ROWS},
+    "rollout": {"n": 1, "max_response_length": RESPONSE},
+    "data": {"train_batch_size": ROWS, "max_prompt_length": PROMPT},
+}
+
+
+def steps_of(config: Path, output: Path, *overrides: str) -> list[Mapping[str, float]]:
+    """The metrics of a run's steps, without the first."""
+    changes = (f"trainer.output_dir={output}", "trainer.eval_interval=0", "trainer.export_hf=false", *overrides)
+    torchrun = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, *torchrun, "-m", "megappo.train", config, *changes],
+        check=True,
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.DEVNULL,
+    )
+    return read_metrics(output)[1:]
+
+
+def quickstart(folder: Path, steps: int) -> Row:
+    """The share that is not the models' and engines'."""
+    make = [sys.executable, "tools/make_quickstart.py", "--output", folder, "--force"]
+    subprocess.run(make, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    paths = (f"model.path={folder}/model", f"data.train_files={folder}/train.jsonl", "data.val_files=[]")
+    length = (f"trainer.total_steps={steps + 1}", f"trainer.save_interval={steps + 1}")
+    found = steps_of(ROOT / "configs" / "quickstart.yaml", folder / "run", *paths, *length)
+    took = statistics.median(step["timing_s/step"] for step in found)
+    others = statistics.median(
+        step["timing_s/step"] - sum(step[f"timing_s/{phase}"] for phase in MODEL_WORK) for step in found
+    )
+    return Row("quickstart's step, neither models nor engines", others / took, "at most 0.03", "the step", took)
+
+
+def larger(folder: Path, steps: int) -> Row:
+    """The share of its matrix products."""
+    write_qwen2(folder / "model")
+    write_words(folder)
+    config = folder / "config.yaml"
+    sections = {
+        "model": LARGER["model"] | {"path": str(folder / "model")},
+        "data": LARGER["data"] | {"train_files": [str(folder / "prompts.jsonl")]},
+        "trainer": {"total_steps": steps + 1, "save_interval": steps + 1},
+    }
+    config.write_text(yaml.safe_dump(LARGER | sections))
+    found = steps_of(config, folder / "run")
+    took = statistics.median(step["timing_s/step"] for step in found)
+    responses = statistics.fmean(step["rollout/response_length/mean"] for step in found)
+    forward = flops_of(read_architecture(folder / "model")).forward([(PROMPT + responses, responses)] * ROWS)
+    products = PASSES * forward / on_ranks(RANKS, rate)
+    return Row("step of a Qwen2 of 110M", products / took, "at least 0.5", "the rate of plain products", took)
+
+
+def rate(rank: int) -> float:
+    """Operations a second of all ranks."""
+    return RANKS * peak_flops("fp32")
+
+
+def write_words(folder: Path) -> None:
+    """A tokenizer of digits and of words without meaning, and prompts of digits."""
+    words = {"<eos>": 0, **{str(digit): 1 + digit for digit in range(10)}}
+    words |= {f"w{i}": i for i in range(len(words), VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.save(str(folder / "model" / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "0"}
+    (folder / "model" / "tokenizer_config.json").write_text(json.dumps(config))
+    rng = random.Random(0)
+    prompts = ["".join(rng.choices("0123456789", k=PROMPT)) for _ in range(16 * ROWS)]
+    lines = [json.dumps({"prompt": prompt, "label": "0"}) for prompt in prompts]
+    (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [quickstart(Path(folder, "quickstart"), 8 * args.repeats), larger(Path(folder), args.repeats)]
+    report(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
