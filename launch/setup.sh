@@ -13,6 +13,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 pytorch_index=${PYTORCH_INDEX:-https://download.pytorch.org/whl}
 kind=${1:-cpu}
+if [[ $kind == -h || $kind == --help ]]; then
+    sed -n '2,/^set/{/^set/d; s/^# \{0,1\}//; p}' launch/setup.sh
+    exit
+fi
 build_te=${TRANSFORMER_ENGINE:-yes}
 venv=.venv
 [[ $kind == gpu ]] && venv=.venv-gpu
