@@ -17,7 +17,7 @@ BOTTOM = frozenset(
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "training", "plan", "serve", "doctor"})
 FROM_TOOLS = frozenset({"batch", "weights", "checkpoint", "models", "placement", "megatron_setup"}) | BOTTOM
-FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "ppo", "trainer", "megatron_setup"}
+FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "estimate", "ppo", "trainer", "megatron_setup"}
 HEAVY = {
     "megatron": (
         "megappo/models/",

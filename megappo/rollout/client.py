@@ -69,12 +69,13 @@ class Generation:
     """One response.
 
     tokens include the stop token. log_probs[t] is log p(tokens[t] | all before), after temperature, over the whole
-    vocabulary even where top_p or top_k cut it.
+    vocabulary even where top_p or top_k cut it. num_cached tokens of the prompt needed no computing.
     """
 
     tokens: list[int]
     log_probs: list[float]
     finish_reason: Literal["stop", "length"]
+    num_cached: int = 0
 
 
 class EngineClient:
@@ -373,4 +374,4 @@ def _checked_generation(tokens: list[int], meta: dict[str, Any]) -> Generation:
         raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
     if any(value is None or not math.isfinite(value) for value in log_probs):
         raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
-    return Generation(tokens, log_probs, finish)
+    return Generation(tokens, log_probs, finish, meta.get("cached_tokens", 0))

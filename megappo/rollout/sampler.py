@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -35,16 +36,36 @@ class Sample:
         return sum(log_prob is not None for log_prob in self.log_probs)
 
 
+@dataclass
+class Use:
+    """How busy an engine was.
+
+    Attributes:
+        seconds: since it was asked first; sequence_seconds: the same for each sequence that it had, of all together.
+        prompt_tokens: of the sequences that it finished; cached_tokens: how many of them needed no computing.
+    """
+
+    seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+    def __add__(self, other: "Use") -> "Use":
+        return Use(*(mine + further for mine, further in zip(astuple(self), astuple(other), strict=True)))
+
+
 @dataclass(frozen=True)
 class Sampled:
     """What an engine wrote.
 
     Attributes:
         samples: all n of each prompt that is among them.
+        use: of the engine meanwhile.
         fault: why there are no more, where the engine has failed.
     """
 
     samples: list[Sample]
+    use: Use
     fault: EngineFault | None = None
 
 
@@ -104,8 +125,8 @@ def sample(
     try:
         _run(work())
     except EngineFault as fault:
-        return Sampled(asking.samples, fault)
-    return Sampled(asking.samples)
+        return Sampled(asking.samples, asking.use, fault)
+    return Sampled(asking.samples, asking.use)
 
 
 class _Asking:
@@ -114,7 +135,7 @@ class _Asking:
     Args:
         room: sequences that the engine is to have at once.
     Attributes:
-        samples: so far; all n of each prompt that is among them.
+        samples: so far; all n of each prompt that is among them. use: of the engine, until the last change.
     """
 
     def __init__(
@@ -127,6 +148,8 @@ class _Asking:
         room: int,
     ):
         self.samples: list[Sample] = []
+        self.use = Use()
+        self._num_running, self._since = 0, time.perf_counter()
         self._prompts, self._n, self._params = prompts, n, params
         self._client, self._take = client, take
         self._room, self._has_room = room, asyncio.Event()
@@ -135,14 +158,14 @@ class _Asking:
         """Request, again and again, as many prompts as there is room for; until all are taken, and these answered."""
         async with asyncio.TaskGroup() as requests:
             while True:
-                count = self._room // self._n
+                count = (self._room - self._num_running) // self._n
                 first = self._take(count)
                 if taken := self._prompts[first : first + count]:
                     requests.create_task(self._answers(http, taken))
+                self._now_running(self._n * len(taken))
                 if len(taken) < count:
                     return
-                self._room -= self._n * count
-                while self._room < self._n:
+                while self._room - self._num_running < self._n:
                     self._has_room.clear()
                     await self._has_room.wait()
                 await asyncio.sleep(GATHERING_SECONDS)
@@ -158,8 +181,17 @@ class _Asking:
                 group[position % n] = response
                 if len(group) == n:
                     self.samples += _group(taken[position // n][0], group)
-                self._room += 1
+                self.use.prompt_tokens += len(repeated[position])
+                self.use.cached_tokens += response.num_cached
+                self._now_running(-1)
                 self._has_room.set()
+
+    def _now_running(self, more: int) -> None:
+        """So many sequences more than before."""
+        now = time.perf_counter()
+        self.use.seconds += now - self._since
+        self.use.sequence_seconds += self._num_running * (now - self._since)
+        self._num_running, self._since = self._num_running + more, now
 
 
 def _group(prompt_index: int, responses: Mapping[int, Generation]) -> list[Sample]:

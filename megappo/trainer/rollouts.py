@@ -16,11 +16,12 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.interruption import INTERRUPTION, Interrupted
 from megappo.listening import run_store
+from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
-from megappo.rollout.sampler import Sample, Sampled, sample, store_counter
+from megappo.rollout.sampler import Sample, Sampled, Use, sample, store_counter
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
@@ -77,6 +78,7 @@ class Rollouts:
         self._store = run_store()
         self._num_counters = 0
         self._nums_scores: set[int] = set()
+        self._use = Use()
 
     def respond(self, prompts: Sequence[Prompt]) -> Responses:
         """This rank's share of a step's responses; all ranks call it and return together."""
@@ -102,6 +104,7 @@ class Rollouts:
         while left:
             sampled = self._round(left, n, params, on_prompts=lambda count: progress(finished(count) + count))
             samples += sampled.samples
+            self._use += sampled.use
             raise_if_interrupted(self.exchange)
             if not self.restarts.were_needed(sampled.fault):
                 break
@@ -119,7 +122,7 @@ class Rollouts:
         """What this rank's engine gets to of prompts that have no responses yet."""
         take = self._new_counter()
         if self.client is None:
-            return Sampled([])
+            return Sampled([], Use())
         return sample(
             prompts,
             n,
@@ -162,9 +165,7 @@ class Rollouts:
 
     def _num_scores(self, found: set[int]) -> int:
         """K, from what workers, ranks and steps have found it to be."""
-        if not self._nums_scores:  # later on a rank finds by itself that there are others
-            found = set().union(*self.exchange.share(found))
-        self._nums_scores = self._nums_scores | found
+        self._nums_scores = self._nums_scores.union(*self.exchange.share(found))
         if len(self._nums_scores) > 1:
             numbers = " and of others ".join(map(str, sorted(self._nums_scores)))
             raise RewardError(
@@ -192,7 +193,17 @@ class Rollouts:
             baselines = {"baselines": self._baselines(responses.greedy, prompts, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
             num_tokens += sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
-        return batch, {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
+        metrics = {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
+        return batch, metrics | self._take_use()
+
+    def _take_use(self) -> dict[str, float]:
+        """Metrics of all engines since the last call; all ranks together."""
+        use, self._use = self._use, Use()
+        parts = {
+            "rollout/running_requests": Metric.of_part((use.sequence_seconds, use.seconds), "mean"),
+            "rollout/cached_prompt_frac": Metric.of_part((use.cached_tokens, use.prompt_tokens), "mean"),
+        }
+        return reduce_ranks(self.exchange.share(parts if use.prompt_tokens else {}))
 
     def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:
         """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay."""
