@@ -149,8 +149,11 @@ class Exchange:
             rows: the rows here, in the order of `sources[rank]`.
             sources: each row once. destinations: each row on any number of ranks.
             names: fields to move, the same on every rank; of several columns: in `rows` even where these are none.
+
+        Raises:
+            ValueError: other rows are here than `sources` says.
         """
-        route = _Route.of(self.rank, sources, destinations)
+        route = self._route(rows, sources, destinations)
         lengths = table.prompt_lengths + table.response_lengths
         sent = [rows.input_ids[i].to("cpu", torch.int64) for i in route.outgoing.tolist()]
         flat = torch.cat(sent) if sent else torch.empty(0, dtype=torch.int64)
@@ -168,8 +171,16 @@ class Exchange:
         destinations: RankRows,
         names: Sequence[str],
     ) -> Rows:
-        """`into`, the rows `destinations[rank]` this rank already has, with the named fields of `rows` added."""
-        return self._add_fields(rows, into, table, _Route.of(self.rank, sources, destinations), names)
+        """`into`, the rows `destinations[rank]` this rank already has, with the named fields of `rows` added.
+
+        Args and Raises: as `move`.
+        """
+        return self._add_fields(rows, into, table, self._route(rows, sources, destinations), names)
+
+    def _route(self, rows: Rows, sources: RankRows, destinations: RankRows) -> "_Route":
+        if rows.ids.tolist() != list(sources[self.rank]):
+            raise ValueError(f"expected rows {sources[self.rank]} here, in this order; found {rows.ids.tolist()}")
+        return _Route.of(self.rank, sources, destinations)
 
     def _add_fields(self, rows: Rows, into: Rows, table: RowTable, route: "_Route", names: Sequence[str]) -> Rows:
         """In one collective those per token, in another those per row."""
@@ -183,7 +194,7 @@ class Exchange:
         if not names:
             return {}
         sent = _is_token(rows.max_response_length, rows.response_lengths[route.outgoing])
-        values = [_held(rows, name, sent.shape[1])[route.outgoing][sent] for name in names]
+        values = [_held(rows, name, (sent.shape[1],))[route.outgoing][sent] for name in names]
         received = self._all_to_all(torch.stack(values, dim=1), route, table.response_lengths)
         arrived = _is_token(table.max_response_length, table.response_lengths[route.arriving])
         moved = {}
@@ -264,10 +275,10 @@ def _is_token(width: int, lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(width) < lengths[:, None]
 
 
-def _held(rows: Rows, name: str, *width: int) -> torch.Tensor:
-    """A field's values; a rank without rows need not have it, but where it has columns."""
+def _held(rows: Rows, name: str, shape: tuple[int, ...] = ()) -> torch.Tensor:
+    """A field's values, of this shape each; a rank without rows need not have it, but where it has columns."""
     if not len(rows) and not field_of(name).has_columns:
-        return torch.zeros(0, *width)
+        return torch.zeros(0, *shape)
     return rows.field(name).to("cpu", torch.float32)
 
 

@@ -182,7 +182,7 @@ class Rollout(Section):
     mem_fraction_static: OpenFraction = Field(0.5, description="share of GPU memory for the engine's weights and KV cache (GPU only)")
     max_total_tokens: Positive | None = Field(None, description="KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)")
     start_timeout_seconds: PositiveFloat = Field(1500.0, description="how long an engine may take to start; the first on a GPU compiles kernels")
-    request_timeout_seconds: PositiveFloat = Field(1800.0, description="how long a rollout may wait for an engine to finish the next of its responses, or an engine read weights from a disk")
+    request_timeout_seconds: PositiveFloat = Field(1800.0, description="how long a request of a rollout may go without a further response, or an engine take to read weights from a disk")
     max_engine_restarts: NonNegative = Field(3, description="how often in a row an engine that crashes, hangs or answers nonsense is started anew before the run saves and ends")
     engines: tuple[str, ...] = Field((), description="addresses, http://host:port, of SGLang servers that you started and look after, in place of engines of megappo's own; the environment variable MEGAPPO_ENGINE_API_KEY has their key")
     port: NonNegative = Field(0, le=65535, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")

@@ -21,8 +21,8 @@ TOO_LATE = (httpx.ReadTimeout, httpx.WriteTimeout)
 """An engine that has been reached does not answer in time."""
 IDLE_SECONDS = 60.0
 """How long an engine may take to be idle."""
-EVENT = "data: "
-LAST_EVENT = "data: [DONE]"
+EVENT = b"data: "
+LAST_EVENT = b"data: [DONE]"
 """Of the lines of a stream."""
 HANG_SECONDS = 300.0
 """How long an engine that is asked for something may show no sign of life: SGLang's own watchdog_timeout."""
@@ -84,8 +84,8 @@ class EngineClient:
     Args:
         url: http://host:port.
         api_key: the server's key; "" where it asks for none.
-        timeout: seconds that `generate_async` waits for the next response, or a read of weights from a disk may take,
-            which is a fault after that.
+        timeout: seconds for which a request of `generate_async` may go without a further response, or that a read of
+            weights from a disk may take, which is a fault after that.
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
         hang_seconds: that any other request may take; see also `watch`.
@@ -190,9 +190,12 @@ class EngineClient:
             with LIFE.waiting():
                 async with http.stream("POST", "/generate", json=_stream_body(prompts, params)) as response:
                     async for event in self._events("/generate", response):
-                        for position, generation in _finished(event):
+                        with _expecting_response(event):
+                            if not event["meta_info"]["finish_reason"]:
+                                continue
+                            position, generation = event["index"], _generation(event)
                             left.remove(position)
-                            yield position, generation
+                        yield position, generation
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
         if left:
@@ -203,12 +206,19 @@ class EngineClient:
         if response.status_code != 200:
             await response.aread()
             self._checked(path, response)
-        async for line in response.aiter_lines():
-            if line.startswith(EVENT) and line != LAST_EVENT:
-                event = self._parsed(path, line.removeprefix(EVENT))
-                if "error" in event:  # found after the status had been sent
-                    raise self._refusal(path, event["error"]["code"], line)
-                yield event
+        rest = b""
+        async for part in response.aiter_bytes():  # aiter_lines would also end them within a text
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                if line.startswith(EVENT) and line != LAST_EVENT:
+                    yield self._event(path, line.removeprefix(EVENT))
+
+    def _event(self, path: str, data: bytes) -> Any:
+        event = self._parsed(path, data)
+        with _expecting_response(event):
+            if "error" in event:  # found after the status had been sent
+                raise self._refusal(path, event["error"]["code"], data.decode())
+        return event
 
     async def watch(self, http: httpx.AsyncClient) -> NoReturn:
         """Look after an engine that has been asked for something, until cancelled.
@@ -294,7 +304,7 @@ class EngineClient:
         )
 
     def _takes_long(self, path: str) -> str:
-        return f"{self.url}{path} took over {self.timeout:g} s: raise rollout.request_timeout_seconds"
+        return f"{self.url}{path} sent nothing for {self.timeout:g} s: raise rollout.request_timeout_seconds"
 
     def _unreachable(self, path: str, error: httpx.TransportError) -> EngineError:
         self._check_alive()
@@ -309,18 +319,19 @@ class EngineClient:
     def _checked(self, path: str, response: httpx.Response) -> Any:
         """The reply's JSON (or None), after checking both of SGLang's ways to say no."""
         is_json = response.headers.get("content-type", "").startswith("application/json")
-        reply = self._parsed(path, response.text) if is_json and response.content else None
+        reply = self._parsed(path, response.content) if is_json and response.content else None
         in_vain = isinstance(reply, dict) and reply.get("success") is False
         if response.status_code != 200 or in_vain:
             is_fault = in_vain and path in OF_GROUPS
             raise self._refusal(path, response.status_code, response.text, is_fault=is_fault)
         return reply
 
-    def _parsed(self, path: str, text: str) -> Any:
+    def _parsed(self, path: str, data: bytes) -> Any:
         try:
-            return json.loads(text)
+            return json.loads(data)
         except ValueError as error:
-            raise EngineFault(f"{self.url}{path} answered what is no JSON ({error}): {text[:500]}") from error
+            found = data[:500].decode(errors="replace")
+            raise EngineFault(f"{self.url}{path} answered what is no JSON ({error}): {found}") from error
 
     def _refusal(self, path: str, status: int, reply: str, *, is_fault: bool = False) -> EngineError:
         # What is wrong with the request itself would be so another time.
@@ -345,12 +356,6 @@ def _generations(replies: Any, expected: int) -> list[Generation]:
     return [_generation(reply) for reply in replies]
 
 
-def _finished(event: Any) -> list[tuple[int, Generation]]:
-    """The response that an event of a stream ends, with its position among the prompts, if it ends one."""
-    with _expecting_response(event):
-        return [(event["index"], _generation(event))] if event["meta_info"]["finish_reason"] else []
-
-
 def _generation(reply: Any) -> Generation:
     with _expecting_response(reply):
         return _checked_generation(reply["output_ids"], reply["meta_info"])
@@ -358,6 +363,7 @@ def _generation(reply: Any) -> Generation:
 
 @contextlib.contextmanager
 def _expecting_response(reply: Any) -> Iterator[None]:
+    """Takes what is not as it should be for the engine's fault."""
     try:
         yield
     except (LookupError, TypeError) as error:
@@ -365,13 +371,16 @@ def _expecting_response(reply: Any) -> Iterator[None]:
 
 
 def _checked_generation(tokens: list[int], meta: dict[str, Any]) -> Generation:
-    finish = meta["finish_reason"]["type"]
-    if finish not in FINISH_REASONS:
-        raise EngineFault(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {meta['finish_reason']}")
+    end = meta["finish_reason"]
+    if end["type"] not in FINISH_REASONS:
+        kind = EngineFault if (end.get("status_code") or 500) >= 500 else EngineError
+        raise kind(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {end}")
+    if meta["completion_tokens"] != len(tokens):
+        raise EngineFault(f"expected all {meta['completion_tokens']} tokens of a response at once, got {len(tokens)}")
     entries = meta["output_token_logprobs"]
     log_probs = [entry[0] for entry in entries]
     if [entry[1] for entry in entries] != tokens:
         raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
     if any(value is None or not math.isfinite(value) for value in log_probs):
         raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
-    return Generation(tokens, log_probs, finish, meta.get("cached_tokens", 0))
+    return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0))

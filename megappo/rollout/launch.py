@@ -76,6 +76,7 @@ def server_arguments(
         "random_seed": seed,
         "tp_size": rollout.tensor_parallel,
         "skip_tokenizer_init": True,  # token ids in, token ids out
+        "incremental_streaming_output": False,  # the last event of a response holds all of it
         "max_running_requests": rollout.max_running_requests,
         "log_level": "warning",
         **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else OWN_CPU_ARGUMENTS),

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -101,18 +100,26 @@ def sample(
     Raises:
         EngineError: the engine refused a request, or took too long for it.
     """
-    room = max(n, min(max_running_requests, n * math.ceil(len(prompts) / num_engines)))
+    room = max(n, min(max_running_requests, n * (len(prompts) // num_engines)))
     asking = _Asking(prompts, n, params, client, take, room)
 
+    num_told = 0
+
+    def tell() -> None:
+        nonlocal num_told
+        if num_new := len(asking.samples) // n - num_told:
+            on_prompts(num_new)
+            num_told += num_new
+
     async def watch(answers: asyncio.Task) -> None:
-        num_told = 0
-        while not answers.done():
-            if stop():
-                answers.cancel()
-            await asyncio.wait([answers], timeout=STOP_SECONDS)
-            if num_new := len(asking.samples) // n - num_told:
-                on_prompts(num_new)
-                num_told += num_new
+        try:
+            while not answers.done():
+                if stop():
+                    answers.cancel()
+                await asyncio.wait([answers], timeout=STOP_SECONDS)
+                tell()
+        finally:
+            tell()
 
     async def work() -> None:
         async with client.open_async() as http, asyncio.TaskGroup() as tasks:

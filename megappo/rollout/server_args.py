@@ -13,7 +13,7 @@ from pathlib import Path
 # Set in `launch` and in Engine; a user's value would break the client, the safety or the placement.
 RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
 RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"}
-RESERVED |= {"custom_weight_loader"}
+RESERVED |= {"custom_weight_loader", "incremental_streaming_output"}
 FIELDS = "srt/arg_groups/fields"
 """Of SGLang: the folder whose classes declare the fields of ServerArgs."""
 

@@ -56,7 +56,7 @@ class InFlight:
         steps: Mapping[str, list[OptimizerStep]],
         seconds: Mapping[str, float],
         exchange: Exchange,
-    ) -> tuple[bool, dict[str, "Update"]]:
+    ) -> tuple[bool, dict[str, Update]]:
         """Take what the components have been trained on; whether any was interrupted, and their updates. All ranks
         together.
 

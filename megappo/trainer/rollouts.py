@@ -82,6 +82,7 @@ class Rollouts:
 
     def respond(self, prompts: Sequence[Prompt]) -> Responses:
         """This rank's share of a step's responses; all ranks call it and return together."""
+        self._use = Use()
         sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout")
         needs_greedy = self.config.algorithm.method.needs_greedy_baseline
         return Responses(sampled, self.sample(prompts, 1, self.greedy, "baselines") if needs_greedy else [])
@@ -194,11 +195,11 @@ class Rollouts:
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
             num_tokens += sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
         metrics = {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
-        return batch, metrics | self._take_use()
+        return batch, metrics | self._engine_metrics()
 
-    def _take_use(self) -> dict[str, float]:
-        """Metrics of all engines since the last call; all ranks together."""
-        use, self._use = self._use, Use()
+    def _engine_metrics(self) -> dict[str, float]:
+        """Metrics of all engines in the last `respond`; all ranks together."""
+        use = self._use
         parts = {
             "rollout/running_requests": Metric.of_part((use.sequence_seconds, use.seconds), "mean"),
             "rollout/cached_prompt_frac": Metric.of_part((use.cached_tokens, use.prompt_tokens), "mean"),

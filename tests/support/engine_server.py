@@ -10,12 +10,15 @@ from typing import Any
 from megappo.rollout.client import EngineClient
 
 HANG_SECONDS = 0.6
+LINE_SEPARATOR = "\u2028"
+"""In a text; some programs end lines there."""
 
 
-def response(tokens: list[int], log_probs: list[float], reason: str = "stop") -> dict[str, Any]:
-    """SGLang's of one sequence."""
+def response(tokens: list[int], log_probs: list[float], reason: str = "stop", **more: Any) -> dict[str, Any]:
+    """SGLang's of one sequence; `more` of its end."""
     entries = [[value, token, None] for value, token in zip(log_probs, tokens, strict=True)]
-    return {"output_ids": tokens, "meta_info": {"finish_reason": {"type": reason}, "output_token_logprobs": entries}}
+    end = {"finish_reason": {"type": reason, **more}, "completion_tokens": len(tokens)}
+    return {"output_ids": tokens, "meta_info": end | {"output_token_logprobs": entries}, "text": LINE_SEPARATOR}
 
 
 WELL = response([5, 6], [-1.0, -2.0])
@@ -25,9 +28,21 @@ NONSENSE: dict[str, Callable[[int], Any]] = {
     "other tokens": lambda count: [WELL | {"output_ids": [7, 8]}] * count,
     "no numbers": lambda count: [response([5], [float("nan")])] * count,
     "aborted": lambda count: [response([5], [-1.0], "abort")] * count,
-    "no log-probs": lambda count: [{"output_ids": [5], "meta_info": {"finish_reason": {"type": "stop"}}}] * count,
+    "cut": lambda count: [WELL | {"output_ids": [6]}] * count,
+    "refused": lambda count: [response([5], [-1.0], "abort", status_code=400)] * count,
+    "no log-probs": lambda count: [WELL | {"meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 2}}],
 }
 """Of so many sequences."""
+LATE: dict[str, list[Any]] = {
+    "late refusal": [{"error": {"message": "why", "code": 400}}],
+    "late error": [{"error": {"message": "why", "code": 500}}],
+    "other error": [{"error": "why"}],
+    "twice": [WELL | {"index": 0}],
+    "unasked": [WELL | {"index": 99}],
+    "null": [None],
+    "break": [],
+}
+"""What a stream goes on with after its first response."""
 
 
 def _well(count: int) -> list[dict[str, Any]]:
@@ -35,19 +50,19 @@ def _well(count: int) -> list[dict[str, Any]]:
 
 
 def _events(replies: Any) -> list[Any]:
-    """A stream of them: all begin, then they end, the last first."""
+    """A stream of them: all begin, then they end."""
     if not isinstance(replies, list):
         return [replies]
     begun = [WELL | {"index": i, "meta_info": {"finish_reason": None}} for i in range(len(replies))]
-    return begun + [reply | {"index": i} for i, reply in reversed(list(enumerate(replies)))]
+    return begun + [reply | {"index": i} for i, reply in enumerate(replies)]
 
 
 class EngineServer(ThreadingHTTPServer):
     """Usable as a context manager, which serves meanwhile.
 
     Attributes:
-        failure: of every request after `num_well` of them: of NONSENSE, or "no JSON", "crash", "hang" (of what
-            computes; "deaf": of what serves, too), "refusal", "late refusal" (in a stream), "error", "in vain".
+        failure: of every request after `num_well` of them: of NONSENSE or LATE, or "no JSON", "crash", "hang" (of what
+            computes; "deaf": of what serves, too), "refusal", "error", "in vain".
         before: called before each answer.
     """
 
@@ -79,6 +94,7 @@ class EngineServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: EngineServer
+    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         if self.server.failure == "deaf":
@@ -99,17 +115,25 @@ class _Handler(BaseHTTPRequestHandler):
         elif failure == "in vain":
             self._answer(400, b'{"success": false, "message": "why"}')
         elif failure == "no JSON":
-            self._answer(200, b"data: <html>" if body.get("stream") else b"<html>")
-        elif failure == "late refusal":
-            self._stream([{"error": {"message": "why", "code": 400}}])
+            self._answer(200, b"data: <html>\n\n" if body.get("stream") else b"<html>")
+        elif failure in LATE:
+            self._stream(_events(_well(count))[: count + 1] + LATE[failure], breaks=failure == "break")
         elif body.get("stream"):
             self._stream(_events(NONSENSE.get(failure, _well)(count)))
         else:
             self._answer(200, json.dumps(NONSENSE.get(failure, _well)(count)).encode())
 
-    def _stream(self, events: list[Any]) -> None:
-        lines = [json.dumps(event) for event in events] + ["[DONE]"]
-        self._answer(200, "".join(f"data: {line}\n\n" for line in lines).encode())
+    def _stream(self, events: list[Any], *, breaks: bool = False) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for line in [json.dumps(event, ensure_ascii=False) for event in events] + ["[DONE]"] * (not breaks):
+            for part in (b"data: ", f"{line}\n\n".encode()):
+                self.wfile.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+        self.close_connection = breaks
+        if not breaks:
+            self.wfile.write(b"0\r\n\r\n")
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)

@@ -44,8 +44,8 @@ ROOT = Path(__file__).parents[2]
 RANKS = 2
 MODEL_WORK = {"rollout", "old_log_probs", "ref_log_probs", "values", "update_actor", "update_critic", "sync"}
 PROMPT, RESPONSE, ROWS = 28, 96, 32
-PASSES = 1 + 3 + 2 * TRAINING
-"""Forward passes that a step is worth: what a rollout computes is one."""
+PASSES = {"policy": 1 + 2 + TRAINING, "value": 1 + TRAINING}
+"""Head -> the forward passes that a step of the model with it is worth: what a rollout computes is one."""
 LARGER = {
     "model": {"dtype": "fp32"},
     "placement": {"actor, critic": "0-1", "rollout": 0},
@@ -99,8 +99,10 @@ def larger(folder: Path, steps: int) -> Row:
     found = steps_of(config, folder / "run")
     took = statistics.median(step["timing_s/step"] for step in found)
     responses = statistics.fmean(step["rollout/response_length/mean"] for step in found)
-    forward = flops_of(read_architecture(folder / "model")).forward([(PROMPT + responses, responses)] * ROWS)
-    products = PASSES * forward / on_ranks(RANKS, rate)
+    flops = {head: flops_of(read_architecture(folder / "model", head)) for head in PASSES}
+    rows = [(PROMPT + responses, responses)] * ROWS
+    work = sum(passes * flops[head].forward(rows) for head, passes in PASSES.items())
+    products = work / on_ranks(RANKS, rate)
     return Row("step of a Qwen2 of 110M", products / took, "at least 0.5", "the rate of plain products", took)
 
 
