@@ -56,6 +56,7 @@ class Program:
         self.shared_memory: set[Path] = set()
         variables = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), "PROGRAM_UNDER_TEST": self.marker}
         two_ranks = (sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", *options)
+        self.started = time.time()
         with self.output_file.open("w") as output:
             self.process = subprocess.Popen(
                 [*prefix, *(command or (*two_ranks, "-m", "megappo.train")), *map(str, arguments)],
@@ -135,9 +136,10 @@ class Program:
         return processes + memory + [str(p) for p in self.temporary.iterdir() if not p.name.startswith(kept)]
 
     def _named_shared_memory(self) -> set[Path]:
-        """What the names say is of one of the processes."""
+        """What the names say is of one of the processes, and not of one that had its number before."""
         pids = {str(process.pid) for process in self.seen}
-        return {path for path in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", path.name))}
+        named = [path for path in Path("/dev/shm").iterdir() if pids & set(re.findall(r"\d+", path.name))]
+        return {path for path in named if _last_change(path) >= self.started}
 
     def _note(self) -> None:
         """Remember the processes of the tree, and the shared memory that they have mapped."""
@@ -155,6 +157,13 @@ class Program:
             return process.environ().get("PROGRAM_UNDER_TEST") == self.marker
         except psutil.Error:
             return False
+
+
+def _last_change(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def logged(run: Path) -> list[dict]:
