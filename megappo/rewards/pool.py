@@ -1,20 +1,16 @@
 """Scoring responses by a reward function in worker processes: user code can neither hang nor crash the trainer."""
 
-import ast
-import symtable
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from megappo.config.errors import looked_in
 from megappo.config.schema import Reward
 from megappo.observe.life import LIFE
-from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.process import Worker, WorkerError
+from megappo.rewards.spec import parse_spec
 
 START_TIMEOUT_SECONDS = 60.0
 """How long a worker may take to import the user's file."""
@@ -24,45 +20,6 @@ CLOSE_TIMEOUT_SECONDS = 2.0
 
 class RewardError(RuntimeError):
     """The reward function failed; the message names it and says what to do. The workers are gone."""
-
-
-def parse_spec(spec: str) -> tuple[str, str]:
-    """reward.function as (absolute file, function name); the file is "" for a built-in. Runs no user code.
-
-    Raises:
-        ValueError: neither a built-in nor FILE.py:FUNCTION, or no such file.
-    """
-    if spec in BUILTIN:
-        return "", spec
-    file, separator, name = spec.rpartition(":")
-    if not separator or not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"reward.function {spec!r}: expected {', '.join(BUILTIN)} or FILE.py:FUNCTION")
-    if not Path(file).is_file():
-        raise ValueError(f"reward.function {spec!r}: no file {file}{looked_in(file)}: correct the path")
-    return str(Path(file).resolve()), name
-
-
-def missing_function(spec: str) -> str:
-    """Why the file that `spec` names cannot define its function, as far as reading it tells; "" if it may.
-
-    Raises:
-        ValueError: as `parse_spec`.
-    """
-    file, name = parse_spec(spec)
-    if not file:
-        return ""
-    try:
-        tree = ast.parse(Path(file).read_bytes(), file)
-        table = symtable.symtable(Path(file).read_text(), file, "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
-        return f"reward.function {spec!r}: {file} is not Python: {error}"
-    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    brings_any = any(alias.name == "*" for node in imports for alias in node.names)
-    if brings_any or name in names:
-        return ""
-    own = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
-    return f"reward.function {spec!r}: {file} defines no {name}; it defines {', '.join(own) or 'no function'}"
 
 
 def load_reward(
@@ -76,8 +33,8 @@ def load_reward(
     """Start the workers of a reward function and wait until each has loaded it.
 
     Args:
-        spec: a built-in's name, or FILE.py:FUNCTION of (prompts: list[str], responses: list[str], labels: list) -> for
-            each response a finite number, or a list of as many as for all the others.
+        spec: a built-in's name, FILE.py:FUNCTION or package.module:FUNCTION, of (prompts: list[str], responses:
+            list[str], labels: list) -> for each response a finite number, or a list of as many as for all the others.
         num_workers: processes, each called with an equal share of the rows.
         timeout_seconds: how long one call may take.
         memory_limit_gib: memory that a process may take; None: any.
@@ -87,8 +44,9 @@ def load_reward(
         ValueError: the spec is malformed or names no file.
         RewardError: the file cannot be imported or has no such function.
     """
-    file, name = parse_spec(spec)
-    workers = [Worker(file, name, memory_limit_gib, pass_env) for _ in range(num_workers)]
+    found = parse_spec(spec)
+    source = found.module or found.file
+    workers = [Worker(source, found.name, memory_limit_gib, pass_env) for _ in range(num_workers)]
     return RewardPool(spec, workers, timeout_seconds, memory_limit_gib)
 
 

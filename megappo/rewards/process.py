@@ -39,17 +39,17 @@ class Worker:
     or when the worker does, and ends whatever user code has started by then.
 
     Args:
-        file, name: where the function is, as `parse_spec` gives it.
+        source, name: where the function is, see `worker`.
         memory_limit_gib, pass_env: as of `pool.load_reward`.
     """
 
-    def __init__(self, file: str, name: str, memory_limit_gib: float | None = None, pass_env: Collection[str] = ()):
+    def __init__(self, source: str, name: str, memory_limit_gib: float | None = None, pass_env: Collection[str] = ()):
         self.connection, theirs = socket.socketpair()
         keeper = [sys.executable, "-m", "megappo.keeper", str(os.getpid())]
         limit = "" if memory_limit_gib is None else str(int(memory_limit_gib * 2**30))
         with theirs:
             self.process = subprocess.Popen(
-                [*keeper, sys.executable, "-m", "megappo.rewards.worker", file, name, limit],
+                [*keeper, sys.executable, "-m", "megappo.rewards.worker", source, name, limit],
                 stdin=theirs,
                 env=environment(os.environ, pass_env),
                 start_new_session=True,

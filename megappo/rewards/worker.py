@@ -1,11 +1,12 @@
-"""The worker process: `python -m megappo.rewards.worker FILE FUNCTION MEMORY_BYTES` (FILE empty: a built-in function;
-MEMORY_BYTES empty: no limit).
+"""The worker process: `python -m megappo.rewards.worker SOURCE FUNCTION MEMORY_BYTES` (SOURCE: FILE.py, or a module's
+name, or empty for a built-in function; MEMORY_BYTES empty: no limit).
 
 Its standard input is a socket. From there it reads JSON, [prompts, responses, labels], until that closes, and answers
 each, and its own start, with one JSON object: {"scores": [[...], ...]}, a list for each response, {"ready": true} or
 {"error": "..."}. It imports the standard library alone, so it starts at once; the user's file imports what it likes.
 """
 
+import importlib
 import importlib.util
 import json
 import math
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
+from types import ModuleType
 from typing import Any
 
 from megappo.rewards.builtin import BUILTIN
@@ -34,12 +36,12 @@ TELLING_BYTES = 2**26
 
 
 def main() -> None:
-    file, name, limit = sys.argv[1:]
+    source, name, limit = sys.argv[1:]
     connection = _connection()
     if limit:
         _limit_memory(int(limit))
     own_pid = os.getpid()
-    function, error = _attempt(_load, file, name)
+    function, error = _attempt(_load, source, name)
     reply: dict[str, Any] = {"error": error} if error else {"ready": True}
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the owner went: so does the worker
         while True:
@@ -105,21 +107,26 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]} ... ({len(text)} characters)"
 
 
-def _load(file: str, name: str) -> Callable[..., Any]:
-    if not file:
+def _load(source: str, name: str) -> Callable[..., Any]:
+    if not source:
         return BUILTIN[name]
+    module = _from_file(source) if source.endswith(".py") else importlib.import_module(source)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = (key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
+        known = sorted(key for key in own if callable(vars(module)[key]) and not key.startswith("_"))
+        raise _BadResult(f"does not exist: the file defines {_cut(', '.join(known), 1000) or 'no function'}")
+    return function
+
+
+def _from_file(file: str) -> ModuleType:
     # The file can import its neighbours; they come last, so that they hide nothing.
     sys.path.append(os.path.dirname(file))
     spec = importlib.util.spec_from_file_location("megappo_user_reward", file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = (key for key, value in vars(module).items() if getattr(value, "__module__", None) == spec.name)
-        known = sorted(key for key in own if callable(vars(module)[key]) and not key.startswith("_"))
-        raise _BadResult(f"does not exist: the file defines {_cut(', '.join(known), 1000) or 'no function'}")
-    return function
+    return module
 
 
 def _score(function: Callable[..., Any], prompts: list[str], responses: list[str], labels: list) -> list[list[float]]:

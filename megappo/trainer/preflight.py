@@ -11,7 +11,7 @@ from megappo.placement.checks import component_errors
 from megappo.placement.components import components_of
 from megappo.placement.nodes import uneven_engines
 from megappo.placement.ranks import placement_layouts
-from megappo.rewards.pool import missing_function
+from megappo.rewards.spec import missing_function
 from megappo.rollout.server_args import server_args_errors
 from megappo.sync.route import find_route
 from megappo.trainer.files import file_errors

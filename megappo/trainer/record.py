@@ -14,7 +14,7 @@ from megappo.checkpoint.durable import put_durably
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.rewards.pool import parse_spec
+from megappo.rewards.spec import parse_spec
 from megappo.trainer.component import Batch
 from megappo.trainer.models import Phase
 
@@ -149,8 +149,8 @@ class Replay:
 
 
 def _digest(reward_function: str) -> str:
-    """Of the file that defines it; "" of a built-in."""
-    file, _ = parse_spec(reward_function)
+    """Of the file that defines it; "" of one without."""
+    file = parse_spec(reward_function).file
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
 

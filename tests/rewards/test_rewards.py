@@ -13,7 +13,8 @@ import pytest
 from reward_pools import load, score, scores
 
 from megappo.rewards.builtin import exact_match
-from megappo.rewards.pool import RewardError, load_reward, missing_function, parse_spec
+from megappo.rewards.pool import RewardError, load_reward
+from megappo.rewards.spec import missing_function, parse_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -199,10 +200,11 @@ def test_a_file_that_cannot_be_loaded_is_an_error_at_once(tmp_path: Path, body: 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("exact", "expected exact_match or FILE.py:FUNCTION"),
-        ("reward.py", "expected exact_match or FILE.py:FUNCTION"),
-        ("reward.txt:f", "expected exact_match or FILE.py:FUNCTION"),
-        ("reward.py:not a name", "expected exact_match or FILE.py:FUNCTION"),
+        ("exact", "expected exact_match, FILE.py:FUNCTION or package.module:FUNCTION"),
+        ("reward.py", "expected exact_match, FILE.py:FUNCTION"),
+        ("folder/reward.txt:f", "expected exact_match, FILE.py:FUNCTION"),
+        (":f", "expected exact_match, FILE.py:FUNCTION"),
+        ("reward.py:not a name", "expected exact_match, FILE.py:FUNCTION"),
         ("nowhere.py:f", "no file nowhere.py"),
     ],
 )
@@ -230,6 +232,28 @@ def test_reading_a_file_tells_whether_it_may_define_the_function(tmp_path: Path,
     error = missing_function(f"{tmp_path}/reward.py:f")
     assert found in error and bool(found) == bool(error)
     assert "defines" not in found or error.endswith(found)
+
+
+def test_a_module_is_imported_with_its_package_by_the_workers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "my_rewards"
+    (package / "maths").mkdir(parents=True)
+    (package / "__init__.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write('.')\n")
+    (package / "maths" / "numbers.py").write_text(
+        "from ..scale import SCALE\ndef f(prompts, responses, labels):\n    return [SCALE * n for n in labels]\n"
+    )
+    (package / "scale.py").write_text("SCALE = 3\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = "my_rewards.maths.numbers:f"
+    assert parse_spec(spec).file == str(package / "maths" / "numbers.py")
+    assert not (tmp_path / "imported").exists()
+    with load_reward(spec, num_workers=2, timeout_seconds=20) as pool:
+        assert score(pool) == [0.0, 3.0, 6.0]
+    assert (tmp_path / "imported").read_text() == ".."
+    with pytest.raises(RewardError, match=r"my_rewards.scale:f does not exist: the file defines no function"):
+        load_reward("my_rewards.scale:f", num_workers=1, timeout_seconds=20)
+    with pytest.raises(RewardError, match="raised ModuleNotFoundError: No module named 'my_rewards.nowhere'"):
+        load_reward("my_rewards.nowhere:f", num_workers=1, timeout_seconds=20)
 
 
 def test_as_many_labels_as_responses_are_needed():
