@@ -56,6 +56,7 @@ WITHOUT_TORCH = (
     "megappo/sync/route.py",
     "megappo/data/entries.py",
     "megappo/data/faults.py",
+    "megappo/data/fields.py",
     "megappo/data/prompts.py",
     "megappo/data/records.py",
     "megappo/data/token_bounds.py",

@@ -194,8 +194,8 @@ class Data(Section):
     train_files: tuple[str, ...] = Field(min_length=1, description="jsonl or parquet files of training prompts")
     val_files: tuple[str, ...] = Field((), description="jsonl or parquet files of held-out prompts; each is reported under its name")
     train_batch_size: Positive = Field(256, description="prompts per step, at most as many as train_files hold")
-    prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template")
-    label_key: str = Field("label", description="field passed to the reward function as the right answer")
+    prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template; a dotted name leads into objects")
+    label_key: str = Field("label", description="field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth")
     max_prompt_length: Positive = Field(1024, description="a longer prompt (in tokens) is an error that names its line")
     shuffle: bool = Field(True, description="a new order each epoch, from trainer.seed")
 

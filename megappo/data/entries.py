@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megappo.config.schema import Data
-from megappo.data.faults import Faults, lacking
+from megappo.data.faults import Faults
+from megappo.data.fields import Fields, look_up
 from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
 from megappo.data.tokenizer import encode, render
@@ -32,7 +32,7 @@ class Entry:
     label: Any
 
 
-def entry_of(record: Any, config: Data, tokenizer: "PreTrainedTokenizerBase") -> Entry:
+def entry_of(record: Any, fields: Fields, tokenizer: "PreTrainedTokenizerBase") -> Entry:
     """A record's entry.
 
     Raises:
@@ -42,11 +42,15 @@ def entry_of(record: Any, config: Data, tokenizer: "PreTrainedTokenizerBase") ->
         raise record
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")
-    options = {"prompt_key": config.prompt_key, "label_key": config.label_key}
-    missing = [lacking(option, name) for option, name in options.items() if name not in record]
+    values, missing = [], []
+    for wanted in fields.wanted:
+        try:
+            values.append(look_up(record, wanted.name))
+        except LookupError as reached:
+            missing.append(f"{wanted.fault}{reached}")
     if missing:
         raise ValueError(*missing)
-    prompt, label = record[config.prompt_key], record[config.label_key]
+    prompt, label = values
     _check_value("prompt", prompt)
     _check_value("label", label)
     text = prompt if isinstance(prompt, str) else render(prompt, tokenizer)
@@ -70,11 +74,13 @@ class Checker:
     """Looks for what is wrong with records.
 
     Args:
+        max_prompt_length: in tokens.
         vocab_size: tokens from this number on have no embedding in a model.
     """
 
-    def __init__(self, config: Data, tokenizer: "PreTrainedTokenizerBase", vocab_size: int):
-        self._config = config
+    def __init__(self, fields: Fields, tokenizer: "PreTrainedTokenizerBase", max_prompt_length: int, vocab_size: int):
+        self._fields = fields
+        self._max_prompt_length = max_prompt_length
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._bounds = TokenBounds(tokenizer)
@@ -88,7 +94,7 @@ class Checker:
             entries: dict[int, Entry] = {}
             for number, record in zip(part, records.at(part), strict=True):
                 try:
-                    entries[number] = entry_of(record, self._config, self._tokenizer)
+                    entries[number] = entry_of(record, self._fields, self._tokenizer)
                 except ValueError as error:
                     for fault in error.args:
                         faults.add(fault, [number + 1])
@@ -98,7 +104,7 @@ class Checker:
 
     def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str]]:
         """Prompts without tokens, with too many or unknown ones; where a text's length tells, it is not tokenised."""
-        limit = self._config.max_prompt_length
+        limit = self._max_prompt_length
         unsure: dict[int, Entry] = {}
         for number, entry in entries.items():
             fewest = self._bounds.at_least(entry.text)

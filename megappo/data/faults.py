@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megappo.data.fields import Wanted, listed
 from megappo.data.records import Records
 
 MAX_FAULTS = 10
 """Different faults of a file that are told; the records with others are counted."""
 MAX_NAMED = 3
 """Records named for one fault."""
-MAX_FIELDS = 200
-"""Characters of the fields that a file has."""
 
 
 @dataclass(frozen=True)
@@ -50,40 +49,33 @@ class Faults:
         self.found[fault] = known + count, sorted([*named, *numbers])[:MAX_NAMED]
 
 
-def lacking(option: str, name: str) -> str:
-    """The fault of a record without the field that an option of the data section names."""
-    return f"no field {name!r} (data.{option})"
-
-
-def fault_lines(file: DataFile, parts: Sequence[Faults], options: dict[str, str]) -> Iterator[str]:
+def fault_lines(file: DataFile, parts: Sequence[Faults], wanted: Sequence[Wanted]) -> Iterator[str]:
     """One line per fault, of all parts of a file together; a field that hardly any record has is the key's fault.
 
     Args:
-        options: prompt_key and label_key, and the fields that they name.
+        wanted: the fields that every record must have.
     """
     whole = Faults(sum(part.looked_at for part in parts), untold=sum(part.untold for part in parts))
     entries = [(fault, count, numbers) for part in parts for fault, (count, numbers) in part.found.items()]
     for fault, count, numbers in sorted(entries, key=lambda entry: entry[2][0]):  # as the file has them
         whole.add(fault, numbers, count)
-    key_faults = {lacking(option, name): (option, name) for option, name in options.items()}
     for fault, (count, numbers) in whole.found.items():
-        if fault in key_faults and 2 * count > whole.looked_at:
-            yield _wrong_key(file, whole.looked_at, count, *key_faults[fault])
+        lacked = next((field for field in wanted if fault.startswith(field.fault)), None)
+        if lacked and 2 * count > whole.looked_at:
+            yield _wrong_key(file, whole.looked_at, count, lacked, fault.removeprefix(lacked.fault))
         else:
             yield f"{file.key}: {file.path} {_named(file.records.unit, count, numbers)}: {fault}"
     if whole.untold:
         yield f"{file.key}: {file.path}: {whole.untold:,} {file.records.unit}(s) more are wrong in other ways"
 
 
-def _wrong_key(file: DataFile, looked_at: int, count: int, option: str, name: str) -> str:
+def _wrong_key(file: DataFile, looked_at: int, count: int, lacked: Wanted, reached: str) -> str:
     some = "any" if count == looked_at else f"{count:,}"
     them = f"its {looked_at:,} {file.records.unit}s"
     if looked_at < len(file.records):
         them = f"the {looked_at:,} {file.records.unit}s looked at"
-    fields = ", ".join(file.records.fields) or "none"
-    shown = fields if len(fields) <= MAX_FIELDS else f"{fields[:MAX_FIELDS]}..."
-    remedy = f"set data.{option}; the file has: {shown}"
-    return f"data.{option}: {file.path} has no field {name!r} in {some} of {them}: {remedy}"
+    remedy = f"{lacked.remedy}; the file has: {listed(file.records.fields)}"
+    return f"{lacked.key}: {file.path} has no field {lacked.name!r} in {some} of {them}{reached}: {remedy}"
 
 
 def _named(unit: str, count: int, numbers: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Data
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import DataFile, Faults, fault_lines
+from megappo.data.fields import Fields
 from megappo.data.records import Records, RecordsError, open_records
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ class PromptDataset:
         self.config = config
         self.seed = seed
         self._tokenizer = tokenizer
-        names = (config.prompt_key, config.label_key)
-        self.files = [DataFile(key, file, _open(key, file, names)) for file in files]
+        self._fields = Fields(config.prompt_key, config.label_key)
+        self.files = [DataFile(key, file, _open(key, file, self._fields.names)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
 
     def __len__(self) -> int:
@@ -101,14 +102,13 @@ class PromptDataset:
             vocab_size: tokens below it are known to every model.
             chosen: which records of a file, by their numbers from 0, when it has so many.
         """
-        checker = Checker(self.config, self._tokenizer, vocab_size)
+        checker = Checker(self._fields, self._tokenizer, self.config.max_prompt_length, vocab_size)
         return [checker.check(file.records, chosen(len(file.records))) for file in self.files]
 
     def fault_lines(self, parts: Iterable[Sequence[Faults]]) -> list[str]:
         """What several ranks' `check` found together, one line each."""
-        options = {"prompt_key": self.config.prompt_key, "label_key": self.config.label_key}
         of_files = zip(self.files, zip(*parts, strict=True), strict=True)
-        return [line for file, faults in of_files for line in fault_lines(file, faults, options)]
+        return [line for file, faults in of_files for line in fault_lines(file, faults, self._fields.wanted)]
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self))
@@ -117,7 +117,7 @@ class PromptDataset:
     def _entry(self, index: int) -> Entry:
         file = bisect.bisect_right(self._starts, index) - 1
         [record] = self.files[file].records.at([index - self._starts[file]])
-        return entry_of(record, self.config, self._tokenizer)
+        return entry_of(record, self._fields, self._tokenizer)
 
 
 def open_datasets(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megappo.data.fields import columns_for
+
 HEAD_BYTES = 4096
 """How much of a file tells what it is."""
 LINES_FOR_FIELDS = 100
@@ -89,11 +91,12 @@ class ParquetRows:
         try:
             with pyarrow.parquet.ParquetFile(file) as table:
                 self.fields = tuple(table.schema_arrow.names)
-                self._table = table.read(columns=[name for name in names if name in self.fields])
+                columns = columns_for(names, self.fields)
+                self._table = table.read(columns=columns)
                 self._num_rows = table.metadata.num_rows
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             raise RecordsError(f"is not a readable parquet file ({_first_line(error)}): write it again") from error
-        twice = [name for name in names if self.fields.count(name) > 1]
+        twice = [name for name in columns if self.fields.count(name) > 1]
         if twice:
             raise RecordsError(f"has several columns called {twice[0]!r}: rename all but one")
 
