@@ -201,7 +201,7 @@ class Data(Section):
 
 
 class Reward(Section):
-    function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels) -> list of scores, or of lists of them")
+    function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
     memory_limit_gib: PositiveFloat | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")

@@ -10,6 +10,7 @@ from megappo.data.fields import Fields, look_up
 from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
 from megappo.data.tokenizer import encode, render
+from megappo.rewards.forms import PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,11 +26,13 @@ class Entry:
 
     Attributes:
         text: as the model sees it. is_chat: from chat messages, whose template brings the special tokens itself.
+        columns: what the reward function takes besides.
     """
 
     text: str
     is_chat: bool
     label: Any
+    columns: dict[str, Any]
 
 
 def entry_of(record: Any, fields: Fields, tokenizer: "PreTrainedTokenizerBase") -> Entry:
@@ -50,13 +53,18 @@ def entry_of(record: Any, fields: Fields, tokenizer: "PreTrainedTokenizerBase") 
             missing.append(f"{wanted.fault}{reached}")
     if missing:
         raise ValueError(*missing)
-    prompt, label = values
+    prompt, label, *_ = values
+    columns = fields.columns_of(record)
     _check_value("prompt", prompt)
     _check_value("label", label)
+    for name, value in columns.items():
+        _check_value(f"field {name!r}, which reward.function takes,", value)
     text = prompt if isinstance(prompt, str) else render(prompt, tokenizer)
     if not text:
         raise ValueError("the prompt is empty")
-    return Entry(text, not isinstance(prompt, str), label)
+    if fields.takes.raw_prompts:
+        columns[PROMPTS] = prompt
+    return Entry(text, not isinstance(prompt, str), label, columns)
 
 
 def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:

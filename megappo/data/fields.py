@@ -1,9 +1,11 @@
-"""The fields of a data file's records that a run reads: prompt and label."""
+"""The fields of a data file's records that a run reads: prompt, label, and those that the reward function takes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+
+from megappo.rewards.forms import Takes
 
 MAX_NAMES = 200
 """Characters of the fields that a file or an object has, in messages."""
@@ -31,21 +33,38 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Fields:
-    """What a run reads of each record."""
+    """What a run reads of each record.
+
+    Attributes:
+        takes: of the reward function.
+    """
 
     prompt_key: str
     label_key: str
+    takes: Takes
 
     @cached_property
     def wanted(self) -> tuple[Wanted, ...]:
-        """Those that every record must have: prompt and label."""
+        """Those that every record must have: prompt, label, what the reward function needs."""
         keys = {"data.prompt_key": self.prompt_key, "data.label_key": self.label_key}
-        return tuple(Wanted(key, name, f"set {key}") for key, name in keys.items())
+        remedy = "rename its parameter, give it a default, or add the field"
+        return (
+            *(Wanted(key, name, f"set {key}") for key, name in keys.items()),
+            *(Wanted("reward.function", name, remedy) for name in self.takes.needed),
+        )
 
     @property
-    def names(self) -> Sequence[str]:
-        """All that may be asked for."""
-        return [wanted.name for wanted in self.wanted]
+    def names(self) -> Sequence[str] | None:
+        """All that may be asked for; None: any."""
+        if self.takes.welcome is None:
+            return None
+        return [*(wanted.name for wanted in self.wanted), *self.takes.welcome]
+
+    def columns_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """What the reward function takes of it; where that is any field, all but the prompt."""
+        needed, welcome = self.takes.needed, self.takes.welcome
+        others = [name for name in record if name != self.prompt_key] if welcome is None else welcome
+        return {name: record[name] for name in (*needed, *others) if name in record}
 
 
 def look_up(fields: Mapping[str, Any], name: str, within: str = "") -> Any:
@@ -67,8 +86,10 @@ def look_up(fields: Mapping[str, Any], name: str, within: str = "") -> Any:
     return look_up(fields[first], rest, path)
 
 
-def columns_for(names: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Of a table's columns those that fields of these names are in."""
+def columns_for(names: Sequence[str] | None, columns: Sequence[str]) -> list[str]:
+    """Of a table's columns those that fields of these names are in; None: any."""
+    if names is None:
+        return list(columns)
     holders = [name if name in columns else name.partition(".")[0] for name in names]
     return [name for name in dict.fromkeys(holders) if name in columns]
 

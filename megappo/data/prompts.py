@@ -4,7 +4,7 @@ import bisect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import DataFile, Faults, fault_lines
 from megappo.data.fields import Fields
 from megappo.data.records import Records, RecordsError, open_records
+from megappo.rewards.forms import NOTHING, Takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,12 +30,14 @@ class Prompt:
         tokens: token ids, at least one.
         text: the prompt as the model sees it; chat messages are rendered by the chat template.
         label: what the reward function gets, as the file has it.
+        columns: what it takes besides, by name.
     """
 
     index: int
     tokens: list[int]
     text: str
     label: Any
+    columns: dict[str, Any] = field(default_factory=dict)
 
 
 class PromptDataset:
@@ -45,6 +48,7 @@ class PromptDataset:
         config: the data section: prompt_key, label_key, max_prompt_length, train_batch_size, shuffle.
         seed: of the order (trainer.seed).
         key: that names the files, for messages.
+        takes: what the reward function takes besides prompt and label.
 
     Raises:
         ConfigError: a file is missing, empty, or of another kind.
@@ -57,11 +61,12 @@ class PromptDataset:
         config: Data,
         seed: int,
         key: str = "data.train_files",
+        takes: Takes = NOTHING,
     ):
         self.config = config
         self.seed = seed
         self._tokenizer = tokenizer
-        self._fields = Fields(config.prompt_key, config.label_key)
+        self._fields = Fields(config.prompt_key, config.label_key, takes)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
 
@@ -86,7 +91,7 @@ class PromptDataset:
         entries = [self._entry(index) for index in indices]
         tokens = tokens_of(entries, self._tokenizer)
         return [
-            Prompt(index, ids, entry.text, entry.label)
+            Prompt(index, ids, entry.text, entry.label, entry.columns)
             for index, ids, entry in zip(indices, tokens, entries, strict=True)
         ]
 
@@ -121,16 +126,21 @@ class PromptDataset:
 
 
 def open_datasets(
-    config: Config, tokenizer: "PreTrainedTokenizerBase"
+    config: Config, tokenizer: "PreTrainedTokenizerBase", takes: Takes = NOTHING
 ) -> tuple[PromptDataset, dict[str, PromptDataset]]:
     """Training prompts, and held-out ones by dataset name: the file's, without folder and ending.
 
+    Args:
+        takes: what the reward function takes of a record besides prompt and label.
     Raises:
         ConfigError: a file is missing, empty, or of another kind.
     """
     data, seed = config.data, config.trainer.seed
-    train = PromptDataset(data.train_files, tokenizer, data, seed)
-    val = {Path(file).stem: PromptDataset([file], tokenizer, data, seed, "data.val_files") for file in data.val_files}
+    train = PromptDataset(data.train_files, tokenizer, data, seed, takes=takes)
+    val = {
+        Path(file).stem: PromptDataset([file], tokenizer, data, seed, "data.val_files", takes)
+        for file in data.val_files
+    }
     return train, val
 
 
@@ -152,7 +162,7 @@ def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
     return order
 
 
-def _open(key: str, file: str, names: Sequence[str]) -> Records:
+def _open(key: str, file: str, names: Sequence[str] | None) -> Records:
     try:
         return open_records(file, names)
     except RecordsError as error:

@@ -30,11 +30,11 @@ class RecordsError(ValueError):
     """Why a file holds no records, and what to do about it; the message follows the file's name."""
 
 
-def open_records(file: str, names: Sequence[str]) -> "Records":
+def open_records(file: str, names: Sequence[str] | None) -> "Records":
     """Open a jsonl or parquet file.
 
     Args:
-        names: the fields that will be asked for; parquet reads no others.
+        names: the fields that will be asked for, None for any; parquet reads no others.
 
     Raises:
         RecordsError: it is of another kind, or holds no record.
@@ -83,7 +83,7 @@ class ParquetRows:
 
     unit = "row"
 
-    def __init__(self, file: str, names: Sequence[str]):
+    def __init__(self, file: str, names: Sequence[str] | None):
         import pyarrow.parquet  # not above: it takes as long as all else that a dry run imports
 
         with open(file, "rb") as head:

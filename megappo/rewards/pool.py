@@ -1,7 +1,7 @@
 """Scoring responses by a reward function in worker processes: user code can neither hang nor crash the trainer."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
@@ -9,6 +9,7 @@ from typing import Any
 
 from megappo.config.schema import Reward
 from megappo.observe.life import LIFE
+from megappo.rewards.forms import Rows
 from megappo.rewards.process import Worker, WorkerError
 from megappo.rewards.spec import parse_spec
 
@@ -33,8 +34,8 @@ def load_reward(
     """Start the workers of a reward function and wait until each has loaded it.
 
     Args:
-        spec: a built-in's name, FILE.py:FUNCTION or package.module:FUNCTION, of (prompts: list[str], responses:
-            list[str], labels: list) -> for each response a finite number, or a list of as many as for all the others.
+        spec: a built-in's name, FILE.py:FUNCTION or package.module:FUNCTION, of one of `forms.FORMS`; gives for each
+            response a finite number, or a list of as many as for all the others.
         num_workers: processes, each called with an equal share of the rows.
         timeout_seconds: how long one call may take.
         memory_limit_gib: memory that a process may take; None: any.
@@ -66,6 +67,9 @@ class RewardPool(AbstractContextManager):
 
     Keep it in the thread that made it: the kernel ends the workers together with that thread, so they never outlive the
     trainer, however it ends. After any error the workers are ended and the pool is closed.
+
+    Attributes:
+        takes: what the function takes of a record besides prompt and label.
     """
 
     def __init__(self, spec: str, workers: list[Worker], timeout_seconds: float, memory_limit_gib: float | None = None):
@@ -73,25 +77,36 @@ class RewardPool(AbstractContextManager):
         self.timeout_seconds = timeout_seconds
         self.memory_limit_gib = memory_limit_gib
         self._workers = workers
-        self._all([worker.wait_ready for worker in workers], START_TIMEOUT_SECONDS, "load")
+        self.takes, *_ = self._all([worker.wait_ready for worker in workers], START_TIMEOUT_SECONDS, "load")
 
-    def score(self, prompts: Sequence[str], responses: Sequence[str], labels: Sequence[Any]) -> list[list[float]]:
+    def score(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        labels: Sequence[Any],
+        columns: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[list[float]]:
         """The finite scores of each response, in order: one or more, as the function gives them.
 
         Within a worker's share there are as many for each; `Rollouts.score` sees that there are over all.
 
+        Args:
+            columns: what the function takes of each response's record, as JSON; None where that is nothing.
         Raises:
             RewardError: the function raised, hung, died, or did not return finite numbers, as many for each response.
         """
-        if not len(prompts) == len(responses) == len(labels):
-            raise ValueError(f"{len(prompts)} prompts, {len(responses)} responses, {len(labels)} labels: not as many")
+        columns = [{}] * len(responses) if columns is None else columns
+        lists = {"prompts": prompts, "responses": responses, "labels": labels, "columns": columns}
+        if len(set(map(len, lists.values()))) > 1:
+            counts = ", ".join(f"{len(values)} {name}" for name, values in lists.items())
+            raise ValueError(f"{counts}: not as many")
         if not self._workers:
             raise RewardError(f"reward function {self.spec} is closed")
         count = min(len(self._workers), len(responses))
         calls = []
         for i, worker in enumerate(self._workers[:count]):
             part = slice(len(responses) * i // count, len(responses) * (i + 1) // count)
-            rows = (list(prompts[part]), list(responses[part]), list(labels[part]))
+            rows = Rows(**{name: list(values[part]) for name, values in lists.items()})
             calls.append(partial(worker.score, rows))
         parts = self._all(calls, self.timeout_seconds, "score its responses")
         return [score for part in parts for score in part]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.keeper import KILL_TIMEOUT_SECONDS
+from megappo.rewards.forms import Rows, Takes
 from megappo.rewards.frames import FrameError, receive, send
 from megappo.rewards.worker import MAX_SCORES
 
@@ -55,20 +56,20 @@ class Worker:
                 start_new_session=True,
             )
 
-    def wait_ready(self, deadline: float) -> None:
-        """Wait until the function is loaded."""
-        self._reply(0, deadline)
+    def wait_ready(self, deadline: float) -> Takes:
+        """What the function takes, once it is loaded."""
+        return _takes(self._reply(0, deadline).get("takes"))
 
-    def score(self, rows: tuple[list, list, list], deadline: float) -> list[list[float]]:
+    def score(self, rows: Rows, deadline: float) -> list[list[float]]:
         """Finite scores for each row, one or more."""
         self._check_silent()
         try:
-            send(self.connection, json.dumps(rows).encode(), deadline)
+            send(self.connection, json.dumps(vars(rows)).encode(), deadline)
         except TimeoutError as error:
             raise TimeoutError("it did not read its rows") from error
         except OSError:  # it died: its reply says so
             pass
-        count = len(rows[1])
+        count = len(rows.responses)
         scores = self._reply(count, deadline).get("scores")
         if not isinstance(scores, list) or len(scores) != count or not all(map(_are_scores, scores)):
             raise WorkerError(f"answered with something else than scores of {count} responses")
@@ -141,6 +142,14 @@ def _parsed(message: bytes) -> dict[str, Any]:
     if not isinstance(reply, dict):
         raise FrameError(f"{message[:80]!r} is no JSON object")
     return reply
+
+
+def _takes(told: object) -> Takes:
+    match told:
+        case {"needed": list(needed), "welcome": list() | None as welcome, "raw_prompts": bool(raw_prompts)}:
+            if all(isinstance(name, str) for name in (*needed, *(welcome or ()))):
+                return Takes(tuple(needed), None if welcome is None else tuple(welcome), raw_prompts)
+    raise WorkerError("answered with something else than what it takes")
 
 
 def _are_scores(values: object) -> bool:

@@ -1,9 +1,10 @@
 """The worker process: `python -m megappo.rewards.worker SOURCE FUNCTION MEMORY_BYTES` (SOURCE: FILE.py, or a module's
 name, or empty for a built-in function; MEMORY_BYTES empty: no limit).
 
-Its standard input is a socket. From there it reads JSON, [prompts, responses, labels], until that closes, and answers
-each, and its own start, with one JSON object: {"scores": [[...], ...]}, a list for each response, {"ready": true} or
-{"error": "..."}. It imports the standard library alone, so it starts at once; the user's file imports what it likes.
+Its standard input is a socket. From there it reads JSON objects, the fields of `forms.Rows`, until that closes, and
+answers each, and its own start, with one JSON object: {"scores": [[...], ...]}, a list for each response,
+{"takes": ...}, the fields of `forms.Takes`, or {"error": "..."}. It imports the standard library alone, so it starts at
+once; the user's file imports what it likes.
 """
 
 import importlib
@@ -17,11 +18,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import islice
 from types import ModuleType
 from typing import Any
 
 from megappo.rewards.builtin import BUILTIN
+from megappo.rewards.forms import BadFunction, RewardFunction, Rows, recognised
 from megappo.rewards.frames import receive, send
 
 MAX_ROWS_BYTES = 2**62
@@ -42,14 +45,14 @@ def main() -> None:
         _limit_memory(int(limit))
     own_pid = os.getpid()
     function, error = _attempt(_load, source, name)
-    reply: dict[str, Any] = {"error": error} if error else {"ready": True}
+    reply: dict[str, Any] = {"error": error} if error else {"takes": asdict(function.takes)}
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the owner went: so does the worker
         while True:
             send(connection, json.dumps(reply).encode())
             if error:
                 return
-            rows = json.loads(receive(connection, MAX_ROWS_BYTES))
-            scores, error = _attempt(_score, function, *rows)
+            rows = Rows(**json.loads(receive(connection, MAX_ROWS_BYTES)))
+            scores, error = _attempt(_score, function, rows)
             if os.getpid() != own_pid:  # a child that the function has forked must not answer, too
                 os._exit(0)
             reply = {"error": error} if error else {"scores": scores}
@@ -67,7 +70,7 @@ def _attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
     """(result, ""), or (None, what went wrong)."""
     try:
         return work(*arguments), ""
-    except _BadResult as error:
+    except BadFunction as error:
         return None, str(error)
     except BaseException as error:  # SystemExit too: user code must not end the worker without a word
         _, most = resource.getrlimit(resource.RLIMIT_DATA)
@@ -81,10 +84,6 @@ def _limit_memory(num_bytes: int) -> None:
     if most != resource.RLIM_INFINITY:  # whoever started the run has set it: it can only be lowered
         num_bytes = min(num_bytes, most - TELLING_BYTES)
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes + TELLING_BYTES))
-
-
-class _BadResult(Exception):
-    """What user code gave is no use; the message goes on as it is."""
 
 
 def _told(error: BaseException) -> str:
@@ -107,16 +106,16 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]} ... ({len(text)} characters)"
 
 
-def _load(source: str, name: str) -> Callable[..., Any]:
+def _load(source: str, name: str) -> RewardFunction:
     if not source:
-        return BUILTIN[name]
+        return recognised(BUILTIN[name])
     module = _from_file(source) if source.endswith(".py") else importlib.import_module(source)
     function = getattr(module, name, None)
     if not callable(function):
         own = (key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
         known = sorted(key for key in own if callable(vars(module)[key]) and not key.startswith("_"))
-        raise _BadResult(f"does not exist: the file defines {_cut(', '.join(known), 1000) or 'no function'}")
-    return function
+        raise BadFunction(f"does not exist: the file defines {_cut(', '.join(known), 1000) or 'no function'}")
+    return recognised(function)
 
 
 def _from_file(file: str) -> ModuleType:
@@ -129,20 +128,20 @@ def _from_file(file: str) -> ModuleType:
     return module
 
 
-def _score(function: Callable[..., Any], prompts: list[str], responses: list[str], labels: list) -> list[list[float]]:
-    count = len(responses)  # before the call, which may change the lists
-    result = function(prompts, responses, labels)
+def _score(function: RewardFunction, rows: Rows) -> list[list[float]]:
+    count = len(rows.responses)  # before the call, which may change the lists
+    result = function(rows)
     if isinstance(result, str | bytes | dict | set | frozenset) or not hasattr(result, "__len__"):
-        raise _BadResult(f"returned {type(result).__name__}; expected a list of {count} numbers")
+        raise BadFunction(f"returned {type(result).__name__}; expected a list of {count} numbers")
     if len(result) != count:
-        raise _BadResult(f"returned {len(result)} values for {count} responses; expected one each")
+        raise BadFunction(f"returned {len(result)} values for {count} responses; expected one each")
     scores = [_numbers(score, i) for i, score in enumerate(islice(result, count))]
     if len(scores) != count:
-        raise _BadResult(f"returned a {type(result).__name__} that says it has {count} values and gives {len(scores)}")
+        raise BadFunction(f"returned a {type(result).__name__} that says it has {count} values and gives {len(scores)}")
     for i, of_response in enumerate(scores):
         if len(of_response) != len(scores[0]):
             found = f"{len(scores[0])} scores (value 0) and {len(of_response)} (value {i})"
-            raise _BadResult(f"returned {found}; expected as many for each response")
+            raise BadFunction(f"returned {found}; expected as many for each response")
     return scores
 
 
@@ -151,7 +150,7 @@ def _numbers(score: Any, i: int) -> list[float]:
     if not isinstance(score, list | tuple):
         return [_number(score, f"value {i}")]
     if not 1 <= len(score) <= MAX_SCORES:
-        raise _BadResult(f"returned a list of {len(score)} scores (value {i}); expected 1 to {MAX_SCORES}")
+        raise BadFunction(f"returned a list of {len(score)} scores (value {i}); expected 1 to {MAX_SCORES}")
     numbers = [_number(one, f"value {i}, score {j}") for j, one in enumerate(islice(score, MAX_SCORES))]
     _number(math.fsum(numbers), f"value {i}, the sum of its scores")
     return numbers
@@ -160,17 +159,17 @@ def _numbers(score: Any, i: int) -> list[float]:
 def _number(score: Any, place: str) -> float:
     if not hasattr(score, "__float__"):
         expected = "a number, or a list of them"
-        raise _BadResult(f"returned {score!r:.80} ({place}), a {type(score).__name__}; expected {expected}")
+        raise BadFunction(f"returned {score!r:.80} ({place}), a {type(score).__name__}; expected {expected}")
     try:
         number = float(score)
     except Exception as error:
-        raise _BadResult(
+        raise BadFunction(
             f"returned a {type(score).__name__} ({place}) that is no single number, and no list: {_named(error)}"
         ) from error
     if not math.isfinite(number):
-        raise _BadResult(f"returned {number} ({place}); expected finite numbers")
+        raise BadFunction(f"returned {number} ({place}); expected finite numbers")
     if abs(number) > LARGEST_FLOAT32:
-        raise _BadResult(f"returned {number} ({place}), which is too large for a float32; expected up to 3.4e38")
+        raise BadFunction(f"returned {number} ({place}), which is too large for a float32; expected up to 3.4e38")
     return number
 
 

@@ -40,10 +40,10 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     gpu_bytes = platform.gpu_bytes()
     config = settled(asked, Cluster(exchange.world_size, gpu_bytes) if gpu_bytes else None)
     layouts = placement_layouts(config, exchange.world_size)
-    datasets = load_datasets(config)
     progress = Progress(config, exchange)
     replayed = config.trainer.replay_rollouts
     own = start_engine(config, layouts["rollout"], cleanup) if replayed is None else OwnEngine()
+    datasets = load_datasets(config, own.rewards, exchange)
     datasets.check(exchange)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         own.wait_ready()
@@ -72,8 +72,8 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
     """The parts of a run that only rolls out; arguments as of `build_run`."""
     exchange = Exchange(dist.group.WORLD)
     layout = placement_layouts(config, exchange.world_size)["rollout"]
-    datasets = load_datasets(config)
     own = start_engine(config, layout, cleanup)
+    datasets = load_datasets(config, own.rewards, exchange)
     datasets.check(exchange)
     record = Record(Path(config.trainer.record_rollouts), config, exchange)
     num_written, changed = record.going_on(datasets.train)

@@ -9,6 +9,8 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.rewards.forms import NOTHING
+from megappo.rewards.pool import RewardPool
 from megappo.trainer.preflight import shared_vocabulary
 
 
@@ -43,12 +45,16 @@ class Datasets:
             raise ConfigError(*errors)
 
 
-def load_datasets(config: Config) -> Datasets:
-    """The prompts of a run, which are yet to be checked.
+def load_datasets(config: Config, rewards: RewardPool | None, exchange: Exchange) -> Datasets:
+    """The prompts of a run, which are yet to be checked; all ranks together.
 
+    Args:
+        rewards: this rank's, if it has any; what the function takes of the records is read on all ranks.
     Raises:
         ConfigError: the tokenizer or a file cannot be used.
     """
+    of_ranks = exchange.share(rewards and rewards.takes)
+    takes = next(filter(None, of_ranks), NOTHING)
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
-    return Datasets(tokenizer, ends, shared_vocabulary(config), *open_datasets(config, tokenizer))
+    return Datasets(tokenizer, ends, shared_vocabulary(config), *open_datasets(config, tokenizer, takes))

@@ -39,6 +39,8 @@ class Record:
     def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int) -> None:
         """Write a step's rows, from wherever they are; all ranks together.
 
+        Labels are kept to be shown; the other fields that the reward function takes, which may be large, are where the
+        prompts' numbers lead to in the data.
         A run that goes on from a checkpoint writes the steps after it anew.
 
         Raises:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from megappo.config.algorithm_checks import num_scores_errors
@@ -10,8 +10,9 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
-from megappo.rewards import worker
-from megappo.rewards.pool import RewardError, load_configured
+from megappo.rewards import forms, worker
+from megappo.rewards.forms import NOTHING
+from megappo.rewards.pool import RewardError, RewardPool, load_configured
 from megappo.trainer.preflight import shared_vocabulary
 
 SAMPLE = 1000
@@ -33,6 +34,8 @@ class Findings:
             yield
         except ConfigError as error:
             self.errors += error.errors
+        except RewardError as error:
+            self.errors.append(f"reward.function: {_in_a_line(error)}")
 
 
 def rehearse(config: Config, *, everything: bool) -> Findings:
@@ -42,12 +45,15 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         everything: look at all prompts, not at a sample of each file.
     """
     findings = Findings()
-    with findings.noting():
+    with findings.noting(), ExitStack() as ending:
         tokenizer = load_tokenizer(config.model.path)
         findings.looked_at.append(f"tokenizer of {config.model.path}")
         with findings.noting():
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
-        train, val = open_datasets(config, tokenizer)
+        pool = None
+        with findings.noting():
+            pool = ending.enter_context(load_configured(config.reward, num_workers=1))
+        train, val = open_datasets(config, tokenizer, pool.takes if pool else NOTHING)
         vocab_size = shared_vocabulary(config)
         for dataset in (train, *val.values()):
             _look_at(dataset, vocab_size, findings, everything=everything)
@@ -56,7 +62,9 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
             [prompt] = train.at([0])
         except ValueError:  # it is among the errors
             return findings
-        _score(config, prompt, findings)
+        if pool:
+            with findings.noting():
+                _score(config, pool, prompt, findings)
     return findings
 
 
@@ -74,24 +82,21 @@ def _sample(size: int) -> Sequence[int]:
     return sorted({*range(min(size, SAMPLE)), *range(0, size, max(1, size // SAMPLE))})
 
 
-def _score(config: Config, prompt: Prompt, findings: Findings) -> None:
+def _score(config: Config, pool: RewardPool, prompt: Prompt, findings: Findings) -> None:
     """Have the reward function score a response, twice in one call: the prompt's own label, where that is a text or a
     number."""
-    reward, response = config.reward, str(prompt.label) if isinstance(prompt.label, str | int | float) else ""
-    try:
-        with load_configured(reward, num_workers=1) as pool:
-            scores, _ = pool.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2)
-    except RewardError as error:
-        findings.errors.append(f"reward.function: {_in_a_line(error)}")
-    else:
-        shown = " + ".join(f"{score:g}" for score in scores)
-        findings.looked_at.append(f"{reward.function}: scored {response!r:.40} for the first prompt, {shown}")
-        findings.errors += num_scores_errors(config, len(scores))
+    response = str(prompt.label) if isinstance(prompt.label, str | int | float) else ""
+    scores, _ = pool.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2, [prompt.columns] * 2)
+    shown = " + ".join(f"{score:g}" for score in scores)
+    given = f", given {', '.join(prompt.columns)}" if prompt.columns else ""
+    findings.looked_at.append(f"{pool.spec}: scored {response!r:.40} for the first prompt{given}, {shown}")
+    findings.errors += num_scores_errors(config, len(scores))
 
 
 def _in_a_line(error: RewardError) -> str:
     """What happened, where in the user's code, and what to do; without the rest of the traceback."""
     first, *rest = str(error).splitlines()
-    places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if match["file"] != worker.__file__]
+    own = (worker.__file__, forms.__file__)
+    places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if match["file"] not in own]
     where = f" ({' '.join(places[-1])})" if places else ""
     return f"{first}{where}: {rest[-1]}" if rest else first

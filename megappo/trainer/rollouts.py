@@ -160,7 +160,8 @@ class Rollouts:
         if self.rewards is not None and samples:  # of no texts the tokenizer would decode one
             texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
             of_sample = [prompts[one.prompt_index] for one in samples]
-            scores = self.rewards.score([p.text for p in of_sample], texts, [p.label for p in of_sample])
+            prompt_texts, labels = [p.text for p in of_sample], [p.label for p in of_sample]
+            scores = self.rewards.score(prompt_texts, texts, labels, [p.columns for p in of_sample])
         num_scores = self._num_scores({len(of_response) for of_response in scores})
         return torch.tensor(scores, dtype=torch.float32).reshape(len(scores), num_scores)
 

@@ -1,6 +1,7 @@
-"""Fields by dotted names."""
+"""Fields by dotted names, and the columns that go to the reward function."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow
@@ -13,8 +14,10 @@ from verl_style import CHAT_TEMPLATE, record, write_gsm8k
 from megappo.config.schema import Data
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer
+from megappo.rewards.forms import NOTHING, Takes
 
 KINDS = pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+ALL = Takes((), None)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +36,10 @@ def write(folder: Path, kind: str, *records: dict) -> str:
     return str(file)
 
 
-def opened(file: str, tokenizer: PreTrainedTokenizerBase, label_key: str, prompt_key: str = "prompt") -> PromptDataset:
-    config = Data(train_files=(file,), prompt_key=prompt_key, label_key=label_key)
-    return PromptDataset([file], tokenizer, config, 0)
+def opened(
+    file: str, tokenizer: PreTrainedTokenizerBase, takes: Takes = NOTHING, label_key: str = "label", **keys: object
+) -> PromptDataset:
+    return PromptDataset([file], tokenizer, Data(train_files=(file,), label_key=label_key, **keys), 0, takes=takes)
 
 
 def errors_of(data: PromptDataset) -> list[str]:
@@ -64,6 +68,7 @@ def test_verls_parquet_is_read_as_it_is(tmp_path, tokenizer):
     assert errors_of(data) == []
     assert [prompt.label for prompt in data.all] == [str(82 + 8 * index) for index in range(200)]
     assert data.all[7].text == f"user:{record(7)['prompt'][0]['content']}\nassistant:"
+    assert data.all[7].columns == {}
 
 
 def test_how_far_a_dotted_name_got_is_told(tmp_path, tokenizer):
@@ -84,3 +89,78 @@ def test_how_far_a_dotted_name_got_is_told(tmp_path, tokenizer):
         "data.train_files: FILE line 4: no field 'a.b' (data.label_key), as 'a' has only c",
         "data.train_files: FILE line 5: no field 'a.b' (data.label_key), as 'a' is no object",
     ]
+
+
+ROWS = [{"prompt": "1", "label": 1, "level": 3, "tags": ["x"]}, {"prompt": "2", "label": 2, "level": 4, "tags": None}]
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("takes", "columns"),
+    [
+        (NOTHING, {}),
+        (Takes(("level",)), {"level": 3}),
+        (Takes((), ("tags", "nowhere")), {"tags": ["x"]}),
+        (Takes(("tags",), ("level", "prompt")), {"tags": ["x"], "level": 3, "prompt": "1"}),
+        (ALL, {"label": 1, "level": 3, "tags": ["x"]}),
+        (Takes((), (), raw_prompts=True), {"prompts": "1"}),
+    ],
+)
+def test_only_what_the_function_takes_goes_with_a_prompt(tmp_path, tokenizer, kind, takes, columns):
+    data = opened(write(tmp_path, kind, *ROWS), tokenizer, takes)
+    assert errors_of(data) == []
+    assert data.all[0].columns == columns
+
+
+def test_the_prompt_as_the_file_has_it_goes_with_it(tmp_path, tokenizer):
+    file = write_gsm8k(tmp_path / "train.parquet", 2)
+    takes = Takes((), ("ability",), raw_prompts=True)
+    [_, prompt] = opened(file, tokenizer, takes, label_key="reward_model.ground_truth").all
+    assert prompt.columns == {"ability": "math", "prompts": record(1)["prompt"]}
+
+
+@KINDS
+def test_a_column_that_the_function_needs_and_the_file_lacks(tmp_path, tokenizer, kind):
+    unit = "rows" if kind == "parquet" else "lines"
+    assert errors_of(opened(write(tmp_path, kind, *ROWS), tokenizer, Takes(("level", "subject")))) == [
+        f"reward.function: FILE has no field 'subject' in any of its 2 {unit}: rename its parameter, give it a "
+        "default, or add the field; the file has: prompt, label, level, tags"
+    ]
+
+
+def test_a_column_that_one_line_lacks(tmp_path, tokenizer):
+    file = write(tmp_path, "jsonl", *ROWS, {"prompt": "3", "label": 3}, ROWS[0])
+    assert errors_of(opened(file, tokenizer, Takes(("level",)))) == [
+        "data.train_files: FILE line 3: no field 'level' (reward.function)"
+    ]
+    data = opened(file, tokenizer, Takes((), ("level",)))
+    assert errors_of(data) == [] and [prompt.columns for prompt in data.all][2] == {}
+
+
+NO_JSON = {
+    "bytes": (b"1", "Object of type bytes is not JSON serializable"),
+    "a date": (datetime(2020, 1, 1), "Object of type datetime is not JSON serializable"),
+    "no number": (float("nan"), "Out of range float values are not JSON compliant"),
+}
+
+
+@pytest.mark.parametrize("takes", [ALL, Takes(("odd",)), Takes((), ("odd",))], ids=["all", "needed", "welcome"])
+@pytest.mark.parametrize(("value", "reason"), NO_JSON.values(), ids=NO_JSON)
+def test_a_column_that_is_taken_and_not_json(tmp_path, tokenizer, takes, value, reason):
+    file = write(tmp_path, "parquet", {"prompt": "1", "label": "1", "odd": value})
+    assert errors_of(opened(file, tokenizer, takes)) == [
+        f"data.train_files: FILE row 1: the field 'odd', which reward.function takes, is not JSON ({reason}): convert "
+        "it to text or a number"
+    ]
+    assert errors_of(opened(file, tokenizer)) == []
+
+
+def test_columns_that_are_not_taken_are_not_read(tmp_path, tokenizer):
+    """A year that Python has not cannot be read."""
+    years = pyarrow.array([2**52], pyarrow.timestamp("s"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "label": ["1"], "year": years}), tmp_path / "d.parquet")
+    file = str(tmp_path / "d.parquet")
+    assert errors_of(opened(file, tokenizer, Takes((), ("month",)))) == []
+    for takes in (ALL, Takes((), ("year",))):
+        [error] = errors_of(opened(file, tokenizer, takes))
+        assert error.startswith("data.train_files: FILE row 1: cannot be read: ")

@@ -19,6 +19,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Data
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer
+from megappo.rewards.forms import NOTHING, Takes
 
 WORDS = {word: i for i, word in enumerate(["[UNK]", "[BOS]", "user", "says", "go", "1", "2", "3", "+", "="])}
 TEMPLATE = (
@@ -49,8 +50,10 @@ def write(path: Path, *records: object) -> str:
     return str(path)
 
 
-def dataset(files: list[str], tokenizer: PreTrainedTokenizerBase, seed: int = 0, **keys: object) -> PromptDataset:
-    return PromptDataset(files, tokenizer, Data(train_files=tuple(files), **keys), seed)
+def dataset(
+    files: list[str], tokenizer: PreTrainedTokenizerBase, seed: int = 0, takes: Takes = NOTHING, **keys: object
+) -> PromptDataset:
+    return PromptDataset(files, tokenizer, Data(train_files=tuple(files), **keys), seed, takes=takes)
 
 
 def errors_of(file: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int = 100, **keys: object) -> list[str]:

@@ -48,7 +48,7 @@ def make_config() -> Config:
 class Rewards:
     """Stands where a pool of workers is, and reads what a reward function would."""
 
-    def score(self, prompts: Sequence[str], texts: Sequence[str], labels: Sequence[None]) -> list[list[float]]:
+    def score(self, prompts: Sequence[str], texts: Sequence[str], *_: object) -> list[list[float]]:
         assert (prompts, texts) == (["ol", "ol"], ["hello", "hello"])
         return [[1.0], [0.0]]
 

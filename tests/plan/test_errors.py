@@ -94,7 +94,7 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
         "error: data.label_key: train.jsonl has no field 'answer' in any of its 300 lines: set data.label_key; the "
         "file has: prompt, label",
     ]
-    (run_folder / "reward.py").write_text("def f(prompts, responses):\n    return [1.0] * 2\n")
+    (run_folder / "reward.py").write_text("def f(prompts, responses):\n    return responses[2]\n")
     assert errors_of(
         plan(run_folder, "run.yaml", *wrong[2:], "reward.function=reward.py:f", "data.train_batch_size=320")
     ) == [
@@ -102,8 +102,8 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
         "data.max_prompt_length 3: raise it or drop this",
         "error: data.train_batch_size 320 is more than the 300 prompts of data.train_files, so that a step would hold "
         "some twice: lower it, or name more files",
-        "error: reward.function: reward function reward.py:f raised TypeError: f() takes 2 positional arguments but 3 "
-        "were given: fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds, "
+        f"error: reward.function: reward function reward.py:f raised IndexError: list index out of range ({run_folder}/"
+        "reward.py line 2): fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds, "
         "(if it lacked memory) reward.memory_limit_gib (16)",
     ]
 
@@ -115,6 +115,10 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
         ("import nowhere\n", "raised ModuleNotFoundError: No module named 'nowhere' (FOLDER/reward.py line 1): fix it"),
         ("f = 1\n", "does not exist: the file defines no function: fix it"),
         ("def f(p, r, l):\n    return {}[r[0]]\n", "raised KeyError: '2' (FOLDER/reward.py line 2): fix it"),
+        (
+            "def f(p, r):\n    return [1.0]\n",
+            "takes (p, r); expected f(prompts, responses, labels, **columns), or comp",
+        ),
         ("def f(p, r, l):\n    return 'ab'\n", "returned str; expected a list of 2 numbers: fix it"),
         ("def f(p, r, l):\n    while True: pass\n", "took longer than 0.5 seconds to score its responses and was"),
     ],

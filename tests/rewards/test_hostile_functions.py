@@ -312,3 +312,42 @@ def test_garbage_while_the_file_is_imported_is_told(tmp_path: Path):
     (tmp_path / "reward.py").write_text("import os, stat, struct\n" + write("b'garbage' * 9", "") + "\ndef f(): ...\n")
     with pytest.raises(RewardError, match="sent something else than scores"):
         load_reward(f"{tmp_path}/reward.py:f", num_workers=1, timeout_seconds=20)
+
+
+TOLD = (
+    '{"ready": true}',
+    '{"takes": {"needed": "ab", "welcome": null, "raw_prompts": false}}',
+    '{"takes": {"needed": [1], "welcome": [], "raw_prompts": false}}',
+    '{"takes": {"needed": [], "welcome": 3, "raw_prompts": false}}',
+    '{"takes": {"needed": []}}',
+    '{"scores": [[1.0]]}',
+)
+
+
+@pytest.mark.parametrize("answer", TOLD)
+def test_what_a_file_says_that_its_function_takes_is_not_believed(tmp_path: Path, answer: str):
+    body = "import os, stat, struct, time\n" + write(frame(f"{answer.encode()!r}")) + "\ndef f(): ...\n"
+    with pytest.raises(RewardError, match="answered with something else than what it takes"):
+        load(tmp_path, body)
+
+
+def test_a_signature_that_raises_is_told(tmp_path: Path):
+    lines = (
+        "class C:\n    __call__ = len\n    @property\n    def __signature__(self): raise KeyError('gone')\nf = C()\n"
+    )
+    with pytest.raises(RewardError, match="raised KeyError: 'gone'"):
+        load(tmp_path, lines)
+
+
+def test_columns_arrive_as_they_are_and_stay_the_trainers(tmp_path: Path):
+    columns = [{"a": [1, {"b": "\u00e9"}], "c d": None}, {"a": 10**400, "c d": "\ud800"}]
+    body = """
+        def f(responses, a, **columns):
+            assert (a, columns["c d"]) == ([[1, {"b": "\\u00e9"}], 10**400], [None, "\\ud800"])
+            a[0].clear(); columns.clear()
+            return [1.0, 2.0]
+    """
+    with load(tmp_path, body) as pool:
+        for _ in range(2):
+            assert pool.score(["p"] * 2, ["r"] * 2, [0, 0], columns) == [[1.0], [2.0]]
+    assert columns[0]["a"] == [1, {"b": "\u00e9"}]

@@ -96,7 +96,7 @@ def test_segments_of_policy_and_environment_become_rows_at_their_owners():
 class Scores:
     """Stands where a pool of workers is: of each text as many scores as it has numbers, with their order."""
 
-    def score(self, prompts: Sequence[str], texts: Sequence[str], labels: Sequence[None]) -> list[list[float]]:
+    def score(self, prompts: Sequence[str], texts: Sequence[str], *_: object) -> list[list[float]]:
         return [[float(number) for number in text.split()] for text in texts]
 
 

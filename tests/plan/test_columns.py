@@ -1,0 +1,50 @@
+"""The dry run of data and reward functions as other programs have them."""
+
+from pathlib import Path
+
+import pytest
+from planning import errors_of
+from verl_style import CHAT_TEMPLATE, write_compute_score, write_gsm8k
+
+from megappo.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def gsm8k(run_folder: Path) -> tuple[str, ...]:
+    """What a run of verl's GSM8K files says."""
+    tokenizer = load_tokenizer(str(run_folder / "model"))
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(run_folder / "model")
+    write_gsm8k(run_folder / "train.parquet")
+    write_compute_score(run_folder / "gsm8k.py")
+    function, label = "reward.function=gsm8k.py:compute_score", "data.label_key=reward_model.ground_truth"
+    lengths = (f"{name}.max_tokens_per_micro_batch=256" for name in ("actor", "critic"))
+    return "run.yaml", "data.train_files=train.parquet", "data.max_prompt_length=240", *lengths, function, label
+
+
+def test_verls_parquet_and_function_work_as_they_are(plan, run_folder, gsm8k):
+    done = plan(run_folder, *gsm8k)
+    assert errors_of(done) == []
+    assert "  prompts of train.parquet: all 200\n" in done.stdout
+    assert (
+        "  gsm8k.py:compute_score: scored '82' for the first prompt, given data_source, extra_info, 0\n" in done.stdout
+    )
+
+
+def test_what_the_data_lack_is_told_before_a_run(plan, run_folder, gsm8k):
+    (run_folder / "mine.py").write_text("def f(prompts, responses, difficulty):\n    open('called', 'w')\n")
+    has = "the file has: data_source, prompt, ability, reward_model, extra_info"
+    assert errors_of(plan(run_folder, *gsm8k, "reward.function=mine.py:f", "data.label_key=reward_model.truth")) == [
+        "error: data.label_key: train.parquet has no field 'reward_model.truth' in any of its 200 rows, as "
+        f"'reward_model' has only ground_truth, style: set data.label_key; {has}",
+        "error: reward.function: train.parquet has no field 'difficulty' in any of its 200 rows: rename its parameter, "
+        f"give it a default, or add the field; {has}",
+    ]
+    assert not (run_folder / "called").exists()
+
+
+def test_a_function_of_no_form_is_told_with_what_is_wrong_with_the_data(plan, run_folder, gsm8k):
+    (run_folder / "mine.py").write_text("def f(answer):\n    return 1.0\n")
+    form, label = errors_of(plan(run_folder, *gsm8k, "reward.function=mine.py:f", "data.label_key=answer"))
+    assert form.startswith("error: reward.function: reward function mine.py:f takes (answer); expected f(prompts, ")
+    assert label.startswith("error: data.label_key: train.parquet has no field 'answer' in any of its 200 rows: set ")
