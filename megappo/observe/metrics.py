@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from megappo.config.errors import ConfigError
@@ -189,8 +190,8 @@ class MetricsWriter:
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self._file.flush()
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._tensorboard.file_writer.add_summary(Summary(value=scalars), step)  # as add_scalar would, but all at once
         for name, value in metrics.items():
             if isinstance(value, Histogram):
                 value.write(self._tensorboard, name, step)

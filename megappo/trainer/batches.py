@@ -1,10 +1,11 @@
 """A step's rows from the engines; `trainer.record` has them from a file."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from megappo.data.prompts import PromptDataset
+from megappo.data.prompts import Prompt, PromptDataset
 from megappo.trainer.component import Batch
 from megappo.trainer.record import Record
 from megappo.trainer.rollouts import Rollouts
@@ -33,15 +34,19 @@ class SampledBatches:
         self.rollouts = rollouts
         self.sleep = sleep
         self.record = record
+        self._thread = ThreadPoolExecutor(1)
+        self._ahead: dict[int, list[Prompt]] = {}
 
     def __call__(
         self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
     ) -> tuple[Batch, dict[str, Any]]:
         """A step's rows at their owners, and metrics; `when_sampled` is called before the rewards, which may fail."""
-        prompts = self.prompts.batch(step - 1)
+        prompts = self._ahead[step] if step in self._ahead else self.prompts.batch(step - 1)
         with phase("rollout"):
+            ahead = self._thread.submit(self.prompts.batch, step)  # the next step's, while the engines are at work
             responses = self.rollouts.respond(prompts)
             self.sleep()
+            self._ahead = {step + 1: ahead.result()}  # here: tokenizers serve one thread at a time
         when_sampled()
         with phase("reward"):
             batch, metrics = self.rollouts.collect(responses, prompts)
