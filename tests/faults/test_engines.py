@@ -14,7 +14,8 @@ AT_ONCE = ("trainer.save_interval=1", "trainer.async_save=false")
 """What a step has come to is there before the next one begins, and not only before its rewards."""
 SAVING = ("trainer.save_interval=1", "trainer.eval_interval=0", "trainer.export_hf=false")
 ONE_BY_ONE = "rollout.max_running_requests=4"
-"""So that the engine is asked 32 times a step, and once after each sync, of which one is before the first step."""
+"""So that the engine is asked many times a step; it answers 128 times, and 4 times after each sync, of which one is
+before the first step."""
 REWARD = """
 import os, signal, time
 
@@ -46,7 +47,7 @@ ENDS = {
     "eats": "raised MemoryError: ",
 }
 """What is said of a reward function that does so."""
-ANSWERS = "megappo.rollout.client:_generations"
+ANSWERS = "megappo.rollout.client:_generation"
 
 
 def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):
@@ -81,7 +82,7 @@ def test_a_reward_function_that_does_not_answer(how: str, config, folder):
 def test_an_engine_that_answers_as_another_policy(config, folder):
     """The run ends, before it trains on that."""
     series = Series(folder, config, ONE_BY_ONE, *SAVING)
-    output = series.harm(Point(ANSWERS, call=60, rank=0, after=True, again=True), "other policy")
+    output = series.harm(Point(ANSWERS, call=236, rank=0, after=True, again=True), "other policy")
     assert "trainer and SGLang engine disagree about the log-probs of the rollouts by " in output
     assert series.latest == "step_00000001"
 
@@ -89,8 +90,11 @@ def test_an_engine_that_answers_as_another_policy(config, folder):
 def test_an_engine_that_answers_nonsense(config, folder):
     """It is started anew, and the run goes on."""
     series = Series(folder, config, ONE_BY_ONE, *SAVING, "trainer.total_steps=3")
-    output = series.harm(Point(ANSWERS, call=60, rank=0, after=True), "nonsense", code=0)
-    assert "WARNING: engine 0 has failed (1 of 3 times in a row; rollout.max_engine_restarts): expected 4 " in output
+    output = series.harm(Point(ANSWERS, call=236, rank=0, after=True), "nonsense", code=0)
+    assert (
+        "WARNING: engine 0 has failed (1 of 3 times in a row; rollout.max_engine_restarts): the engine's response is "
+        in output
+    )
     assert [metrics["rollout/engine_restarts"] for metrics in logged(series.out)] == [0, 1, 0]
 
 

@@ -75,14 +75,14 @@ def nan(result: tuple) -> tuple:
     return loss * math.nan, *others
 
 
-def other_policy(result: list) -> list:
+def other_policy(result: client.Generation) -> client.Generation:
     """What an engine with other weights would answer."""
-    return [replace(one, log_probs=[value - 1 for value in one.log_probs]) for one in result]
+    return replace(result, log_probs=[value - 1 for value in result.log_probs])
 
 
-def nonsense(result: list) -> list:
+def nonsense(result: client.Generation) -> client.Generation:
     """What the client makes of an answer that is none."""
-    return client._generations.__wrapped__({"error": "?"}, len(result))
+    return client._generation.__wrapped__({"error": "?"})
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {
