@@ -71,5 +71,6 @@ def missing_function(spec: str) -> str:
     brings_any = any(alias.name == "*" for node in imports for alias in node.names)
     if brings_any or {name, "__getattr__"} & names:
         return ""
-    own = sorted(node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    own = sorted(node.name for node in tree.body if isinstance(node, kinds))
     return f"reward.function {spec!r}: {file} defines no {name}; it defines {', '.join(own) or 'no function'}"

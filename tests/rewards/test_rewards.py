@@ -223,6 +223,7 @@ def test_a_malformed_name_is_refused_without_starting_anything(spec: str, messag
         ("if True:\n    def f(p, r, l): ...", ""),
         ("from os.path import *", ""),
         ("import os\nfrom json import loads\nx = 1\ndef g(f): return f", "reward.py defines no f; it defines g"),
+        ("async def g(f): return f", "reward.py defines no f; it defines g"),
         ("", "reward.py defines no f; it defines no function"),
         ("def f(:", "reward.py is not Python: invalid syntax"),
     ],
