@@ -271,7 +271,7 @@ def _was_cut_short(text: str) -> bool:
 def _said(cause: BaseException) -> str:
     if isinstance(cause, OSError):
         place = f"{cause.filename}: " if cause.filename else ""
-        return f"{place}{cause.strerror}" + ("; make room there" if cause.errno in _FULL else "")
+        return f"{place}{cause.strerror or cause}" + ("; make room there" if cause.errno in _FULL else "")
     if isinstance(cause, pickle.UnpicklingError):
         return "it holds a pickle of something else than tensors, which is not read: it is damaged, or an attack"
     text = str(cause).removeprefix("Worker failure: ")  # Megatron's, of what `_write_files` has said

@@ -14,7 +14,9 @@ from program import Program, logged
 AT_POINT = Path(__file__).parent / "at_point.py"
 HAPPENED = re.compile(r"^at the point at (\d+\.\d+)$", re.MULTILINE)
 REPORTED = re.compile(r"^checkpoint .*/(step_\d+(?:_\d+)?)$", re.MULTILINE)
-OF_CLOCKS = re.compile("^(timing_s|memory|sync)/|/mfu$|^time$|^checkpoint/failed_saves$|/tokens_per_second$")
+OF_CLOCKS = re.compile(
+    "^(timing_s|memory|sync)/|/mfu$|^time$|^checkpoint/failed_saves$|/(tokens_per_second|running_requests)$|/cached_prompt"
+)
 GONE_SECONDS = 60
 """After which nothing may be left of a run that something has happened to."""
 EXIT_CODES = {

@@ -18,7 +18,8 @@ POLL_SECONDS = 0.1
 GONE_SECONDS = 10.0
 START_SECONDS = 180.0
 OF_ENGINES = re.compile(
-    "^(timing_s|memory|sync|val)/|/mfu$|^rollout/(tokens_per_second|log_prob_diff/warnings|engine_restarts)$|^time$"
+    "^(timing_s|memory|sync|val)/|/mfu$|^time$|"
+    "^rollout/(tokens_per_second|running_requests|cached_prompt_frac|log_prob_diff/warnings|engine_restarts)$"
 )
 
 
