@@ -23,6 +23,7 @@ CONFIG = {
     "model": {"path": "m"},
     "data": {"train_files": ["f"], "train_batch_size": 50},
     "trainer": {"output_dir": "o"},
+    "rollout": {"max_running_requests": 8},
 }
 PROMPTS = [Prompt(i, [i + 1], "", None) for i in range(50)]
 
