@@ -64,6 +64,8 @@ class Rank:
             ProcessRaisedException, ProcessExitedException: the call failed.
         """
         try:
+            if not self.process.is_alive() and not self.connection.poll():  # what it has started may hold its end
+                raise EOFError
             error = self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
@@ -112,17 +114,19 @@ class Pool:
 
 def _await(ranks: list[Rank], timeout: float) -> None:
     deadline = time.monotonic() + timeout
-    working = {rank.connection: rank for rank in ranks}
+    working = list(ranks)
     while working:
-        ready = wait(list(working), timeout=max(0.0, deadline - time.monotonic()))
+        signs = {sign: rank for rank in working for sign in (rank.connection, rank.process.sentinel)}
+        ready = wait(list(signs), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            late = [rank.number for rank in working.values()]
+            late = [rank.number for rank in working]
             raise TimeoutError(f"ranks {late} did not finish within {timeout} seconds")
-        for connection in ready:
+        for rank in dict.fromkeys(signs[sign] for sign in ready):
+            working.remove(rank)
             try:
-                working.pop(connection).check()
+                rank.check()
             except ProcessRaisedException:
-                _raise_if_ended(working.values())  # which is the cause then
+                _raise_if_ended(working)  # which is the cause then
                 raise
 
 
