@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 from commands import assert_equal, tensors_of
-from program import Program, logged
+from program import OF_CLOCKS, Program, logged
 
 AT_POINT = Path(__file__).parent / "at_point.py"
 HAPPENED = re.compile(r"^at the point at (\d+\.\d+)$", re.MULTILINE)
 REPORTED = re.compile(r"^checkpoint .*/(step_\d+(?:_\d+)?)$", re.MULTILINE)
-OF_CLOCKS = re.compile(
-    "^(timing_s|memory|sync)/|/mfu$|^time$|^checkpoint/failed_saves$|/(tokens_per_second|running_requests)$|/cached_prompt"
-)
+OF_ACCIDENTS = re.compile(f"{OF_CLOCKS}|^checkpoint/failed_saves$")
 GONE_SECONDS = 60
 """After which nothing may be left of a run that something has happened to."""
 EXIT_CODES = {
@@ -112,7 +110,7 @@ class Series:
 
 def numbers(out: Path) -> list[dict]:
     """Each step's metrics but those of clocks."""
-    return [{key: value for key, value in step.items() if not OF_CLOCKS.search(key)} for step in logged(out)]
+    return [{key: value for key, value in step.items() if not OF_ACCIDENTS.search(key)} for step in logged(out)]
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ REPOSITORY = Path(__file__).parents[2]
 POLL_SECONDS = 0.1
 GONE_SECONDS = 10.0
 START_SECONDS = 180.0
-OF_ENGINES = re.compile(
-    "^(timing_s|memory|sync|val)/|/mfu$|^time$|"
-    "^rollout/(tokens_per_second|running_requests|cached_prompt_frac|log_prob_diff/warnings|engine_restarts)$"
-)
+OF_CLOCKS = "^(timing_s|memory|sync)/|/mfu$|^time$|^rollout/(tokens_per_second|running_requests|cached_prompt_frac)$"
+"""Metrics that are not the same in two runs alike."""
+OF_ENGINES = re.compile(f"{OF_CLOCKS}|^val/|^rollout/(log_prob_diff/warnings|engine_restarts)$")
 
 
 class Program:

@@ -13,7 +13,6 @@ of 22 to 181 tokens, 1,646 in all, of which 1,240 are of responses. Compared, on
   pass; for the update also by the weights and by the inputs, as the backward pass does. Attention is not counted.
 - Hugging Face: an update of the same model on the same rows padded to the longest (1.76 times the tokens), with the
   same loss, entropy as a metric, clip and AdamW, in torch's own operations on the logits of all tokens.
-
 - updates of twice the tokens, in twice the rows and in rows twice as long.
 
 A ratio to the products is their seconds over those of what is compared: 1 were a model that does nothing else. The bars
@@ -54,6 +53,8 @@ from megappo.trainer.train_engines import build_engines  # noqa: E402
 
 PROMPTS = (12, 30, 22, 41, 17, 28, 9, 35, 25, 36, 38, 20, 31, 26, 22, 14)
 RESPONSES = tuple(10 + 9 * (7 * i % 16) for i in range(16))
+GROWN = {"twice the rows": {"copies": 2}, "rows twice as long": {"stretched": 2}}
+"""To twice the tokens, of which an update should take twice as long: arguments of `make_rows`."""
 BARS = {"update": "at least 0.68", "pass": "at least 0.78"}
 SETTINGS = {
     "placement": {"actor": "0", "rollout": "0"},
@@ -74,11 +75,6 @@ def make_rows(*, copies: int = 1, stretched: int = 1) -> Rows:
     fields = {"response_mask": mask, "old_log_probs": old, "advantages": advantages * mask}
     ids = torch.arange(len(tokens))
     return Rows(ids, ids, prompts, responses, tokens, fields)
-
-
-def grown() -> dict[str, Rows]:
-    """Of twice the tokens: an update of them should take twice as long."""
-    return {"twice the rows": make_rows(copies=2), "rows twice as long": make_rows(stretched=2)}
 
 
 def loss_of(rows: Rows, config: Config) -> LossFn:
@@ -174,9 +170,9 @@ def make_actions(folder: Path) -> dict[str, Callable[[], object]]:
     rows = make_rows()
     config, engine = make_engine(folder)
     products = Products(rows)
+    trained_on = {"update": rows, **{name: make_rows(**more) for name, more in GROWN.items()}}
     return {
-        "update": partial(engine.train_batch, rows, loss_of(rows, config)),
-        **{name: partial(engine.train_batch, more, loss_of(more, config)) for name, more in grown().items()},
+        **{name: partial(engine.train_batch, these, loss_of(these, config)) for name, these in trained_on.items()},
         "products of the update": products.update,
         "pass": lambda: engine.forward(rows),
         "products of the pass": products.forward,
@@ -194,7 +190,7 @@ def compare(actions: dict[str, Callable[[], object]], repeats: int) -> list[Row]
             for name, bar in BARS.items()
         ),
         Row("update", hugging_face / update, "at least 3", "Hugging Face's, padded", update),
-        *(Row(f"update of {name}", took[name] / update, "at most 2.1", "an update", took[name]) for name in grown()),
+        *(Row(f"update of {name}", took[name] / update, "at most 2.1", "an update", took[name]) for name in GROWN),
     ]
 
 
