@@ -125,7 +125,11 @@ def run_killing_all(folder: Path, config: Path, run: Path) -> None:
 
 def run_until_asked_to_end(folder: Path, config: Path, run: Path) -> None:
     with Program(folder / "2", config, *recorded(run)) as program:
-        program.wait_until(lambda: "going on after step" in program.output and reached(run, int(latest(run)[5:13]) + 1))
+        program.wait_until(lambda: "going on after step" in program.output)
+        step = int(latest(run)[5:13]) + 1
+        while not reached(run, step):  # asked at once: within its updates, the next would be cut in two
+            assert program.process.poll() is None, program.output
+            time.sleep(0.001)
         program.process.terminate()
         assert program.wait(60) == 75, program.output
     assert re.search(r"^interrupted by SIG\w+: all is saved; started again, the run goes on$", program.output, re.M)
