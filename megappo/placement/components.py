@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from megappo.architecture.families import HeadKind
+from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config, Parallel, TensorKind, Trained
 from megappo.table import Function, Table
 
@@ -197,3 +198,9 @@ def trained_in_words(config: Config) -> str:
         if spec.training is not None
     ]
     return " and ".join(words) if len(words) > 1 or "with" in words[0] else f"{words[0]} alone"
+
+
+def shared_vocabulary(config: Config) -> int:
+    """Token ids below it are known to every model of the run; one from another folder may know fewer."""
+    folders = {spec.folder.value for spec in components_of(config).values()}
+    return min(read_architecture(folder, head="value").vocab_size for folder in folders)

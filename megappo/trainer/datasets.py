@@ -9,9 +9,9 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.placement.components import shared_vocabulary
 from megappo.rewards.forms import NOTHING
 from megappo.rewards.pool import RewardPool
-from megappo.trainer.preflight import shared_vocabulary
 
 
 @dataclass(frozen=True)

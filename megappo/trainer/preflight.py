@@ -3,12 +3,10 @@
 import os
 from collections.abc import Iterator
 
-from megappo.architecture.parsing import read_architecture
 from megappo.config.checks import config_errors
 from megappo.config.errors import ConfigError, shorten
 from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
-from megappo.placement.components import components_of
 from megappo.placement.nodes import uneven_engines
 from megappo.placement.ranks import placement_layouts
 from megappo.rewards.spec import missing_function
@@ -58,9 +56,3 @@ def _reward_errors(config: Config) -> Iterator[str]:
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
-
-
-def shared_vocabulary(config: Config) -> int:
-    """Token ids below it are known to every model of the run; one from another folder may know fewer."""
-    folders = {spec.folder.value for spec in components_of(config).values()}
-    return min(read_architecture(folder, head="value").vocab_size for folder in folders)

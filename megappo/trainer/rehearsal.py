@@ -10,10 +10,10 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.placement.components import shared_vocabulary
 from megappo.rewards import forms, worker
 from megappo.rewards.forms import NOTHING
 from megappo.rewards.pool import RewardError, RewardPool, load_configured
-from megappo.trainer.preflight import shared_vocabulary
 
 SAMPLE = 1000
 """Records looked at from a file's beginning on, and as many spread over all of it."""
