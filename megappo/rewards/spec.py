@@ -15,12 +15,12 @@ class Spec:
     """Where a reward function is.
 
     Attributes:
-        file: absolute, that defines it; "" of a built-in one, and of a module that only an import can find.
-        module: if it is named by a module.
+        file: absolute, that defines it; "" of a module that only an import can find.
+        module: if it is named by a module, as built-in ones are.
     """
 
     name: str
-    file: str = ""
+    file: str
     module: str = ""
 
 
@@ -30,9 +30,7 @@ def parse_spec(spec: str) -> Spec:
     Raises:
         ValueError: neither a built-in nor FILE.py:FUNCTION or package.module:FUNCTION, or no such file.
     """
-    if spec in BUILTIN:
-        return Spec(spec)
-    source, _, name = spec.rpartition(":")
+    source, _, name = BUILTIN.get(spec, spec).rpartition(":")
     if name.isidentifier() and source.endswith(".py"):
         if not Path(source).is_file():
             raise ValueError(f"reward.function {spec!r}: no file {source}{looked_in(source)}: correct the path")

@@ -1,5 +1,5 @@
 """The worker process: `python -m megappo.rewards.worker SOURCE FUNCTION MEMORY_BYTES` (SOURCE: FILE.py, or a module's
-name, or empty for a built-in function; MEMORY_BYTES empty: no limit).
+name; MEMORY_BYTES empty: no limit).
 
 Its standard input is a socket. From there it reads JSON objects, the fields of `forms.Rows`, until that closes, and
 answers each, and its own start, with one JSON object: {"scores": [[...], ...]}, a list for each response,
@@ -23,7 +23,6 @@ from itertools import islice
 from types import ModuleType
 from typing import Any
 
-from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.forms import BadFunction, RewardFunction, Rows, recognised
 from megappo.rewards.frames import receive, send
 
@@ -107,8 +106,6 @@ def _cut(text: str, length: int) -> str:
 
 
 def _load(source: str, name: str) -> RewardFunction:
-    if not source:
-        return recognised(BUILTIN[name])
     module = _from_file(source) if source.endswith(".py") else importlib.import_module(source)
     function = getattr(module, name, None)
     if not callable(function):

