@@ -16,7 +16,10 @@ BOTTOM = frozenset(
 )
 APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "training", "plan", "serve", "doctor"})
-FROM_TOOLS = frozenset({"batch", "weights", "checkpoint", "models", "placement", "megatron_setup"}) | BOTTOM
+FROM_TOOLS = BOTTOM | {
+    *("batch", "weights", "checkpoint", "models", "placement", "megatron_setup"),
+    *("data", "rewards"),
+}
 FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "estimate", "ppo", "trainer", "megatron_setup"}
 HEAVY = {
     "megatron": (

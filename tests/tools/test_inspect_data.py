@@ -1,0 +1,87 @@
+"""What a config's prompts are like, shown before a run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from planning import REPOSITORY, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """300 prompts of 4 tokens, and held-out ones of 1 to 30, where 24 are the most."""
+    write_run(tmp_path)
+    held_out = [{"prompt": "1" * length, "label": length, "source": "ones"} for length in range(1, 31)]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(record) + "\n" for record in held_out))
+    return tmp_path
+
+
+def inspect(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, REPOSITORY / "tools" / "inspect_data.py", "run.yaml", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_prompts_their_lengths_and_tokens(folder):
+    done = inspect(folder, "--show", "1", "--tokens")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "data.train_files: train.jsonl: 300 records, of which 300 were looked at",
+        "  tokens: 4 to 4, median 4, 95 % have at most 4; longer than data.max_prompt_length 24: 0",
+        "        4 to 4             300 " + "#" * 40,
+        *2
+        * (
+            "-" * 80,
+            "record 1: 4 tokens, label '2'",
+            "1+1=",
+            "2='1' 4='+' 2='1' 5='='",
+        ),
+        "",
+    ]
+
+
+def test_what_is_wrong_is_told_with_the_exit_code(folder):
+    (folder / "reward.py").write_text("def f(responses, source): return [0.0] * len(responses)\n")
+    data = ("data.train_files=val.jsonl", "data.val_files=val.jsonl", "reward.function=reward.py:f")
+    done = inspect(folder, *data, "--show", "2", "--records", "10")
+    assert (done.returncode, done.stderr) == (1, "")
+    train, val = done.stdout.strip().split("\n\n")
+    assert train == val.replace("data.val_files", "data.train_files")
+    lines = val.splitlines()
+    assert lines[0] == "data.val_files: val.jsonl: 30 records, of which 10 were looked at"
+    too_long = "the prompt has {} tokens, more than data.max_prompt_length 24: raise it or drop this"
+    assert lines[1:3] == [f"  wrong: data.val_files: val.jsonl line {n}: {too_long.format(n)}" for n in (25, 28)]
+    assert "  tokens: 1 to 28, median 13, 95 % have at most 25; longer than data.max_prompt_length 24: 2" in lines
+    assert [line for line in lines if line.startswith("record ")] == [
+        "record 1: 1 tokens, label 1",
+        "record 4: 4 tokens, label 4",
+        "record 28: 28 tokens, label 28",
+    ]
+    assert lines.count("  source: 'ones'") == 3
+
+
+def test_lines_that_are_no_prompts_do_not_hide_the_others(folder):
+    with (folder / "train.jsonl").open("a") as file:
+        file.write("{\n")
+    done = inspect(folder, "--show", "0")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0] == "data.train_files: train.jsonl: 301 records, of which 301 were looked at"
+    assert lines[1].startswith("  wrong: data.train_files: train.jsonl line 301: not valid JSON")
+    assert lines[2].startswith("  tokens: 4 to 4, median 4")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.path=absent", "error: command line: model.path: no tokenizer in absent"),
+        ("data.train_files=absent.jsonl", "error: command line: data.train_files: cannot read absent.jsonl"),
+        ("data.train_fils=x", "error: command line: data.train_fils"),
+        ("reward.function=absent", "error: command line: reward.function 'absent': expected exact_match"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_an_error(folder, override, message):
+    done = inspect(folder, override)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(message), done.stderr

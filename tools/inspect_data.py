@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Show the prompts of a config as its model will see them, how long they are, and what is wrong with them.
+
+python tools/inspect_data.py CONFIG [key=value ...]
+python tools/inspect_data.py configs/quickstart.yaml --show 1 --tokens
+
+Starts the reward function's process, to know which fields it takes, and neither a model nor an engine.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megappo.config.errors import ConfigError
+from megappo.config.loading import load_config
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt, PromptDataset
+from megappo.data.tokenizer import load_tokenizer
+from megappo.placement.components import shared_vocabulary
+from megappo.rewards.forms import Takes
+from megappo.rewards.pool import RewardError, load_configured
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+AT_ONCE = 1000
+BINS = 10
+BAR = 40
+RULE = "-" * 80
+
+
+def main() -> int:
+    """Print; 1 where something is wrong."""
+    args = _arguments()
+    try:
+        config = load_config(args.config, args.overrides)
+        with config.locating():
+            return _inspect(config, args)
+    except BrokenPipeError:  # of head, say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+    except ConfigError as error:
+        print(*(f"error: {line}" for line in error.errors), sep="\n", file=sys.stderr)
+        return 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="YAML file of a run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys that win over the file")
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=3,
+        help="the first prompts of each file to show, besides its longest one (default: 3)",
+    )
+    parser.add_argument("--tokens", action="store_true", help="show their tokens, too")
+    parser.add_argument(
+        "--records", type=int, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
+    )
+    return parser.parse_args()
+
+
+def _inspect(config: Config, args: argparse.Namespace) -> int:
+    tokenizer = load_tokenizer(config.model.path)
+    takes = _taken(config)
+    files = [("data.train_files", file) for file in config.data.train_files]
+    files += [("data.val_files", file) for file in config.data.val_files]
+    num_wrong = 0
+    for key, file in files:
+        dataset = PromptDataset([file], tokenizer, config.data, config.trainer.seed, key, takes)
+        chosen = _spread(len(dataset), args.records)
+        wrong = dataset.fault_lines([dataset.check(shared_vocabulary(config), partial(_spread, most=args.records))])
+        prompts = list(_readable(dataset, chosen))
+        print(f"{key}: {file}: {len(dataset):,} records, of which {len(chosen):,} were looked at")
+        print("\n".join([*(f"  wrong: {line}" for line in wrong), *_lengths(prompts, config.data.max_prompt_length)]))
+        for prompt in [*prompts[: args.show], *_longest(prompts)]:
+            print("\n".join(_shown(prompt, tokenizer if args.tokens else None)))
+        print()
+        num_wrong += len(wrong)
+    return 1 if num_wrong else 0
+
+
+def _taken(config: Config) -> Takes:
+    """What the reward function takes of a record."""
+    try:
+        with load_configured(config.reward, num_workers=1) as pool:
+            return pool.takes
+    except ValueError as error:  # no function is named like this
+        raise ConfigError(str(error)) from error
+    except RewardError as error:
+        raise ConfigError(f"reward.function: {error}") from error
+
+
+def _spread(size: int, most: int) -> Sequence[int]:
+    """So many of the first `size` numbers, evenly spread; all where `most` is 0."""
+    count = min(size, most or size)
+    return [i * size // count for i in range(count)]
+
+
+def _readable(dataset: PromptDataset, chosen: Sequence[int]) -> Iterator[Prompt]:
+    """The prompts of the chosen records that are prompts, too long or not."""
+    for start in range(0, len(chosen), AT_ONCE):
+        part = chosen[start : start + AT_ONCE]
+        try:
+            yield from dataset.at(part)
+        except ValueError:  # which is told: one by one
+            for index in part:
+                with suppress(ValueError):
+                    yield from dataset.at([index])
+
+
+def _lengths(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
+    """How many tokens prompts have, as a table of bars."""
+    lengths = sorted(len(prompt.tokens) for prompt in prompts)
+    if not lengths:
+        return
+    too_long = sum(length > limit for length in lengths)
+    yield (
+        f"  tokens: {lengths[0]} to {lengths[-1]}, median {statistics.median_low(lengths)}, 95 % have at most "
+        f"{lengths[int(0.95 * (len(lengths) - 1))]}; longer than data.max_prompt_length {limit}: {too_long:,}"
+    )
+    width = max(1, -(-(lengths[-1] + 1 - lengths[0]) // BINS))
+    bins = Counter((length - lengths[0]) // width for length in lengths)
+    for i in range(max(bins) + 1):
+        first = lengths[0] + i * width
+        bar = "#" * round(BAR * bins[i] / max(bins.values()))
+        yield f"  {first:>7} to {first + width - 1:<7} {bins[i]:>9,} {bar}".rstrip()
+
+
+def _longest(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    return [max(prompts, key=lambda prompt: len(prompt.tokens))] if prompts else []
+
+
+def _shown(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[str]:
+    yield RULE
+    yield f"record {prompt.index + 1}: {len(prompt.tokens)} tokens, label {prompt.label!r}"
+    for column, value in prompt.columns.items():
+        yield f"  {column}: {value!r}"
+    yield prompt.text
+    if tokenizer:
+        yield " ".join(f"{token}={tokenizer.decode([token])!r}" for token in prompt.tokens)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
