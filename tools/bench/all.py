@@ -4,7 +4,7 @@
     python tools/bench/all.py --only gae balance
 
 Writes Markdown, and the same as JSON. Ratios are of one run each, but the machine should have nothing else to
-do: what is compared need not suffer alike. Takes about ten minutes.
+do: what is compared need not suffer alike. Takes about 20 minutes.
 """
 
 import argparse
@@ -111,9 +111,9 @@ def main() -> None:
     args = parser.parse_args()
     place, rows = machine(), []
     for name in args.only or BENCHMARKS:
-        print(name, flush=True)
-        rows += run(BENCHMARKS[name])
-    print(markdown(rows))
+        print(f"\n{name}", flush=True)
+        rows += (found := run(BENCHMARKS[name]))
+        print(markdown(found), flush=True)  # at once: what comes later may fail
     if not args.only:
         args.output.write_text(page(place, rows))
         figures = {"machine": place, "rows": [asdict(row) for row in rows]}
