@@ -65,11 +65,9 @@ def _code_of(ranks: list[BaseProcess]) -> int:
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while running := [process for process in ranks if process.exitcode is None]:
         assert wait([process.sentinel for process in running], deadline - time.monotonic()), "it did not end"
-        for process in ranks:
-            process.join(0)
-            if process.exitcode:
-                return process.exitcode
-    return 0
+        if failed := [process.exitcode for process in ranks if process.exitcode]:
+            return failed[0]
+    return next((process.exitcode for process in ranks if process.exitcode), 0)  # it may have ended since
 
 
 def _free_port() -> int:
