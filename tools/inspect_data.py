@@ -80,10 +80,16 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
     for key, file in files:
         dataset = PromptDataset([file], tokenizer, config.data, config.trainer.seed, key, takes)
         chosen = _spread(len(dataset), args.records)
-        wrong = dataset.fault_lines([dataset.check(shared_vocabulary(config), partial(_spread, most=args.records))])
+        parts = [dataset.check(shared_vocabulary(config), partial(_spread, most=args.records))]
+        wrong = dataset.errors(parts)
         prompts = list(_readable(dataset, chosen))
         print(f"{key}: {file}: {len(dataset):,} records, of which {len(chosen):,} were looked at")
-        print("\n".join([*(f"  wrong: {line}" for line in wrong), *_lengths(prompts, config.data.max_prompt_length)]))
+        lines = [
+            *(f"wrong: {line}" for line in wrong),
+            *dataset.leave_out(parts),
+            *_lengths(prompts, config.data.max_prompt_length),
+        ]
+        print("\n".join(f"  {line}" for line in lines))
         for prompt in [*prompts[: args.show], *_longest(prompts)]:
             print("\n".join(_shown(prompt, tokenizer if args.tokens else None)))
         print()
@@ -127,7 +133,7 @@ def _lengths(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
         return
     too_long = sum(length > limit for length in lengths)
     yield (
-        f"  tokens: {lengths[0]} to {lengths[-1]}, median {statistics.median_low(lengths)}, 95 % have at most "
+        f"tokens: {lengths[0]} to {lengths[-1]}, median {statistics.median_low(lengths)}, 95 % have at most "
         f"{lengths[int(0.95 * (len(lengths) - 1))]}; longer than data.max_prompt_length {limit}: {too_long:,}"
     )
     width = max(1, -(-(lengths[-1] + 1 - lengths[0]) // BINS))
@@ -135,7 +141,7 @@ def _lengths(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
     for i in range(max(bins) + 1):
         first = lengths[0] + i * width
         bar = "#" * round(BAR * bins[i] / max(bins.values()))
-        yield f"  {first:>7} to {first + width - 1:<7} {bins[i]:>9,} {bar}".rstrip()
+        yield f"{first:>7} to {first + width - 1:<7} {bins[i]:>9,} {bar}".rstrip()
 
 
 def _longest(prompts: Sequence[Prompt]) -> Sequence[Prompt]:

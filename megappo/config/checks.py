@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from megappo.config.algorithm_checks import algorithm_errors
 from megappo.config.errors import shorten
@@ -85,7 +84,7 @@ def _data(config: Config) -> Iterator[str]:
             f"trainer.eval_interval {config.trainer.eval_interval} needs data.val_files, found none: "
             "name some, or set trainer.eval_interval to null"
         )
-    names = [Path(file).stem for file in config.data.val_files]
+    names = config.data.val_names
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"data.val_files: several are called {name!r}, under which each would be reported: rename or merge them"
     if config.data.prompt_key == config.data.label_key:

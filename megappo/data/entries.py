@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megappo.data.faults import Faults
+from megappo.config.schema import Data
+from megappo.data.faults import Check
 from megappo.data.fields import Fields, look_up
 from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
@@ -82,21 +83,21 @@ class Checker:
     """Looks for what is wrong with records.
 
     Args:
-        max_prompt_length: in tokens.
+        config: max_prompt_length, and what is done about faults.
         vocab_size: tokens from this number on have no embedding in a model.
     """
 
-    def __init__(self, fields: Fields, tokenizer: "PreTrainedTokenizerBase", max_prompt_length: int, vocab_size: int):
+    def __init__(self, fields: Fields, tokenizer: "PreTrainedTokenizerBase", config: Data, vocab_size: int):
         self._fields = fields
-        self._max_prompt_length = max_prompt_length
+        self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._bounds = TokenBounds(tokenizer)
         self._all_embedded = max(tokenizer.get_vocab().values()) < vocab_size
 
-    def check(self, records: Records, numbers: Sequence[int]) -> Faults:
-        """The faults of the records of these numbers, from 0."""
-        faults = Faults(len(numbers))
+    def check(self, records: Records, numbers: Sequence[int]) -> Check:
+        """What is wrong with the records of these numbers, from 0."""
+        check, on_bad_row = Check(len(numbers)), self._config.on_bad_row
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
             part = numbers[start : start + RECORDS_AT_ONCE]
             entries: dict[int, Entry] = {}
@@ -104,29 +105,35 @@ class Checker:
                 try:
                     entries[number] = entry_of(record, self._fields, self._tokenizer)
                 except ValueError as error:
-                    for fault in error.args:
-                        faults.add(fault, [number + 1])
-            for number, fault in self._wrong_tokens(entries):
-                faults.add(fault, [number + 1])
-        return faults
+                    check.add(number, error.args, on_bad_row)
+            for number, fault, is_too_long in self._wrong_tokens(entries):
+                check.add(number, [fault], self._config.too_long if is_too_long else on_bad_row)
+        return check
 
-    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str]]:
-        """Prompts without tokens, with too many or unknown ones; where a text's length tells, it is not tokenised."""
-        limit = self._max_prompt_length
+    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str, bool]]:
+        """Prompts without tokens, with too many (True) or unknown ones; where a text's length tells, it is not
+        tokenised."""
+        limit, is_cut = self._config.max_prompt_length, self._config.too_long == "truncate_left"
         unsure: dict[int, Entry] = {}
         for number, entry in entries.items():
             fewest = self._bounds.at_least(entry.text)
-            if fewest > limit:
-                yield number, _too_long(f"{len(entry.text):,} characters, so at least {fewest:,}", limit)
+            if fewest > limit and (self._all_embedded or not is_cut):
+                yield number, self._too_long(f"{len(entry.text):,} characters, so at least {fewest:,}"), True
             elif self._bounds.at_most(entry.text) > limit or not self._all_embedded:
                 unsure[number] = entry
         for number, tokens in zip(unsure, tokens_of(list(unsure.values()), self._tokenizer), strict=True):
+            if len(tokens) > limit:
+                yield number, self._too_long(f"{len(tokens)}"), True
             if not tokens:
-                yield number, "the prompt is empty: it has no token"
-            elif len(tokens) > limit:
-                yield number, _too_long(f"{len(tokens)}", limit)
-            elif max(tokens) >= self._vocab_size:
-                yield number, _unknown(max(tokens), self._vocab_size)
+                yield number, "the prompt is empty: it has no token", False
+            elif (len(tokens) <= limit or is_cut) and (largest := max(tokens[-limit:])) >= self._vocab_size:
+                yield number, _unknown(largest, self._vocab_size), False
+
+    def _too_long(self, found: str) -> str:
+        limit = f"data.max_prompt_length {self._config.max_prompt_length}"
+        if self._config.too_long != "error":
+            return f"the prompt has more tokens than {limit}"  # the same of all, which are counted together
+        return f"the prompt has {found} tokens, more than {limit}: raise it, drop this, or set data.too_long"
 
 
 _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -160,10 +167,6 @@ def _nesting(value: Any) -> int:
 
 def _too_deep(name: str) -> str:
     return f"the {name} is nested more than {MAX_NESTING} deep: flatten it, or write it as text"
-
-
-def _too_long(found: str, limit: int) -> str:
-    return f"the prompt has {found} tokens, more than data.max_prompt_length {limit}: raise it or drop this"
 
 
 def _unknown(token: int, vocab_size: int) -> str:

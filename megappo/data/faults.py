@@ -1,8 +1,9 @@
 """What is wrong with the records of a data file: noted by several ranks, told once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megappo.config.schema import TooLong
 from megappo.data.fields import Wanted, listed
 from megappo.data.records import Records
 
@@ -47,6 +48,38 @@ class Faults:
             return
         known, named = self.found.get(fault, (0, []))
         self.found[fault] = known + count, sorted([*named, *numbers])[:MAX_NAMED]
+
+
+LINES = {"error": "", "skip": "left out: ", "truncate_left": "cut to its last tokens: "}
+"""What is done about a fault, as data.too_long and data.on_bad_row say -> how a line about it begins."""
+
+
+@dataclass
+class Check:
+    """What a look at some records of a file found.
+
+    Attributes:
+        found: what is done about them -> faults.
+        left_out: numbers, from 0, of the records that the run goes on without.
+    """
+
+    looked_at: int
+    found: dict[TooLong, Faults] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
+
+    def add(self, number: int, faults: Iterable[str], done: TooLong) -> None:
+        """Note a record's faults, and what is done about them."""
+        for fault in faults:
+            self.found.setdefault(done, Faults(self.looked_at)).add(fault, [number + 1])
+        if done == "skip":
+            self.left_out.append(number)
+
+
+def check_lines(file: DataFile, parts: Sequence[Check], wanted: Sequence[Wanted], *done: TooLong) -> Iterator[str]:
+    """One line per fault about which this is done, of all parts of a file together."""
+    for one in done:
+        faults = [part.found.get(one, Faults(part.looked_at)) for part in parts]
+        yield from (LINES[one] + line for line in fault_lines(file, faults, wanted))
 
 
 def fault_lines(file: DataFile, parts: Sequence[Faults], wanted: Sequence[Wanted]) -> Iterator[str]:

@@ -3,16 +3,15 @@
 import bisect
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import Config, Data
+from megappo.config.schema import Config, Data, TooLong
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
-from megappo.data.faults import DataFile, Faults, fault_lines
+from megappo.data.faults import Check, DataFile, check_lines
 from megappo.data.fields import Fields
 from megappo.data.records import Records, RecordsError, open_records
 from megappo.rewards.forms import NOTHING, Takes
@@ -45,10 +44,13 @@ class PromptDataset:
 
     Args:
         files: jsonl or parquet files.
-        config: the data section: prompt_key, label_key, max_prompt_length, train_batch_size, shuffle.
+        config: the data section, but for its files.
         seed: of the order (trainer.seed).
         key: that names the files, for messages.
         takes: what the reward function takes besides prompt and label.
+
+    Attributes:
+        kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
 
     Raises:
         ConfigError: a file is missing, empty, or of another kind.
@@ -69,9 +71,10 @@ class PromptDataset:
         self._fields = Fields(config.prompt_key, config.label_key, takes)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
+        self.kept: Sequence[int] = range(self._starts[-1])
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return len(self.kept)
 
     def batch(self, step: int) -> list[Prompt]:
         """The train_batch_size prompts of a step, counted from 0: a pure function of (seed, step).
@@ -90,34 +93,56 @@ class PromptDataset:
         """The prompts of these positions in the dataset, each of which is right."""
         entries = [self._entry(index) for index in indices]
         tokens = tokens_of(entries, self._tokenizer)
-        return [
-            Prompt(index, ids, entry.text, entry.label, entry.columns)
-            for index, ids, entry in zip(indices, tokens, entries, strict=True)
-        ]
+        return list(map(self._prompt, indices, tokens, entries))
 
     @cached_property
     def all(self) -> list[Prompt]:
-        """Every prompt, in the files' order."""
-        return self.at(range(len(self)))
+        """Every prompt that is kept, in the files' order."""
+        return self.at(self.kept)
 
-    def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Faults]:
-        """The faults of each file.
+    def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
+        """What is wrong with the records of each file.
 
         Args:
             vocab_size: tokens below it are known to every model.
             chosen: which records of a file, by their numbers from 0, when it has so many.
         """
-        checker = Checker(self._fields, self._tokenizer, self.config.max_prompt_length, vocab_size)
+        checker = Checker(self._fields, self._tokenizer, self.config, vocab_size)
         return [checker.check(file.records, chosen(len(file.records))) for file in self.files]
 
-    def fault_lines(self, parts: Iterable[Sequence[Faults]]) -> list[str]:
-        """What several ranks' `check` found together, one line each."""
+    def errors(self, parts: Sequence[Sequence[Check]]) -> list[str]:
+        """What several ranks' `check` found together with which the run does not start, one line each."""
+        if sum(len(check.left_out) for part in parts for check in part) == self._starts[-1]:
+            whole = f"{self.files[0].key}: no prompt is left: all {self._starts[-1]:,} records are left out"
+            return [whole, *self._lines(parts, "skip")]
+        return self._lines(parts, "error")
+
+    def leave_out(self, parts: Sequence[Sequence[Check]]) -> list[str]:
+        """Go on without the records that are to be left out; these, and prompts that are cut, one line for each reason.
+
+        Args:
+            parts: several ranks' `check`.
+        """
+        starts = self._starts[:-1]
+        gone = {start + i for part in parts for start, check in zip(starts, part, strict=True) for i in check.left_out}
+        if gone:
+            self.kept = [index for index in range(self._starts[-1]) if index not in gone]
+        return self._lines(parts, "skip", "truncate_left")
+
+    def _lines(self, parts: Sequence[Sequence[Check]], *done: TooLong) -> list[str]:
         of_files = zip(self.files, zip(*parts, strict=True), strict=True)
-        return [line for file, faults in of_files for line in fault_lines(file, faults, self._fields.wanted)]
+        return [line for file, checks in of_files for line in check_lines(file, checks, self._fields.wanted, *done)]
+
+    def _prompt(self, index: int, tokens: list[int], entry: Entry) -> Prompt:
+        limit, text = self.config.max_prompt_length, entry.text
+        if len(tokens) > limit and self.config.too_long == "truncate_left":
+            tokens = tokens[-limit:]
+            text = self._tokenizer.decode(tokens)
+        return Prompt(index, tokens, text, entry.label, entry.columns)
 
     def _index(self, position: int) -> int:
         epoch, offset = divmod(position, len(self))
-        return _epoch_order(self.seed, epoch, len(self))[offset] if self.config.shuffle else offset
+        return self.kept[_epoch_order(self.seed, epoch, len(self))[offset] if self.config.shuffle else offset]
 
     def _entry(self, index: int) -> Entry:
         file = bisect.bisect_right(self._starts, index) - 1
@@ -138,8 +163,8 @@ def open_datasets(
     data, seed = config.data, config.trainer.seed
     train = PromptDataset(data.train_files, tokenizer, data, seed, takes=takes)
     val = {
-        Path(file).stem: PromptDataset([file], tokenizer, data, seed, "data.val_files", takes)
-        for file in data.val_files
+        name: PromptDataset([file], tokenizer, data, seed, "data.val_files", takes)
+        for name, file in zip(data.val_names, data.val_files, strict=True)
     }
     return train, val
 

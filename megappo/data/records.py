@@ -1,20 +1,23 @@
 """Records of data files by number, lines of jsonl or rows of parquet, kept as they are and parsed when asked for."""
 
 import codecs
+import gzip
 import itertools
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megappo.config.data_files import OTHER_KIND, ending
 from megappo.data.fields import columns_for
 
 HEAD_BYTES = 4096
 """How much of a file tells what it is."""
 LINES_FOR_FIELDS = 100
 NO_RECORDS = {
-    b"\x1f\x8b": "compressed by gzip: unpack it (gunzip)",
+    b"\x1f\x8b": "compressed by gzip: unpack it (gunzip), or call jsonl .jsonl.gz",
     b"BZh": "compressed by bzip2: unpack it (bunzip2)",
     b"\xfd7zXZ": "compressed by xz: unpack it (unxz)",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it (unzstd)",
@@ -31,7 +34,7 @@ class RecordsError(ValueError):
 
 
 def open_records(file: str, names: Sequence[str] | None) -> "Records":
-    """Open a jsonl or parquet file.
+    """Open a file of one of the `data_files.ENDINGS`.
 
     Args:
         names: the fields that will be asked for, None for any; parquet reads no others.
@@ -40,24 +43,26 @@ def open_records(file: str, names: Sequence[str] | None) -> "Records":
         RecordsError: it is of another kind, or holds no record.
         OSError: it cannot be read.
     """
-    if file.endswith(".parquet"):
-        records: Records = ParquetRows(file, names)
-    elif file.endswith(".jsonl"):
-        records = JsonLines(file)
-    else:
-        raise RecordsError("is neither .jsonl nor .parquet: convert it")
+    match ending(file):
+        case ".jsonl":
+            records: Records = JsonLines(Path(file).read_bytes())
+        case ".jsonl.gz":
+            records = JsonLines(_unpacked(file))
+        case ".parquet":
+            records = ParquetRows(file, names)
+        case _:
+            raise RecordsError(OTHER_KIND)
     if not len(records):
         raise RecordsError("is empty: put prompts in it")
     return records
 
 
 class JsonLines:
-    """A file with one JSON object a line, in UTF-8."""
+    """The content of a file with one JSON object a line, in UTF-8."""
 
     unit = "line"
 
-    def __init__(self, file: str):
-        content = Path(file).read_bytes()
+    def __init__(self, content: bytes):
         _refuse_other_kinds(content[:HEAD_BYTES])
         if content.startswith(b"PAR1"):
             raise RecordsError("is parquet: give it a name that ends in .parquet")
@@ -117,6 +122,14 @@ class ParquetRows:
 Records = JsonLines | ParquetRows
 """The records of one file: a line or a row (`unit`) each, with the `fields` of the first readable one. `at` gives those
 of some numbers, from 0; in place of one that cannot be read the ValueError that says why."""
+
+
+def _unpacked(file: str) -> bytes:
+    try:
+        with gzip.open(file) as content:
+            return content.read()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecordsError(f"is not a readable gzip file ({_first_line(error)}): write it again") from error
 
 
 def _refuse_other_kinds(head: bytes) -> None:

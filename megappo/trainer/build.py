@@ -44,7 +44,7 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     replayed = config.trainer.replay_rollouts
     own = start_engine(config, layouts["rollout"], cleanup) if replayed is None else OwnEngine()
     datasets = load_datasets(config, own.rewards, exchange)
-    datasets.check(exchange)
+    left_out = datasets.check(exchange)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         own.wait_ready()
         exchange.share(None)
@@ -52,7 +52,7 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     progress.restore(models)
     start = [progress.describe(), progress.notice]
     observer = _observer(config, start, progress.start_step + 1 if progress.checkpoint else 0, exchange, cleanup)
-    for line in settled_offloads(asked, config):
+    for line in (*left_out, *settled_offloads(asked, config)):
         observer.message(line)
     phase = Phases(models)
     if replayed is None:
@@ -74,7 +74,7 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
     layout = placement_layouts(config, exchange.world_size)["rollout"]
     own = start_engine(config, layout, cleanup)
     datasets = load_datasets(config, own.rewards, exchange)
-    datasets.check(exchange)
+    left_out = datasets.check(exchange)
     record = Record(Path(config.trainer.record_rollouts), config, exchange)
     num_written, changed = record.going_on(datasets.train)
     start = [Progress(config, exchange).describe()]
@@ -83,6 +83,8 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
     if changed:
         start.append(f"step {num_written + 1} of {record.folder} is written anew: its {' and '.join(changed)} changed")
     observer = _observer(config, start, num_written + 1 if num_written else 0, exchange, cleanup)
+    for line in left_out:
+        observer.message(line)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
     batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record)
     return RollingOut(config.trainer, num_written, exchange, batches, observer, Timers())

@@ -30,19 +30,23 @@ class Datasets:
     train: PromptDataset
     val: dict[str, PromptDataset]
 
-    def check(self, exchange: Exchange) -> None:
-        """See that all prompts can be used; all ranks together, each of which looks at its share.
+    def check(self, exchange: Exchange) -> list[str]:
+        """See that all prompts can be used, but for those to be left out; all ranks together, each of which looks at
+        its share. Gives what is left out or cut, one line for each reason.
 
         Raises:
             ConfigError: what is wrong with them, on every rank.
         """
-        errors = []
+        errors, notes = [], []
         for dataset in (self.train, *self.val.values()):
             mine = dataset.check(self.vocab_size, lambda size: range(exchange.rank, size, exchange.world_size))
-            errors += dataset.fault_lines(exchange.share(mine))
-        errors += batch_errors(self.train)
+            parts = exchange.share(mine)
+            errors += dataset.errors(parts)
+            notes += dataset.leave_out(parts)
+        errors += batch_errors(self.train) if len(self.train) else []
         if errors:
             raise ConfigError(*errors)
+        return notes
 
 
 def load_datasets(config: Config, rewards: RewardPool | None, exchange: Exchange) -> Datasets:

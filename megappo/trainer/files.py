@@ -11,12 +11,11 @@ from megappo.architecture.files import check_weights, end_tokens
 from megappo.architecture.fit import dense_stage_errors, engine_fit_errors, fit_errors
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, longest_row
+from megappo.config.data_files import OTHER_KIND, ending
 from megappo.config.errors import looked_in, shorten
 from megappo.config.schema import Config
 from megappo.config.text_files import TextFileError
 from megappo.placement.components import ComponentSpec, Setting, components_of
-
-DATA_FORMATS = (".jsonl", ".parquet")
 
 
 def file_errors(config: Config) -> list[str]:
@@ -98,8 +97,8 @@ def _misfits(config: Config, key: str, architecture: Architecture, specs: list[C
 
 
 def _data_file(key: str, path: Path) -> Iterator[str]:
-    if path.suffix not in DATA_FORMATS:
-        yield f"{key}: {path} is neither .jsonl nor .parquet: convert it"
+    if not ending(path.name):
+        yield f"{key}: {path} {OTHER_KIND}"
         return
     if not path.is_file():  # nor a pipe, which would be waited for
         yield f"{key}: no file {path}{looked_in(path)}: create it or correct the path"

@@ -22,7 +22,7 @@ class Probe:
         self.actor = actor
         # Every data-parallel shard of the actor needs a row.
         count = max(NUM_PROMPTS, -(-actor.layout.data // rollouts.num_engines))
-        self.prompts = prompts.at([i % len(prompts) for i in range(count)])
+        self.prompts = prompts.at([prompts.kept[i % len(prompts)] for i in range(count)])
         self._calls = 0
 
     def __call__(self) -> dict[str, float]:

@@ -79,6 +79,7 @@ class Record:
 
     def _facts(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
         """What a step's rollouts depend on; `indices` are of its prompts."""
+        data = self.config.data
         return {
             "step": step,
             "weights_step": 0 if self.config.trainer.rollout_only else step - 1,
@@ -88,6 +89,7 @@ class Record:
             "reward": self.config.reward.function,
             "reward_file": self._reward_file,
             "prompts": list(indices),
+            "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
         }
 
     def _put(self, path: Path, rows: Rows, facts: dict[str, Any]) -> None:

@@ -59,8 +59,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
             _look_at(dataset, vocab_size, findings, everything=everything)
         findings.errors += batch_errors(train)
         try:
-            [prompt] = train.at([0])
-        except ValueError:  # it is among the errors
+            [prompt] = train.at(train.kept[:1])
+        except ValueError:  # it is among the errors, or none is left
             return findings
         if pool:
             with findings.noting():
@@ -69,13 +69,15 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
 
 
 def _look_at(dataset: PromptDataset, vocab_size: int, findings: Findings, *, everything: bool) -> None:
-    faults = dataset.check(vocab_size, range if everything else _sample)
-    findings.errors += dataset.fault_lines([faults])
-    for file, part in zip(dataset.files, faults, strict=True):
+    parts = dataset.check(vocab_size, range if everything else _sample)
+    findings.errors += dataset.errors([parts])
+    left_out = dataset.leave_out([parts])
+    for file, part in zip(dataset.files, parts, strict=True):
         of_all = f"all {part.looked_at:,}"
         if part.looked_at < len(file.records):
             of_all = f"{part.looked_at:,} of {len(file.records):,} (with --all: every one)"
         findings.looked_at.append(f"prompts of {file.path}: {of_all}")
+    findings.looked_at += left_out
 
 
 def _sample(size: int) -> Sequence[int]:

@@ -244,7 +244,7 @@ FILES = {
     "data.val_files=[val.jsonl, val.jsonl]": (
         "data.val_files: several are called 'val', under which each would be reported: rename or merge them"
     ),
-    "data.val_files=[val.jsonl, data.csv]": "data.val_files: data.csv is neither .jsonl nor .parquet: convert it",
+    "data.val_files=[val.jsonl, data.csv]": "data.val_files: data.csv is neither .jsonl, .jsonl.gz nor .parquet: ",
     "reward.function=exact": "reward.function 'exact': expected exact_match, regex_match, multiple_choice, gsm8k, ",
     'model.path="a\\0b"': "model.path: no path holds a NUL, found 'a\\x00b': correct it",
     f"model.path={'m' * 5000}": "model.path: cannot look at " + "m" * 80 + "...: File name too long: correct the path",

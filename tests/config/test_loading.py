@@ -142,7 +142,7 @@ def test_all_errors_come_at_once(tmp_path):
             f"{path}:3: actor.ppo_epoch: unknown key; did you mean actor.ppo_epochs?",
             f"{path}:4: actor.clip_ratio: expected float > 0, found -1",
             f"{path}:5: actor.clip_ratio: set twice, first on line 4; remove one",
-            f"{path}: data.train_files: must be set (jsonl or parquet files of training prompts)",
+            f"{path}: data.train_files: must be set (jsonl, jsonl.gz or parquet files of training prompts)",
             f"{path}: trainer.output_dir: must be set "
             "(folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/)",
             "command line: rollout.n: expected int >= 1, found 1.5",

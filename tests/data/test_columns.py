@@ -45,7 +45,7 @@ def opened(
 def errors_of(data: PromptDataset) -> list[str]:
     """Without the file's name."""
     [file] = data.files
-    return [error.replace(file.path, "FILE") for error in data.fault_lines([data.check(1000)])]
+    return [error.replace(file.path, "FILE") for error in data.errors([data.check(1000)])]
 
 
 @KINDS

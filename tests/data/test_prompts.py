@@ -59,7 +59,7 @@ def dataset(
 def errors_of(file: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int = 100, **keys: object) -> list[str]:
     """What is wrong with a file, found by one rank; without the file's name."""
     data = dataset([file], tokenizer, **keys)
-    errors = data.fault_lines([data.check(vocab_size)])
+    errors = data.errors([data.check(vocab_size)])
     assert all(file in error for error in errors)
     return [error.replace(file, "FILE") for error in errors]
 
@@ -196,7 +196,7 @@ def test_a_key_that_is_wrong_in_every_line_is_told_once(tmp_path, tokenizer):
     [error] = errors_of(str(tmp_path / "d.parquet"), tokenizer, prompt_key="question")
     assert error.startswith("data.label_key: FILE has no field 'label' in any of its 300 rows: set data.label_key;")
     data = dataset([file], tokenizer, prompt_key="question", label_key="nothing")
-    [error, *_] = data.fault_lines([data.check(100, lambda size: range(0, size, 4))])
+    [error, *_] = data.errors([data.check(100, lambda size: range(0, size, 4))])
     assert "has no field 'nothing' in any of the 100 lines looked at" in error
 
 
@@ -231,6 +231,10 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         opened(changed(config, label_key="x")).check(exchange)
     assert "has no field 'x' in 7 of its 10 lines" in caught.value.errors[0]
+    skipping = opened(changed(config, on_bad_row="skip", train_batch_size=7))
+    assert [line.partition("d.jsonl ")[2] for line in skipping.check(exchange)] == lines
+    assert len(skipping.train) == 7
+    assert exchange.share(skipping.train.indices(0)) == [skipping.train.indices(0)] * world_size
     (folder / f"good{rank}.jsonl").write_text((json.dumps(GOOD) + "\n") * 10)
     good = changed(config, train_files=(str(folder / f"good{rank}.jsonl"),))
     opened(good).check(exchange)
@@ -279,11 +283,13 @@ def parquet(**columns: object) -> bytes:
 ROW = parquet(prompt=["1"], label=["1"])
 TEXT = json.dumps(GOOD) + "\n"
 NO_DATA = {
-    "d.csv": (b"1", "is neither .jsonl nor .parquet: convert it"),
+    "d.csv": (b"1", "is neither .jsonl, .jsonl.gz nor .parquet: convert it"),
     "empty.jsonl": (b"", "is empty: put prompts in it"),
     "empty.parquet": (parquet(prompt=[], label=[]), "is empty: put prompts in it"),
-    "gzip.jsonl": (gzip.compress(TEXT.encode()), "is compressed by gzip: unpack it (gunzip)"),
-    "gzip.parquet": (gzip.compress(ROW), "is compressed by gzip: unpack it (gunzip)"),
+    "gzip.jsonl": (gzip.compress(TEXT.encode()), "is compressed by gzip: unpack it (gunzip), or call jsonl .jsonl.gz"),
+    "broken.jsonl.gz": (gzip.compress(TEXT.encode())[:-20], "is not a readable gzip file"),
+    "text.jsonl.gz": (TEXT.encode(), "is not a readable gzip file"),
+    "gzip.parquet": (gzip.compress(ROW), "is compressed by gzip: unpack it (gunzip), or call jsonl .jsonl.gz"),
     "wide.jsonl": (TEXT.encode("utf-16"), "is UTF-16: convert it (iconv -f UTF-16 -t UTF-8)"),
     "wide_without_mark.jsonl": (TEXT.encode("utf-16-le"), "is binary: expected one JSON object a line, in UTF-8"),
     "misnamed.jsonl": (ROW, "is parquet: give it a name that ends in .parquet"),

@@ -99,7 +99,7 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
         plan(run_folder, "run.yaml", *wrong[2:], "reward.function=reward.py:f", "data.train_batch_size=320")
     ) == [
         "error: data.train_files: train.jsonl lines 1, 2, 3 and 297 more: the prompt has 4 tokens, more than "
-        "data.max_prompt_length 3: raise it or drop this",
+        "data.max_prompt_length 3: raise it, drop this, or set data.too_long",
         "error: data.train_batch_size 320 is more than the 300 prompts of data.train_files, so that a step would hold "
         "some twice: lower it, or name more files",
         f"error: reward.function: reward function reward.py:f raised IndexError: list index out of range ({run_folder}/"

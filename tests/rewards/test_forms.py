@@ -167,7 +167,7 @@ def prompts_of(file: str, folder: Path, takes: Takes) -> list[Prompt]:
     tokenizer.chat_template = CHAT_TEMPLATE
     config = Data(train_files=(file,), label_key="reward_model.ground_truth")
     dataset = PromptDataset([file], tokenizer, config, 0, takes=takes)
-    assert dataset.fault_lines([dataset.check(1000)]) == []
+    assert dataset.errors([dataset.check(1000)]) == []
     return dataset.all
 
 

@@ -97,7 +97,7 @@ def test_plan_refuses_them(tmp_path: Path, marker: Path) -> None:
 def prompts_of(file: Path, folder: Path) -> None:
     data = Data(train_files=[str(file)])
     dataset = PromptDataset([str(file)], load_tokenizer(str(folder)), data, 0)
-    if lines := dataset.fault_lines([dataset.check(vocab_size=2**31)]):
+    if lines := dataset.errors([dataset.check(vocab_size=2**31)]):
         raise ConfigError(*lines)
 
 

@@ -50,7 +50,9 @@ def test_what_is_wrong_is_told_with_the_exit_code(folder):
     assert train == val.replace("data.val_files", "data.train_files")
     lines = val.splitlines()
     assert lines[0] == "data.val_files: val.jsonl: 30 records, of which 10 were looked at"
-    too_long = "the prompt has {} tokens, more than data.max_prompt_length 24: raise it or drop this"
+    too_long = (
+        "the prompt has {} tokens, more than data.max_prompt_length 24: raise it, drop this, or set data.too_long"
+    )
     assert lines[1:3] == [f"  wrong: data.val_files: val.jsonl line {n}: {too_long.format(n)}" for n in (25, 28)]
     assert "  tokens: 1 to 28, median 13, 95 % have at most 25; longer than data.max_prompt_length 24: 2" in lines
     assert [line for line in lines if line.startswith("record ")] == [

@@ -121,7 +121,7 @@ def test_a_record_that_is_none_is_named(tmp_path, tool, record, message):
     ("tool", "name", "message"),
     [
         ("prepare_gsm8k.py", "absent.jsonl", "No such file or directory"),
-        ("prepare_gsm8k.py", "data.csv", "is neither .jsonl nor .parquet"),
+        ("prepare_gsm8k.py", "data.csv", "is neither .jsonl, .jsonl.gz nor .parquet"),
         ("prepare_math.py", "", "holds no .json files: name the folder train or test of MATH's archive"),
     ],
 )

@@ -1,0 +1,164 @@
+"""Prompts that are left out or cut, where the config says so: which, what is told, and what a run then uses."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from planning import errors_of, plan_here, write_run
+
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Data
+from megappo.data.prompts import PromptDataset, batch_errors
+from megappo.data.tokenizer import load_tokenizer
+
+LINES = ["1+1=", "{", "1" * 30, "2+2=", "", "2" * 31, "1+2="]
+"""Prompts of one token a character, but for a line of no JSON and an empty one."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run whose data are LINES; 24 tokens are the most."""
+    write_run(tmp_path)
+    (tmp_path / "train.jsonl").write_text("".join(map(line_of, LINES)))
+    return tmp_path
+
+
+def line_of(prompt: str) -> str:
+    return f"{prompt}\n" if prompt in ("", "{") else json.dumps({"prompt": prompt, "label": len(prompt)}) + "\n"
+
+
+def dataset(folder: Path, name: str = "train.jsonl", **keys: object) -> PromptDataset:
+    files = (str(folder / name),)
+    data = Data(train_files=files, max_prompt_length=24, train_batch_size=3, **keys)
+    return PromptDataset(files, load_tokenizer(str(folder / "model")), data, seed=0)
+
+
+def checked(data: PromptDataset, num_ranks: int = 2, vocab_size: int = 100) -> tuple[list[str], list[str]]:
+    """What ranks that share out the look at it find: errors, and what is left out or cut; without the file's folder."""
+    parts = [data.check(vocab_size, lambda size, rank=rank: range(rank, size, num_ranks)) for rank in range(num_ranks)]
+    folder = str(Path(data.files[0].path).parent)
+    return tuple([line.replace(f"{folder}/", "") for line in found(parts)] for found in (data.errors, data.leave_out))
+
+
+NO_JSON = "line 2: not valid JSON: Expecting property name enclosed in double quotes (column 2)"
+EMPTY = "line 5: the line is empty: remove it"
+LONG = "the prompt has more tokens than data.max_prompt_length 24"
+
+
+def test_nothing_is_left_out_unasked(folder):
+    data = dataset(folder)
+    errors, left_out = checked(data)
+    assert (len(errors), left_out, len(data)) == (4, [], 7)
+
+
+def test_bad_rows_and_long_prompts_are_left_out_and_told(folder):
+    data = dataset(folder, on_bad_row="skip", too_long="skip")
+    assert checked(data) == (
+        [],
+        [
+            f"left out: data.train_files: train.jsonl {NO_JSON}",
+            f"left out: data.train_files: train.jsonl lines 3, 6: {LONG}",
+            f"left out: data.train_files: train.jsonl {EMPTY}",
+        ],
+    )
+    assert [prompt.text for prompt in data.all] == ["1+1=", "2+2=", "1+2="]
+    assert [prompt.index for prompt in data.all] == [0, 3, 6]  # places in the file, as before
+
+
+def test_one_kind_may_be_left_out_and_the_other_not(folder):
+    errors, left_out = checked(dataset(folder, too_long="skip"))
+    assert errors == [f"data.train_files: train.jsonl {NO_JSON}", f"data.train_files: train.jsonl {EMPTY}"]
+    assert left_out == [f"left out: data.train_files: train.jsonl lines 3, 6: {LONG}"]
+    errors, left_out = checked(dataset(folder, on_bad_row="skip"))
+    assert [error.partition(":")[2][:22] for error in errors] == [" train.jsonl line 3: t", " train.jsonl line 6: t"]
+    assert len(left_out) == 2
+
+
+def test_epochs_are_of_what_is_left_in_an_order_of_their_own(folder):
+    keys = {"on_bad_row": "skip", "too_long": "skip"}
+    data = dataset(folder, **keys)
+    checked(data)
+    epochs = [[prompt.index for prompt in data.batch(step)] for step in range(6)]
+    assert all(sorted(epoch) == [0, 3, 6] for epoch in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+    other = dataset(folder, **keys)
+    checked(other, num_ranks=3)  # whatever cut the check
+    assert [other.indices(step) for step in range(6)] == epochs
+    ordered = dataset(folder, shuffle=False, **keys)
+    checked(ordered)
+    assert ordered.indices(1) == [0, 3, 6]
+    assert batch_errors(data) == []
+
+
+def test_long_prompts_are_cut_to_their_last_tokens(folder):
+    (folder / "train.jsonl").write_text(line_of("1+" * 10 + "2+" * 10 + "=") + line_of("1+1="))
+    data = dataset(folder, too_long="truncate_left")
+    errors, left_out = checked(data)
+    assert (errors, left_out) == ([], [f"cut to its last tokens: data.train_files: train.jsonl line 1: {LONG}"])
+    cut, whole = data.all
+    assert len(cut.tokens) == 24
+    assert cut.text.replace(" ", "") == ("1+" * 10 + "2+" * 10 + "=")[-24:]
+    assert cut.label == 41
+    assert whole.text == "1+1="
+
+
+def test_of_a_prompt_that_is_cut_only_what_is_left_must_be_known(folder):
+    (folder / "train.jsonl").write_text(line_of("=" * 30 + "1" * 24) + line_of("1" * 24 + "=" * 6))
+    data = dataset(folder, too_long="truncate_left", on_bad_row="skip")  # "=" is token 5
+    errors, (unknown, cut) = checked(data, vocab_size=5)[0], checked(data, vocab_size=5)[1]
+    assert errors == []
+    assert unknown.startswith("left out: data.train_files: train.jsonl line 2: the prompt has token 5, for which")
+    assert cut == f"cut to its last tokens: data.train_files: train.jsonl lines 1, 2: {LONG}"
+    assert [prompt.index for prompt in data.all] == [0]
+
+
+def test_data_of_which_nothing_is_left_are_an_error_that_says_why(folder):
+    (folder / "train.jsonl").write_text(line_of("1" * 30) * 3 + "\n")
+    errors, _ = checked(dataset(folder, too_long="skip", on_bad_row="skip"))
+    assert errors == [
+        "data.train_files: no prompt is left: all 4 records are left out",
+        f"left out: data.train_files: train.jsonl lines 1, 2, 3: {LONG}",
+        "left out: data.train_files: train.jsonl line 4: the line is empty: remove it",
+    ]
+
+
+def test_a_step_cannot_take_more_than_is_left(folder):
+    data = dataset(folder, on_bad_row="skip", too_long="skip")
+    data.config = data.config.model_copy(update={"train_batch_size": 4})
+    checked(data)
+    [error] = batch_errors(data)
+    assert "data.train_batch_size 4 is more than the 3 prompts" in error
+
+
+def test_plan_tells_what_a_run_would_leave_out(folder):
+    keys = ("data.train_batch_size=3", "actor.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size=3", "rollout.n=1")
+    refused = errors_of(plan_here(folder, "run.yaml", *keys))
+    assert len([error for error in refused if "train.jsonl" in error]) == 4
+    done = plan_here(folder, "run.yaml", *keys, "data.on_bad_row=skip", "data.too_long=skip")
+    assert errors_of(done) == []
+    assert f"  left out: data.train_files: train.jsonl lines 3, 6: {LONG}\n" in done.stdout
+    assert "  exact_match: scored '4' for the first prompt, 1" in done.stdout
+
+
+def test_compressed_lines_are_read_as_they_are(folder):
+    (folder / "train.jsonl.gz").write_bytes(gzip.compress((folder / "train.jsonl").read_bytes()))
+    keys = {"on_bad_row": "skip", "too_long": "skip"}
+    plain, compressed = dataset(folder, **keys), dataset(folder, "train.jsonl.gz", **keys)
+    told = checked(plain)[1]
+    assert [line.replace(".gz", "") for line in checked(compressed)[1]] == told
+    assert compressed.all == plain.all
+
+
+def test_held_out_files_are_reported_without_their_endings():
+    names = Data(train_files=("t.jsonl",), val_files=("a/test.jsonl.gz", "b.v2.parquet", "c.jsonl")).val_names
+    assert names == ["test", "b.v2", "c"]
+
+
+def test_prompts_of_a_dataset_that_lacks_a_field_are_not_left_out_in_silence(folder):
+    data = dataset(folder, label_key="answer", on_bad_row="skip", too_long="skip")
+    errors, _ = checked(data)
+    assert errors[0] == "data.train_files: no prompt is left: all 7 records are left out"
+    assert any("data.label_key: train.jsonl has no field 'answer' in 5 of its 7 lines: set" in line for line in errors)
+    with pytest.raises((ConfigError, ZeroDivisionError)):
+        data.batch(0)
