@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
 from megappo.placement.components import shared_vocabulary
@@ -60,15 +60,21 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys that win over the file")
     parser.add_argument(
         "--show",
-        type=int,
+        type=_count,
         default=3,
         help="the first prompts of each file to show, besides its longest one (default: 3)",
     )
     parser.add_argument("--tokens", action="store_true", help="show their tokens, too")
     parser.add_argument(
-        "--records", type=int, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
+        "--records", type=_count, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
     )
     return parser.parse_args()
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, found {text!r}")
+    return int(text)
 
 
 def _inspect(config: Config, args: argparse.Namespace) -> int:
@@ -87,7 +93,7 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
         lines = [
             *(f"wrong: {line}" for line in wrong),
             *dataset.leave_out(parts),
-            *_lengths(prompts, config.data.max_prompt_length),
+            *_lengths(prompts, config.data),
         ]
         print("\n".join(f"  {line}" for line in lines))
         for prompt in [*prompts[: args.show], *_longest(prompts)]:
@@ -115,7 +121,7 @@ def _spread(size: int, most: int) -> Sequence[int]:
 
 
 def _readable(dataset: PromptDataset, chosen: Sequence[int]) -> Iterator[Prompt]:
-    """The prompts of the chosen records that are prompts, too long or not."""
+    """The prompts of the chosen records that are prompts; too long ones as they are, unless they are to be cut."""
     for start in range(0, len(chosen), AT_ONCE):
         part = chosen[start : start + AT_ONCE]
         try:
@@ -126,15 +132,14 @@ def _readable(dataset: PromptDataset, chosen: Sequence[int]) -> Iterator[Prompt]
                     yield from dataset.at([index])
 
 
-def _lengths(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
-    """How many tokens prompts have, as a table of bars."""
+def _lengths(prompts: Sequence[Prompt], data: Data) -> Iterator[str]:
+    """How many tokens prompts have, cut where they are to be, as a table of bars."""
     lengths = sorted(len(prompt.tokens) for prompt in prompts)
     if not lengths:
         return
-    too_long = sum(length > limit for length in lengths)
     yield (
         f"tokens: {lengths[0]} to {lengths[-1]}, median {statistics.median_low(lengths)}, 95 % have at most "
-        f"{lengths[int(0.95 * (len(lengths) - 1))]}; longer than data.max_prompt_length {limit}: {too_long:,}"
+        f"{lengths[int(0.95 * (len(lengths) - 1))]}; data.max_prompt_length {data.max_prompt_length}"
     )
     width = max(1, -(-(lengths[-1] + 1 - lengths[0]) // BINS))
     bins = Counter((length - lengths[0]) // width for length in lengths)

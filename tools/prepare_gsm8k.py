@@ -11,9 +11,10 @@ import sys
 
 from preparing import Record, records_of, run
 
+from megappo.rewards.graders.gsm8k import MARK
+
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 """As verl's examples have it."""
-MARK = "####"
 
 
 def prepared(record: Record) -> Record:

@@ -3,12 +3,14 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megappo.config.data_files import stem
 from megappo.data.records import RecordsError, open_records
 
 Record = dict[str, Any]
@@ -28,10 +30,7 @@ def run(description: str, read: Callable[[Path], Iterable[Record]], prepare: Cal
     """
     args = _arguments(description)
     try:
-        for source in args.input:
-            target = args.output / f"{source.stem}.jsonl"
-            if target.exists():
-                raise PrepareError(f"{target} is there already: remove it, or choose another --output")
+        for source, target in _targets(args.input, args.output).items():
             records = [_prompt(record, args) for record in _prepared(source, read, prepare)]
             args.output.mkdir(parents=True, exist_ok=True)
             target.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")
@@ -40,6 +39,18 @@ def run(description: str, read: Callable[[Path], Iterable[Record]], prepare: Cal
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _targets(sources: Sequence[Path], output: Path) -> dict[Path, Path]:
+    """Where the prompts of each go."""
+    targets = {source: output / f"{stem(str(source))}.jsonl" for source in sources}
+    twice = [path for path, count in Counter(targets.values()).items() if count > 1]
+    if twice:
+        raise PrepareError(f"several inputs would become {twice[0]}: prepare them one by one, each to its own --output")
+    there = [path for path in targets.values() if path.exists()]
+    if there:
+        raise PrepareError(f"{there[0]} is there already: remove it, or choose another --output")
+    return targets
 
 
 def records_of(file: Path) -> Iterator[Record]:
@@ -70,12 +81,14 @@ def _prepared(
         try:
             if isinstance(record, ValueError):
                 raise record
+            if not isinstance(record, dict):
+                raise ValueError(f"expected an object, found {type(record).__name__}")
             yield prepare(record)
         except KeyError as error:
             raise PrepareError(
                 f"{source}, record {number}: no field {error}; it has {', '.join(record)}: is this the right data set?"
             ) from error
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:  # the last two: a field is no text
             raise PrepareError(f"{source}, record {number}: {error}") from error
 
 

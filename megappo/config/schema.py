@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, field_validator
@@ -10,7 +9,7 @@ from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from megappo.config.coercion import as_declared
-from megappo.config.data_files import ending
+from megappo.config.data_files import stem
 from megappo.config.errors import ConfigError, printable
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Estimator, Method, PolicyLoss
 from megappo.config.origins import Origins
@@ -203,14 +202,14 @@ class Data(Section):
     prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template; a dotted name leads into objects")
     label_key: str = Field("label", description="field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth")
     max_prompt_length: Positive = Field(1024, description="tokens of a prompt; too_long says what a longer one is")
-    too_long: TooLong = Field("error", description="a prompt longer than max_prompt_length: an error that names its line, left out, or cut to its last tokens; what is left out or cut is counted at the start")
+    too_long: TooLong = Field("error", description="a prompt longer than max_prompt_length: an error that names its line, left out, or cut to its last tokens, without those that a template puts before; what is left out or cut is counted at the start")
     on_bad_row: OnBadRow = Field("error", description="a malformed record, or one without a field that is needed: an error that names its line, or left out and counted")
     shuffle: bool = Field(True, description="a new order each epoch, from trainer.seed")
 
     @property
     def val_names(self) -> list[str]:
         """Under which each of val_files is reported: its name without folder and ending."""
-        return [Path(file).name.removesuffix(ending(file)) for file in self.val_files]
+        return [stem(file) for file in self.val_files]
 
 
 class Reward(Section):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megappo.config.schema import Data
+from megappo.config.schema import Data, TooLong
 from megappo.data.faults import Check
 from megappo.data.fields import Fields, look_up
 from megappo.data.records import Records
@@ -106,28 +106,29 @@ class Checker:
                     entries[number] = entry_of(record, self._fields, self._tokenizer)
                 except ValueError as error:
                     check.add(number, error.args, on_bad_row)
-            for number, fault, is_too_long in self._wrong_tokens(entries):
-                check.add(number, [fault], self._config.too_long if is_too_long else on_bad_row)
+            for number, fault, done in self._wrong_tokens(entries):
+                check.add(number, [fault], done)
         return check
 
-    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str, bool]]:
-        """Prompts without tokens, with too many (True) or unknown ones; where a text's length tells, it is not
-        tokenised."""
-        limit, is_cut = self._config.max_prompt_length, self._config.too_long == "truncate_left"
+    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str, TooLong]]:
+        """Prompts without tokens, with too many or unknown ones, and what is done about them; where a text's length
+        tells, it is not tokenised. An unknown token is always an error: it is the tokenizer that is wrong."""
+        limit, too_long = self._config.max_prompt_length, self._config.too_long
+        is_cut = too_long == "truncate_left"
         unsure: dict[int, Entry] = {}
         for number, entry in entries.items():
             fewest = self._bounds.at_least(entry.text)
             if fewest > limit and (self._all_embedded or not is_cut):
-                yield number, self._too_long(f"{len(entry.text):,} characters, so at least {fewest:,}"), True
+                yield number, self._too_long(f"{len(entry.text):,} characters, so at least {fewest:,}"), too_long
             elif self._bounds.at_most(entry.text) > limit or not self._all_embedded:
                 unsure[number] = entry
         for number, tokens in zip(unsure, tokens_of(list(unsure.values()), self._tokenizer), strict=True):
             if len(tokens) > limit:
-                yield number, self._too_long(f"{len(tokens)}"), True
+                yield number, self._too_long(f"{len(tokens)}"), too_long
             if not tokens:
-                yield number, "the prompt is empty: it has no token", False
+                yield number, "the prompt is empty: it has no token", self._config.on_bad_row
             elif (len(tokens) <= limit or is_cut) and (largest := max(tokens[-limit:])) >= self._vocab_size:
-                yield number, _unknown(largest, self._vocab_size), False
+                yield number, _unknown(largest, self._vocab_size), "error"
 
     def _too_long(self, found: str) -> str:
         limit = f"data.max_prompt_length {self._config.max_prompt_length}"

@@ -50,7 +50,7 @@ class Faults:
         self.found[fault] = known + count, sorted([*named, *numbers])[:MAX_NAMED]
 
 
-LINES = {"error": "", "skip": "left out: ", "truncate_left": "cut to its last tokens: "}
+BEGINNINGS = {"error": "", "skip": "left out: ", "truncate_left": "cut to its last tokens: "}
 """What is done about a fault, as data.too_long and data.on_bad_row say -> how a line about it begins."""
 
 
@@ -79,7 +79,7 @@ def check_lines(file: DataFile, parts: Sequence[Check], wanted: Sequence[Wanted]
     """One line per fault about which this is done, of all parts of a file together."""
     for one in done:
         faults = [part.found.get(one, Faults(part.looked_at)) for part in parts]
-        yield from (LINES[one] + line for line in fault_lines(file, faults, wanted))
+        yield from (BEGINNINGS[one] + line for line in fault_lines(file, faults, wanted))
 
 
 def fault_lines(file: DataFile, parts: Sequence[Faults], wanted: Sequence[Wanted]) -> Iterator[str]:

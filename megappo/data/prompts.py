@@ -112,8 +112,11 @@ class PromptDataset:
 
     def errors(self, parts: Sequence[Sequence[Check]]) -> list[str]:
         """What several ranks' `check` found together with which the run does not start, one line each."""
-        if sum(len(check.left_out) for part in parts for check in part) == self._starts[-1]:
-            whole = f"{self.files[0].key}: no prompt is left: all {self._starts[-1]:,} records are left out"
+        looked_at = sum(check.looked_at for part in parts for check in part)
+        if sum(len(check.left_out) for part in parts for check in part) == looked_at:
+            whole = (
+                f"{self.files[0].key}: no prompt is left: all {looked_at:,} records that were looked at are left out"
+            )
             return [whole, *self._lines(parts, "skip")]
         return self._lines(parts, "error")
 
@@ -172,7 +175,7 @@ def open_datasets(
 def batch_errors(train: PromptDataset) -> list[str]:
     """Whether a step takes more prompts than there are."""
     size = train.config.train_batch_size
-    if size <= len(train):
+    if size <= len(train) or not len(train):  # no prompt at all is told as such
         return []
     return [
         f"data.train_batch_size {size} is more than the {len(train):,} prompts of data.train_files, so that a step "

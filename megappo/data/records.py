@@ -17,7 +17,7 @@ HEAD_BYTES = 4096
 """How much of a file tells what it is."""
 LINES_FOR_FIELDS = 100
 NO_RECORDS = {
-    b"\x1f\x8b": "compressed by gzip: unpack it (gunzip), or call jsonl .jsonl.gz",
+    b"\x1f\x8b": "compressed by gzip: unpack it (gunzip), or end its name in .jsonl.gz",
     b"BZh": "compressed by bzip2: unpack it (bunzip2)",
     b"\xfd7zXZ": "compressed by xz: unpack it (unxz)",
     b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it (unzstd)",

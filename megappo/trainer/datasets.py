@@ -43,7 +43,7 @@ class Datasets:
             parts = exchange.share(mine)
             errors += dataset.errors(parts)
             notes += dataset.leave_out(parts)
-        errors += batch_errors(self.train) if len(self.train) else []
+        errors += batch_errors(self.train)
         if errors:
             raise ConfigError(*errors)
         return notes

@@ -14,6 +14,7 @@ from megappo.checkpoint.durable import put_durably
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
+from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.spec import parse_spec
 from megappo.trainer.component import Batch
 from megappo.trainer.models import Phase
@@ -153,8 +154,8 @@ class Replay:
 
 
 def _digest(reward_function: str) -> str:
-    """Of the file that defines it; "" of one without."""
-    file = parse_spec(reward_function).file
+    """Of the user's file that defines it; "" of one without, and of one that is built in."""
+    file = "" if reward_function in BUILTIN else parse_spec(reward_function).file
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 
 

@@ -60,7 +60,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         findings.errors += batch_errors(train)
         try:
             [prompt] = train.at(train.kept[:1])
-        except ValueError:  # it is among the errors, or none is left
+        except ValueError:  # it is among the errors, or was not looked at
             return findings
         if pool:
             with findings.noting():

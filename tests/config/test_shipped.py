@@ -1,13 +1,8 @@
 """Every YAML that ships loads and plans."""
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as parquet
 import pytest
 
 from megappo.config.loading import dump_config, load_config
@@ -40,19 +35,6 @@ def test_it_loads_and_plans(path, tmp_path, monkeypatch):
     assert [error for _, error in errors if not error.startswith(missing)] == []
     (tmp_path / "dump.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "dump.yaml") == config
-
-
-def test_gsm8k_becomes_chats(tmp_path):
-    source, target = tmp_path / "train.parquet", tmp_path / "chat.jsonl"
-    script = [sys.executable, str(CONFIGS / "gsm8k_chat.py"), str(source), str(target)]
-    target.write_text("kept")
-    assert subprocess.run(script, capture_output=True).returncode != 0 and target.read_text() == "kept"
-    parquet.write_table(pa.table({"question": ["2 + 2?", "Caf\u00e9?"], "answer": ["#### 4", "#### 1"]}), source)
-    subprocess.run(script, check=True)
-    rows = [json.loads(line) for line in target.read_text("utf-8").splitlines()]
-    assert [row["label"] for row in rows] == ["#### 4", "#### 1"]
-    assert [[message["role"] for message in row["prompt"]] for row in rows] == [["user"], ["user"]]
-    assert rows[1]["prompt"][0]["content"].startswith("Caf\u00e9? Let's think step by step")
 
 
 def test_the_gsm8k_reward_compares_last_numbers():

@@ -28,7 +28,7 @@ def test_prompts_their_lengths_and_tokens(folder):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "data.train_files: train.jsonl: 300 records, of which 300 were looked at",
-        "  tokens: 4 to 4, median 4, 95 % have at most 4; longer than data.max_prompt_length 24: 0",
+        "  tokens: 4 to 4, median 4, 95 % have at most 4; data.max_prompt_length 24",
         "        4 to 4             300 " + "#" * 40,
         *2
         * (
@@ -54,7 +54,7 @@ def test_what_is_wrong_is_told_with_the_exit_code(folder):
         "the prompt has {} tokens, more than data.max_prompt_length 24: raise it, drop this, or set data.too_long"
     )
     assert lines[1:3] == [f"  wrong: data.val_files: val.jsonl line {n}: {too_long.format(n)}" for n in (25, 28)]
-    assert "  tokens: 1 to 28, median 13, 95 % have at most 25; longer than data.max_prompt_length 24: 2" in lines
+    assert "  tokens: 1 to 28, median 13, 95 % have at most 25; data.max_prompt_length 24" in lines
     assert [line for line in lines if line.startswith("record ")] == [
         "record 1: 1 tokens, label 1",
         "record 4: 4 tokens, label 4",

@@ -1,5 +1,6 @@
 """Published data sets become prompts whose labels their graders take."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -76,11 +77,6 @@ def test_math(tmp_path):
         json.dumps({**MATH, "level": 3, "subject": "Algebra", "unique_id": "test/1.json", "answer": "\\frac{3}{4}"})
         + "\n"
     )
-    done = run(
-        "prepare_math.py", "--input", tmp_path / "train", tmp_path / "test.jsonl", "--output", tmp_path, "--text"
-    )
-    assert (done.returncode, done.stdout) == (1, "") or done.returncode == 1
-    assert f"error: {tmp_path}/test.jsonl is there already: remove it, or choose another --output" in done.stderr
     out = tmp_path / "out"
     done = run("prepare_math.py", "--input", tmp_path / "train", tmp_path / "test.jsonl", "--output", out, "--text")
     assert (done.returncode, done.stderr) == (0, "")
@@ -105,6 +101,8 @@ def test_math(tmp_path):
         ("prepare_gsm8k.py", {"question": "?", "answer": "5"}, "record 2: the answer has nothing behind a ####"),
         ("prepare_gsm8k.py", MATH, "record 2: no field 'answer'; it has problem, level, type, solution: is this the"),
         ("prepare_math.py", MATH | {"solution": "5"}, "record 2: the solution boxes no answer"),
+        ("prepare_gsm8k.py", {"question": "?", "answer": None}, "record 2: "),
+        ("prepare_math.py", [MATH], "record 2: expected an object, found list"),
         ("prepare_math.py", GSM8K[0], "record 2: no field 'solution'; it has question, answer: is this the right"),
     ],
 )
@@ -115,6 +113,20 @@ def test_a_record_that_is_none_is_named(tmp_path, tool, record, message):
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {tmp_path}/data.jsonl, {message}")
     assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_written_over(tmp_path):
+    for name in ("a/train.jsonl", "b/train.jsonl.gz"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes((gzip.compress if name.endswith("gz") else bytes)(json.dumps(MATH).encode()))
+    one, other, to = tmp_path / "a" / "train.jsonl", tmp_path / "b" / "train.jsonl.gz", ("--output", tmp_path / "out")
+    done = run("prepare_math.py", "--input", one, other, *to)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: several inputs would become {tmp_path}/out/train.jsonl: prepare them one by")
+    assert run("prepare_math.py", "--input", other, *to).returncode == 0
+    done = run("prepare_math.py", "--input", one, *to)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"error: {tmp_path}/out/train.jsonl is there already: remove it, or choose another --output\n"
 
 
 @pytest.mark.parametrize(

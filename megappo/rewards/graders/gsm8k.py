@@ -12,14 +12,14 @@ NUMBER = re.compile(
     (?P<digits> (?:\d{1,3}(?:,\d{3})+ | \d+) (?:\.\d+)? | \.\d+ )
     (?P<exponent> [eE][-+]?\d{1,3}(?!\w) )?
     (?: [ ]?/[ ]? (?P<divisor>\d+) )?
-    (?!,?\d)                                 # 1,23 and 1,2345 are no numbers
+    (?! ,?\d | [_x.]+\d | [eE][-+]?\d | \s*\^ | [\u00bc-\u00be\u2150-\u215e] )  # 1,23 4x5 6e9999 7^2 8 1/2 go on
     """,
     re.VERBOSE,
 )
 MAX_CHARACTERS = 100
 """Of a number: longer ones are no answers, and take Python long."""
-REWRITTEN = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " ", "*": None})
-"""Signs and spaces of typesetters; Markdown's bold."""
+REWRITTEN = str.maketrans({"\u2212": "-", "\u2013": "-", "\u00a0": " ", "\u202f": " "})
+"""Signs and spaces of typesetters."""
 
 
 def gsm8k(responses: list[str], labels: list[Any]) -> list[float]:
@@ -45,7 +45,7 @@ def answer(text: str) -> Fraction | None:
 
 def the_number(text: str) -> Fraction | None:
     """The number in a text; None where there is none, or several."""
-    found = list(NUMBER.finditer(text.translate(REWRITTEN).replace("{,}", ",")))
+    found = list(NUMBER.finditer(text.translate(REWRITTEN).replace("{,}", ",").replace("**", "")))
     return _value(found[0]) if len(found) == 1 else None
 
 

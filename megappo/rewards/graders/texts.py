@@ -3,16 +3,15 @@
 import re
 from typing import Any
 
-LETTER = "[A-J]"
-CHOSEN = re.compile(
-    rf"""
-    (?i: \banswer (?:\s+is)? | \\boxed | \boption | \bchoice )     # what announces it
-    [\s:]* (?i: \b(?:option|choice)\b )? [\s:({{\[*"'$]* (?:\\text(?:bf)?\{{)? \(?
-    (?P<letter>{LETTER}) (?!\w|'\w)
-    """,
-    re.VERBOSE,
-)
-ALONE = re.compile(rf"[\s(\[*]*(?P<letter>{LETTER})[\s)\].:*]*")
+LETTER = r"""
+    (?: \s+ (?: is | was ) )? [\s:]{0,9} (?: (?:option|choice) \s )?      # "answer is: option"
+    [\s:*"'$({\[\\]{0,9} (?: (?:text|math) [a-z]{0,2} \{ \(? )?            # **(  $\text{(
+    (?-i: (?P<letter> [B-HJ] | [AI] (?! \s+ (?!because|since|as|and)\w ) ) ) (?! \w | '\w )
+"""
+"""What follows on the word that announces a letter. A and I are words, too: "A good one", "I think"."""
+ANSWER = re.compile(r"(?: \b answer | \\boxed )" + LETTER, re.VERBOSE | re.IGNORECASE)
+OPTION = re.compile(r"\b (?: option | choice )" + LETTER, re.VERBOSE | re.IGNORECASE)
+ALONE = re.compile(r"[\s(\[*]{0,9}(?P<letter>[A-J])[\s)\].:*]*")
 
 
 def exact_match(responses: list[str], labels: list[Any]) -> list[float]:
@@ -42,8 +41,8 @@ def regex_match(responses: list[str], labels: list[Any]) -> list[float]:
 def multiple_choice(responses: list[str], labels: list[Any]) -> list[float]:
     """1.0 where the letter that a response gives as its answer is the label, else 0.0.
 
-    Its answer is the last letter that "answer is", "Answer:", "option" or \\boxed announces; of a response that is
-    nothing but a letter, that.
+    Its answer is the last letter that "answer is", "Answer:" or \\boxed announces, else the last that "option" or
+    "choice" does; of a response that is nothing but a letter, that.
 
     Args:
         labels: letters from A to J, also as "(B)" or "b".
@@ -57,8 +56,10 @@ def chosen(response: str) -> str | None:
     """The letter that a response gives as its answer; None where it gives none."""
     if alone := ALONE.fullmatch(response):
         return alone["letter"]
-    announced = [match["letter"] for match in CHOSEN.finditer(response)]
-    return announced[-1] if announced else None
+    for announced in (ANSWER, OPTION):
+        if found := [match["letter"] for match in announced.finditer(response)]:
+            return found[-1]
+    return None
 
 
 def _text(grader: str, label: Any) -> str:
@@ -70,7 +71,7 @@ def _text(grader: str, label: Any) -> str:
 def _pattern(label: Any) -> re.Pattern[str]:
     try:
         return re.compile(_text("regex_match", label))
-    except re.error as error:
+    except (re.error, OverflowError) as error:
         raise ValueError(f"regex_match needs regular expressions as labels, found {label!r:.80}: {error}") from error
 
 
