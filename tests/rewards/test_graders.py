@@ -172,7 +172,11 @@ def test_multiple_choice(response, letter):
     assert multiple_choice([response] * 4, labels) == [float(letter == label) for label in "ABCD"]
 
 
-@pytest.mark.parametrize("response", ["Answer:" + "\n" * 100_000, "answer is " * 20_000, " " * 100_000 + "B"])
+@pytest.mark.parametrize(
+    "response",
+    ["Answer:" + "\n" * 100_000, "answer is " * 20_000, " " * 100_000 + "B"],
+    ids=["lines", "words", "blanks"],
+)
 def test_a_choice_is_found_in_no_time_in_whatever_a_model_writes(response):
     started = time.monotonic()
     assert multiple_choice([response], ["A"]) == [0.0]

@@ -34,6 +34,8 @@ class Client:
 
 
 class Prompts:
+    kept = range(9)
+
     def __len__(self) -> int:
         return 9
 
