@@ -116,7 +116,7 @@ def num_scores_errors(config: Config, num_scores: int) -> list[str]:
     if num_scores > 1 or not config.algorithm.method.needs_score_components:
         return []
     return [
-        f"reward.function {config.reward.function} returned one score per response, and algorithm.adv_estimator "
+        f"reward.function {config.reward.named} returned one score per response, and algorithm.adv_estimator "
         f"{config.algorithm.adv_estimator} needs several: return a list of two or more for each response, or choose "
         "another estimator, such as grpo"
     ]
@@ -133,6 +133,8 @@ def _warmup(config: Config) -> Iterator[str]:
 
 def _rewards(config: Config) -> Iterator[str]:
     reward, limit = config.reward, config.rollout.max_response_length
+    if not reward.weights:
+        yield f"reward.function {reward.function} has no function of a weight but 0: name one"
     if reward.length_penalty == "overlong" and reward.overlong_buffer > limit:
         yield (
             f"reward.overlong_buffer {reward.overlong_buffer} is longer than rollout.max_response_length {limit}: "

@@ -22,6 +22,7 @@ OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 
 _OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
 _WHITENING = ", ".join(name for name, method in ESTIMATORS.items() if method.whitens)
@@ -213,7 +214,7 @@ class Data(Section):
 
 
 class Reward(Section):
-    function: str = Field("exact_match", description="built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form")
+    function: str | dict[str, FiniteFloat] = Field("exact_match", description="built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
     memory_limit_gib: PositiveFloat | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")
@@ -224,6 +225,17 @@ class Reward(Section):
     length_penalty: Annotated[str, OneOf(LENGTH_PENALTIES)] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
     overlong_buffer: Positive = Field(256, description="overlong: tokens before rollout.max_response_length over which the penalty grows")
     length_penalty_factor: NonNegativeFloat = Field(1.0, description="the largest length penalty")
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Each function with the factor of its scores; a weight of 0 leaves out one that a base file names."""
+        named = {self.function: 1.0} if isinstance(self.function, str) else self.function
+        return {function: weight for function, weight in named.items() if weight}
+
+    @property
+    def named(self) -> str:
+        """The functions, as messages and records name them."""
+        return self.function if isinstance(self.function, str) else str(self.weights)
 
     @property
     def penalty(self) -> Method:

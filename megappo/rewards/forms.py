@@ -34,6 +34,18 @@ class Takes:
     welcome: tuple[str, ...] | None = ()
     raw_prompts: bool = False
 
+    def names(self, field: str) -> bool:
+        """Whether it gets a field of this name."""
+        return self.welcome is None or field in self.needed or field in self.welcome
+
+    def __or__(self, other: "Takes") -> "Takes":
+        """What both take together."""
+        needed = tuple(dict.fromkeys((*self.needed, *other.needed)))
+        welcome = None
+        if self.welcome is not None and other.welcome is not None:
+            welcome = tuple(name for name in dict.fromkeys((*self.welcome, *other.welcome)) if name not in needed)
+        return Takes(needed, welcome, self.raw_prompts or other.raw_prompts)
+
 
 NOTHING = Takes()
 
@@ -171,7 +183,8 @@ class RewardFunction:
     def __call__(self, rows: Rows) -> Any:
         """What it returns for all rows."""
         own = {name: values(rows) for name, values in self.form.own.items() if self._accepts(name)}
-        columns = [{name: row[name] for name in row if self._accepts(name)} for row in rows.columns]
+        takes = self.takes  # of what several functions take together
+        columns = [{name: row[name] for name in row if takes.names(name)} for row in rows.columns]
         return self.form.call(self.function, own, columns)
 
     def _accepts(self, name: str) -> bool:

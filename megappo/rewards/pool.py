@@ -24,18 +24,19 @@ class RewardError(RuntimeError):
 
 
 def load_reward(
-    spec: str,
+    specs: str | Mapping[str, float],
     *,
     num_workers: int,
     timeout_seconds: float,
     memory_limit_gib: float | None = None,
     pass_env: Collection[str] = (),
 ) -> "RewardPool":
-    """Start the workers of a reward function and wait until each has loaded it.
+    """Start the workers of a reward function, or of several, and wait until each has loaded them.
 
     Args:
-        spec: a built-in's name, FILE.py:FUNCTION or package.module:FUNCTION, of one of `forms.FORMS`; gives for each
-            response a finite number, or a list of as many as for all the others.
+        specs: a built-in's name, FILE.py:FUNCTION or package.module:FUNCTION, of one of `forms.FORMS`; gives for each
+            response a finite number, or a list of as many as for all the others. Of several, each with the factor of
+            its scores, a response has all their scores.
         num_workers: processes, each called with an equal share of the rows.
         timeout_seconds: how long one call may take.
         memory_limit_gib: memory that a process may take; None: any.
@@ -45,16 +46,17 @@ def load_reward(
         ValueError: the spec is malformed or names no file.
         RewardError: the file cannot be imported or has no such function.
     """
-    found = parse_spec(spec)
-    source = found.module or found.file
-    workers = [Worker(source, found.name, memory_limit_gib, pass_env) for _ in range(num_workers)]
-    return RewardPool(spec, workers, timeout_seconds, memory_limit_gib)
+    weights = {specs: 1.0} if isinstance(specs, str) else specs
+    found = {spec: parse_spec(spec) for spec in weights}
+    functions = [(one.module or one.file, one.name, weights[spec]) for spec, one in found.items()]
+    workers = [Worker(functions, memory_limit_gib, pass_env) for _ in range(num_workers)]
+    return RewardPool(" + ".join(weights), workers, timeout_seconds, memory_limit_gib)
 
 
 def load_configured(reward: Reward, *, num_workers: int) -> "RewardPool":
     """`load_reward` as the config's section says."""
     return load_reward(
-        reward.function,
+        reward.weights,
         num_workers=num_workers,
         timeout_seconds=reward.timeout_seconds,
         memory_limit_gib=reward.memory_limit_gib,

@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,17 +40,23 @@ class Worker:
     or when the worker does, and ends whatever user code has started by then.
 
     Args:
-        source, name: where the function is, see `worker`.
+        functions: source, name and weight of each, see `worker`.
         memory_limit_gib, pass_env: as of `pool.load_reward`.
     """
 
-    def __init__(self, source: str, name: str, memory_limit_gib: float | None = None, pass_env: Collection[str] = ()):
+    def __init__(
+        self,
+        functions: Sequence[tuple[str, str, float]],
+        memory_limit_gib: float | None = None,
+        pass_env: Collection[str] = (),
+    ):
         self.connection, theirs = socket.socketpair()
         keeper = [sys.executable, "-m", "megappo.keeper", str(os.getpid())]
         limit = "" if memory_limit_gib is None else str(int(memory_limit_gib * 2**30))
+        words = [str(word) for function in functions for word in function]
         with theirs:
             self.process = subprocess.Popen(
-                [*keeper, sys.executable, "-m", "megappo.rewards.worker", source, name, limit],
+                [*keeper, sys.executable, "-m", "megappo.rewards.worker", limit, *words],
                 stdin=theirs,
                 env=environment(os.environ, pass_env),
                 start_new_session=True,

@@ -1,5 +1,5 @@
-"""The worker process: `python -m megappo.rewards.worker SOURCE FUNCTION MEMORY_BYTES` (SOURCE: FILE.py, or a module's
-name; MEMORY_BYTES empty: no limit).
+"""The worker process: `python -m megappo.rewards.worker MEMORY_BYTES {SOURCE FUNCTION WEIGHT}...` (MEMORY_BYTES empty:
+no limit; SOURCE: FILE.py, or a module's name; WEIGHT: factor of the function's scores).
 
 Its standard input is a socket. From there it reads JSON objects, the fields of `forms.Rows`, until that closes, and
 answers each, and its own start, with one JSON object: {"scores": [[...], ...]}, a list for each response,
@@ -16,14 +16,16 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import islice
+from functools import partial, reduce
+from itertools import chain, islice
+from operator import or_
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from megappo.rewards.forms import BadFunction, RewardFunction, Rows, recognised
+from megappo.rewards.forms import BadFunction, RewardFunction, Rows, Takes, recognised
 from megappo.rewards.frames import receive, send
 
 MAX_ROWS_BYTES = 2**62
@@ -37,21 +39,29 @@ TELLING_BYTES = 2**26
 """Beyond the limit, to say that it was reached."""
 
 
+class Weighted(NamedTuple):
+    """A function, its name, and the factor of its scores."""
+
+    name: str
+    weight: float
+    function: RewardFunction
+
+
 def main() -> None:
-    source, name, limit = sys.argv[1:]
+    limit, *rest = sys.argv[1:]
+    specs = list(zip(rest[::3], rest[1::3], map(float, rest[2::3]), strict=True))
     connection = _connection()
     if limit:
         _limit_memory(int(limit))
     own_pid = os.getpid()
-    function, error = _attempt(_load, source, name)
-    reply: dict[str, Any] = {"error": error} if error else {"takes": asdict(function.takes)}
+    functions, error = _attempt(_load_all, specs)
+    reply: dict[str, Any] = {"error": error} if error else {"takes": asdict(_taken(functions))}
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the owner went: so does the worker
         while True:
             send(connection, json.dumps(reply).encode())
             if error:
                 return
-            rows = Rows(**json.loads(receive(connection, MAX_ROWS_BYTES)))
-            scores, error = _attempt(_score, function, rows)
+            scores, error = _attempt(_score_all, functions, receive(connection, MAX_ROWS_BYTES))
             if os.getpid() != own_pid:  # a child that the function has forked must not answer, too
                 os._exit(0)
             reply = {"error": error} if error else {"scores": scores}
@@ -103,6 +113,35 @@ def _named(error: BaseException) -> str:
 
 def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]} ... ({len(text)} characters)"
+
+
+def _load_all(specs: list[tuple[str, str, float]]) -> list[Weighted]:
+    return [Weighted(name, weight, _of(specs, name, partial(_load, source, name))) for source, name, weight in specs]
+
+
+def _taken(functions: list[Weighted]) -> Takes:
+    return reduce(or_, [weighted.function.takes for weighted in functions])
+
+
+def _score_all(functions: list[Weighted], rows: bytes) -> list[list[float]]:
+    """The scores of all functions, each with its weight, for each of the rows."""
+    of_functions = []
+    for one in functions:
+        own_rows = Rows(**json.loads(rows))  # which it may change
+        scores = _of(functions, one.name, partial(_score, one.function, own_rows))
+        of_functions.append([[one.weight * score for score in of_row] for of_row in scores])
+    scores = [list(chain.from_iterable(of_row)) for of_row in zip(*of_functions, strict=True)]
+    if scores and len(scores[0]) > MAX_SCORES:
+        raise BadFunction(f"returned {len(scores[0])} scores together; expected 1 to {MAX_SCORES}")
+    return scores
+
+
+def _of(functions: Sequence[object], name: str, work: Callable[[], Any]) -> Any:
+    """What a function's loading or call gives; of several, it is named where it is wrong."""
+    try:
+        return work()
+    except BadFunction as error:
+        raise BadFunction(f"({name}) {error}" if len(functions) > 1 else str(error)) from error
 
 
 def _load(source: str, name: str) -> RewardFunction:

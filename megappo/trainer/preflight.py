@@ -45,14 +45,15 @@ def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | No
 
 
 def _reward_errors(config: Config) -> Iterator[str]:
-    try:
-        error = missing_function(config.reward.function)
-    except OSError as unusable:
-        error = f"reward.function: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
-    except ValueError as malformed:
-        error = str(malformed)
-    if error:
-        yield error
+    for spec in config.reward.weights:
+        try:
+            error = missing_function(spec)
+        except OSError as unusable:
+            error = f"reward.function: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
+        except ValueError as malformed:
+            error = str(malformed)
+        if error:
+            yield error
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"

@@ -12,7 +12,7 @@ from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
 from megappo.checkpoint.durable import put_durably
 from megappo.config.errors import ConfigError
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Reward
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.spec import parse_spec
@@ -35,7 +35,7 @@ class Record:
         self.folder = folder
         self.config = config
         self.exchange = exchange
-        self._reward_file = _digest(config.reward.function)  # an edit from here on is the next run's
+        self._reward_file = _digest(config.reward)  # an edit from here on is the next run's
 
     def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int) -> None:
         """Write a step's rows, from wherever they are; all ranks together.
@@ -87,7 +87,7 @@ class Record:
             "model": self.config.model.path,
             "sampling": _sampling(self.config),
             "stop": list(self.config.rollout.stop),
-            "reward": self.config.reward.function,
+            "reward": self.config.reward.named,
             "reward_file": self._reward_file,
             "prompts": list(indices),
             "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
@@ -153,10 +153,10 @@ class Replay:
         ]
 
 
-def _digest(reward_function: str) -> str:
-    """Of the user's file that defines it; "" of one without, and of one that is built in."""
-    file = "" if reward_function in BUILTIN else parse_spec(reward_function).file
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
+def _digest(reward: Reward) -> str:
+    """Of the users' files that define its functions; "" of one without, and of one that is built in."""
+    files = (parse_spec(spec).file for spec in reward.weights if spec not in BUILTIN)
+    return " ".join(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
 
 
 def _sampling(config: Config) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class Rollouts:
         if len(self._nums_scores) > 1:
             numbers = " and of others ".join(map(str, sorted(self._nums_scores)))
             raise RewardError(
-                f"reward function {self.config.reward.function} returned of some responses {numbers} scores; expected "
+                f"reward function {self.config.reward.named} returned of some responses {numbers} scores; expected "
                 "as many of every response of the run\nfix it, or choose another reward.function"
             )
         num_scores = max(self._nums_scores, default=1)
