@@ -116,7 +116,7 @@ def num_scores_errors(config: Config, num_scores: int) -> list[str]:
     if num_scores > 1 or not config.algorithm.method.needs_score_components:
         return []
     return [
-        f"reward.function {config.reward.named} returned one score per response, and algorithm.adv_estimator "
+        f"reward.function {config.reward.function} returned one score per response, and algorithm.adv_estimator "
         f"{config.algorithm.adv_estimator} needs several: return a list of two or more for each response, or choose "
         "another estimator, such as grpo"
     ]

@@ -192,7 +192,6 @@ class Rollout(Section):
     sync: Sync = Field(Sync(), description="weight hand-over after each update")
 
 
-OnBadRow = Literal["error", "skip"]
 TooLong = Literal["error", "skip", "truncate_left"]
 
 
@@ -204,7 +203,7 @@ class Data(Section):
     label_key: str = Field("label", description="field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth")
     max_prompt_length: Positive = Field(1024, description="tokens of a prompt; too_long says what a longer one is")
     too_long: TooLong = Field("error", description="a prompt longer than max_prompt_length: an error that names its line, left out, or cut to its last tokens, without those that a template puts before; what is left out or cut is counted at the start")
-    on_bad_row: OnBadRow = Field("error", description="a malformed record, or one without a field that is needed: an error that names its line, or left out and counted")
+    on_bad_row: Literal["error", "skip"] = Field("error", description="a malformed record, or one without a field that is needed: an error that names its line, or left out and counted")
     shuffle: bool = Field(True, description="a new order each epoch, from trainer.seed")
 
     @property
@@ -229,13 +228,8 @@ class Reward(Section):
     @property
     def weights(self) -> dict[str, float]:
         """Each function with the factor of its scores; a weight of 0 leaves out one that a base file names."""
-        named = {self.function: 1.0} if isinstance(self.function, str) else self.function
-        return {function: weight for function, weight in named.items() if weight}
-
-    @property
-    def named(self) -> str:
-        """The functions, as messages and records name them."""
-        return self.function if isinstance(self.function, str) else str(self.weights)
+        given = {self.function: 1.0} if isinstance(self.function, str) else self.function
+        return {function: weight for function, weight in given.items() if weight}
 
     @property
     def penalty(self) -> Method:

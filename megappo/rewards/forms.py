@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 PROMPTS = "prompts"
 """A row's columns have the prompt as the file has it under this name, where the function takes that."""
@@ -50,6 +50,18 @@ class Takes:
 NOTHING = Takes()
 
 
+class Graded(NamedTuple):
+    """What reward functions found of a response.
+
+    Attributes:
+        scores: one or more, whose sum is its score.
+        parts: further numbers, by name, to be told.
+    """
+
+    scores: list[float]
+    parts: dict[str, float]
+
+
 @dataclass(frozen=True)
 class Rows:
     """Responses to score: as many prompts (as the model sees them), responses, labels, and fields of their records."""
@@ -73,17 +85,9 @@ def _batched(function: Callable[..., Any], own: Arguments, columns: Sequence[Map
 
 
 def _row_by_row(function: Callable[..., Any], own: Arguments, columns: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """A call for each row; of a dictionary that one returns its "score"."""
+    """A call for each row."""
     of_rows = [{**row, **{name: own[name][i] for name in own}} for i, row in enumerate(columns)]
-    return [_score_of(result) for result in _awaited([function(**of_row) for of_row in of_rows])]
-
-
-def _score_of(result: Any) -> Any:
-    if not isinstance(result, dict):
-        return result
-    if "score" not in result:
-        raise BadFunction(f"returned a dictionary without 'score': {result!r:.80}")
-    return result["score"]
+    return _awaited([function(**of_row) for of_row in of_rows])
 
 
 def _awaited(results: list) -> list:

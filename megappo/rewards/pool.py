@@ -9,7 +9,7 @@ from typing import Any
 
 from megappo.config.schema import Reward
 from megappo.observe.life import LIFE
-from megappo.rewards.forms import Rows
+from megappo.rewards.forms import Graded, Rows
 from megappo.rewards.process import Worker, WorkerError
 from megappo.rewards.spec import parse_spec
 
@@ -87,7 +87,7 @@ class RewardPool(AbstractContextManager):
         responses: Sequence[str],
         labels: Sequence[Any],
         columns: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[list[float]]:
+    ) -> list[Graded]:
         """The finite scores of each response, in order: one or more, as the function gives them.
 
         Within a worker's share there are as many for each; `Rollouts.score` sees that there are over all.
@@ -109,9 +109,9 @@ class RewardPool(AbstractContextManager):
         for i, worker in enumerate(self._workers[:count]):
             part = slice(len(responses) * i // count, len(responses) * (i + 1) // count)
             rows = Rows(**{name: list(values[part]) for name, values in lists.items()})
-            calls.append(partial(worker.score, rows))
+            calls.append(partial(worker.grade, rows))
         parts = self._all(calls, self.timeout_seconds, "score its responses")
-        return [score for part in parts for score in part]
+        return [graded for part in parts for graded in part]
 
     def _all(self, calls: Sequence[Callable[[float], Any]], timeout_seconds: float, task: str) -> list[Any]:
         """What the calls return, each of which has a worker of its own; the first error ends the pool."""

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from megappo.keeper import KILL_TIMEOUT_SECONDS
-from megappo.rewards.forms import Rows, Takes
+from megappo.rewards.forms import Graded, Rows, Takes
 from megappo.rewards.frames import FrameError, receive, send
-from megappo.rewards.worker import MAX_SCORES
+from megappo.rewards.worker import MAX_NAME_CHARACTERS, MAX_PARTS, MAX_SCORES
 
 ENDING_SECONDS = 2.0
 """How long a worker that has closed its connection may take to end."""
 MAX_ERROR_BYTES = 2**18
-MAX_SCORE_BYTES = 32
+MAX_NUMBER_BYTES = 32
+MAX_ROW_BYTES = MAX_SCORES * MAX_NUMBER_BYTES + MAX_PARTS * (MAX_NUMBER_BYTES + 6 * MAX_NAME_CHARACTERS)
+"""JSON writes a character as six, if it is not ASCII."""
 
 
 SECRETS = re.compile(
@@ -66,8 +68,8 @@ class Worker:
         """What the function takes, once it is loaded."""
         return _takes(self._reply(0, deadline).get("takes"))
 
-    def score(self, rows: Rows, deadline: float) -> list[list[float]]:
-        """Finite scores for each row, one or more."""
+    def grade(self, rows: Rows, deadline: float) -> list[Graded]:
+        """What the functions find of each row; all numbers are finite."""
         self._check_silent()
         try:
             send(self.connection, json.dumps(vars(rows)).encode(), deadline)
@@ -76,15 +78,15 @@ class Worker:
         except OSError:  # it died: its reply says so
             pass
         count = len(rows.responses)
-        scores = self._reply(count, deadline).get("scores")
-        if not isinstance(scores, list) or len(scores) != count or not all(map(_are_scores, scores)):
+        graded = self._reply(count, deadline).get("graded")
+        if not isinstance(graded, list) or len(graded) != count or not all(map(_is_graded, graded)):
             raise WorkerError(f"answered with something else than scores of {count} responses")
-        return scores
+        return [Graded(*one) for one in graded]
 
     def _reply(self, count: int, deadline: float) -> dict[str, Any]:
         """The next answer, to `count` rows. It is read as what user code may have written."""
         try:
-            reply = _parsed(receive(self.connection, MAX_ERROR_BYTES + count * MAX_SCORES * MAX_SCORE_BYTES, deadline))
+            reply = _parsed(receive(self.connection, MAX_ERROR_BYTES + count * MAX_ROW_BYTES, deadline))
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
@@ -158,7 +160,8 @@ def _takes(told: object) -> Takes:
     raise WorkerError("answered with something else than what it takes")
 
 
-def _are_scores(values: object) -> bool:
-    if not isinstance(values, list) or not values:
-        return False
-    return all(isinstance(value, float) and math.isfinite(value) for value in values)
+def _is_graded(value: object) -> bool:
+    match value:
+        case [[_, *_] as scores, dict(parts)]:
+            return all(isinstance(one, float) and math.isfinite(one) for one in (*scores, *parts.values()))
+    return False

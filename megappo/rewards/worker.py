@@ -2,7 +2,7 @@
 no limit; SOURCE: FILE.py, or a module's name; WEIGHT: factor of the function's scores).
 
 Its standard input is a socket. From there it reads JSON objects, the fields of `forms.Rows`, until that closes, and
-answers each, and its own start, with one JSON object: {"scores": [[...], ...]}, a list for each response,
+answers each, and its own start, with one JSON object: {"graded": [...]}, a `forms.Graded` for each response,
 {"takes": ...}, the fields of `forms.Takes`, or {"error": "..."}. It imports the standard library alone, so it starts at
 once; the user's file imports what it likes.
 """
@@ -25,7 +25,7 @@ from operator import or_
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from megappo.rewards.forms import BadFunction, RewardFunction, Rows, Takes, recognised
+from megappo.rewards.forms import BadFunction, Graded, RewardFunction, Rows, Takes, recognised
 from megappo.rewards.frames import receive, send
 
 MAX_ROWS_BYTES = 2**62
@@ -35,6 +35,10 @@ MAX_FRAME_CHARACTERS = 500
 LARGEST_FLOAT32 = 3.4028234663852886e38
 MAX_SCORES = 64
 """Of one response."""
+MAX_PARTS = 32
+"""Of one response, beside its scores."""
+MAX_NAME_CHARACTERS = 64
+"""Of a part."""
 TELLING_BYTES = 2**26
 """Beyond the limit, to say that it was reached."""
 
@@ -61,10 +65,10 @@ def main() -> None:
             send(connection, json.dumps(reply).encode())
             if error:
                 return
-            scores, error = _attempt(_score_all, functions, receive(connection, MAX_ROWS_BYTES))
+            graded, error = _attempt(_grade_all, functions, receive(connection, MAX_ROWS_BYTES))
             if os.getpid() != own_pid:  # a child that the function has forked must not answer, too
                 os._exit(0)
-            reply = {"error": error} if error else {"scores": scores}
+            reply = {"error": error} if error else {"graded": graded}
 
 
 def _connection() -> socket.socket:
@@ -123,17 +127,23 @@ def _taken(functions: list[Weighted]) -> Takes:
     return reduce(or_, [weighted.function.takes for weighted in functions])
 
 
-def _score_all(functions: list[Weighted], rows: bytes) -> list[list[float]]:
-    """The scores of all functions, each with its weight, for each of the rows."""
+def _grade_all(functions: list[Weighted], rows: bytes) -> list[Graded]:
+    """What all functions together find of each of the rows; their scores have their weights."""
     of_functions = []
     for one in functions:
         own_rows = Rows(**json.loads(rows))  # which it may change
-        scores = _of(functions, one.name, partial(_score, one.function, own_rows))
-        of_functions.append([[one.weight * score for score in of_row] for of_row in scores])
-    scores = [list(chain.from_iterable(of_row)) for of_row in zip(*of_functions, strict=True)]
-    if scores and len(scores[0]) > MAX_SCORES:
-        raise BadFunction(f"returned {len(scores[0])} scores together; expected 1 to {MAX_SCORES}")
-    return scores
+        graded = _of(functions, one.name, partial(_grade, one.function, own_rows))
+        of_functions.append(
+            [Graded([one.weight * score for score in of_row.scores], of_row.parts) for of_row in graded]
+        )
+    return [_together(of_row) for of_row in zip(*of_functions, strict=True)]
+
+
+def _together(of_row: Sequence[Graded]) -> Graded:
+    scores = list(chain.from_iterable(one.scores for one in of_row))
+    if len(scores) > MAX_SCORES:
+        raise BadFunction(f"returned {len(scores)} scores together; expected 1 to {MAX_SCORES}")
+    return Graded(scores, reduce(or_, [one.parts for one in of_row]))
 
 
 def _of(functions: Sequence[object], name: str, work: Callable[[], Any]) -> Any:
@@ -164,21 +174,36 @@ def _from_file(file: str) -> ModuleType:
     return module
 
 
-def _score(function: RewardFunction, rows: Rows) -> list[list[float]]:
+def _grade(function: RewardFunction, rows: Rows) -> list[Graded]:
     count = len(rows.responses)  # before the call, which may change the lists
     result = function(rows)
     if isinstance(result, str | bytes | dict | set | frozenset) or not hasattr(result, "__len__"):
         raise BadFunction(f"returned {type(result).__name__}; expected a list of {count} numbers")
     if len(result) != count:
         raise BadFunction(f"returned {len(result)} values for {count} responses; expected one each")
-    scores = [_numbers(score, i) for i, score in enumerate(islice(result, count))]
-    if len(scores) != count:
-        raise BadFunction(f"returned a {type(result).__name__} that says it has {count} values and gives {len(scores)}")
-    for i, of_response in enumerate(scores):
-        if len(of_response) != len(scores[0]):
-            found = f"{len(scores[0])} scores (value 0) and {len(of_response)} (value {i})"
+    graded = [_graded(value, i) for i, value in enumerate(islice(result, count))]
+    if len(graded) != count:
+        raise BadFunction(f"returned a {type(result).__name__} that says it has {count} values and gives {len(graded)}")
+    for i, of_response in enumerate(graded):
+        if len(of_response.scores) != len(graded[0].scores):
+            found = f"{len(graded[0].scores)} scores (value 0) and {len(of_response.scores)} (value {i})"
             raise BadFunction(f"returned {found}; expected as many for each response")
-    return scores
+    return graded
+
+
+def _graded(value: Any, i: int) -> Graded:
+    """Of a dictionary "score" counts, and its other numbers are told; what is no number, such as a text, is not."""
+    if not isinstance(value, dict):
+        return Graded(_numbers(value, i), {})
+    if "score" not in value:
+        raise BadFunction(f"returned a dictionary without 'score': {value!r:.80}")
+    parts = {name: part for name, part in value.items() if name != "score" and hasattr(part, "__float__")}
+    if len(parts) > MAX_PARTS or any(not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS for name in parts):
+        found = f"{len(parts)} numbers beside 'score' (value {i}): {', '.join(map(str, parts)):.80}"
+        expected = f"expected at most {MAX_PARTS}, with names of at most {MAX_NAME_CHARACTERS} characters"
+        raise BadFunction(f"returned {found}; {expected}")
+    numbers = {name: _number(part, f"value {i}, {name!r}") for name, part in parts.items()}
+    return Graded(_numbers(value["score"], i), numbers)
 
 
 def _numbers(score: Any, i: int) -> list[float]:

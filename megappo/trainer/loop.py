@@ -7,12 +7,13 @@ from typing import Any
 
 from megappo.config.schema import Config
 from megappo.interruption import INTERRUPTION, Interrupted, deadline
+from megappo.observe.metrics import reduce_ranks
 from megappo.trainer.component import Scattered
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.in_flight import InFlight
 from megappo.trainer.restarts import EngineLost, EngineLostElsewhere
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import training_metrics, value_metrics
+from megappo.trainer.statistics import training_metrics
 
 
 class Trainer:
@@ -130,10 +131,11 @@ class Trainer:
         return metrics
 
     def evaluate(self, step: int) -> dict[str, Any]:
-        """`val/<dataset>/score/*` on every held-out prompt of each file, and a few samples logged."""
+        """`val/<dataset>/*` on every held-out prompt of each file, and a few samples logged."""
         metrics = {}
         for name, prompts in self.run.datasets.val.items():
-            scores, samples = self.run.rollouts.evaluate(prompts.all)
-            metrics |= value_metrics(self.run.exchange, f"val/{name}/score", scores)
+            parts, samples = self.run.rollouts.evaluate(prompts.all)
+            found = reduce_ranks(self.run.exchange.share(parts))
+            metrics |= {f"val/{name}/{metric}": value for metric, value in found.items()}
             self.run.observer.samples(step, samples)
         return metrics

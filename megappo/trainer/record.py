@@ -87,7 +87,7 @@ class Record:
             "model": self.config.model.path,
             "sampling": _sampling(self.config),
             "stop": list(self.config.rollout.stop),
-            "reward": self.config.reward.named,
+            "reward": self.config.reward.function,
             "reward_file": self._reward_file,
             "prompts": list(indices),
             "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,

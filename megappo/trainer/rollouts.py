@@ -19,6 +19,7 @@ from megappo.listening import run_store
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
+from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
 from megappo.rollout.sampler import Sample, Sampled, Use, sample, store_counter
@@ -26,6 +27,7 @@ from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
+from megappo.trainer.statistics import value_parts
 
 PROBE_TOKENS = 4
 
@@ -147,8 +149,9 @@ class Rollouts:
             self._store.set("interrupted", INTERRUPTION.reason)
         return self._store.check(["interrupted"])
 
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[torch.Tensor, dict[str, Metric]]:
         """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included.
+        And this rank's part of the means of what else it told of them, by name.
 
         All ranks call it together.
 
@@ -156,14 +159,17 @@ class Rollouts:
             RewardError: there are not as many scores for every response of the run.
             ConfigError: there is one, and the estimator needs several.
         """
-        scores: list[list[float]] = []
+        graded: list[Graded] = []
         if self.rewards is not None and samples:  # of no texts the tokenizer would decode one
             texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
             of_sample = [prompts[one.prompt_index] for one in samples]
             prompt_texts, labels = [p.text for p in of_sample], [p.label for p in of_sample]
-            scores = self.rewards.score(prompt_texts, texts, labels, [p.columns for p in of_sample])
-        num_scores = self._num_scores({len(of_response) for of_response in scores})
-        return torch.tensor(scores, dtype=torch.float32).reshape(len(scores), num_scores)
+            graded = self.rewards.score(prompt_texts, texts, labels, [p.columns for p in of_sample])
+        num_scores = self._num_scores({len(one.scores) for one in graded})
+        scores = torch.tensor([one.scores for one in graded], dtype=torch.float32).reshape(len(graded), num_scores)
+        names = {name for one in graded for name in one.parts}
+        values = {name: [one.parts[name] for one in graded if name in one.parts] for name in sorted(names)}
+        return scores, {f"part/{name}": Metric.of(torch.tensor(found), "mean") for name, found in values.items()}
 
     def _num_scores(self, found: set[int]) -> int:
         """K, from what workers, ranks and steps have found it to be."""
@@ -171,7 +177,7 @@ class Rollouts:
         if len(self._nums_scores) > 1:
             numbers = " and of others ".join(map(str, sorted(self._nums_scores)))
             raise RewardError(
-                f"reward function {self.config.reward.named} returned of some responses {numbers} scores; expected "
+                f"reward function {self.config.reward.function} returned of some responses {numbers} scores; expected "
                 "as many of every response of the run\nfix it, or choose another reward.function"
             )
         num_scores = max(self._nums_scores, default=1)
@@ -186,7 +192,8 @@ class Rollouts:
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
-        batch = self._at_owners(_rows(samples, prompts, self.score(samples, prompts)))
+        scores, parts = self.score(samples, prompts)
+        batch = self._at_owners(_rows(samples, prompts, scores))
         if len(batch.table) != n * len(prompts):
             found = len(batch.table)
             raise EngineError(f"expected {n} responses to each of {len(prompts)} prompts, got {found} in all")
@@ -196,16 +203,18 @@ class Rollouts:
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
             num_tokens += sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
         metrics = {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
-        return batch, metrics | self._engine_metrics()
+        of_rewards = {f"reward/{name}": part for name, part in parts.items()}
+        return batch, metrics | reduce_ranks(self.exchange.share(self._engine_metrics() | of_rewards))
 
-    def _engine_metrics(self) -> dict[str, float]:
-        """Metrics of all engines in the last `respond`; all ranks together."""
+    def _engine_metrics(self) -> dict[str, Metric]:
+        """This rank's part of the metrics of all engines in the last `respond`."""
         use = self._use
-        parts = {
+        if not use.prompt_tokens:
+            return {}
+        return {
             "rollout/running_requests": Metric.of_part((use.sequence_seconds, use.seconds), "mean"),
             "rollout/cached_prompt_frac": Metric.of_part((use.cached_tokens, use.prompt_tokens), "mean"),
         }
-        return reduce_ranks(self.exchange.share(parts if use.prompt_tokens else {}))
 
     def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:
         """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay."""
@@ -244,8 +253,9 @@ class Rollouts:
     def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], rows: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""
         indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
+        scores, _ = self.score(greedy, prompts)
         shaped, _ = shape_scores(
-            summed(self.score(greedy, prompts)),
+            summed(scores),
             torch.tensor([one.num_policy_tokens for one in greedy], dtype=torch.int64),
             indices,
             self.config.reward,
@@ -257,10 +267,11 @@ class Rollouts:
         baselines = {index: score for part in self.exchange.share(mine) for index, score in part.items()}
         return torch.tensor([baselines[prompt] for prompt in rows.prompt_ids.tolist()], dtype=torch.float32)
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-        """Scores of one response to each prompt that this rank sampled, and the first prompts' responses to show."""
+    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[dict[str, Metric], list[dict[str, Any]]]:
+        """This rank's part of the metrics of one response to each prompt, and the first prompts' responses to show."""
         samples = self.sample(prompts, 1, self.evaluation, "evaluate")
-        scores = summed(self.score(samples, prompts))
+        several, parts = self.score(samples, prompts)
+        scores = summed(several)
         shown = {
             one.prompt_index: {
                 "prompt": prompts[one.prompt_index].text,
@@ -272,7 +283,7 @@ class Rollouts:
             if one.prompt_index < self.config.trainer.num_samples
         }
         of_all_ranks = {index: entry for part in self.exchange.share(shown) for index, entry in part.items()}
-        return scores, [of_all_ranks[index] for index in sorted(of_all_ranks)]
+        return value_parts("score", scores) | parts, [of_all_ranks[index] for index in sorted(of_all_ranks)]
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:

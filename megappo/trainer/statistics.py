@@ -34,13 +34,9 @@ def metrics_and_means(
     return reduce_ranks(part for part, _ in of_ranks), reduce_ranks(mean for _, mean in of_ranks)
 
 
-def value_metrics(exchange: Exchange, name: str, values: torch.Tensor) -> dict[str, float]:
-    """`<name>/{mean,max,min}` over all ranks' values, [n] each; n may differ and be 0 on some ranks.
-
-    Raises:
-        ValueError: no rank has any value.
-    """
-    return reduce_ranks(exchange.share(_parts(name, values, SPREAD)))
+def value_parts(name: str, values: torch.Tensor) -> dict[str, Metric]:
+    """This rank's part of `<name>/{mean,max,min}` over all ranks' values, [n] each; n may differ and be 0 on some."""
+    return _parts(name, values, SPREAD)
 
 
 def _columns(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:

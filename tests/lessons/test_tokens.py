@@ -17,6 +17,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.rewards.forms import Graded
 from megappo.rollout.sampler import Sample
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
@@ -48,9 +49,9 @@ def make_config() -> Config:
 class Rewards:
     """Stands where a pool of workers is, and reads what a reward function would."""
 
-    def score(self, prompts: Sequence[str], texts: Sequence[str], *_: object) -> list[list[float]]:
+    def score(self, prompts: Sequence[str], texts: Sequence[str], *_: object) -> list[Graded]:
         assert (prompts, texts) == (["ol", "ol"], ["hello", "hello"])
-        return [[1.0], [0.0]]
+        return [Graded([1.0], {}), Graded([0.0], {})]
 
 
 def hf_log_probs(model: torch.nn.Module, response: list[int], temperature: float) -> torch.Tensor:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from planning import write_run
-from reward_pools import load
+from reward_pools import load, scores_of
 from verl_style import CHAT_TEMPLATE, record, write_compute_score, write_gsm8k
 
 from megappo.config.schema import Data
@@ -19,7 +19,7 @@ COLUMNS = [{"level": 1, "tags": ["a"]}, {"level": 2}, {"level": 3, "tags": None}
 
 def score(pool: RewardPool, columns: list[dict] = COLUMNS) -> list[float]:
     """Of three responses."""
-    return [only for [only] in pool.score(["p0", "p1", "p2"], ["r0", "r1", "r2"], [0, 1, 2], columns)]
+    return [one.scores[0] for one in pool.score(["p0", "p1", "p2"], ["r0", "r1", "r2"], [0, 1, 2], columns)]
 
 
 TAKES = {
@@ -120,7 +120,7 @@ def test_async_functions_run_for_all_rows_at_the_same_time(tmp_path: Path):
     """
     with load(tmp_path, body) as pool:
         start = time.monotonic()
-        scores = pool.score([""] * 40, [""] * 40, list(range(40)))
+        scores = scores_of(pool.score([""] * 40, [""] * 40, list(range(40))))
         assert time.monotonic() - start < 10
     assert scores == [[n / 2] for n in range(40)]
 
@@ -190,8 +190,10 @@ def test_verls_data_and_function_work_as_they_are(tmp_path: Path):
     with load_reward(write_compute_score(tmp_path / "gsm8k.py"), num_workers=3, timeout_seconds=20) as pool:
         prompts = prompts_of(file, tmp_path, pool.takes)
         texts, labels, columns = zip(*((prompt.text, prompt.label, prompt.columns) for prompt in prompts), strict=True)
-        scores = pool.score(texts, responses, labels, columns)
-    assert scores == [[answers[kinds[i % len(kinds)]]] for i in range(200)]
+        graded = pool.score(texts, responses, labels, columns)
+    assert [one.scores for one in graded] == [[answers[kinds[i % len(kinds)]]] for i in range(200)]
+    told = [{} if one.scores == [0.0] else {"acc": float(one.scores == [1.0])} for one in graded]
+    assert [one.parts for one in graded] == told and {"acc": 1.0} in told
     assert columns[3] == {"data_source": "openai/gsm8k", "extra_info": record(3)["extra_info"]}
     assert texts[3] == f"user:{record(3)['prompt'][0]['content']}\nassistant:" and labels[3] == str(numbers[3])
 
@@ -208,4 +210,4 @@ def test_trls_form_gets_the_chat_of_the_file(tmp_path: Path):
         prompts = prompts_of(file, tmp_path, pool.takes)
         responses = [prompts[0].label, "", "no", prompts[3].label]
         texts, labels, columns = zip(*((prompt.text, prompt.label, prompt.columns) for prompt in prompts), strict=True)
-        assert pool.score(texts, responses, labels, columns) == [[1.0], [0.0], [0.0], [1.0]]
+        assert scores_of(pool.score(texts, responses, labels, columns)) == [[1.0], [0.0], [0.0], [1.0]]

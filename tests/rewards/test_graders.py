@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from reward_pools import scores_of
 
 from megappo.rewards.graders.gsm8k import gsm8k
 from megappo.rewards.graders.mathematics import last_boxed, math
@@ -98,7 +99,7 @@ def test_the_last_box(text, boxed):
 def test_an_answer_that_takes_for_ever_is_wrong_within_its_time(answer):
     started = time.monotonic()
     with load_reward("math", num_workers=1, timeout_seconds=60, memory_limit_gib=4) as pool:
-        assert pool.score([""] * 2, [f"\\boxed{{{answer}}}", "\\boxed{42}"], ["42"] * 2) == [[0.0], [1.0]]
+        assert scores_of(pool.score([""] * 2, [f"\\boxed{{{answer}}}", "\\boxed{42}"], ["42"] * 2)) == [[0.0], [1.0]]
     assert time.monotonic() - started < 30
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from reward_pools import load, score
+from reward_pools import load, score, scores_of
 
 from megappo.rewards.pool import RewardError, load_reward
 
@@ -27,6 +27,11 @@ def write(data: str, then: str = "time.sleep(54321)") -> str:
 
 def frame(body: str) -> str:
     return f"struct.pack('!Q', len({body})) + {body}"
+
+
+def graded(of_row: str, count: int = 3) -> str:
+    """Write an answer with this for each row."""
+    return f"import json\nanswer = json.dumps({{'graded': [{of_row}] * {count}}}).encode()\n" + write(frame("answer"))
 
 
 def function(lines: str) -> str:
@@ -54,7 +59,7 @@ def test_what_a_function_does_to_its_lists_has_no_effect(tmp_path: Path):
     labels = [0, 1, 2]
     with load(tmp_path, function(lines), num_workers=2) as pool:
         for _ in range(2):
-            assert pool.score(["p"] * 3, ["r"] * 3, labels) == [[0.0], [1.0], [2.0]]
+            assert scores_of(pool.score(["p"] * 3, ["r"] * 3, labels)) == [[0.0], [1.0], [2.0]]
     assert labels == [0, 1, 2]
 
 
@@ -64,11 +69,13 @@ SENDS = {
     "no JSON": (write(frame("b'{no json'")), "b'{no json' is not JSON"),
     "deep JSON": (write(frame("b'[' * 20000")), "is not JSON"),
     "no object": (write(frame("b'[1.0]'")), r"b'\[1.0\]' is no JSON object"),
-    "text as scores": (write(frame('b\'{"scores": [["1"], ["2"], ["3"]]}\'')), "else than scores of 3 responses"),
-    "too few scores": (write(frame("b'{\"scores\": [[1.0]]}'")), "something else than scores of 3 responses"),
-    "no scores": (write(frame("b'{\"scores\": [[], [], []]}'")), "something else than scores of 3 responses"),
-    "numbers": (write(frame("b'{\"scores\": [1.0, 1.0, 1.0]}'")), "something else than scores of 3 responses"),
-    "NaN": (write(frame("b'{\"scores\": [[1.0], [NaN], [1.0]]}'")), "something else than scores of 3 responses"),
+    "text as scores": (graded("[['1'], {}]"), "something else than scores of 3 responses"),
+    "too few scores": (graded("[[1.0], {}]", 1), "something else than scores of 3 responses"),
+    "no scores": (graded("[[], {}]"), "something else than scores of 3 responses"),
+    "numbers": (graded("1.0"), "something else than scores of 3 responses"),
+    "NaN": (graded("[[float('nan')], {}]"), "something else than scores of 3 responses"),
+    "NaN as a part": (graded("[[1.0], {'acc': float('nan')}]"), "something else than scores of 3 responses"),
+    "parts that are a list": (graded("[[1.0], []]"), "something else than scores of 3 responses"),
     "closes everything": ("os.closerange(3, 64)\nreturn [0.0] * 3", "ended its process"),
     "closes everything and hangs": ("os.closerange(3, 64)\ntime.sleep(54321)", r"\(closed its connection\)"),
 }
@@ -119,7 +126,7 @@ def test_a_worker_that_does_not_read_ends_with_the_timeout(tmp_path: Path):
 
 
 def test_an_answer_too_many_is_not_taken_for_the_next_one(tmp_path: Path):
-    lines = write(frame("b'{\"scores\": [[9.0], [9.0], [9.0]]}'"), "return [0.0] * 3")
+    lines = graded("[[9.0], {}]").replace("time.sleep(54321)", "return [0.0] * 3")
     pool = load(tmp_path, function(lines))
     score(pool)
     time.sleep(0.3)
@@ -226,7 +233,7 @@ def test_labels_and_texts_arrive_as_they_are(tmp_path: Path):
     texts = ["", "\0", "\u2028\r\n", "\U0001f600", "\ud800"]  # a lone half of a character may be sampled
     lines = f"assert (prompts, responses, labels) == ({texts!a}, {texts!a}, {labels!a})\nreturn [1.0] * 5"
     with load(tmp_path, function(lines)) as pool:
-        assert pool.score(texts, texts, labels) == [[1.0]] * 5
+        assert scores_of(pool.score(texts, texts, labels)) == [[1.0]] * 5
 
 
 DETACH = """
@@ -320,7 +327,7 @@ TOLD = (
     '{"takes": {"needed": [1], "welcome": [], "raw_prompts": false}}',
     '{"takes": {"needed": [], "welcome": 3, "raw_prompts": false}}',
     '{"takes": {"needed": []}}',
-    '{"scores": [[1.0]]}',
+    '{"graded": [[[1.0], {}]]}',
 )
 
 
@@ -349,5 +356,5 @@ def test_columns_arrive_as_they_are_and_stay_the_trainers(tmp_path: Path):
     """
     with load(tmp_path, body) as pool:
         for _ in range(2):
-            assert pool.score(["p"] * 2, ["r"] * 2, [0, 0], columns) == [[1.0], [2.0]]
+            assert scores_of(pool.score(["p"] * 2, ["r"] * 2, [0, 0], columns)) == [[1.0], [2.0]]
     assert columns[0]["a"] == [1, {"b": "\u00e9"}]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from reward_pools import load, score, scores
+from reward_pools import load, score, scores, scores_of
 
 from megappo.rewards.pool import RewardError, load_reward
 from megappo.rewards.spec import missing_function, parse_spec
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_built_in_runs_in_workers():
     with load_reward("exact_match", num_workers=2, timeout_seconds=20) as pool:
-        assert pool.score(["a", "b", "c"], ["1 ", "2", "3"], ["1", 3, 3]) == [[1.0], [0.0], [1.0]]
+        assert scores_of(pool.score(["a", "b", "c"], ["1 ", "2", "3"], ["1", 3, 3])) == [[1.0], [0.0], [1.0]]
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])

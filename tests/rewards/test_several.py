@@ -26,6 +26,12 @@ def both(prompts, completions, level):
 def names(responses, **columns):
     return [float(sorted(columns) == ["data_source", "labels", "level", "prompts"]) for _ in responses]
 
+def told(responses):
+    return [{"score": 1, "long": len(response) > 1, "why": "a text is not told"} for response in responses]
+
+def told_of_some(responses):
+    return [{"score": 0, "first": 7} if response else 0 for response in responses]
+
 def fails(responses):
     raise ValueError("no")
 
@@ -43,7 +49,7 @@ def file(tmp_path: Path) -> str:
 
 def scores_of(specs: dict[str, float], num_workers: int = 2) -> list[list[float]]:
     with load_reward(specs, num_workers=num_workers, timeout_seconds=20) as pool:
-        return pool.score(["x"] * 3, ["7", "78", ""], ["7", "7", "7"], COLUMNS)
+        return [one.scores for one in pool.score(["x"] * 3, ["7", "78", ""], ["7", "7", "7"], COLUMNS)]
 
 
 def test_scores_stand_side_by_side_each_with_its_weight(file):
@@ -67,6 +73,40 @@ def test_what_they_take_is_what_any_takes(file):
     assert (of_two.needed, of_two.welcome, of_two.raw_prompts) == (("data_source", "level"), ("extra_info",), True)
     assert takes("both", "names").welcome is None
     assert takes("short", "short").needed == ()
+
+
+def test_other_numbers_of_a_dictionary_are_told_and_count_nothing(file):
+    specs = {f"{file}:{name}": 2.0 for name in ("told", "told_of_some", "compute_score")}
+    with load_reward(specs, num_workers=2, timeout_seconds=20) as pool:
+        graded = pool.score(["x"] * 3, ["7", "78", ""], ["7"] * 3, COLUMNS)
+    assert [one.scores for one in graded] == [[2.0, 0.0, 2.0], [2.0, 0.0, 0.0], [2.0, 0.0, 0.0]]
+    assert [one.parts for one in graded] == [
+        {"long": 0.0, "first": 7.0, "acc": 1.0},
+        {"long": 1.0, "first": 7.0, "acc": 1.0},
+        {"long": 0.0, "acc": 1.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("{'score': 1.0, 'acc': float('nan')}", "returned nan \\(value 0, 'acc'\\); expected finite numbers"),
+        ("{'acc': 1.0}", "returned a dictionary without 'score': {'acc': 1.0}"),
+        (
+            "{'score': 1.0, 5: 1.0}",
+            "returned 1 numbers beside 'score' .value 0.: 5; expected at most 32, with names of",
+        ),
+        ("dict.fromkeys(map(str, range(33)), 1) | {'score': 1.0}", "returned 33 numbers beside 'score'"),
+        ("{'score': {'score': 1.0}}", "returned {'score': 1.0} .value 0., a dict; expected a number"),
+    ],
+)
+def test_dictionaries_that_tell_nonsense_are_errors(tmp_path, result, message):
+    (tmp_path / "mine.py").write_text(f"def f(responses):\n    return [{result} for _ in responses]\n")
+    with (
+        load_reward(f"{tmp_path}/mine.py:f", num_workers=1, timeout_seconds=20) as pool,
+        pytest.raises(RewardError, match=message),
+    ):
+        pool.score(["x"], ["y"], [1])
 
 
 @pytest.mark.parametrize(

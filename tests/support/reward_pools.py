@@ -1,8 +1,10 @@
 """Pools of reward functions that a test writes down, and rows to score."""
 
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
+from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardPool, load_reward
 
 
@@ -21,4 +23,11 @@ def score(pool: RewardPool, count: int = 3) -> list[float]:
 
 
 def scores(pool: RewardPool, count: int = 3) -> list[list[float]]:
-    return pool.score([f"p{i}" for i in range(count)], [f"r{i}" for i in range(count)], list(range(count)))
+    rows = [f"p{i}" for i in range(count)], [f"r{i}" for i in range(count)], list(range(count))
+    return scores_of(pool.score(*rows))
+
+
+def scores_of(graded: Sequence[Graded]) -> list[list[float]]:
+    """Of responses about which nothing else is told."""
+    assert not any(one.parts for one in graded)
+    return [one.scores for one in graded]

@@ -13,6 +13,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver
+from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError
 from megappo.rollout.sampler import Sample
@@ -48,8 +49,8 @@ EXPECTED = {
 
 
 class ScoredByFirstToken(Rollouts):
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
-        return torch.tensor([[float(one.tokens[0])] for one in samples]).reshape(-1, 1)
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[torch.Tensor, dict]:
+        return torch.tensor([[float(one.tokens[0])] for one in samples]).reshape(-1, 1), {}
 
 
 def make_config(**algorithm: object) -> Config:
@@ -94,10 +95,12 @@ def test_segments_of_policy_and_environment_become_rows_at_their_owners():
 
 
 class Scores:
-    """Stands where a pool of workers is: of each text as many scores as it has numbers, with their order."""
+    """Stands where a pool of workers is: of each text as many scores as it has numbers, with their order. It tells of
+    some that there are large ones."""
 
-    def score(self, prompts: Sequence[str], texts: Sequence[str], *_: object) -> list[list[float]]:
-        return [[float(number) for number in text.split()] for text in texts]
+    def score(self, prompts: Sequence[str], texts: Sequence[str], *_: object) -> list[Graded]:
+        of_texts = [[float(number) for number in text.split()] for text in texts]
+        return [Graded(numbers, {"large": max(numbers)} if max(numbers) > 8 else {}) for numbers in of_texts]
 
 
 class Tokenizer:
@@ -117,7 +120,9 @@ def score_by_components(rank: int, world_size: int) -> None:
     rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
     samples = samples_of([1, 20], [2, 7], [3, 20], [4, 9])
     mine = ([], samples, [])[rank]
-    rows = rollouts.collect(Responses(mine, []), PROMPTS)[0].rows
+    batch, metrics = rollouts.collect(Responses(mine, []), PROMPTS)
+    assert metrics["reward/part/large"] == (20 + 20 + 9) / 3, "of the responses of which it is told"
+    rows = batch.rows
     expected = {0: [1.0, 20.0], 1: [2.0, 7.0], 2: [3.0, 20.0], 3: [4.0, 9.0]}
     assert rows.field("score_components").tolist() == [expected[row] for row in rows.ids.tolist()]
     assert rows.field("score_components").shape == (len(rows), 2)

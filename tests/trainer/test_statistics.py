@@ -9,8 +9,8 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.metrics import ROW_METRICS, RowMetric
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
-from megappo.observe.metrics import Histogram, Metric
-from megappo.trainer.statistics import row_metrics, steps_of_ranks, training_metrics, value_metrics
+from megappo.observe.metrics import Histogram, Metric, reduce_ranks
+from megappo.trainer.statistics import row_metrics, steps_of_ranks, training_metrics, value_parts
 
 SCORES = ([3.0, -1.5, 4.0], [], [0.25])
 LENGTHS = ([1, 2], [2, 2, 3], [])
@@ -23,10 +23,10 @@ def plain_statistics(name: str, values: list[float]) -> dict[str, float]:
 def check_values(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
     for name, values in (("score", SCORES), ("length", LENGTHS)):
-        found = value_metrics(exchange, name, torch.tensor(values[rank], dtype=torch.float32))
+        found = reduce_ranks(exchange.share(value_parts(name, torch.tensor(values[rank], dtype=torch.float32))))
         assert found == pytest.approx(plain_statistics(name, sum(values, [])))
     with pytest.raises(ValueError, match="no value of 'score/mean' on any rank"):
-        value_metrics(exchange, "score", torch.zeros(0))
+        reduce_ranks(exchange.share(value_parts("score", torch.zeros(0))))
 
 
 def test_values_of_all_ranks_count_alike() -> None:
