@@ -19,9 +19,10 @@ from megappo.config.checks import longest_row
 from megappo.config.describe import counted, show
 from megappo.config.errors import ConfigError, printable, shorten
 from megappo.config.help import config_parser
+from megappo.config.kinds import MOST_RANKS
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
-from megappo.config.schema import MOST_RANKS, Config
+from megappo.config.schema import Config
 from megappo.estimate.fitting import fits, settled, settled_offloads
 from megappo.estimate.gpus import GIB, GPU, GPUS
 from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate

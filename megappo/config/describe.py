@@ -12,7 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megappo.config.schema import Config, OneOf, Section
+from megappo.config.kinds import OneOf
+from megappo.config.schema import Config, Section
 
 REQUIRED = PydanticUndefined
 """`Key.default` of a key that must be set."""

@@ -1,63 +1,39 @@
 """Every key a run's YAML may hold: its type, default and meaning. Immutable once loaded."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, field_validator
-from pydantic_core import CoreSchema
-from pydantic_core.core_schema import no_info_after_validator_function
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
 
 from megappo.config.coercion import as_declared
 from megappo.config.data_files import stem
 from megappo.config.errors import ConfigError, printable
+from megappo.config.kinds import (
+    Aggregation,
+    Decay,
+    Fraction,
+    KLKind,
+    NonNegative,
+    NonNegativeFloat,
+    OneOf,
+    OpenFraction,
+    Positive,
+    PositiveFloat,
+    Rejection,
+    TensorKind,
+    TooLong,
+    Ways,
+)
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Estimator, Method, PolicyLoss
 from megappo.config.origins import Origins
 from megappo.config.transports import AUTO, TRANSPORTS
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
-OpenFraction = Annotated[float, Field(gt=0, lt=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 
 _OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
 _WHITENING = ", ".join(name for name, method in ESTIMATORS.items() if method.whitens)
 _WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.needs_values)
 EVAL_INTERVAL = 10
 """trainer.eval_interval where it is null and there is something to evaluate on."""
-MOST_RANKS = 100_000
-"""Of a run, and so of every way of cutting a model."""
-Ways = Annotated[int, Field(ge=1, le=MOST_RANKS)]
-Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-TensorKind = Literal["weights", "gradients", "optimizer"]
-KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "low_var_kl"]
-"""The last three are verl's words for k1, k2 and k3."""
-Rejection = Literal["token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"]
-"""A divergence of engine and trainer, by token or over a response."""
-
-
-class OneOf:
-    """Of a text: it is one of the names of a table, which may grow until the config is read, or one of the others."""
-
-    def __init__(self, table: Mapping[str, object], *others: str):
-        self.table = table
-        self.others = others
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.others, *self.table)
-
-    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return no_info_after_validator_function(self._known, handler(source))
-
-    def _known(self, name: str) -> str:
-        if name not in self.names:
-            raise ValueError("not in the table")
-        return name
 
 
 class Section(BaseModel):
@@ -192,9 +168,6 @@ class Rollout(Section):
     sync: Sync = Field(Sync(), description="weight hand-over after each update")
 
 
-TooLong = Literal["error", "skip", "truncate_left"]
-
-
 class Data(Section):
     train_files: tuple[str, ...] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts")
     val_files: tuple[str, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
@@ -213,7 +186,7 @@ class Data(Section):
 
 
 class Reward(Section):
-    function: str | dict[str, FiniteFloat] = Field("exact_match", description="built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
+    function: str | dict[str, float] = Field("exact_match", description="built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
     memory_limit_gib: PositiveFloat | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")

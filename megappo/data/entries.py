@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megappo.config.schema import Data, TooLong
+from megappo.config.kinds import TooLong
+from megappo.config.schema import Data
 from megappo.data.faults import Check
 from megappo.data.fields import Fields, look_up
 from megappo.data.records import Records

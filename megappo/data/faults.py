@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megappo.config.schema import TooLong
+from megappo.config.kinds import TooLong
 from megappo.data.fields import Wanted, listed
 from megappo.data.records import Records
 

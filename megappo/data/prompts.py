@@ -9,7 +9,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.errors import ConfigError
-from megappo.config.schema import Config, Data, TooLong
+from megappo.config.kinds import TooLong
+from megappo.config.schema import Config, Data
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import Check, DataFile, check_lines
 from megappo.data.fields import Fields

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 import torch
 
 from megappo import platform
-from megappo.config.schema import TensorKind
+from megappo.config.kinds import TensorKind
 from megappo.models.train_engine import MegatronEngine, TrainedEngine
 from megappo.placement.uses import Use
 

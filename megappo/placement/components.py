@@ -11,7 +11,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Config, Parallel, TensorKind, Trained
+from megappo.config.kinds import TensorKind
+from megappo.config.schema import Config, Parallel, Trained
 from megappo.table import Function, Table
 
 Value = TypeVar("Value")

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from megappo.config.checks import nearest_divisors
 from megappo.config.describe import counted
 from megappo.config.errors import ConfigError, shorten
-from megappo.config.schema import MOST_RANKS, Config, Parallel
+from megappo.config.kinds import MOST_RANKS
+from megappo.config.schema import Config, Parallel
 from megappo.placement.components import Setting, components_of
 from megappo.placement.layout import Layout
 
