@@ -7,5 +7,7 @@ BUILTIN = {
     "multiple_choice": f"{_GRADERS}.texts:multiple_choice",
     "gsm8k": f"{_GRADERS}.gsm8k:gsm8k",
     "math": f"{_GRADERS}.mathematics:math",
+    "think_answer": f"{_GRADERS}.forms:think_answer",
+    "repetition": f"{_GRADERS}.forms:repetition",
 }
 """reward.function -> module:function."""

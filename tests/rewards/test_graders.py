@@ -13,6 +13,7 @@ import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from reward_pools import scores_of
 
+from megappo.rewards.graders.forms import repetition, think_answer
 from megappo.rewards.graders.gsm8k import gsm8k
 from megappo.rewards.graders.mathematics import last_boxed, math
 from megappo.rewards.graders.texts import exact_match, multiple_choice, regex_match
@@ -56,13 +57,19 @@ def test_a_wrong_grade_is_never_of_our_own_making():
     assert len(wrong) < 0.05 * len(GRADED)
 
 
-@pytest.mark.parametrize("label", [None, True, "", "none", "5 or 6", "#### ", [42], float("nan"), "9" * 5000])
+@pytest.mark.parametrize(
+    "label", [None, True, "", "none", "5 or 6", "#### ", [42], float("nan"), pytest.param("9" * 5000, id="9s")]
+)
 def test_a_label_without_a_number_is_no_label_of_gsm8k(label):
     with pytest.raises(ValueError, match="gsm8k needs a number as label"):
         gsm8k(["#### 42"], [label])
 
 
-@pytest.mark.parametrize("response", ["#### " + "9" * 5000, "#### 1/" + "9" * 5000, "#" * 10_000, "#### 42e99999"])
+@pytest.mark.parametrize(
+    "response",
+    ["#### " + "9" * 5000, "#### 1/" + "9" * 5000, "#" * 10_000, "#### 42e99999"],
+    ids=["digits", "divisor", "marks", "exponent"],
+)
 def test_numbers_without_end_are_no_answers(response):
     assert gsm8k([response], [42]) == [0.0]
 
@@ -95,7 +102,7 @@ def test_the_last_box(text, boxed):
     assert last_boxed(text) == boxed
 
 
-@pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "(" * 400, "1" * 100_000])
+@pytest.mark.parametrize("answer", ["9^{9^{9^{9}}}", "(" * 400, "1" * 100_000], ids=["tower", "brackets", "digits"])
 def test_an_answer_that_takes_for_ever_is_wrong_within_its_time(answer):
     started = time.monotonic()
     with load_reward("math", num_workers=1, timeout_seconds=60, memory_limit_gib=4) as pool:
@@ -188,3 +195,51 @@ def test_a_choice_is_found_in_no_time_in_whatever_a_model_writes(response):
 def test_a_label_of_a_choice_is_a_letter(label):
     with pytest.raises((ValueError, TypeError), match="multiple_choice needs"):
         multiple_choice(["A"], [label])
+
+
+@pytest.mark.parametrize(
+    ("response", "grade"),
+    [
+        ("<think>a\nb</think>\n<answer>4</answer>", 1.0),
+        ("a, then b</think> <answer> 4 </answer>\n", 1.0),
+        ("<think>a</think><answer>4</answer> and so on", 0.0),
+        ("<think>a</think> so <answer>4</answer>", 0.0),
+        ("<think>a</think>", 0.0),
+        ("<think> </think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer></answer>", 0.0),
+        ("<think>a<think>b</think><answer>4</answer>", 0.0),
+        ("<think>a</think>b</think><answer>4</answer>", 0.0),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("<answer>4</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_think_answer(response, grade):
+    assert think_answer([response]) == [grade]
+
+
+@pytest.mark.parametrize(
+    ("response", "grade"),
+    [
+        ("", 0.0),
+        ("a b", 0.0),
+        ("a b c d e", 0.0),
+        ("a b c A b C", -0.25),
+        ("so " * 102, -0.99),
+        ("a b c\na\tb c", -0.25),
+    ],
+)
+def test_repetition(response, grade):
+    assert repetition([response]) == [pytest.approx(grade)]
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["<think>" * 20_000, "</think><answer>" * 20_000, "</think>" + " " * 100_000],
+    ids=["open", "closed", "blank"],
+)
+def test_forms_are_seen_in_no_time_in_whatever_a_model_writes(response):
+    started = time.monotonic()
+    assert think_answer([response]) == [0.0]
+    assert repetition([response])[0] <= 0
+    assert time.monotonic() - started < 5
