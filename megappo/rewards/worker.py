@@ -133,9 +133,8 @@ def _grade_all(functions: list[Weighted], rows: bytes) -> list[Graded]:
     for one in functions:
         own_rows = Rows(**json.loads(rows))  # which it may change
         graded = _of(functions, one.name, partial(_grade, one.function, own_rows))
-        of_functions.append(
-            [Graded([one.weight * score for score in of_row.scores], of_row.parts) for of_row in graded]
-        )
+        weighted = [[_number(one.weight * score, one.name) for score in of_row.scores] for of_row in graded]
+        of_functions.append([Graded(scores, of_row.parts) for scores, of_row in zip(weighted, graded, strict=True)])
     return [_together(of_row) for of_row in zip(*of_functions, strict=True)]
 
 

@@ -60,6 +60,11 @@ def test_scores_stand_side_by_side_each_with_its_weight(file):
     ]
 
 
+def test_a_weight_may_not_make_a_score_too_large(file):
+    with pytest.raises(RewardError, match=r"returned 1e\+40 \(exact_match\), which is too large for a float32"):
+        scores_of({"exact_match": 1e40, f"{file}:short": 1})
+
+
 def test_each_gets_its_own_fields(file):
     assert scores_of({f"{file}:compute_score": 1, f"{file}:both": 1, f"{file}:names": 1})[1] == [0.0, 1.0, 1.0, 1.0]
 

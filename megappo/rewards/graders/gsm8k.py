@@ -4,6 +4,8 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from megappo.rewards.graders.labels import as_text
+
 MARK = "####"
 NUMBER = re.compile(
     r"""
@@ -60,8 +62,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _expected(label: Any) -> Fraction:
-    is_number = isinstance(label, int | float) and not isinstance(label, bool)
-    text = str(label) if is_number or isinstance(label, str) else ""
+    text = as_text(label)
     number = answer(text) if MARK in text else the_number(text)
     if number is None:
         raise ValueError(f"gsm8k needs a number as label, or a text that ends with '#### 42', found {label!r:.80}")

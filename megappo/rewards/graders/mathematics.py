@@ -3,10 +3,11 @@
 import re
 import time
 from collections.abc import Callable
-from decimal import Decimal
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+from megappo.rewards.graders.labels import as_text
 
 BOX = re.compile(r"\\f?boxed\b|\\fbox\b|\\boxed(?=\d)")
 """What comes before a boxed answer; \\fbox is in MATH's own solutions, too."""
@@ -104,9 +105,7 @@ def _plain(answer: str) -> str:
 
 
 def _expected(label: Any) -> str:
-    text = label if isinstance(label, str) else ""
-    if isinstance(label, int | float) and not isinstance(label, bool):
-        text = format(Decimal(str(label)), "f")  # 1e-07 is a product to LaTeX
+    text = as_text(label)
     expected = last_boxed(text) if BOX.search(text) else text
     if not expected or not _plain(expected):
         raise ValueError(f"math needs an answer as label, or a solution that boxes it, found {label!r:.80}")
