@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megappo.config.kinds import OneOf
-from megappo.config.schema import Config, Section
+from megappo.config.schema import Config
+from megappo.config.section import Section
 
 REQUIRED = PydanticUndefined
 """`Key.default` of a key that must be set."""

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import Field, PrivateAttr
 
-from megappo.config.coercion import as_declared
 from megappo.config.data_files import stem
 from megappo.config.errors import ConfigError, printable
 from megappo.config.kinds import (
@@ -27,6 +26,7 @@ from megappo.config.kinds import (
 )
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Estimator, Method, PolicyLoss
 from megappo.config.origins import Origins
+from megappo.config.section import Section
 from megappo.config.transports import AUTO, TRANSPORTS
 
 _OWN_AVERAGING = ", ".join(name for name, method in POLICY_LOSSES.items() if method.loss_agg_mode)
@@ -34,17 +34,6 @@ _WHITENING = ", ".join(name for name, method in ESTIMATORS.items() if method.whi
 _WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.needs_values)
 EVAL_INTERVAL = 10
 """trainer.eval_interval where it is null and there is something to evaluate on."""
-
-
-class Section(BaseModel):
-    """A section of the config: frozen, and refusing keys it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _as_declared(cls, value: object, info: ValidationInfo) -> object:
-        return as_declared(value, cls.model_fields[str(info.field_name)].annotation)
 
 
 class Model(Section):
