@@ -7,8 +7,8 @@ from typing import Any
 
 from megappo.config.schema import Config
 from megappo.interruption import INTERRUPTION, Interrupted, deadline
-from megappo.observe.metrics import reduce_ranks
 from megappo.trainer.component import Scattered
+from megappo.trainer.evaluation import evaluate
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.in_flight import InFlight
 from megappo.trainer.restarts import EngineLost, EngineLostElsewhere
@@ -132,10 +132,5 @@ class Trainer:
 
     def evaluate(self, step: int) -> dict[str, Any]:
         """`val/<dataset>/*` on every held-out prompt of each file, and a few samples logged."""
-        metrics = {}
-        for name, prompts in self.run.datasets.val.items():
-            parts, samples = self.run.rollouts.evaluate(prompts.all)
-            found = reduce_ranks(self.run.exchange.share(parts))
-            metrics |= {f"val/{name}/{metric}": value for metric, value in found.items()}
-            self.run.observer.samples(step, samples)
-        return metrics
+        run = self.run
+        return evaluate(run.rollouts, run.datasets, run.observer, step)

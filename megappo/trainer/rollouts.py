@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -20,14 +19,13 @@ from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.forms import Graded
-from megappo.rewards.pool import RewardError
+from megappo.rewards.pool import RewardError, RewardPool
 from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
 from megappo.rollout.sampler import Sample, Sampled, Use, sample, store_counter
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
-from megappo.trainer.statistics import value_parts
 
 PROBE_TOKENS = 4
 
@@ -159,17 +157,27 @@ class Rollouts:
             RewardError: there are not as many scores for every response of the run.
             ConfigError: there is one, and the estimator needs several.
         """
-        graded: list[Graded] = []
-        if self.rewards is not None and samples:  # of no texts the tokenizer would decode one
-            texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
-            of_sample = [prompts[one.prompt_index] for one in samples]
-            prompt_texts, labels = [p.text for p in of_sample], [p.label for p in of_sample]
-            graded = self.rewards.score(prompt_texts, texts, labels, [p.columns for p in of_sample])
+        graded = self.graded(samples, prompts, self.rewards)
         num_scores = self._num_scores({len(one.scores) for one in graded})
         scores = torch.tensor([one.scores for one in graded], dtype=torch.float32).reshape(len(graded), num_scores)
         names = {name for one in graded for name in one.parts}
         values = {name: [one.parts[name] for one in graded if name in one.parts] for name in sorted(names)}
         return scores, {f"part/{name}": Metric.of(torch.tensor(found), "mean") for name, found in values.items()}
+
+    def graded(self, samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: RewardPool | None) -> list[Graded]:
+        """What a reward function finds of each of this rank's samples.
+
+        Args:
+            rewards: its workers; None on ranks that have no samples.
+        Raises:
+            RewardError: the function failed.
+        """
+        if rewards is None or not samples:  # of no texts the tokenizer would decode one
+            return []
+        texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
+        of_sample = [prompts[one.prompt_index] for one in samples]
+        prompt_texts, labels = [p.text for p in of_sample], [p.label for p in of_sample]
+        return rewards.score(prompt_texts, texts, labels, [p.columns for p in of_sample])
 
     def _num_scores(self, found: set[int]) -> int:
         """K, from what workers, ranks and steps have found it to be."""
@@ -266,24 +274,6 @@ class Rollouts:
         mine = dict(zip(indices.tolist(), shaped.tolist(), strict=True))
         baselines = {index: score for part in self.exchange.share(mine) for index, score in part.items()}
         return torch.tensor([baselines[prompt] for prompt in rows.prompt_ids.tolist()], dtype=torch.float32)
-
-    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[dict[str, Metric], list[dict[str, Any]]]:
-        """This rank's part of the metrics of one response to each prompt, and the first prompts' responses to show."""
-        samples = self.sample(prompts, 1, self.evaluation, "evaluate")
-        several, parts = self.score(samples, prompts)
-        scores = summed(several)
-        shown = {
-            one.prompt_index: {
-                "prompt": prompts[one.prompt_index].text,
-                "response": self.tokenizer.decode(one.tokens, skip_special_tokens=True),
-                "label": prompts[one.prompt_index].label,
-                "score": float(score),
-            }
-            for one, score in zip(samples, scores, strict=True)
-            if one.prompt_index < self.config.trainer.num_samples
-        }
-        of_all_ranks = {index: entry for part in self.exchange.share(shown) for index, entry in part.items()}
-        return value_parts("score", scores) | parts, [of_all_ranks[index] for index in sorted(of_all_ranks)]
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:
