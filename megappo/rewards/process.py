@@ -52,17 +52,8 @@ class Worker:
         memory_limit_gib: float | None = None,
         pass_env: Collection[str] = (),
     ):
-        self.connection, theirs = socket.socketpair()
-        keeper = [sys.executable, "-m", "megappo.keeper", str(os.getpid())]
-        limit = "" if memory_limit_gib is None else str(int(memory_limit_gib * 2**30))
         words = [str(word) for function in functions for word in function]
-        with theirs:
-            self.process = subprocess.Popen(
-                [*keeper, sys.executable, "-m", "megappo.rewards.worker", limit, *words],
-                stdin=theirs,
-                env=environment(os.environ, pass_env),
-                start_new_session=True,
-            )
+        self.process, self.connection = start("megappo.rewards.worker", words, memory_limit_gib, pass_env)
 
     def wait_ready(self, deadline: float) -> Takes:
         """What the function takes, once it is loaded."""
@@ -120,14 +111,40 @@ class Worker:
 
     def end(self, timeout_seconds: float) -> None:
         """Let it end by itself, then have it ended, with all that it has started."""
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout_seconds)
-        self.process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(2 * KILL_TIMEOUT_SECONDS)
-        self.process.kill()
-        self.process.wait()
+        end(self.process, timeout_seconds)
         self.connection.close()
+
+
+def start(
+    module: str, words: Sequence[str], memory_limit_gib: float | None, pass_env: Collection[str]
+) -> tuple[subprocess.Popen, socket.socket]:
+    """Start a worker, a module of megappo, under a keeper: the keeper, and this end of the worker's connection.
+
+    Args:
+        words: the module's arguments, behind the bytes of memory that it may take.
+    """
+    ours, theirs = socket.socketpair()
+    keeper = [sys.executable, "-m", "megappo.keeper", str(os.getpid())]
+    limit = "" if memory_limit_gib is None else str(int(memory_limit_gib * 2**30))
+    with theirs:
+        process = subprocess.Popen(
+            [*keeper, sys.executable, "-m", module, limit, *words],
+            stdin=theirs,
+            env=environment(os.environ, pass_env),
+            start_new_session=True,
+        )
+    return process, ours
+
+
+def end(process: subprocess.Popen, timeout_seconds: float) -> None:
+    """Let a keeper end by itself, then have it end with all that it keeps."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_seconds)
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(2 * KILL_TIMEOUT_SECONDS)
+    process.kill()
+    process.wait()
 
 
 def environment(variables: Mapping[str, str], pass_env: Collection[str]) -> dict[str, str]:

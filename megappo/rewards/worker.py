@@ -7,31 +7,23 @@ answers each, and its own start, with one JSON object: {"graded": [...]}, a `for
 once; the user's file imports what it likes.
 """
 
-import importlib
-import importlib.util
 import json
 import math
 import os
-import resource
-import socket
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial, reduce
 from itertools import chain, islice
 from operator import or_
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from megappo.rewards.forms import BadFunction, Graded, RewardFunction, Rows, Takes, recognised
 from megappo.rewards.frames import receive, send
+from megappo.rewards.user_code import attempt, limit_memory, load, named, own_connection
 
 MAX_ROWS_BYTES = 2**62
-MAX_MESSAGE_CHARACTERS = 2000
-MAX_FRAMES = 10
-MAX_FRAME_CHARACTERS = 500
 LARGEST_FLOAT32 = 3.4028234663852886e38
 MAX_SCORES = 64
 """Of one response."""
@@ -39,8 +31,6 @@ MAX_PARTS = 32
 """Of one response, beside its scores."""
 MAX_NAME_CHARACTERS = 64
 """Of a part."""
-TELLING_BYTES = 2**26
-"""Beyond the limit, to say that it was reached."""
 
 
 class Weighted(NamedTuple):
@@ -54,73 +44,29 @@ class Weighted(NamedTuple):
 def main() -> None:
     limit, *rest = sys.argv[1:]
     specs = list(zip(rest[::3], rest[1::3], map(float, rest[2::3]), strict=True))
-    connection = _connection()
+    connection = own_connection()
     if limit:
-        _limit_memory(int(limit))
+        limit_memory(int(limit))
     own_pid = os.getpid()
-    functions, error = _attempt(_load_all, specs)
+    functions, error = attempt(_load_all, specs)
     reply: dict[str, Any] = {"error": error} if error else {"takes": asdict(_taken(functions))}
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the owner went: so does the worker
         while True:
             send(connection, json.dumps(reply).encode())
             if error:
                 return
-            graded, error = _attempt(_grade_all, functions, receive(connection, MAX_ROWS_BYTES))
+            graded, error = attempt(_grade_all, functions, receive(connection, MAX_ROWS_BYTES))
             if os.getpid() != own_pid:  # a child that the function has forked must not answer, too
                 os._exit(0)
             reply = {"error": error} if error else {"graded": graded}
 
 
-def _connection() -> socket.socket:
-    """The socket on a descriptor of its own, which the user's processes do not inherit; they find an empty input."""
-    connection = socket.socket(fileno=os.dup(0))
-    with open(os.devnull) as null:
-        os.dup2(null.fileno(), 0)
-    return connection
-
-
-def _attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """(result, ""), or (None, what went wrong)."""
-    try:
-        return work(*arguments), ""
-    except BadFunction as error:
-        return None, str(error)
-    except BaseException as error:  # SystemExit too: user code must not end the worker without a word
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # what the error holds may be all that it may take
-        return None, _told(error)
-
-
-def _limit_memory(num_bytes: int) -> None:
-    """Have the kernel refuse this process and those that it starts more memory of their own than so much each."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    if most != resource.RLIM_INFINITY:  # whoever started the run has set it: it can only be lowered
-        num_bytes = min(num_bytes, most - TELLING_BYTES)
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes + TELLING_BYTES))
-
-
-def _told(error: BaseException) -> str:
-    """An exception, where it was raised and what it came of, at a length that can be read."""
-    frames = [_cut(frame, MAX_FRAME_CHARACTERS) for frame in traceback.format_tb(error.__traceback__, -MAX_FRAMES)]
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    origin = [f"It came of {_named(cause)}"] if cause else []
-    return "\n".join([f"raised {_named(error)}", *(frame.rstrip() for frame in frames), *origin])
-
-
-def _named(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except Exception as another:
-        message = f"(its message cannot be read: {type(another).__name__})"
-    return f"{type(error).__name__}: {_cut(message, MAX_MESSAGE_CHARACTERS)}"
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[:length]} ... ({len(text)} characters)"
-
-
 def _load_all(specs: list[tuple[str, str, float]]) -> list[Weighted]:
     return [Weighted(name, weight, _of(specs, name, partial(_load, source, name))) for source, name, weight in specs]
+
+
+def _load(source: str, name: str) -> RewardFunction:
+    return recognised(load(source, name))
 
 
 def _taken(functions: list[Weighted]) -> Takes:
@@ -151,26 +97,6 @@ def _of(functions: Sequence[object], name: str, work: Callable[[], Any]) -> Any:
         return work()
     except BadFunction as error:
         raise BadFunction(f"({name}) {error}" if len(functions) > 1 else str(error)) from error
-
-
-def _load(source: str, name: str) -> RewardFunction:
-    module = _from_file(source) if source.endswith(".py") else importlib.import_module(source)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = (key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
-        known = sorted(key for key in own if callable(vars(module)[key]) and not key.startswith("_"))
-        raise BadFunction(f"does not exist: the file defines {_cut(', '.join(known), 1000) or 'no function'}")
-    return recognised(function)
-
-
-def _from_file(file: str) -> ModuleType:
-    # The file can import its neighbours; they come last, so that they hide nothing.
-    sys.path.append(os.path.dirname(file))
-    spec = importlib.util.spec_from_file_location("megappo_user_reward", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _grade(function: RewardFunction, rows: Rows) -> list[Graded]:
@@ -224,7 +150,7 @@ def _number(score: Any, place: str) -> float:
         number = float(score)
     except Exception as error:
         raise BadFunction(
-            f"returned a {type(score).__name__} ({place}) that is no single number, and no list: {_named(error)}"
+            f"returned a {type(score).__name__} ({place}) that is no single number, and no list: {named(error)}"
         ) from error
     if not math.isfinite(number):
         raise BadFunction(f"returned {number} ({place}); expected finite numbers")

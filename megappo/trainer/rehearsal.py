@@ -11,7 +11,7 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
-from megappo.rewards import forms, worker
+from megappo.rewards import forms, user_code, worker
 from megappo.rewards.forms import NOTHING
 from megappo.rewards.pool import RewardError, RewardPool, load_configured
 
@@ -98,7 +98,7 @@ def _score(config: Config, pool: RewardPool, prompt: Prompt, findings: Findings)
 def _in_a_line(error: RewardError) -> str:
     """What happened, where in the user's code, and what to do; without the rest of the traceback."""
     first, *rest = str(error).splitlines()
-    own = (worker.__file__, forms.__file__)
+    own = (worker.__file__, user_code.__file__, forms.__file__)
     places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if match["file"] not in own]
     where = f" ({' '.join(places[-1])})" if places else ""
     return f"{first}{where}: {rest[-1]}" if rest else first
