@@ -11,3 +11,10 @@ BUILTIN = {
     "repetition": f"{_GRADERS}.forms:repetition",
 }
 """reward.function -> module:function."""
+ANSWERS = {
+    BUILTIN["exact_match"]: f"{_GRADERS}.texts:whole",
+    BUILTIN["multiple_choice"]: f"{_GRADERS}.texts:chosen",
+    BUILTIN["gsm8k"]: f"{_GRADERS}.gsm8k:answer",
+    BUILTIN["math"]: f"{_GRADERS}.mathematics:answer",
+}
+"""Of those that compare an answer: the function of a response that finds it, as what can be made a text, or None."""

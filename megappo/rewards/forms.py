@@ -56,10 +56,12 @@ class Graded(NamedTuple):
     Attributes:
         scores: one or more, whose sum is its score.
         parts: further numbers, by name, to be told.
+        answer: what is voted on where several responses to a prompt are compared; None where there is none.
     """
 
     scores: list[float]
     parts: dict[str, float]
+    answer: str | None = None
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,19 @@ from typing import Any
 from megappo.keeper import KILL_TIMEOUT_SECONDS
 from megappo.rewards.forms import Graded, Rows, Takes
 from megappo.rewards.frames import FrameError, receive, send
-from megappo.rewards.worker import MAX_NAME_CHARACTERS, MAX_PARTS, MAX_SCORES
+from megappo.rewards.worker import MAX_ANSWER_CHARACTERS, MAX_NAME_CHARACTERS, MAX_PARTS, MAX_SCORES
 
 ENDING_SECONDS = 2.0
 """How long a worker that has closed its connection may take to end."""
 MAX_ERROR_BYTES = 2**18
 MAX_NUMBER_BYTES = 32
-MAX_ROW_BYTES = MAX_SCORES * MAX_NUMBER_BYTES + MAX_PARTS * (MAX_NUMBER_BYTES + 6 * MAX_NAME_CHARACTERS)
-"""JSON writes a character as six, if it is not ASCII."""
+MAX_CHARACTER_BYTES = 12
+"""JSON writes a character as six, if it is not ASCII, and one beyond 16 bits as twice as many."""
+MAX_ROW_BYTES = (
+    MAX_SCORES * MAX_NUMBER_BYTES
+    + MAX_PARTS * (MAX_NUMBER_BYTES + MAX_CHARACTER_BYTES * MAX_NAME_CHARACTERS)
+    + MAX_CHARACTER_BYTES * MAX_ANSWER_CHARACTERS
+)
 
 
 SECRETS = re.compile(
@@ -179,6 +184,6 @@ def _takes(told: object) -> Takes:
 
 def _is_graded(value: object) -> bool:
     match value:
-        case [[_, *_] as scores, dict(parts)]:
+        case [[_, *_] as scores, dict(parts), str() | None]:
             return all(isinstance(one, float) and math.isfinite(one) for one in (*scores, *parts.values()))
     return False

@@ -15,10 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial, reduce
+from importlib import import_module
 from itertools import chain, islice
+from numbers import Rational
 from operator import or_
 from typing import Any, NamedTuple
 
+from megappo.rewards.builtin import ANSWERS
 from megappo.rewards.forms import BadFunction, Graded, RewardFunction, Rows, Takes, recognised
 from megappo.rewards.frames import receive, send
 from megappo.rewards.user_code import attempt, limit_memory, load, named, own_connection
@@ -31,14 +34,19 @@ MAX_PARTS = 32
 """Of one response, beside its scores."""
 MAX_NAME_CHARACTERS = 64
 """Of a part."""
+MAX_ANSWER_CHARACTERS = 200
+"""Of an answer: longer ones are told by their beginning."""
+ANSWER = "pred"
+"""Of a dictionary: the answer that was found in the response. verl's name."""
 
 
 class Weighted(NamedTuple):
-    """A function, its name, and the factor of its scores."""
+    """A function, its name, the factor of its scores, and of a built-in one what finds a response's answer."""
 
     name: str
     weight: float
     function: RewardFunction
+    answer_of: Callable[[str], Any]
 
 
 def main() -> None:
@@ -62,7 +70,17 @@ def main() -> None:
 
 
 def _load_all(specs: list[tuple[str, str, float]]) -> list[Weighted]:
-    return [Weighted(name, weight, _of(specs, name, partial(_load, source, name))) for source, name, weight in specs]
+    return [
+        Weighted(name, weight, _of(specs, name, partial(_load, source, name)), _answer_of(source, name))
+        for source, name, weight in specs
+    ]
+
+
+def _answer_of(source: str, name: str) -> Callable[[str], Any]:
+    if f"{source}:{name}" not in ANSWERS:
+        return lambda response: None
+    module, _, function = ANSWERS[f"{source}:{name}"].partition(":")
+    return getattr(import_module(module), function)
 
 
 def _load(source: str, name: str) -> RewardFunction:
@@ -78,9 +96,10 @@ def _grade_all(functions: list[Weighted], rows: bytes) -> list[Graded]:
     of_functions = []
     for one in functions:
         own_rows = Rows(**json.loads(rows))  # which it may change
-        graded = _of(functions, one.name, partial(_grade, one.function, own_rows))
+        graded = _of(functions, one.name, partial(_grade, one, own_rows))
         weighted = [[_number(one.weight * score, one.name) for score in of_row.scores] for of_row in graded]
-        of_functions.append([Graded(scores, of_row.parts) for scores, of_row in zip(weighted, graded, strict=True)])
+        together = zip(weighted, graded, strict=True)
+        of_functions.append([of_row._replace(scores=scores) for scores, of_row in together])
     return [_together(of_row) for of_row in zip(*of_functions, strict=True)]
 
 
@@ -88,7 +107,8 @@ def _together(of_row: Sequence[Graded]) -> Graded:
     scores = list(chain.from_iterable(one.scores for one in of_row))
     if len(scores) > MAX_SCORES:
         raise BadFunction(f"returned {len(scores)} scores together; expected 1 to {MAX_SCORES}")
-    return Graded(scores, reduce(or_, [one.parts for one in of_row]))
+    answer = next((one.answer for one in of_row if one.answer is not None), None)
+    return Graded(scores, reduce(or_, [one.parts for one in of_row]), answer)
 
 
 def _of(functions: Sequence[object], name: str, work: Callable[[], Any]) -> Any:
@@ -99,14 +119,15 @@ def _of(functions: Sequence[object], name: str, work: Callable[[], Any]) -> Any:
         raise BadFunction(f"({name}) {error}" if len(functions) > 1 else str(error)) from error
 
 
-def _grade(function: RewardFunction, rows: Rows) -> list[Graded]:
+def _grade(weighted: Weighted, rows: Rows) -> list[Graded]:
     count = len(rows.responses)  # before the call, which may change the lists
-    result = function(rows)
+    answers = [weighted.answer_of(response) for response in rows.responses]
+    result = weighted.function(rows)
     if isinstance(result, str | bytes | dict | set | frozenset) or not hasattr(result, "__len__"):
         raise BadFunction(f"returned {type(result).__name__}; expected a list of {count} numbers")
     if len(result) != count:
         raise BadFunction(f"returned {len(result)} values for {count} responses; expected one each")
-    graded = [_graded(value, i) for i, value in enumerate(islice(result, count))]
+    graded = [_graded(value, i, answer) for i, (value, answer) in enumerate(zip(result, answers, strict=False))]
     if len(graded) != count:
         raise BadFunction(f"returned a {type(result).__name__} that says it has {count} values and gives {len(graded)}")
     for i, of_response in enumerate(graded):
@@ -116,10 +137,14 @@ def _grade(function: RewardFunction, rows: Rows) -> list[Graded]:
     return graded
 
 
-def _graded(value: Any, i: int) -> Graded:
-    """Of a dictionary "score" counts, and its other numbers are told; what is no number, such as a text, is not."""
+def _graded(value: Any, i: int, answer: Any) -> Graded:
+    """Of a dictionary "score" counts, and its other numbers are told; of what is no number the answer alone.
+
+    Args:
+        answer: of a function that tells none itself.
+    """
     if not isinstance(value, dict):
-        return Graded(_numbers(value, i), {})
+        return Graded(_numbers(value, i), {}, _as_answer(answer))
     if "score" not in value:
         raise BadFunction(f"returned a dictionary without 'score': {value!r:.80}")
     parts = {name: part for name, part in value.items() if name != "score" and hasattr(part, "__float__")}
@@ -128,7 +153,12 @@ def _graded(value: Any, i: int) -> Graded:
         expected = f"expected at most {MAX_PARTS}, with names of at most {MAX_NAME_CHARACTERS} characters"
         raise BadFunction(f"returned {found}; {expected}")
     numbers = {name: _number(part, f"value {i}, {name!r}") for name, part in parts.items()}
-    return Graded(_numbers(value["score"], i), numbers)
+    return Graded(_numbers(value["score"], i), numbers, _as_answer(value.get(ANSWER)))
+
+
+def _as_answer(found: Any) -> str | None:
+    """What has an answer's own text; no list or the like."""
+    return str(found)[:MAX_ANSWER_CHARACTERS] if isinstance(found, str | float | Rational) else None
 
 
 def _numbers(score: Any, i: int) -> list[float]:

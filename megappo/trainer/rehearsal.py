@@ -88,7 +88,8 @@ def _score(config: Config, pool: RewardPool, prompt: Prompt, findings: Findings)
     """Have the reward function score a response, twice in one call: the prompt's own label, where that is a text or a
     number."""
     response = str(prompt.label) if isinstance(prompt.label, str | int | float) else ""
-    (scores, parts), _ = pool.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2, [prompt.columns] * 2)
+    graded, _ = pool.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2, [prompt.columns] * 2)
+    scores, parts = graded.scores, graded.parts
     shown = ", ".join([" + ".join(f"{score:g}" for score in scores), *(f"{k} {v:g}" for k, v in parts.items())])
     given = f", given {', '.join(prompt.columns)}" if prompt.columns else ""
     findings.looked_at.append(f"{pool.spec}: scored {response!r:.40} for the first prompt{given}, {shown}")

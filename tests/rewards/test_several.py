@@ -8,6 +8,7 @@ from planning import errors_of, plan_here, write_run
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
+from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.pool import RewardError, load_reward
 
 FUNCTIONS = """
@@ -153,3 +154,34 @@ def test_plan_tries_them_together(tmp_path, file):
     for none, shown in (("{exact_match: 0}", "{'exact_match': 0.0}"), ("{}", "{}")):
         [error] = errors_of(plan_here(tmp_path, "run.yaml", f"reward.function={none}"))
         assert f"reward.function {shown} has no function of a weight but 0: name one" in error
+
+
+PREDICTIONS = """
+def verl(solution_str, ground_truth):
+    return {"score": 0.0, "pred": {"none": None, "list": [7]}.get(solution_str, 7.5)}
+
+
+def silent(responses):
+    return [0.0 for _ in responses]
+"""
+
+
+@pytest.mark.parametrize(
+    ("specs", "responses", "answers"),
+    [
+        (("verl",), ["x", "none", "list"], ["7.5", None, None]),
+        (("silent",), ["x"], [None]),
+        (("silent", "gsm8k", "verl"), ["#### $1,200.0", "no mark"], ["1200", "7.5"]),
+        (("exact_match",), [" 42 \n", "x" * 300], ["42", "x" * 200]),
+        (("math",), [r"\boxed{1} or \boxed{ \frac{1}{2} }", "none"], [r"\frac{1}{2}", None]),
+        (("multiple_choice",), ["The answer is (B).", "none"], ["B", None]),
+    ],
+)
+def test_the_answer_is_of_the_first_function_that_finds_one(tmp_path, specs, responses, answers):
+    (tmp_path / "mine.py").write_text(PREDICTIONS)
+    own = {name: 1.0 for name in specs if name in BUILTIN}
+    weights = {name if name in own else f"{tmp_path}/mine.py:{name}": 1.0 for name in specs}
+    label = "B" if "multiple_choice" in specs else "7"
+    with load_reward(weights, num_workers=1, timeout_seconds=20) as pool:
+        graded = pool.score([""] * len(responses), responses, [label] * len(responses))
+    assert [one.answer for one in graded] == answers

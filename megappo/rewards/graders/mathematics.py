@@ -62,6 +62,12 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def answer(response: str) -> str | None:
+    """What a response boxes last, without what means nothing; equivalent answers may be different texts."""
+    found = last_boxed(response)
+    return None if found is None else _plain(found)
+
+
 class _Comparer:
     """Asks math-verify, once for each pair, until it has taken SLOW_SECONDS over slow ones."""
 

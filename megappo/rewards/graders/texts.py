@@ -21,7 +21,7 @@ def exact_match(responses: list[str], labels: list[Any]) -> list[float]:
         TypeError: a label is not a string or a number.
     """
     return [
-        float(response.strip() == _text("exact_match", label).strip())
+        float(whole(response) == _text("exact_match", label).strip())
         for response, label in zip(responses, labels, strict=True)
     ]
 
@@ -50,6 +50,11 @@ def multiple_choice(responses: list[str], labels: list[Any]) -> list[float]:
         ValueError: a label is something else.
     """
     return [float(chosen(response) == _letter(label)) for response, label in zip(responses, labels, strict=True)]
+
+
+def whole(response: str) -> str:
+    """The answer of a response that is nothing else."""
+    return response.strip()
 
 
 def chosen(response: str) -> str | None:
