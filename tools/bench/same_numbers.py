@@ -184,10 +184,10 @@ class FixedRollouts(Rollouts):
                 samples.append(Sample(prompt.index, i, tokens, log_probs, reason))
         return samples
 
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> torch.Tensor:
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[torch.Tensor, dict]:
         scores = [(sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)) for one in samples]
         num_scores = 1 + self.config.algorithm.method.needs_score_components
-        return torch.tensor(scores, dtype=torch.float32).reshape(-1, 2)[:, :num_scores]
+        return torch.tensor(scores, dtype=torch.float32).reshape(-1, 2)[:, :num_scores], {}
 
 
 def build(config: Config) -> Run:
