@@ -3,8 +3,8 @@
     python -m megappo.plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all] [--gpu h100 [--suggest]]
 
 Where the config alone is right, it tries tokenizer, prompts and reward function. With --gpu it reckons the memory of
-each phase on GPUs of that type, and the seconds. Exits with 0 when the run could start, with 2 after printing every
-error, one line each.
+each phase on GPUs of that type, and the seconds, and tells what would be on there of what makes passes faster. Exits
+with 0 when the run could start, with 2 after printing every error, one line each.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from megappo.estimate.report import memory_table, misfits, time_table
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.suggest import suggestions
+from megappo.estimate.switching import switch_table
 from megappo.observe.console import escape_unprintable
 from megappo.placement.arithmetic import batch_splits
 from megappo.placement.components import components_of, trained_components
@@ -110,6 +111,10 @@ def _reckon(config: Config, cluster: Cluster, gpu: GPU, suggests: bool) -> list[
     if fits(memory):
         most, phase = memory.peak(memory.fullest)
         print(f"  it fits: {(gpu.memory - most) / GIB:.1f} GiB stay free of every GPU at least, in {phase}")
+    kernels = "torch's layers" if config.model.layer_spec == "torch" else "TransformerEngine, which set-up builds"
+    layouts = placement_layouts(config, cluster.world_size)
+    table = switch_table(config, layouts, cluster.shapes, on_gpu=True, has_te=True)
+    print(f"\nwhat makes passes faster there, with {kernels}\n{table}")
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
     if suggests:

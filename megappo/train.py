@@ -30,9 +30,12 @@ from megappo.config.errors import ConfigError
 from megappo.config.help import config_parser
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
+from megappo.estimate.shapes import Shapes
+from megappo.estimate.switching import switch_table
 from megappo.imports import without_collector
 from megappo.listening import stay_on_this_node
 from megappo.observe.console import escape_unprintable
+from megappo.placement.ranks import placement_layouts
 from megappo.rollout.launch import home_of_sockets, nccl_variables
 from megappo.table import resolved
 from megappo.trainer import lock
@@ -109,7 +112,7 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
             print(finished, flush=True)
         else:
             cleanup.enter_context(lock.take(Path(config.trainer.output_dir)))
-            _print_capabilities()
+            _print_capabilities(config, world_size)
         store.set("finished", finished)
     if store.get("finished"):  # waits for rank 0: what a folder holds may look different elsewhere
         return
@@ -123,10 +126,13 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
     train(config, cleanup)
 
 
-def _print_capabilities() -> None:
+def _print_capabilities(config: Config, world_size: int) -> None:
     found = platform.capabilities()
     width = max(map(len, found))
-    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()), flush=True)
+    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()))
+    layouts, has_te = placement_layouts(config, world_size), platform.has_transformer_engine()
+    table = switch_table(config, layouts, Shapes(), on_gpu=platform.has_cuda(), has_te=has_te)
+    print(f"what makes passes faster\n{table}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Packing rows into one unpadded sequence for the models, and taking response-token values out of it again."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,13 +50,38 @@ class PackedBatch:
         return flat.new_zeros(len(self.rows)).index_copy(0, self.ended, flat)
 
 
-def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, context_rank: int = 0) -> PackedBatch:
+def copied(tensor: torch.Tensor, device: torch.device, is_pinned: bool) -> torch.Tensor:
+    """A tensor on the device.
+
+    Args:
+        is_pinned: the copy waits in pinned memory until the GPU comes to it; otherwise the host waits for it.
+    """
+    return tensor.pin_memory().to(device, non_blocking=True) if is_pinned else tensor.to(device)
+
+
+def num_held(lengths: Sequence[int], multiple: int, *, context: int = 1) -> int:
+    """Tokens that each rank holds of a pack of sequences of these lengths; arguments as of `pack`."""
+    unit = granularity(context)
+    whole = sum(-(-length // unit) * unit for length in lengths)
+    return -(-whole // (unit * multiple)) * unit * multiple // context
+
+
+def pack(
+    rows: Rows,
+    multiple: int,
+    device: torch.device,
+    *,
+    context: int = 1,
+    context_rank: int = 0,
+    is_pinned: bool = False,
+) -> PackedBatch:
     """Pack rows, or a rank's share of them.
 
     Args:
         multiple: pads the end of the pack so that each rank holds a multiple of it (sequence parallelism needs that).
         context: ranks that share out the tokens of each row; above 1 every row is padded to divide among them.
         context_rank: whose share this is.
+        is_pinned: see `copied`.
     """
     sequences = _padded(rows.input_ids, granularity(context), multiple)
     lengths = [len(tokens) for tokens in sequences]
@@ -67,18 +93,18 @@ def pack(rows: Rows, multiple: int, device: torch.device, *, context: int = 1, c
     held = held_positions(starts, context, context_rank)
     place = torch.full((len(tokens),), -1).index_copy(0, held, torch.arange(len(held)))
     predictors, last_tokens = place[written - 1], place[first + rows.response_lengths - 1]
-    return PackedBatch(
-        rows=rows,
-        input_ids=tokens[held][None].to(device),
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[held][None].to(device),
-        cu_seqlens=starts.to(torch.int32).to(device),
-        max_seqlen=max(lengths),
-        predictors=predictors[predictors >= 0].to(device),
-        targets=tokens[written[predictors >= 0]].to(device),
-        predicted=valid.flatten().nonzero()[predictors >= 0, 0].to(device),
-        last_tokens=last_tokens[last_tokens >= 0].to(device),
-        ended=(last_tokens >= 0).nonzero()[:, 0].to(device),
-    )
+    made = {
+        "input_ids": tokens[held][None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[held][None],
+        "cu_seqlens": starts.to(torch.int32),
+        "predictors": predictors[predictors >= 0],
+        "targets": tokens[written[predictors >= 0]],
+        "predicted": valid.flatten().nonzero()[predictors >= 0, 0],
+        "last_tokens": last_tokens[last_tokens >= 0],
+        "ended": (last_tokens >= 0).nonzero()[:, 0],
+    }
+    on_device = {name: copied(tensor, device, is_pinned) for name, tensor in made.items()}
+    return PackedBatch(rows=rows, max_seqlen=max(lengths), **on_device)
 
 
 def _padded(sequences: list[torch.Tensor], unit: int, multiple: int) -> list[torch.Tensor]:

@@ -5,8 +5,9 @@ from megatron.core.transformer import TransformerConfig
 
 from megappo import platform
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.switches import Setting, decide
 from megappo.config.schema import Model, Parallel
-from megappo.models.layer_specs import layer_spec
+from megappo.models.layer_specs import layer_kind, layer_spec
 from megappo.models.megatron_config import gpt_arguments, transformer_config
 from megappo.models.output_layer import hand_hidden_on
 from megappo.models.routing import router_bias_kept
@@ -39,10 +40,19 @@ def build_model(
     Raises:
         ConfigError: the model does not fit the layout.
     """
-    config = transformer_config(architecture, model, parallel, recompute)
+    setting = Setting(
+        architecture,
+        parallel,
+        data=groups.layout.data,
+        dtype=model.dtype,
+        is_trained=trained,
+        on_gpu=platform.has_cuda(),
+        has_te=layer_kind(model.layer_spec) == "transformer_engine",
+    )
+    config = transformer_config(architecture, model, parallel, recompute, decide(setting))
     with groups.active():
         chunks = [
-            _chunk(architecture, config, model.layer_spec, groups, index) for index in range(parallel.virtual_pipeline)
+            _chunk(architecture, config, setting.has_te, groups, index) for index in range(parallel.virtual_pipeline)
         ]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -59,7 +69,7 @@ def build_model(
 def _chunk(
     architecture: Architecture,
     config: TransformerConfig,
-    layer_kind: str,
+    has_te: bool,
     groups: ComponentGroups,
     index: int,
 ) -> GPTModel:
@@ -67,7 +77,7 @@ def _chunk(
     layout, stage = groups.layout, groups.collection.pp.rank()
     gpt = GPTModel(
         config,
-        layer_spec(config, layer_kind, stage, index),
+        layer_spec(config, has_te, stage, index),
         pre_process=index == 0 and stage == 0,
         post_process=index == layout.virtual_pipeline - 1 and stage == layout.pipeline - 1,
         pg_collection=groups.collection,

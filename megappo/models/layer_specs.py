@@ -37,15 +37,15 @@ def layer_kind(wanted: str) -> str:
     return "transformer_engine"
 
 
-def layer_spec(config: TransformerConfig, kind: str, stage: int, chunk: int) -> TransformerBlockSubmodules:
+def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) -> TransformerBlockSubmodules:
     """The decoder of one chunk of a pipeline stage, as GPTModel's `transformer_layer_spec`. The component's groups are
     active.
 
     Args:
-        kind: see `layer_kind`.
+        has_te: whether the layers are TransformerEngine's.
         stage, chunk: pipeline rank and the chunk's index on it, which say how many layers to build.
     """
-    if layer_kind(kind) == "torch":
+    if not has_te:
         return _torch_decoder(config, stage, chunk)
     return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk, pp_rank=stage)
 

@@ -10,11 +10,11 @@ from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
+from megappo.architecture.switches import LAYERS
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Model, Parallel
 from megappo.models.dtypes import TORCH_DTYPES
 from megappo.models.latent_attention import latent_arguments
-from megappo.models.layer_specs import layer_kind
 from megappo.models.routing import expert_arguments
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -25,22 +25,23 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def transformer_config(
-    architecture: Architecture, model: Model, parallel: Parallel, recompute: str
+    architecture: Architecture, model: Model, parallel: Parallel, recompute: str, switches: frozenset[str]
 ) -> TransformerConfig:
     """Megatron's description of the layers, in one layout.
 
     Args:
         parallel: without contradictions between its own keys.
         recompute: "none", "selective" (attention) or "full" (every layer).
+        switches: what is on (see `architecture.switches`); the layers and the engine read it off the config.
     Raises:
         ConfigError: the model does not fit the layout.
     """
     errors = list(fit_errors(architecture, parallel))
     if errors:
         raise ConfigError(*errors)
-    dtype, interleaved = TORCH_DTYPES[model.dtype], parallel.virtual_pipeline > 1
+    dtype = TORCH_DTYPES[model.dtype]
     kind = MLATransformerConfig if architecture.latent else TransformerConfig
-    return kind(
+    config = kind(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_size,
@@ -55,12 +56,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor,
         context_parallel_size=parallel.context,
-        pipeline_model_parallel_size=parallel.pipeline,
-        pipeline_model_parallel_layout=_pipeline_layout(parallel),
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if interleaved else None,
-        # Two stages of several chunks are each other's next and previous stage: in a batch their messages would cross.
-        batch_p2p_comm=not interleaved,
-        overlap_p2p_comm=interleaved,
+        **_pipeline_arguments(parallel),
         sequence_parallel=parallel.sequence,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -81,9 +77,11 @@ def transformer_config(
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         **expert_arguments(architecture, parallel),
-        **_fusions(model, architecture),
+        **{switch.name: switch.name in switches for switch in LAYERS},
         **RECOMPUTE[recompute],
     )
+    config.switches = switches
+    return config
 
 
 def _leave(weight: torch.Tensor) -> torch.Tensor:
@@ -101,6 +99,19 @@ def _head_arguments(architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def _pipeline_arguments(parallel: Parallel) -> dict[str, Any]:
+    """TransformerConfig's arguments of pipeline stages."""
+    interleaved = parallel.virtual_pipeline > 1
+    return {
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "pipeline_model_parallel_layout": _pipeline_layout(parallel),
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
+        # Two stages of several chunks are each other's next and previous stage: in a batch their messages would cross.
+        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": interleaved,
+    }
+
+
 def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
     """The modules of every chunk of every stage, where the config says how many layers each has."""
     if parallel.pipeline_split is None or parallel.pipeline == 1:
@@ -109,18 +120,6 @@ def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
     chunks[0].insert(0, "embedding")
     chunks[-1].append("loss")
     return chunks
-
-
-def _fusions(model: Model, architecture: Architecture) -> dict[str, bool]:
-    """TransformerConfig's fused kernels, which megatron-core leaves off: those that gain something without biases and
-    dropout. They need TransformerEngine; with latent attention it rotates by YaRN alone. In its place the torch-only
-    layers have an activation of their own."""
-    fused = layer_kind(model.layer_spec) == "transformer_engine"
-    return {
-        "bias_activation_fusion": fused,
-        "apply_rope_fusion": fused and not architecture.latent,
-        "use_te_activation_func": not fused,
-    }
 
 
 def gpt_arguments(architecture: Architecture, tensor: int) -> dict[str, Any]:

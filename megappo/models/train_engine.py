@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -23,15 +23,17 @@ from megatron.core.transformer.module import Float16Module
 
 from megappo import platform
 from megappo.batch.balance import micro_batches
-from megappo.batch.packing import PackedBatch, pack
+from megappo.batch.packing import PackedBatch, copied, num_held, pack
 from megappo.batch.rows import Rows
 from megappo.config.schema import Optim
 from megappo.models.build import ModelChunks
 from megappo.models.context_parallel import sum_of_shares
+from megappo.models.data_parallel import data_parallel
 from megappo.models.optimizer import clipped_step, lr_scheduler, make_saveable, optimizer_config
 from megappo.models.output_layer import LogitFactors, output_weight
 from megappo.models.routing import router_bias_kept
 from megappo.models.sharding import load_chunks, sharded_chunks, sharded_optimizer
+from megappo.models.stages import KnownShapes
 from megappo.observe.life import LIFE
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.placement.groups import ComponentGroups
@@ -86,7 +88,9 @@ class MegatronEngine:
         self.max_tokens = max_tokens
         self.runners = [_runner(chunk) for chunk in chunks]
         pipeline = groups.collection.pp
-        self._p2p = P2PCommunicator(pipeline, self.config) if pipeline.size() > 1 else None
+        kind = KnownShapes if "known_shapes" in self.config.switches else P2PCommunicator
+        self._p2p = kind(pipeline, self.config) if pipeline.size() > 1 else None
+        self._is_pinned = "pinned_copies" in self.config.switches
         self._schedule = get_forward_backward_func(pipeline.size(), self.config.virtual_pipeline_model_parallel_size)
 
     @property
@@ -164,13 +168,17 @@ class MegatronEngine:
     ) -> list:
         """A pass over the bins, and what `on_last_stage` made of each; `on_idle` is called of `_num_idle` more."""
         num_idle = self._num_idle(len(bins))
+        shortest = [min(range(len(rows)), key=lambda row: len(rows.input_ids[row]))] if num_idle else []
+        parts = [*((part, on_last_stage) for part in bins), *[(shortest, on_idle)] * num_idle]
+        if isinstance(self._p2p, KnownShapes):
+            self._p2p.expect(self._shape([len(rows.input_ids[row]) for row in part]) for part, _ in parts)
         with self.groups.active():
             found = self._schedule(
                 forward_step_func=self._forward_step,
-                data_iterator=[self._packs(rows, bins, num_idle, on_last_stage, on_idle) for _ in self.runners],
+                data_iterator=[self._packs(rows, parts) for _ in self.runners],
                 model=self.runners,
-                num_microbatches=len(bins) + num_idle,
-                seq_length=1,  # with variable_seq_lengths the stages tell each other the real one
+                num_microbatches=len(parts),
+                seq_length=1,  # with variable_seq_lengths the communicator knows the real one
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -195,18 +203,25 @@ class MegatronEngine:
     def _bins(self, rows: Rows) -> list[list[int]]:
         return micro_batches([len(tokens) for tokens in rows.input_ids], self.max_tokens)
 
+    @property
+    def _multiple(self) -> int:
+        """What the number of tokens held here of a micro-batch must divide by."""
+        return self.groups.layout.tensor if self.config.sequence_parallel else 1
+
+    def _shape(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Of the hidden states that stages hand on, of a micro-batch of sequences of these lengths."""
+        held = num_held(lengths, self._multiple, context=self.groups.layout.context)
+        return held // self._multiple, 1, self.config.hidden_size
+
     def _packs(
-        self, rows: Rows, bins: Sequence[Sequence[int]], num_idle: int, on_last_stage: Callable, on_idle: Callable
+        self, rows: Rows, parts: Sequence[tuple[Sequence[int], Callable]]
     ) -> Iterator[tuple[PackedBatch, Callable]]:
-        """Every micro-batch, and what to call with its output; the idle ones hold the shortest row."""
-        multiple = self.groups.layout.tensor if self.config.sequence_parallel else 1
-        shortest = [min(range(len(rows)), key=lambda row: len(rows.input_ids[row]))] if num_idle else []
-        calls = [on_last_stage] * len(bins) + [on_idle] * num_idle
+        """Every micro-batch, and what to call with its output."""
         context = self.groups.collection.cp
-        share = {"context": context.size(), "context_rank": context.rank()}
-        for rows_of_bin, call in zip([*bins, *[shortest] * num_idle], calls, strict=True):
+        share = {"context": context.size(), "context_rank": context.rank(), "is_pinned": self._is_pinned}
+        for part, call in parts:
             LIFE.sign()
-            packed = pack(rows.select(rows_of_bin), multiple, platform.device(), **share)
+            packed = pack(rows.select(part), self._multiple, platform.device(), **share)
             yield packed, partial(call, packed)
 
     def _forward_step(self, packs: Iterator[tuple[PackedBatch, Callable]], model: torch.nn.Module) -> tuple:
@@ -257,17 +272,8 @@ class TrainedEngine(MegatronEngine):
         self.loss_head = loss_head or head
         self.optim = optim
         self.skipped_in_a_row = 0
-        # overlap_grad_reduce stays off: DDP would miss the gradient that the head adds to main_grad itself.
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=optim.distributed, grad_reduce_in_fp32=True
-        )
         with groups.active(), groups.as_world():
-            self.runners = [
-                DistributedDataParallel(self.config, ddp_config, runner, pg_collection=groups.collection)
-                for runner in self.runners
-            ]
-            for runner in self.runners:
-                _count_padding(runner)
+            self.runners = [data_parallel(runner, self.config, optim, groups) for runner in self.runners]
             self.optimizer = get_megatron_optimizer(
                 optimizer_config(optim, self.config),
                 self.runners,
@@ -351,7 +357,9 @@ class TrainedEngine(MegatronEngine):
     def _loss(
         self, loss_fn: LossFn, packed: PackedBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        loss, metrics = loss_fn(self._read(self.loss_head, output, packed), packed.rows)
+        outputs = self._read(self.loss_head, output, packed)
+        fields = {name: copied(one, output.device, self._is_pinned) for name, one in packed.rows.fields.items()}
+        loss, metrics = loss_fn(outputs, replace(packed.rows, fields=fields))
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
         return loss, torch.ones((), dtype=torch.int, device=loss.device), {**metrics, LOSS: Metric.of(loss, "sum")}
 
@@ -360,16 +368,6 @@ def _runner(chunk: GPTModel) -> torch.nn.Module:
     """What the schedule runs of a chunk."""
     with router_bias_kept(chunk):
         return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
-
-
-def _count_padding(runner: DistributedDataParallel) -> None:
-    """Let the padding between a buffer's buckets count as their content. Megatron leaves it out when it gathers the
-    optimizer's states for a checkpoint, and then cuts parameters of later buckets out of the wrong places: a shared
-    embedding has a bucket of its own."""
-    for buffer in runner.buffers + runner.expert_parallel_buffers:
-        for bucket in buffer.buckets[:-1]:
-            bucket.numel_unpadded = bucket.grad_data.numel()
-        buffer.numel_unpadded = sum(bucket.numel_unpadded for bucket in buffer.buckets)
 
 
 def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, **kwargs: object) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megappo.batch.packing import PackedBatch, pack
+from megappo.batch.packing import PackedBatch, num_held, pack
 from megappo.batch.rows import Rows
 
 CPU = torch.device("cpu")
@@ -39,6 +39,7 @@ def test_rows_lie_end_to_end(lengths: Lengths, multiple: int) -> None:
     bounds = packed.cu_seqlens.tolist()
     assert [stop - start for start, stop in zip(bounds, bounds[1:], strict=False)] == expected
     assert bounds[0] == 0 and packed.cu_seqlens.dtype == torch.int32
+    assert num_held([sum(pair) for pair in lengths], multiple) == bounds[-1]
     assert packed.max_seqlen == max(expected)
     assert packed.input_ids[0, packed.last_tokens].tolist() == [int(tokens[-1]) for tokens in rows.input_ids]
     assert packed.position_ids[0].tolist() == [position for length in expected for position in range(length)]
@@ -95,6 +96,7 @@ def test_every_token_is_predicted_by_one_of_the_ranks_that_share_the_rows_out(
     for share in shares:
         num_here = share.input_ids.shape[1]
         assert num_here * context == bounds[-1] and num_here % multiple == 0
+        assert num_here == num_held([sum(pair) for pair in lengths], multiple, context=context)
         assert share.input_ids[0, share.predictors].tolist() == [token - 1 for token in share.targets.tolist()]
         predicted += share.responses(share.targets.float())
         ended += share.ends(share.input_ids[0, share.last_tokens].float())

@@ -15,7 +15,7 @@ from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
 from megappo.architecture.parsing import ArchitectureError, parse, read_architecture
 from megappo.config.schema import Parallel
-from megappo.models.layer_specs import layer_spec
+from megappo.models.layer_specs import layer_kind
 from megappo.models.megatron_config import gpt_arguments
 from megappo.models.output_layer import output_weight
 from megappo.placement.groups import ComponentGroups, build_groups
@@ -314,4 +314,4 @@ def test_embeddings_are_tied_only_where_the_model_says_so_and_never_in_a_critic(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be there")
 def test_asking_for_transformer_engine_without_it_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="set model.layer_spec=torch"):
-        layer_spec(None, "transformer_engine", stage=0, chunk=0)
+        layer_kind("transformer_engine")

@@ -14,7 +14,7 @@ from megappo.models.megatron_config import transformer_config
 
 def _config(parallel: Parallel | None = None, **changes: Any) -> Any:
     architecture = parse(QWEN2 | changes, Path("config.json"))
-    return transformer_config(architecture, Model(path="m", dtype="fp32"), parallel or Parallel(), "none")
+    return transformer_config(architecture, Model(path="m", dtype="fp32"), parallel or Parallel(), "none", frozenset())
 
 
 def test_supported_model_is_described() -> None:

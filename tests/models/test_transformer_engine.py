@@ -16,9 +16,11 @@ from tiny_shapes import MIXTURES, TWO_LAYERS
 from transformer_engine_stub import call
 
 from megappo import platform
+from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import stage_sizes
 from megappo.architecture.parsing import read_architecture
+from megappo.architecture.switches import LAYERS
 from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.checkpoint.store import CheckpointStore
@@ -30,6 +32,13 @@ from megappo.weights.export import Export
 
 MODELS = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
 HEADS: tuple[HeadKind, ...] = ("policy", "value", "policy_value")
+
+
+def on_gpu(architecture: Architecture, switches: frozenset[str]) -> set[str]:
+    """Of the layers' switches those that are on with TransformerEngine; `switches` has them."""
+    found = {"bias_activation_fusion"} | (set() if architecture.latent else {"apply_rope_fusion"})
+    assert found <= switches
+    return found
 
 
 def check_weights(folder: str) -> None:
@@ -47,6 +56,8 @@ def check_weights(folder: str) -> None:
             architecture = read_architecture(of_model, head)
             chunks = build(of_model, Parallel(), groups, head=head)
             assert any(isinstance(module, TransformerEngineBaseModule) for module in chunks[0].modules())
+            config = chunks[0].config
+            assert {one.name for one in LAYERS if getattr(config, one.name)} == on_gpu(architecture, config.switches)
             [size] = stage_sizes(architecture, Parallel())
             assert sum(size) == sum(one.numel() for one in chunks[0].parameters())
             found = {

@@ -1,0 +1,91 @@
+"""The table of what makes passes faster: it alone decides, and all that it decides is done."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from megatron.core.transformer import TransformerConfig
+from tiny_shapes import QWEN2, V3
+
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.parsing import parse
+from megappo.architecture.switches import LAYERS, SWITCHES, Setting, decide, decisions
+from megappo.config.schema import Model, Parallel
+from megappo.models.megatron_config import transformer_config
+
+MEGAPPO = Path(__file__).parents[2] / "megappo"
+TABLE = MEGAPPO / "architecture" / "switches.py"
+NAMES = {switch.name for switch in SWITCHES}
+GENERATED = {switch.name for switch in LAYERS}
+"""Which transformer_config takes over, whatever they are."""
+
+
+def architecture(**changes: object) -> Architecture:
+    return parse(QWEN2 | changes, Path("config.json"))
+
+
+def setting(**changes: object) -> Setting:
+    on_gpu = Setting(architecture(), Parallel(), data=1, dtype="bf16", is_trained=True, on_gpu=True, has_te=True)
+    return replace(on_gpu, **changes)
+
+
+def is_read(node: ast.AST) -> bool:
+    """Whether it is `"NAME" in ....switches`."""
+    if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and isinstance(node.left, ast.Constant)):
+        return False
+    return ast.unparse(node.comparators[0]).endswith("switches")
+
+
+def named(tree: ast.AST) -> Iterator[str]:
+    """What a file sets: keyword arguments, keys of dictionaries, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword):
+            yield node.arg
+        elif isinstance(node, ast.Dict):
+            yield from (key.value for key in node.keys if isinstance(key, ast.Constant))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_every_switch_is_read_and_none_is_set_elsewhere() -> None:
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in MEGAPPO.rglob("*.py") if path != TABLE}
+    read = {node.left.value for tree in trees.values() for node in ast.walk(tree) if is_read(node)}
+    assert read == NAMES - GENERATED
+    found = {str(path): both for path, tree in trees.items() if (both := NAMES & set(named(tree)))}
+    assert not found, "set elsewhere than in the table"
+    assert {field.name for field in fields(TransformerConfig)} >= GENERATED
+
+
+@pytest.mark.parametrize("on", [frozenset(), frozenset({"use_te_activation_func"})])
+def test_layers_are_described_as_the_table_says(on: frozenset[str]) -> None:
+    config = transformer_config(architecture(), Model(path="m"), Parallel(), "none", on)
+    assert {name for name in GENERATED if getattr(config, name)} == on
+
+
+ON_GPU = {"apply_rope_fusion", "bias_activation_fusion", "pinned_copies"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "on"),
+    [
+        ({}, ON_GPU),
+        ({"on_gpu": False, "has_te": False}, {"use_te_activation_func"}),
+        ({"has_te": False}, {"use_te_activation_func", "pinned_copies"}),
+        ({"architecture": architecture(**V3)}, ON_GPU - {"apply_rope_fusion"}),
+        ({"parallel": Parallel(pipeline=2)}, ON_GPU | {"known_shapes"}),
+        ({"parallel": Parallel(pipeline=2, virtual_pipeline=2)}, ON_GPU),
+    ],
+)
+def test_what_is_on(changes: dict, on: set[str]) -> None:
+    assert decide(setting(**changes)) == on
+    told = {one.name: one for one in decisions(setting(**changes))}
+    assert {name for name, one in told.items() if one.is_on} == on
+    assert all(one.reason for one in told.values())
+
+
+def test_an_absent_kernel_is_told_with_its_reason() -> None:
+    told = {one.name: one.reason for one in decisions(setting(has_te=False))}
+    assert "torch's, not TransformerEngine's" in told["apply_rope_fusion"]
+    assert "known_shapes" not in told, "there are no stages to which it matters"
