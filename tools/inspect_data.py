@@ -11,6 +11,7 @@ import argparse
 import os
 import statistics
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -79,28 +80,62 @@ def _count(text: str) -> int:
 
 def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
-    takes = _taken(config)
+    takes, vocab_size = _taken(config), shared_vocabulary(config)
     files = [("data.train_files", file) for file in config.data.train_files]
     files += [("data.val_files", file) for file in config.data.val_files]
     num_wrong = 0
     for key, file in files:
         dataset = PromptDataset([file], tokenizer, config.data, config.trainer.seed, key, takes)
         chosen = _spread(len(dataset), args.records)
-        parts = [dataset.check(shared_vocabulary(config), partial(_spread, most=args.records))]
+        parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)
-        prompts = list(_readable(dataset, chosen))
+        seen = Seen(args.show)
+        left_out = {number for [check] in parts for number in check.left_out}
+        for prompt in _readable(dataset, [number for number in chosen if number not in left_out]):
+            seen.add(prompt)
         print(f"{key}: {file}: {len(dataset):,} records, of which {len(chosen):,} were looked at")
         lines = [
             *(f"wrong: {line}" for line in wrong),
             *dataset.leave_out(parts),
-            *_lengths(prompts, config.data),
+            *_lengths(sorted(seen.lengths), config.data),
         ]
         print("\n".join(f"  {line}" for line in lines))
-        for prompt in [*prompts[: args.show], *_longest(prompts)]:
+        for prompt in seen.shown:
             print("\n".join(_shown(prompt, tokenizer if args.tokens else None)))
         print()
         num_wrong += len(wrong)
     return 1 if num_wrong else 0
+
+
+class Seen:
+    """What is kept of prompts, of which there may be many.
+
+    Args:
+        show: how many of the first ones are shown.
+
+    Attributes:
+        lengths: in tokens, of each.
+    """
+
+    def __init__(self, show: int):
+        self.lengths = array("I")
+        self._show = show
+        self._first: list[Prompt] = []
+        self._longest: Prompt | None = None
+
+    def add(self, prompt: Prompt) -> None:
+        """The next one."""
+        self.lengths.append(len(prompt.tokens))
+        if len(self._first) < self._show:
+            self._first.append(prompt)
+        if self._longest is None or len(prompt.tokens) > len(self._longest.tokens):
+            self._longest = prompt
+
+    @property
+    def shown(self) -> list[Prompt]:
+        """The first ones, and the longest, where it is none of them."""
+        more = [self._longest] if self._longest and self._longest not in self._first else []
+        return [*self._first, *more]
 
 
 def _taken(config: Config) -> Takes:
@@ -121,7 +156,7 @@ def _spread(size: int, most: int) -> Sequence[int]:
 
 
 def _readable(dataset: PromptDataset, chosen: Sequence[int]) -> Iterator[Prompt]:
-    """The prompts of the chosen records that are prompts; too long ones as they are, unless they are to be cut."""
+    """The prompts of the chosen records that are prompts; too long ones as they are, where that is an error."""
     for start in range(0, len(chosen), AT_ONCE):
         part = chosen[start : start + AT_ONCE]
         try:
@@ -132,9 +167,8 @@ def _readable(dataset: PromptDataset, chosen: Sequence[int]) -> Iterator[Prompt]
                     yield from dataset.at([index])
 
 
-def _lengths(prompts: Sequence[Prompt], data: Data) -> Iterator[str]:
-    """How many tokens prompts have, cut where they are to be, as a table of bars."""
-    lengths = sorted(len(prompt.tokens) for prompt in prompts)
+def _lengths(lengths: Sequence[int], data: Data) -> Iterator[str]:
+    """How many tokens prompts have, cut where they are to be, as a table of bars; `lengths` ascend."""
     if not lengths:
         return
     yield (
@@ -147,10 +181,6 @@ def _lengths(prompts: Sequence[Prompt], data: Data) -> Iterator[str]:
         first = lengths[0] + i * width
         bar = "#" * round(BAR * bins[i] / max(bins.values()))
         yield f"{first:>7} to {first + width - 1:<7} {bins[i]:>9,} {bar}".rstrip()
-
-
-def _longest(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
-    return [max(prompts, key=lambda prompt: len(prompt.tokens))] if prompts else []
 
 
 def _shown(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None") -> Iterator[str]:

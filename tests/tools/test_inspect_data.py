@@ -30,13 +30,10 @@ def test_prompts_their_lengths_and_tokens(folder):
         "data.train_files: train.jsonl: 300 records, of which 300 were looked at",
         "  tokens: 4 to 4, median 4, 95 % have at most 4; data.max_prompt_length 24",
         "        4 to 4             300 " + "#" * 40,
-        *2
-        * (
-            "-" * 80,
-            "record 1: 4 tokens, label '2'",
-            "1+1=",
-            "2='1' 4='+' 2='1' 5='='",
-        ),
+        "-" * 80,
+        "record 1: 4 tokens, label '2'",
+        "1+1=",
+        "2='1' 4='+' 2='1' 5='='",
         "",
     ]
 
@@ -72,6 +69,18 @@ def test_lines_that_are_no_prompts_do_not_hide_the_others(folder):
     assert lines[0] == "data.train_files: train.jsonl: 301 records, of which 301 were looked at"
     assert lines[1].startswith("  wrong: data.train_files: train.jsonl line 301: not valid JSON")
     assert lines[2].startswith("  tokens: 4 to 4, median 4")
+
+
+def test_what_a_run_leaves_out_is_not_shown_among_what_it_takes(folder):
+    done = inspect(folder, "data.train_files=val.jsonl", "data.val_files=[]", "data.too_long=skip", "--show", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[1] == "  left out: data.train_files: 6 of 30 records"
+    assert lines[3].startswith("  tokens: 1 to 24, median 12, ")
+    assert [line for line in lines if line.startswith("record ")] == [
+        "record 1: 1 tokens, label 1",
+        "record 24: 24 tokens, label 24",
+    ]
 
 
 @pytest.mark.parametrize(
