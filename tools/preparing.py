@@ -11,7 +11,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.data_files import stem
-from megappo.data.records import RecordsError, open_records
+from megappo.data.file_heads import RecordsError
+from megappo.data.records import open_records
 
 Record = dict[str, Any]
 
@@ -35,8 +36,12 @@ def run(description: str, read: Callable[[Path], Iterable[Record]], prepare: Cal
             args.output.mkdir(parents=True, exist_ok=True)
             target.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), "utf-8")
             print(f"{target}: {len(records):,} prompts from {source}")
-    except (PrepareError, OSError) as error:
+    except PrepareError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        what = f"cannot use {error.filename} ({error.strerror}): correct the path, or its rights"
+        print(f"error: {what if error.filename else error}", file=sys.stderr)
         return 1
     return 0
 

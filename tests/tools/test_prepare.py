@@ -132,7 +132,7 @@ def test_nothing_is_written_over(tmp_path):
 @pytest.mark.parametrize(
     ("tool", "name", "message"),
     [
-        ("prepare_gsm8k.py", "absent.jsonl", "No such file or directory"),
+        ("prepare_gsm8k.py", "absent.jsonl", "absent.jsonl (No such file or directory): correct the path"),
         ("prepare_gsm8k.py", "data.csv", "is neither .jsonl, .jsonl.gz nor .parquet"),
         ("prepare_math.py", "", "holds no .json files: name the folder train or test of MATH's archive"),
     ],
