@@ -60,10 +60,14 @@ WITHOUT_TORCH = (
     "megappo/data/entries.py",
     "megappo/data/faults.py",
     "megappo/data/fields.py",
+    "megappo/data/file_heads.py",
+    "megappo/data/json_lines.py",
+    "megappo/data/parquet_rows.py",
     "megappo/data/prompts.py",
     "megappo/data/records.py",
     "megappo/data/token_bounds.py",
     "megappo/data/tokenizer.py",
+    "megappo/data/unpacking.py",
 )
 ARCHITECTURE = "megappo/architecture/"
 RAW_CONFIG = ("hf_config", "HFConfig", "read_model_config", "raw_config")

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megappo.config.kinds import TooLong
 from megappo.config.schema import Data
-from megappo.data.faults import Check
+from megappo.data.faults import Check, Done
 from megappo.data.fields import Fields, look_up
 from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
@@ -91,6 +90,7 @@ class Checker:
     def __init__(self, fields: Fields, tokenizer: "PreTrainedTokenizerBase", config: Data, vocab_size: int):
         self._fields = fields
         self._config = config
+        self._on_bad_row: Done = "skip" if config.on_bad_row == "skip" else "bad_row"
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._bounds = TokenBounds(tokenizer)
@@ -98,7 +98,7 @@ class Checker:
 
     def check(self, records: Records, numbers: Sequence[int]) -> Check:
         """What is wrong with the records of these numbers, from 0."""
-        check, on_bad_row = Check(len(numbers)), self._config.on_bad_row
+        check = Check(len(numbers))
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
             part = numbers[start : start + RECORDS_AT_ONCE]
             entries: dict[int, Entry] = {}
@@ -106,12 +106,12 @@ class Checker:
                 try:
                     entries[number] = entry_of(record, self._fields, self._tokenizer)
                 except ValueError as error:
-                    check.add(number, error.args, on_bad_row)
+                    check.add(number, error.args, self._on_bad_row)
             for number, fault, done in self._wrong_tokens(entries):
                 check.add(number, [fault], done)
         return check
 
-    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str, TooLong]]:
+    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str, Done]]:
         """Prompts without tokens, with too many or unknown ones, and what is done about them; where a text's length
         tells, it is not tokenised. An unknown token is always an error: it is the tokenizer that is wrong."""
         limit, too_long = self._config.max_prompt_length, self._config.too_long
@@ -127,7 +127,7 @@ class Checker:
             if len(tokens) > limit:
                 yield number, self._too_long(f"{len(tokens)}"), too_long
             if not tokens:
-                yield number, "the prompt is empty: it has no token", self._config.on_bad_row
+                yield number, "the prompt is empty: it has no token", self._on_bad_row
             elif (len(tokens) <= limit or is_cut) and (largest := max(tokens[-limit:])) >= self._vocab_size:
                 yield number, _unknown(largest, self._vocab_size), "error"
 
@@ -150,7 +150,7 @@ def _check_value(name: str, value: Any) -> None:
         raise ValueError(_too_deep(name)) from None
     except UnicodeEncodeError as error:
         found = error.object[error.start]
-        raise ValueError(f"the {name} holds {found!a}, half of a character: write both halves, or remove it") from None
+        raise ValueError(f"the {name} holds {found!a}, half of a character: write both halves") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"the {name} is not JSON ({error}): convert it to text or a number") from None
     if text.count("[") + text.count("{") > MAX_NESTING and _nesting(value) > MAX_NESTING:

@@ -1,9 +1,10 @@
 """What is wrong with the records of a data file: noted by several ranks, told once."""
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from megappo.config.kinds import TooLong
 from megappo.data.fields import Wanted, listed
 from megappo.data.records import Records
 
@@ -50,8 +51,10 @@ class Faults:
         self.found[fault] = known + count, sorted([*named, *numbers])[:MAX_NAMED]
 
 
-BEGINNINGS = {"error": "", "skip": "left out: ", "truncate_left": "cut to its last tokens: "}
-"""What is done about a fault, as data.too_long and data.on_bad_row say -> how a line about it begins."""
+Done = Literal["error", "bad_row", "skip", "truncate_left"]
+"""What is done about a fault, as data.too_long and data.on_bad_row say; a bad row is an error that may be skipped."""
+BEGINNINGS: dict[Done, str] = {"skip": "left out: ", "truncate_left": "cut to its last tokens: "}
+"""How a line about what is not an error begins."""
 
 
 @dataclass
@@ -64,10 +67,10 @@ class Check:
     """
 
     looked_at: int
-    found: dict[TooLong, Faults] = field(default_factory=dict)
-    left_out: list[int] = field(default_factory=list)
+    found: dict[Done, Faults] = field(default_factory=dict)
+    left_out: "array[int]" = field(default_factory=lambda: array("I"))
 
-    def add(self, number: int, faults: Iterable[str], done: TooLong) -> None:
+    def add(self, number: int, faults: Iterable[str], done: Done) -> None:
         """Note a record's faults, and what is done about them."""
         for fault in faults:
             self.found.setdefault(done, Faults(self.looked_at)).add(fault, [number + 1])
@@ -75,18 +78,19 @@ class Check:
             self.left_out.append(number)
 
 
-def check_lines(file: DataFile, parts: Sequence[Check], wanted: Sequence[Wanted], *done: TooLong) -> Iterator[str]:
+def check_lines(file: DataFile, parts: Sequence[Check], wanted: Sequence[Wanted], *done: Done) -> Iterator[str]:
     """One line per fault about which this is done, of all parts of a file together."""
     for one in done:
-        faults = [part.found.get(one, Faults(part.looked_at)) for part in parts]
-        yield from (BEGINNINGS[one] + line for line in fault_lines(file, faults, wanted))
+        end = " (data.on_bad_row=skip leaves such out)" if one == "bad_row" else ""
+        yield from fault_lines(file, [part.found.get(one, Faults(part.looked_at)) for part in parts], wanted, end)
 
 
-def fault_lines(file: DataFile, parts: Sequence[Faults], wanted: Sequence[Wanted]) -> Iterator[str]:
+def fault_lines(file: DataFile, parts: Sequence[Faults], wanted: Sequence[Wanted], end: str) -> Iterator[str]:
     """One line per fault, of all parts of a file together; a field that hardly any record has is the key's fault.
 
     Args:
         wanted: the fields that every record must have.
+        end: of lines about records.
     """
     whole = Faults(sum(part.looked_at for part in parts), untold=sum(part.untold for part in parts))
     entries = [(fault, count, numbers) for part in parts for fault, (count, numbers) in part.found.items()]
@@ -97,7 +101,7 @@ def fault_lines(file: DataFile, parts: Sequence[Faults], wanted: Sequence[Wanted
         if lacked and 2 * count > whole.looked_at:
             yield _wrong_key(file, whole.looked_at, count, lacked, fault.removeprefix(lacked.fault))
         else:
-            yield f"{file.key}: {file.path} {_named(file.records.unit, count, numbers)}: {fault}"
+            yield f"{file.key}: {file.path} {_named(file.records.unit, count, numbers)}: {fault}{end}"
     if whole.untold:
         yield f"{file.key}: {file.path}: {whole.untold:,} {file.records.unit}(s) more are wrong in other ways"
 

@@ -3,22 +3,26 @@
 import bisect
 import itertools
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.errors import ConfigError
-from megappo.config.kinds import TooLong
 from megappo.config.schema import Config, Data
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
-from megappo.data.faults import Check, DataFile, check_lines
+from megappo.data.faults import BEGINNINGS, Check, DataFile, Done, check_lines
 from megappo.data.fields import Fields
-from megappo.data.records import Records, RecordsError, open_records
+from megappo.data.file_heads import RecordsError
+from megappo.data.records import Records, open_records
+from megappo.data.unpacking import Unpack, unpacked
 from megappo.rewards.forms import NOTHING, Takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class PromptDataset:
         seed: of the order (trainer.seed).
         key: that names the files, for messages.
         takes: what the reward function takes besides prompt and label.
+        unpack: see `open_records`.
 
     Attributes:
         kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
@@ -65,25 +70,28 @@ class PromptDataset:
         seed: int,
         key: str = "data.train_files",
         takes: Takes = NOTHING,
+        unpack: Unpack = unpacked,
     ):
         self.config = config
         self.seed = seed
+        self._key = key
         self._tokenizer = tokenizer
         self._fields = Fields(config.prompt_key, config.label_key, takes)
-        self.files = [DataFile(key, file, _open(key, file, self._fields.names)) for file in files]
+        self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
         self.kept: Sequence[int] = range(self._starts[-1])
 
     def __len__(self) -> int:
         return len(self.kept)
 
-    def batch(self, step: int) -> list[Prompt]:
-        """The train_batch_size prompts of a step, counted from 0: a pure function of (seed, step).
+    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
+        """The train_batch_size prompts of a step, counted from 0: a pure function of (seed, step). Of several ranks
+        this one's share, a part of them behind each other.
 
         Each epoch is a permutation of all prompts (their own order without shuffle); a batch at its end runs on into
         the next epoch, so nothing is dropped.
         """
-        return self.at(self.indices(step))
+        return self.at(share(self.indices(step), rank, world_size))
 
     def indices(self, step: int) -> list[int]:
         """The positions of a step's prompts in the dataset."""
@@ -113,27 +121,35 @@ class PromptDataset:
 
     def errors(self, parts: Sequence[Sequence[Check]]) -> list[str]:
         """What several ranks' `check` found together with which the run does not start, one line each."""
-        looked_at = sum(check.looked_at for part in parts for check in part)
-        if sum(len(check.left_out) for part in parts for check in part) == looked_at:
-            whole = (
-                f"{self.files[0].key}: no prompt is left: all {looked_at:,} records that were looked at are left out"
-            )
+        left_out, looked_at = _counts(parts)
+        if left_out == looked_at:
+            whole = f"{self._key}: no prompt is left: all {looked_at:,} records that were looked at are left out"
             return [whole, *self._lines(parts, "skip")]
-        return self._lines(parts, "error")
+        return self._lines(parts, "error", "bad_row")
 
     def leave_out(self, parts: Sequence[Sequence[Check]]) -> list[str]:
-        """Go on without the records that are to be left out; these, and prompts that are cut, one line for each reason.
+        """Go on without the records that are to be left out; how many, these and prompts that are cut, one line for
+        each reason.
 
         Args:
             parts: several ranks' `check`.
         """
-        starts = self._starts[:-1]
-        gone = {start + i for part in parts for start, check in zip(starts, part, strict=True) for i in check.left_out}
-        if gone:
-            self.kept = [index for index in range(self._starts[-1]) if index not in gone]
-        return self._lines(parts, "skip", "truncate_left")
+        is_kept = bytearray(b"\1") * self._starts[-1]
+        for part in parts:
+            for start, check in zip(self._starts[:-1], part, strict=True):
+                for number in check.left_out:
+                    is_kept[start + number] = 0
+        left_out, looked_at = _counts(parts)
+        if not left_out:
+            return self._told(parts, "truncate_left")
+        self.kept = array("I", itertools.compress(range(self._starts[-1]), is_kept))
+        whole = f"{BEGINNINGS['skip']}{self._key}: {left_out:,} of {looked_at:,} records"
+        return [whole, *self._told(parts, "skip"), *self._told(parts, "truncate_left")]
 
-    def _lines(self, parts: Sequence[Sequence[Check]], *done: TooLong) -> list[str]:
+    def _told(self, parts: Sequence[Sequence[Check]], done: Done) -> list[str]:
+        return [BEGINNINGS[done] + line for line in self._lines(parts, done)]
+
+    def _lines(self, parts: Sequence[Sequence[Check]], *done: Done) -> list[str]:
         of_files = zip(self.files, zip(*parts, strict=True), strict=True)
         return [line for file, checks in of_files for line in check_lines(file, checks, self._fields.wanted, *done)]
 
@@ -155,19 +171,20 @@ class PromptDataset:
 
 
 def open_datasets(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", takes: Takes = NOTHING
+    config: Config, tokenizer: "PreTrainedTokenizerBase", takes: Takes = NOTHING, unpack: Unpack = unpacked
 ) -> tuple[PromptDataset, dict[str, PromptDataset]]:
     """Training prompts, and held-out ones by dataset name: the file's, without folder and ending.
 
     Args:
         takes: what the reward function takes of a record besides prompt and label.
+        unpack: see `open_records`.
     Raises:
         ConfigError: a file is missing, empty, or of another kind.
     """
     data, seed = config.data, config.trainer.seed
-    train = PromptDataset(data.train_files, tokenizer, data, seed, takes=takes)
+    train = PromptDataset(data.train_files, tokenizer, data, seed, takes=takes, unpack=unpack)
     val = {
-        name: PromptDataset([file], tokenizer, data, seed, "data.val_files", takes)
+        name: PromptDataset([file], tokenizer, data, seed, "data.val_files", takes, unpack)
         for name, file in zip(data.val_names, data.val_files, strict=True)
     }
     return train, val
@@ -184,16 +201,27 @@ def batch_errors(train: PromptDataset) -> list[str]:
     ]
 
 
+def share(items: Sequence[T], rank: int, world_size: int) -> Sequence[T]:
+    """A rank's share of some items, behind each other, when all have as many."""
+    return items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size]
+
+
+def _counts(parts: Sequence[Sequence[Check]]) -> tuple[int, int]:
+    """Records that are left out, and those that were looked at."""
+    checks = [check for part in parts for check in part]
+    return sum(len(check.left_out) for check in checks), sum(check.looked_at for check in checks)
+
+
 @lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, size: int) -> list[int]:
-    order = list(range(size))
+def _epoch_order(seed: int, epoch: int, size: int) -> Sequence[int]:
+    order = array("I", range(size))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return order
 
 
-def _open(key: str, file: str, names: Sequence[str] | None) -> Records:
+def _open(key: str, file: str, names: Sequence[str] | None, unpack: Unpack) -> Records:
     try:
-        return open_records(file, names)
+        return open_records(file, names, unpack)
     except RecordsError as error:
         raise ConfigError(f"{key}: {file} {error}") from error
     except OSError as error:

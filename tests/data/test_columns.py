@@ -86,11 +86,12 @@ def test_how_far_a_dotted_name_got_is_told(tmp_path, tokenizer):
         ]
     rows = [{"prompt": "1", "a": {"b": 1}}] * 3 + [{"prompt": "1", "a": {"c": 1}}, {"prompt": "1", "a": None}]
     assert errors_of(opened(write(tmp_path, "jsonl", *rows), tokenizer, label_key="a.b")) == [
-        "data.train_files: FILE line 4: no field 'a.b' (data.label_key), as 'a' has only c",
-        "data.train_files: FILE line 5: no field 'a.b' (data.label_key), as 'a' is no object",
+        "data.train_files: FILE line 4: no field 'a.b' (data.label_key), as 'a' has only c" + REMEDY,
+        "data.train_files: FILE line 5: no field 'a.b' (data.label_key), as 'a' is no object" + REMEDY,
     ]
 
 
+REMEDY = " (data.on_bad_row=skip leaves such out)"
 ROWS = [{"prompt": "1", "label": 1, "level": 3, "tags": ["x"]}, {"prompt": "2", "label": 2, "level": 4, "tags": None}]
 
 
@@ -131,7 +132,7 @@ def test_a_column_that_the_function_needs_and_the_file_lacks(tmp_path, tokenizer
 def test_a_column_that_one_line_lacks(tmp_path, tokenizer):
     file = write(tmp_path, "jsonl", *ROWS, {"prompt": "3", "label": 3}, ROWS[0])
     assert errors_of(opened(file, tokenizer, Takes(("level",)))) == [
-        "data.train_files: FILE line 3: no field 'level' (reward.function)"
+        "data.train_files: FILE line 3: no field 'level' (reward.function)" + REMEDY
     ]
     data = opened(file, tokenizer, Takes((), ("level",)))
     assert errors_of(data) == [] and [prompt.columns for prompt in data.all][2] == {}
@@ -150,7 +151,7 @@ def test_a_column_that_is_taken_and_not_json(tmp_path, tokenizer, takes, value, 
     file = write(tmp_path, "parquet", {"prompt": "1", "label": "1", "odd": value})
     assert errors_of(opened(file, tokenizer, takes)) == [
         f"data.train_files: FILE row 1: the field 'odd', which reward.function takes, is not JSON ({reason}): convert "
-        "it to text or a number"
+        "it to text or a number" + REMEDY
     ]
     assert errors_of(opened(file, tokenizer)) == []
 

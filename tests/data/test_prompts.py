@@ -4,6 +4,7 @@ import gzip
 import json
 from datetime import datetime
 from pathlib import Path
+from typing import BinaryIO
 
 import pyarrow
 import pyarrow.parquet
@@ -17,7 +18,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Data
-from megappo.data.prompts import PromptDataset, batch_errors, open_datasets
+from megappo.data.file_heads import RecordsError
+from megappo.data.prompts import PromptDataset, batch_errors, open_datasets, share
 from megappo.data.tokenizer import load_tokenizer
 from megappo.rewards.forms import NOTHING, Takes
 
@@ -129,7 +131,7 @@ NESTED = "[" * 101 + "]" * 101
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "the line is empty: remove it"),
+        ("", "the line is empty"),
         ("{broken", "not valid JSON: Expecting property name enclosed in double quotes (column 2)"),
         ("[1]", "expected a JSON object, found list"),
         ({"label": "1"}, "no field 'prompt' (data.prompt_key)"),
@@ -173,7 +175,8 @@ def test_a_fault_of_many_lines_is_told_once_and_of_many_faults_ten(tmp_path, tok
     file = write(tmp_path / "d.jsonl", GOOD, *["{"] * 12, "[]", {"prompt": 1, "label": 1}, GOOD)
     first, second, third = errors_of(file, tokenizer)
     assert first.startswith("data.train_files: FILE lines 2, 3, 4 and 9 more: not valid JSON: ")
-    assert second == "data.train_files: FILE line 14: expected a JSON object, found list"
+    remedy = "(data.on_bad_row=skip leaves such out)"
+    assert second == f"data.train_files: FILE line 14: expected a JSON object, found list {remedy}"
     file = write(tmp_path / "d.jsonl", *({"prompt": number, "label": 1} for number in range(30)), GOOD)
     *errors, last = errors_of(file, tokenizer)
     assert [error.split(":")[1] for error in errors] == [f" FILE line {number}" for number in range(1, 11)]
@@ -226,13 +229,15 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
 
     with pytest.raises(ConfigError) as caught:
         opened(config).check(exchange)
-    lines = [error.partition("d.jsonl ")[2] for error in caught.value.errors]
-    assert lines == ["line 3: the line is empty: remove it", "lines 4, 9: expected a JSON object, found list"]
+    lines = [error.partition("d.jsonl ")[2].partition(" (data.on_bad_row")[0] for error in caught.value.errors]
+    assert lines == ["line 3: the line is empty", "lines 4, 9: expected a JSON object, found list"]
     with pytest.raises(ConfigError) as caught:
         opened(changed(config, label_key="x")).check(exchange)
     assert "has no field 'x' in 7 of its 10 lines" in caught.value.errors[0]
     skipping = opened(changed(config, on_bad_row="skip", train_batch_size=7))
-    assert [line.partition("d.jsonl ")[2] for line in skipping.check(exchange)] == lines
+    total, *left_out = skipping.check(exchange)
+    assert total == "left out: data.train_files: 3 of 10 records"
+    assert [line.partition("d.jsonl ")[2] for line in left_out] == lines
     assert len(skipping.train) == 7
     assert exchange.share(skipping.train.indices(0)) == [skipping.train.indices(0)] * world_size
     (folder / f"good{rank}.jsonl").write_text((json.dumps(GOOD) + "\n") * 10)
@@ -244,6 +249,31 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
 def test_ranks_share_out_the_check_and_all_tell_everything(tmp_path, tokenizer_folder):
     write(tmp_path / "d.jsonl", GOOD, GOOD, "", "[]", *[GOOD] * 4, "[]", GOOD)
     run_ranks(2, check_shares, tmp_path)
+
+
+def check_unpacking(rank: int, world_size: int, folder: Path) -> None:
+    """Two ranks of a node read what the first of them has written."""
+    import torch.distributed as dist
+
+    from megappo.batch.exchange import Exchange
+    from megappo.trainer.datasets import unpacked_once
+
+    exchange = Exchange(dist.group.WORLD)
+
+    def refuse(target: BinaryIO) -> None:
+        raise RecordsError("is no file")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for ranks_of_node, written in ((2, b"rank 0"), (1, b"rank %d" % rank)):
+            patch.setenv("LOCAL_WORLD_SIZE", str(ranks_of_node))
+            with unpacked_once(exchange, lambda target: target.write(b"rank %d" % rank)) as file:
+                assert file.read() == written
+            with pytest.raises(RecordsError, match="^is no file$"):
+                unpacked_once(exchange, refuse)
+
+
+def test_ranks_of_a_node_unpack_a_file_once(tmp_path):
+    run_ranks(2, check_unpacking, tmp_path)
 
 
 def test_tokens_that_a_model_does_not_know_are_refused(tmp_path, tokenizer):
@@ -364,3 +394,42 @@ def test_a_step_cannot_take_more_prompts_than_there_are(tmp_path, tokenizer):
     assert batch_errors(dataset(files, tokenizer, train_batch_size=10)) == []
     [error] = batch_errors(dataset(files, tokenizer, train_batch_size=11))
     assert error.startswith("data.train_batch_size 11 is more than the 10 prompts of data.train_files, so that a step")
+
+
+def test_lines_that_are_read_when_a_step_takes_them_must_stay_what_they_were(tmp_path, tokenizer):
+    [file] = numbered(tmp_path, 10)
+    data = dataset([file], tokenizer, train_batch_size=4)
+    data.batch(0)
+    with open(file, "a") as more:
+        more.write(TEXT)
+    with pytest.raises(OSError, match=r"d.jsonl was changed while it is read: leave data files alone, and start again"):
+        data.batch(0)
+    (tmp_path / "new").write_text(TEXT)
+    data = dataset([file], tokenizer, train_batch_size=11)
+    before = data.batch(0)
+    (tmp_path / "new").rename(file)  # puts another file in its place, of which the run knows nothing
+    assert data.batch(0) == before
+
+
+KINDS = ("d.jsonl", "d.jsonl.gz", "d.parquet")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_any_record_of_a_large_file_is_found(tmp_path, tokenizer, name):
+    """More than are read at once, unpacked at once, or are in a row group; of all lengths."""
+    records = [{"prompt": "1 " * (1 + i % 7), "label": i, "tags": [str(i)] * (i % 3)} for i in range(2500)]
+    text = write(tmp_path / "d.jsonl", *records)
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(Path(text).read_bytes()))
+    table = pyarrow.Table.from_pylist(records)
+    table = table.set_column(1, "label", table["label"].dictionary_encode())  # each row group has one of its own
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=700)
+    keys = {"takes": Takes(("tags",)), "max_prompt_length": 7, "too_long": "skip"}
+    data = dataset([str(tmp_path / name)], tokenizer, **keys)
+    parts = [data.check(100, lambda size, rank=rank: share(range(size), rank, 3)) for rank in range(3)]
+    assert data.errors(parts) == []
+    data.leave_out(parts)
+    assert list(data.kept) == [i for i in range(2500) if i % 7 < 6]  # seven words and [BOS] are too many
+    chosen = [2499, 0, 1000, 999, 700, 699, 1400, *range(1996, 2004)]
+    assert [(p.text, p.label, p.columns["tags"]) for p in data.at(chosen)] == [
+        (records[i]["prompt"], i, records[i]["tags"]) for i in chosen
+    ]

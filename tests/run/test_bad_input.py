@@ -110,8 +110,9 @@ def test_a_malformed_line_of_the_data(config, folder):
     data = folder / "bad.jsonl"
     data.write_text('{"prompt": "1+1=", "label": "2"}\n{"prompt": "1+2=", "label":\n')
     lines = refused(folder, config, f"data.train_files={data}")
-    assert (
-        lines[0] == f"error: command line: data.train_files: {data} line 2: not valid JSON: Expecting value (column 28)"
+    assert lines[0] == (
+        f"error: command line: data.train_files: {data} line 2: not valid JSON: Expecting value (column 28) "
+        "(data.on_bad_row=skip leaves such out)"
     )
     assert lines[1].startswith(
         f"error: {config}:17: data.train_batch_size 32 is more than the 2 prompts of data.train_files"
