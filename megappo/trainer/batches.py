@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 from megappo.data.prompts import Prompt, PromptDataset
@@ -35,15 +37,18 @@ class SampledBatches:
         self.sleep = sleep
         self.record = record
         self._thread = ThreadPoolExecutor(1)
-        self._ahead: dict[int, list[Prompt]] = {}
+        self._ahead: dict[int, list[Prompt]] = {}  # step -> this rank's share of its prompts
 
     def __call__(
         self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
     ) -> tuple[Batch, dict[str, Any]]:
         """A step's rows at their owners, and metrics; `when_sampled` is called before the rewards, which may fail."""
-        prompts = self._ahead[step] if step in self._ahead else self.prompts.batch(step - 1)
+        exchange = self.rollouts.exchange
+        part_of = partial(self.prompts.batch, rank=exchange.rank, world_size=exchange.world_size)
+        mine = self._ahead[step] if step in self._ahead else part_of(step - 1)
+        prompts = list(chain.from_iterable(exchange.share(mine)))
         with phase("rollout"):
-            ahead = self._thread.submit(self.prompts.batch, step)  # the next step's, while the engines are at work
+            ahead = self._thread.submit(part_of, step)  # the next step's, while the engines are at work
             responses = self.rollouts.respond(prompts)
             self.sleep()
             self._ahead = {step + 1: ahead.result()}  # here: tokenizers serve one thread at a time

@@ -14,8 +14,8 @@ from megappo.trainer.statistics import value_parts
 def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullObserver, step: int) -> dict[str, Any]:
     """`val/<dataset>/*` on every held-out prompt of each file, and a few samples logged."""
     metrics = {}
-    for name, prompts in datasets.val.items():
-        parts, samples = _evaluate(rollouts, prompts.all)
+    for name in datasets.val:
+        parts, samples = _evaluate(rollouts, datasets.held_out(name, rollouts.exchange))
         found = reduce_ranks(rollouts.exchange.share(parts))
         metrics |= {f"val/{name}/{metric}": value for metric, value in found.items()}
         observer.samples(step, samples)

@@ -39,7 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from megappo.batch.exchange import Exchange  # noqa: E402
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
-from megappo.data.prompts import Prompt  # noqa: E402
+from megappo.data.prompts import Prompt, share  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
@@ -158,9 +158,9 @@ def cases(folder: Path) -> Iterator[tuple[str, Config]]:
 class FixedPrompts:
     """The same prompts for each step."""
 
-    def batch(self, step: int) -> list[Prompt]:
+    def batch(self, step: int, rank: int, world_size: int) -> list[Prompt]:
         generator = torch.Generator().manual_seed(100 + step)
-        return [self._prompt(i, generator) for i in range(PROMPTS)]
+        return share([self._prompt(i, generator) for i in range(PROMPTS)], rank, world_size)
 
     def _prompt(self, index: int, generator: torch.Generator) -> Prompt:
         length = 1 + index % LONGEST_PROMPT
