@@ -57,6 +57,7 @@ WITHOUT_TORCH = (
     "megappo/trainer/rehearsal.py",
     "megappo/rollout/server_args.py",
     "megappo/sync/route.py",
+    "megappo/data/chat.py",
     "megappo/data/entries.py",
     "megappo/data/faults.py",
     "megappo/data/fields.py",

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.schema import Data
+from megappo.data.chat import Chat
 from megappo.data.faults import Check, Done
 from megappo.data.fields import Fields, look_up
 from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
-from megappo.data.tokenizer import encode, render
+from megappo.data.tokenizer import encode
 from megappo.rewards.forms import PROMPTS
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class Entry:
     columns: dict[str, Any]
 
 
-def entry_of(record: Any, fields: Fields, tokenizer: "PreTrainedTokenizerBase") -> Entry:
+def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
     """A record's entry.
 
     Raises:
@@ -60,12 +61,10 @@ def entry_of(record: Any, fields: Fields, tokenizer: "PreTrainedTokenizerBase") 
     _check_value("label", label)
     for name, value in columns.items():
         _check_value(f"field {name!r}, which reward.function takes,", value)
-    text = prompt if isinstance(prompt, str) else render(prompt, tokenizer)
-    if not text:
-        raise ValueError("the prompt is empty")
+    conversation = chat.conversation(prompt)
     if fields.takes.raw_prompts:
-        columns[PROMPTS] = prompt
-    return Entry(text, not isinstance(prompt, str), label, columns)
+        columns[PROMPTS] = conversation
+    return Entry(chat.text_of(conversation), not isinstance(conversation, str), label, columns)
 
 
 def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
@@ -87,8 +86,9 @@ class Checker:
         vocab_size: tokens from this number on have no embedding in a model.
     """
 
-    def __init__(self, fields: Fields, tokenizer: "PreTrainedTokenizerBase", config: Data, vocab_size: int):
+    def __init__(self, fields: Fields, chat: Chat, tokenizer: "PreTrainedTokenizerBase", config: Data, vocab_size: int):
         self._fields = fields
+        self._chat = chat
         self._config = config
         self._on_bad_row: Done = "skip" if config.on_bad_row == "skip" else "bad_row"
         self._tokenizer = tokenizer
@@ -104,7 +104,7 @@ class Checker:
             entries: dict[int, Entry] = {}
             for number, record in zip(part, records.at(part), strict=True):
                 try:
-                    entries[number] = entry_of(record, self._fields, self._tokenizer)
+                    entries[number] = entry_of(record, self._fields, self._chat)
                 except ValueError as error:
                     check.add(number, error.args, self._on_bad_row)
             for number, fault, done in self._wrong_tokens(entries):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Data
+from megappo.data.chat import Chat
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import BEGINNINGS, Check, DataFile, Done, check_lines
 from megappo.data.fields import Fields
@@ -59,7 +60,7 @@ class PromptDataset:
         kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
 
     Raises:
-        ConfigError: a file is missing, empty, or of another kind.
+        ConfigError: a file is missing, empty, or of another kind; the chat template does not read what it is given.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class PromptDataset:
         self.seed = seed
         self._key = key
         self._tokenizer = tokenizer
+        self._chat = Chat(tokenizer, config)
         self._fields = Fields(config.prompt_key, config.label_key, takes)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
@@ -116,7 +118,7 @@ class PromptDataset:
             vocab_size: tokens below it are known to every model.
             chosen: which records of a file, by their numbers from 0, when it has so many.
         """
-        checker = Checker(self._fields, self._tokenizer, self.config, vocab_size)
+        checker = Checker(self._fields, self._chat, self._tokenizer, self.config, vocab_size)
         return [checker.check(file.records, chosen(len(file.records))) for file in self.files]
 
     def errors(self, parts: Sequence[Sequence[Check]]) -> list[str]:
@@ -167,7 +169,7 @@ class PromptDataset:
     def _entry(self, index: int) -> Entry:
         file = bisect.bisect_right(self._starts, index) - 1
         [record] = self.files[file].records.at([index - self._starts[file]])
-        return entry_of(record, self._fields, self._tokenizer)
+        return entry_of(record, self._fields, self._chat)
 
 
 def open_datasets(

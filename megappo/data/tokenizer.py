@@ -1,9 +1,9 @@
-"""The tokenizer of a Hugging Face folder: loading it, prompts as text and tokens, the tokens that end a response."""
+"""The tokenizer of a Hugging Face folder: loading it, texts as tokens, the tokens that end a response."""
 
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megappo.architecture.files import end_tokens
 from megappo.config.errors import ConfigError
@@ -40,22 +40,6 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
         raise ConfigError(
             f"model.path: cannot load the tokenizer in {folder} ({reason}): complete the download"
         ) from error
-
-
-def render(messages: Any, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Chat messages as the model sees them, up to where its answer begins.
-
-    Raises:
-        ValueError: they are no messages, or the template refuses them.
-    """
-    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
-        raise ValueError(f"expected a string or a list of {{'role': str, 'content': str}}, found {repr(messages)[:80]}")
-    if not tokenizer.chat_template:
-        raise ValueError("the prompt is chat messages but the tokenizer has no chat template: use strings, or add one")
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates refuse messages with jinja2's own exceptions
-        raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
 
 def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[list[int]]:
@@ -123,7 +107,3 @@ def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedToken
     if errors:
         raise ConfigError(*errors)
     return tuple(dict.fromkeys([*ends, *(token for tokens in of_text.values() for token in tokens)]))
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

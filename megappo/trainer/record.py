@@ -90,6 +90,7 @@ class Record:
             "reward": self.config.reward.function,
             "reward_file": self._reward_file,
             "prompts": list(indices),
+            "chat": [data.apply_chat_template, data.system_prompt, data.chat_template_kwargs],
             "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
         }
 

@@ -1,0 +1,98 @@
+"""Prompts as the model sees them: texts as they are, chat messages put through the tokenizer's template."""
+
+import inspect
+import re
+from typing import TYPE_CHECKING, Any
+
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Data
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Conversation = str | list[dict[str, Any]]
+"""A text, or messages."""
+
+
+class Chat:
+    """How prompts become text.
+
+    Args:
+        config: apply_chat_template, system_prompt, chat_template_kwargs.
+    Raises:
+        ConfigError: the template does not read one of these.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Data):
+        self._tokenizer = tokenizer
+        self._config = config
+        self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs)
+        if config.chat_template_kwargs:
+            _refuse_unread(tokenizer, config.chat_template_kwargs)
+
+    def conversation(self, prompt: Any) -> Conversation:
+        """What a file's prompt is: a text that goes to the model as it is, or messages, with the system prompt.
+
+        Raises:
+            ValueError: it is neither, or a text where there must be messages.
+        """
+        if prompt == "":
+            raise ValueError("the prompt is empty")
+        if isinstance(prompt, str):
+            if self._config.apply_chat_template:
+                return self._with_system([{"role": "user", "content": prompt}])
+            if self._needs_messages:
+                raise ValueError(
+                    "the prompt is a string, for which data.system_prompt and data.chat_template_kwargs have no "
+                    "meaning: set data.apply_chat_template, or drop them"
+                )
+            return prompt
+        if not (isinstance(prompt, list) and prompt and all(map(_is_message, prompt))):
+            raise ValueError(
+                f"expected a string or a list of {{'role': str, 'content': str}}, found {repr(prompt)[:80]}"
+            )
+        return self._with_system(prompt)
+
+    def text_of(self, conversation: Conversation) -> str:
+        """As the model sees it, up to where its answer begins.
+
+        Raises:
+            ValueError: the template refuses the messages, or makes nothing of them.
+        """
+        text = conversation if isinstance(conversation, str) else self._rendered(conversation)
+        if not text:
+            raise ValueError("the prompt is empty")
+        return text
+
+    def _with_system(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        system = self._config.system_prompt
+        if system is None or any(message["role"] == "system" for message in messages):
+            return messages
+        return [{"role": "system", "content": system}, *messages]
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        if not self._tokenizer.chat_template:
+            raise ValueError(
+                "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one"
+            )
+        given = self._config.chat_template_kwargs
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+        except Exception as error:  # templates refuse messages with jinja2's own exceptions
+            raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
+
+
+def _refuse_unread(tokenizer: "PreTrainedTokenizerBase", given: dict[str, Any]) -> None:
+    """A variable that a template does not know has no effect, and nobody would say so."""
+    template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    own = inspect.signature(tokenizer.apply_chat_template).parameters
+    unread = [name for name in given if name in own or not re.search(rf"\b{re.escape(name)}\b", template)]
+    if unread:
+        raise ConfigError(
+            f"data.chat_template_kwargs: the tokenizer's chat template reads no {unread[0]!r}: correct the name, or "
+            "drop it"
+        )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))

@@ -1,0 +1,93 @@
+"""Chat messages, and texts that become messages: what the template is given, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from planning import errors_of, plan_here, write_run
+from transformers import PreTrainedTokenizerBase
+
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Data
+from megappo.data.prompts import PromptDataset
+from megappo.data.tokenizer import load_tokenizer
+from megappo.rewards.forms import Takes
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% if enable_thinking is defined and not enable_thinking %} 2{% endif %}"
+    "{% endif %}"
+)
+QUESTION, SYSTEM = {"role": "user", "content": "1+1="}, {"role": "system", "content": "2="}
+PROMPTS = ["1+1=", [QUESTION], [SYSTEM, QUESTION]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_run(tmp_path)
+    lines = (json.dumps({"prompt": prompt, "label": "2"}) + "\n" for prompt in PROMPTS)
+    (tmp_path / "train.jsonl").write_text("".join(lines))
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = load_tokenizer(str(folder / "model"))
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def opened(folder: Path, tokenizer: PreTrainedTokenizerBase, **keys: object) -> PromptDataset:
+    file = str(folder / "train.jsonl")
+    takes = Takes((), (), raw_prompts=True)
+    return PromptDataset([file], tokenizer, Data(train_files=(file,), max_prompt_length=99, **keys), 0, takes=takes)
+
+
+def test_texts_stay_texts_and_messages_go_through_the_template(folder, tokenizer):
+    user = "user: 1+1=\nassistant:"
+    assert [prompt.text for prompt in opened(folder, tokenizer).all] == ["1+1=", user, f"system: 2=\n{user}"]
+
+
+@pytest.mark.parametrize("system", [None, "1=", ""])
+@pytest.mark.parametrize("given", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_a_system_prompt_and_variables_are_what_the_template_is_given(folder, tokenizer, system, given):
+    keys = {"system_prompt": system, "chat_template_kwargs": given, "apply_chat_template": True}
+    data = opened(folder, tokenizer, **keys)
+    assert data.errors([data.check(100)]) == []
+    before = [] if system is None else [{"role": "system", "content": system}]
+    conversations = [[*before, QUESTION], [*before, QUESTION], [SYSTEM, QUESTION]]
+    expected = [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+        for messages in conversations
+    ]
+    assert [prompt.text for prompt in data.all] == expected
+    assert [prompt.columns["prompts"] for prompt in data.all] == conversations
+
+
+@pytest.mark.parametrize("keys", [{"system_prompt": "1="}, {"chat_template_kwargs": {"enable_thinking": False}}])
+def test_a_text_that_stays_one_is_a_bad_row_where_these_have_no_meaning(folder, tokenizer, keys):
+    data = opened(folder, tokenizer, **keys)
+    [error] = data.errors([data.check(100)])
+    assert f"{folder}/train.jsonl line 1: the prompt is a string, for which data.system_prompt and data.chat" in error
+
+
+def test_an_empty_text_is_no_message(folder, tokenizer):
+    (folder / "train.jsonl").write_text('{"prompt": "", "label": "2"}\n')
+    data = opened(folder, tokenizer, apply_chat_template=True)
+    assert "line 1: the prompt is empty" in data.errors([data.check(100)])[0]
+
+
+@pytest.mark.parametrize("name", ["enable_thinkin", "tokenize", "enable"])
+def test_a_variable_that_the_template_does_not_read_is_refused(folder, tokenizer, name):
+    with pytest.raises(
+        ConfigError, match=f"data.chat_template_kwargs: the tokenizer's chat template reads no '{name}'"
+    ):
+        opened(folder, tokenizer, chat_template_kwargs={name: False}, apply_chat_template=True)
+
+
+def test_plan_tells_it(folder):
+    [error] = errors_of(plan_here(folder, "run.yaml", "data.chat_template_kwargs={enable_thinking: false}"))
+    assert error == (
+        "error: data.chat_template_kwargs: the tokenizer's chat template reads no 'enable_thinking': correct the name, "
+        "or drop it"
+    )
