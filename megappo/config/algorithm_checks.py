@@ -135,6 +135,9 @@ def _rewards(config: Config) -> Iterator[str]:
     reward, limit = config.reward, config.rollout.max_response_length
     if not reward.weights:
         yield f"reward.function {reward.function} has no function of a weight but 0: name one"
+    for function in sorted(set(reward.options) - set(reward.weights)):
+        named = ", ".join(reward.weights)
+        yield f"reward.options are of {shorten(repr(function))}, which reward.function does not name: it names {named}"
     if reward.length_penalty == "overlong" and reward.overlong_buffer > limit:
         yield (
             f"reward.overlong_buffer {reward.overlong_buffer} is longer than rollout.max_response_length {limit}: "

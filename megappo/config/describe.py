@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
@@ -19,7 +19,7 @@ from megappo.config.section import Section
 REQUIRED = PydanticUndefined
 """`Key.default` of a key that must be set."""
 
-WORDS: dict[object, str] = {bool: "true | false", str: "text", int: "int", float: "float"}
+WORDS: dict[object, str] = {bool: "true | false", str: "text", int: "int", float: "float", Any: "any value"}
 
 
 @dataclass(frozen=True)

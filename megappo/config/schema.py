@@ -180,7 +180,10 @@ class Data(Section):
 class Reward(Section):
     function: str | dict[str, float] = Field("exact_match", description="built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
-    timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take")
+    timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take: for one response, or for all that a function of lists is called with")
+    on_error: Literal["raise", "zero"] = Field("raise", description="raise: a call that raises, hangs, ends its process or returns something else ends the run; zero: its response has score 0, and is counted")
+    batch_size: Positive | None = Field(None, description="most responses that a function of lists is called with, as they are written; null = an equal share for each process, once all are written")
+    options: dict[str, dict[str, Any]] = Field({}, description="arguments that functions get in every call, as {my_rewards.py:brevity: {limit: 100}}")
     memory_limit_gib: PositiveFloat | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")
     pass_env: tuple[str, ...] = Field((), description="environment variables that the function gets although their names are those of secrets, such as OPENAI_API_KEY")
     scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")

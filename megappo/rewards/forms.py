@@ -4,10 +4,14 @@ Imported by the worker processes, so: the standard library alone.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import asyncio
 
 PROMPTS = "prompts"
 """A row's columns have the prompt as the file has it under this name, where the function takes that."""
@@ -54,7 +58,7 @@ class Graded(NamedTuple):
     """What reward functions found of a response.
 
     Attributes:
-        scores: one or more, whose sum is its score.
+        scores: one or more, whose sum is its score; none where a function failed.
         parts: further numbers, by name, to be told.
         answer: what is voted on where several responses to a prompt are compared; None where there is none.
     """
@@ -74,34 +78,10 @@ class Rows:
     columns: list[dict[str, Any]]
 
 
-Arguments = Mapping[str, list]
-"""Parameter -> a value for each row."""
-
-
-def _batched(function: Callable[..., Any], own: Arguments, columns: Sequence[Mapping[str, Any]]) -> Any:
-    """One call for all rows. One without a field that others have gets None."""
-    names = dict.fromkeys(name for row in columns for name in row)
-    lists = {name: [row.get(name) for row in columns] for name in names}
-    [result] = _awaited([function(**lists | own)])
-    return result
-
-
-def _row_by_row(function: Callable[..., Any], own: Arguments, columns: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """A call for each row."""
-    of_rows = [{**row, **{name: own[name][i] for name in own}} for i, row in enumerate(columns)]
-    return _awaited([function(**of_row) for of_row in of_rows])
-
-
-def _awaited(results: list) -> list:
-    """What functions returned; of async ones, all run at the same time, what they return in the end."""
-    if not any(map(inspect.isawaitable, results)):
-        return results
-    import asyncio  # not above: a worker would take twice as long to start
-
-    async def together() -> list:
-        return await asyncio.gather(*results)
-
-    return asyncio.run(together())
+Call = dict[str, Any]
+"""The keyword arguments of one."""
+Way = Literal["row", "rows", "share"]
+"""How a function is called: with a row; with a row, and with others meanwhile, as it is async; with many rows."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +92,7 @@ class Form:
         shown: as messages show it.
         mark: the parameter by which it is known.
         own: parameters that are no columns -> their values; a function may leave out any but the mark.
-        call: of the function, the values of its own parameters, each row's columns.
+        per_row: it is called with one row, not with lists.
         optional: the columns that it gets without needing them; None: any.
         raw_prompts: see `Takes`.
     """
@@ -120,7 +100,7 @@ class Form:
     shown: str
     mark: str
     own: Mapping[str, Callable[[Rows], list]]
-    call: Callable[[Callable[..., Any], Arguments, Sequence[Mapping[str, Any]]], Any]
+    per_row: bool = False
     optional: tuple[str, ...] | None = None
     raw_prompts: bool = False
 
@@ -134,13 +114,12 @@ FORMS = (
             "responses": attrgetter("responses"),
             "labels": attrgetter("labels"),
         },
-        _batched,
     ),
     Form(  # verl's
         "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)",
         "solution_str",
         {"solution_str": attrgetter("responses"), "ground_truth": attrgetter("labels")},
-        _row_by_row,
+        per_row=True,
         optional=("data_source", "extra_info"),
     ),
     Form(  # TRL's
@@ -150,7 +129,6 @@ FORMS = (
             "prompts": lambda rows: [row[PROMPTS] for row in rows.columns],
             "completions": lambda rows: list(map(_completion, rows.columns, rows.responses)),
         },
-        _batched,
         raw_prompts=True,
     ),
 )
@@ -166,14 +144,16 @@ class RewardFunction:
     """A function and its form.
 
     Attributes:
-        parameters: name -> whether it has no default.
+        parameters: name -> whether it has no default; without the options.
         takes_any: it has **kwargs.
+        options: arguments that it gets in every call.
     """
 
     function: Callable[..., Any]
     form: Form
     parameters: Mapping[str, bool]
     takes_any: bool
+    options: Mapping[str, Any]
 
     @property
     def takes(self) -> Takes:
@@ -186,23 +166,56 @@ class RewardFunction:
             welcome = None
         return Takes(needed, welcome, self.form.raw_prompts)
 
-    def __call__(self, rows: Rows) -> Any:
-        """What it returns for all rows."""
+    @property
+    def way(self) -> Way:
+        if not self.form.per_row:
+            return "share"
+        is_async = map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__))
+        return "rows" if any(is_async) else "row"
+
+    def calls(self, rows: Rows) -> list[Call]:
+        """What it is called with: for each row, or once for all. One without a field that others have has None then."""
         own = {name: values(rows) for name, values in self.form.own.items() if self._accepts(name)}
         takes = self.takes  # of what several functions take together
-        columns = [{name: row[name] for name in row if takes.names(name)} for row in rows.columns]
-        return self.form.call(self.function, own, columns)
+        columns = [{name: row[name] for name in row if self._is_column(name, takes)} for row in rows.columns]
+        if self.form.per_row:
+            return [{**row, **{name: own[name][i] for name in own}, **self.options} for i, row in enumerate(columns)]
+        names = dict.fromkeys(name for row in columns for name in row)
+        return [{name: [row.get(name) for row in columns] for name in names} | own | dict(self.options)]
 
     def _accepts(self, name: str) -> bool:
         return self.takes_any or name in self.parameters
 
+    def _is_column(self, name: str, takes: Takes) -> bool:
+        return takes.names(name) and name not in self.options
 
-def recognised(function: Callable[..., Any]) -> RewardFunction:
+
+def awaited(result: Any) -> Any:
+    """What a function returned; of an async one, what it returns in the end."""
+    return runner().run(_finished(result)) if inspect.isawaitable(result) else result
+
+
+@cache
+def runner() -> "asyncio.Runner":
+    """Of this process's async functions: one, as what they keep between calls belongs to its loop."""
+    import asyncio  # not above: a worker would take twice as long to start
+
+    return asyncio.Runner()
+
+
+async def _finished(result: Any) -> Any:
+    return await result
+
+
+def recognised(function: Callable[..., Any], options: Mapping[str, Any] | None = None) -> RewardFunction:
     """A function with its form. One that has no form's parameters may take prompts, responses and labels by position.
 
+    Args:
+        options: arguments that it gets in every call.
     Raises:
-        BadFunction: it is of no form.
+        BadFunction: it is of no form, or has no such options.
     """
+    options = options or {}
     expected = "expected " + ", or ".join(form.shown for form in FORMS)
     try:
         signature = inspect.signature(function)
@@ -210,11 +223,17 @@ def recognised(function: Callable[..., Any]) -> RewardFunction:
         raise BadFunction(f"has no signature that can be read; {expected}") from error
     of_kinds = signature.parameters.values()
     names = {one.name: one.default is one.empty for one in of_kinds if one.kind in BY_NAME}
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in of_kinds)
     for form in FORMS:
         if form.mark in names:
-            return RewardFunction(function, form, names, any(one.kind is one.VAR_KEYWORD for one in of_kinds))
+            unknown = [name for name in options if name in form.own or not (takes_any or name in names)]
+            if unknown:
+                own = ", ".join(name for name in names if name not in form.own) or "none"
+                raise BadFunction(f"takes no option {unknown[0]!r} of reward.options; it has these parameters: {own}")
+            parameters = {name: needed for name, needed in names.items() if name not in options}
+            return RewardFunction(function, form, parameters, takes_any, options)
     try:
         signature.bind("prompts", "responses", "labels")
     except TypeError as error:
         raise BadFunction(f"takes {str(signature):.{MAX_SHOWN}}; {expected}") from error
-    return recognised(lambda prompts, responses, labels: function(prompts, responses, labels))
+    return recognised(lambda prompts, responses, labels: function(prompts, responses, labels), options)

@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 from megappo.keeper import KILL_TIMEOUT_SECONDS
-from megappo.rewards.forms import Graded, Rows, Takes
+from megappo.rewards.forms import Graded, Rows, Takes, Way
 from megappo.rewards.frames import FrameError, receive, send
 from megappo.rewards.worker import MAX_ANSWER_CHARACTERS, MAX_NAME_CHARACTERS, MAX_PARTS, MAX_SCORES
 
@@ -42,56 +44,82 @@ class WorkerError(Exception):
     """What went wrong with a worker, to follow the function's name. The worker is of no use any more."""
 
 
+class Function(NamedTuple):
+    """A reward function as its workers are told of it: see `worker`."""
+
+    source: str
+    name: str
+    weight: float
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Why there are no scores.
+
+    Attributes:
+        reason: follows the functions' names.
+        is_late: a call took longer than it may.
+    """
+
+    reason: str
+    is_late: bool
+
+
 class Worker:
-    """One process and its keeper, in a session of their own: Ctrl-C passes them by. The keeper ends with this process,
-    or when the worker does, and ends whatever user code has started by then.
+    """One process and its keeper, in a session of their own: Ctrl-C passes them by. The keeper ends with the thread
+    that has made this, or when the worker does, and ends whatever user code has started by then.
 
     Args:
-        functions: source, name and weight of each, see `worker`.
         memory_limit_gib, pass_env: as of `pool.load_reward`.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[tuple[str, str, float]],
-        memory_limit_gib: float | None = None,
-        pass_env: Collection[str] = (),
-    ):
-        words = [str(word) for function in functions for word in function]
-        self.process, self.connection = start("megappo.rewards.worker", words, memory_limit_gib, pass_env)
+    def __init__(self, functions: Sequence[Function], memory_limit_gib: float | None, pass_env: Collection[str]):
+        self.process, self.connection = start("megappo.rewards.worker", [], memory_limit_gib, pass_env)
+        self._functions = functions
 
-    def wait_ready(self, deadline: float) -> Takes:
-        """What the function takes, once it is loaded."""
-        return _takes(self._reply(0, deadline).get("takes"))
+    def wait_ready(self, deadline: float) -> tuple[Takes, list[Way]]:
+        """What the functions take together, and the way of each, once they are loaded."""
+        self._say({"functions": self._functions}, deadline)
+        return _ready(self._reply(0, deadline), len(self._functions))
 
-    def grade(self, rows: Rows, deadline: float) -> list[Graded]:
-        """What the functions find of each row; all numbers are finite."""
+    def call(self, function: int, rows: Rows, seconds: float) -> None:
+        """Have it call a function, whose answers are to be asked for.
+
+        Args:
+            seconds: that it may take to read this, and that an async call may take.
+        """
         self._check_silent()
         try:
-            send(self.connection, json.dumps(vars(rows)).encode(), deadline)
+            self._say({"function": function, "rows": vars(rows), "seconds": seconds}, time.monotonic() + seconds)
         except TimeoutError as error:
             raise TimeoutError("it did not read its rows") from error
-        except OSError:  # it died: its reply says so
-            pass
-        count = len(rows.responses)
-        graded = self._reply(count, deadline).get("graded")
+
+    def answer(self, count: int, deadline: float) -> list[Graded] | Failed:
+        """What it finds of the next so many rows; all numbers are finite. The worker is ready for more, but after an
+        exception."""
+        reply = self._reply(count, deadline)
+        if "error" in reply:
+            return Failed(str(reply["error"]), reply.get("late") is True)
+        graded = reply.get("graded")
         if not isinstance(graded, list) or len(graded) != count or not all(map(_is_graded, graded)):
             raise WorkerError(f"answered with something else than scores of {count} responses")
         return [Graded(*one) for one in graded]
 
+    def _say(self, message: Mapping[str, Any], deadline: float) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # it died: its reply says so
+            send(self.connection, json.dumps(message).encode(), deadline)
+
     def _reply(self, count: int, deadline: float) -> dict[str, Any]:
         """The next answer, to `count` rows. It is read as what user code may have written."""
         try:
-            reply = _parsed(receive(self.connection, MAX_ERROR_BYTES + count * MAX_ROW_BYTES, deadline))
+            return _parsed(receive(self.connection, MAX_ERROR_BYTES + count * MAX_ROW_BYTES, deadline))
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
             raise WorkerError(f"ended its process ({self._ending()})") from error
         except FrameError as error:
             raise _not_scores(str(error)) from error
-        if "error" in reply:
-            raise WorkerError(str(reply["error"]))
-        return reply
 
     def _check_silent(self) -> None:
         """See that it has not sent more than it was asked for, which would be taken for the next answer."""
@@ -174,11 +202,17 @@ def _parsed(message: bytes) -> dict[str, Any]:
     return reply
 
 
-def _takes(told: object) -> Takes:
-    match told:
-        case {"needed": list(needed), "welcome": list() | None as welcome, "raw_prompts": bool(raw_prompts)}:
-            if all(isinstance(name, str) for name in (*needed, *(welcome or ()))):
-                return Takes(tuple(needed), None if welcome is None else tuple(welcome), raw_prompts)
+def _ready(reply: Mapping[str, Any], num_functions: int) -> tuple[Takes, list[Way]]:
+    if "error" in reply:
+        raise WorkerError(str(reply["error"]))
+    match reply:
+        case {
+            "takes": {"needed": list(needed), "welcome": list() | None as welcome, "raw_prompts": bool(raw_prompts)},
+            "ways": list(ways),
+        }:
+            known = len(ways) == num_functions and all(way in get_args(Way) for way in ways)
+            if known and all(isinstance(name, str) for name in (*needed, *(welcome or ()))):
+                return Takes(tuple(needed), None if welcome is None else tuple(welcome), raw_prompts), ways
     raise WorkerError("answered with something else than what it takes")
 
 

@@ -35,9 +35,12 @@ def attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
     except BadFunction as error:
         return None, str(error)
     except BaseException as error:  # SystemExit too: user code must not end the worker without a word
-        _, most = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))  # what the error holds may be all that it may take
-        return None, told(error)
+        limits = resource.getrlimit(resource.RLIMIT_DATA)
+        resource.setrlimit(resource.RLIMIT_DATA, (limits[1], limits[1]))  # what the error holds may be all it may take
+        reason = told(error)
+        traceback.clear_frames(error.__traceback__)  # which hold what has been taken
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        return None, reason
 
 
 def limit_memory(num_bytes: int) -> None:

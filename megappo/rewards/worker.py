@@ -1,28 +1,31 @@
-"""The worker process: `python -m megappo.rewards.worker MEMORY_BYTES {SOURCE FUNCTION WEIGHT}...` (MEMORY_BYTES empty:
-no limit; SOURCE: FILE.py, or a module's name; WEIGHT: factor of the function's scores).
+"""The worker process: `python -m megappo.rewards.worker MEMORY_BYTES` (empty: no limit).
 
-Its standard input is a socket. From there it reads JSON objects, the fields of `forms.Rows`, until that closes, and
-answers each, and its own start, with one JSON object: {"graded": [...]}, a `forms.Graded` for each response,
-{"takes": ...}, the fields of `forms.Takes`, or {"error": "..."}. It imports the standard library alone, so it starts at
-once; the user's file imports what it likes.
+Its standard input is a socket with messages of JSON. The first is {"functions": [[SOURCE, NAME, WEIGHT, OPTIONS],
+...]}, with FILE.py or a module's name as SOURCE and the factor of the function's scores as WEIGHT. It answers with
+{"takes": ..., "ways": [...]}, the fields of `forms.Takes` and each function's `forms.Way`. Then it is called, until the
+socket closes: {"function": its number, "rows": the fields of `forms.Rows`, "seconds": the time limit of async calls},
+and answers with {"graded": [...]}, a `forms.Graded` for each row, in one message for all rows, or in one for each, as
+the function's way is. In place of any there may be {"error": "...", "late": whether it is one of time}. It imports the
+standard library alone, so it starts at once; the user's file imports what it likes.
 """
 
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial, reduce
 from importlib import import_module
-from itertools import chain, islice
+from itertools import islice
 from numbers import Rational
 from operator import or_
 from typing import Any, NamedTuple
 
 from megappo.rewards.builtin import ANSWERS
-from megappo.rewards.forms import BadFunction, Graded, RewardFunction, Rows, Takes, recognised
+from megappo.rewards.forms import BadFunction, Call, Graded, RewardFunction, Rows, awaited, recognised, runner
 from megappo.rewards.frames import receive, send
 from megappo.rewards.user_code import attempt, limit_memory, load, named, own_connection
 
@@ -36,6 +39,8 @@ MAX_NAME_CHARACTERS = 64
 """Of a part."""
 MAX_ANSWER_CHARACTERS = 200
 """Of an answer: longer ones are told by their beginning."""
+LATE = object()
+"""In place of what an async call returns, that has had its time."""
 ANSWER = "pred"
 """Of a dictionary: the answer that was found in the response. verl's name."""
 
@@ -50,30 +55,33 @@ class Weighted(NamedTuple):
 
 
 def main() -> None:
-    limit, *rest = sys.argv[1:]
-    specs = list(zip(rest[::3], rest[1::3], map(float, rest[2::3]), strict=True))
+    [limit] = sys.argv[1:]
     connection = own_connection()
     if limit:
         limit_memory(int(limit))
     own_pid = os.getpid()
-    functions, error = attempt(_load_all, specs)
-    reply: dict[str, Any] = {"error": error} if error else {"takes": asdict(_taken(functions))}
     with suppress(EOFError, ConnectionResetError, BrokenPipeError):  # the owner went: so does the worker
-        while True:
-            send(connection, json.dumps(reply).encode())
-            if error:
-                return
-            graded, error = attempt(_grade_all, functions, receive(connection, MAX_ROWS_BYTES))
-            if os.getpid() != own_pid:  # a child that the function has forked must not answer, too
-                os._exit(0)
-            reply = {"error": error} if error else {"graded": graded}
+        specs = json.loads(receive(connection, MAX_ROWS_BYTES))["functions"]
+        functions, error = attempt(_load_all, specs)
+        send(connection, json.dumps(_error(error) if error else _told(functions)).encode())
+        while functions:
+            called = json.loads(receive(connection, MAX_ROWS_BYTES))
+            for reply in _replies(functions, called["function"], Rows(**called["rows"]), called["seconds"]):
+                if os.getpid() != own_pid:  # a child that the function has forked must not answer, too
+                    os._exit(0)
+                send(connection, json.dumps(reply).encode())
 
 
-def _load_all(specs: list[tuple[str, str, float]]) -> list[Weighted]:
+def _load_all(specs: list[list[Any]]) -> list[Weighted]:
+    names = [name for _, name, _, _ in specs]
     return [
-        Weighted(name, weight, _of(specs, name, partial(_load, source, name)), _answer_of(source, name))
-        for source, name, weight in specs
+        Weighted(name, weight, _of(names, name, partial(_load, source, name, options)), _answer_of(source, name))
+        for source, name, weight, options in specs
     ]
+
+
+def _load(source: str, name: str, options: Mapping[str, Any]) -> RewardFunction:
+    return recognised(load(source, name), options)
 
 
 def _answer_of(source: str, name: str) -> Callable[[str], Any]:
@@ -83,46 +91,82 @@ def _answer_of(source: str, name: str) -> Callable[[str], Any]:
     return getattr(import_module(module), function)
 
 
-def _load(source: str, name: str) -> RewardFunction:
-    return recognised(load(source, name))
+def _told(functions: list[Weighted]) -> dict[str, Any]:
+    takes = reduce(or_, [one.function.takes for one in functions])
+    return {"takes": asdict(takes), "ways": [one.function.way for one in functions]}
 
 
-def _taken(functions: list[Weighted]) -> Takes:
-    return reduce(or_, [weighted.function.takes for weighted in functions])
+def _error(reason: str, *, late: bool = False) -> dict[str, Any]:
+    return {"error": reason, "late": late}
 
 
-def _grade_all(functions: list[Weighted], rows: bytes) -> list[Graded]:
-    """What all functions together find of each of the rows; their scores have their weights."""
-    of_functions = []
-    for one in functions:
-        own_rows = Rows(**json.loads(rows))  # which it may change
-        graded = _of(functions, one.name, partial(_grade, one, own_rows))
-        weighted = [[_number(one.weight * score, one.name) for score in of_row.scores] for of_row in graded]
-        together = zip(weighted, graded, strict=True)
-        of_functions.append([of_row._replace(scores=scores) for scores, of_row in together])
-    return [_together(of_row) for of_row in zip(*of_functions, strict=True)]
+def _replies(functions: list[Weighted], number: int, rows: Rows, seconds: float) -> Iterator[dict[str, Any]]:
+    """What a function finds of rows."""
+    names, weighted = [one.name for one in functions], functions[number]
+    function = weighted.function
+    responses = [[one] for one in rows.responses] if function.form.per_row else [list(rows.responses)]
+    calls = function.calls(rows)
+    results = _at_once(function, calls, seconds) if function.way == "rows" else map(partial(_one, function), calls)
+    for result, of_call in zip(results, responses, strict=True):
+        graded, error = attempt(_of, names, weighted.name, partial(_grade, weighted, result, of_call))
+        late = graded is LATE
+        yield _error(error, late=late) if error or late else {"graded": graded}
 
 
-def _together(of_row: Sequence[Graded]) -> Graded:
-    scores = list(chain.from_iterable(one.scores for one in of_row))
-    if len(scores) > MAX_SCORES:
-        raise BadFunction(f"returned {len(scores)} scores together; expected 1 to {MAX_SCORES}")
-    answer = next((one.answer for one in of_row if one.answer is not None), None)
-    return Graded(scores, reduce(or_, [one.parts for one in of_row]), answer)
+def _one(function: RewardFunction, call: Call) -> Callable[[], Any]:
+    """What calls it, and gives what it returns."""
+
+    def result() -> Any:
+        returned = awaited(function.function(**call))
+        return [returned] if function.form.per_row else returned
+
+    return result
 
 
-def _of(functions: Sequence[object], name: str, work: Callable[[], Any]) -> Any:
+def _at_once(function: RewardFunction, calls: Sequence[Call], seconds: float) -> Iterator[Callable[[], Any]]:
+    """Makes all calls; each of what comes waits for the result of one."""
+    import asyncio  # see `forms.runner`
+
+    async def one(call: Call) -> Any:
+        return await function.function(**call)
+
+    async def begin() -> list[asyncio.Task]:
+        return [asyncio.create_task(one(call)) for call in calls]
+
+    async def finish(task: asyncio.Task, deadline: float) -> Any:
+        await asyncio.wait([task], timeout=max(0.0, deadline - time.monotonic()))
+        if not task.done():
+            task.cancel()
+            return LATE
+        return [task.result()]
+
+    deadline = time.monotonic() + seconds
+    for task in runner().run(begin()):
+        yield lambda task=task: runner().run(finish(task, deadline))
+
+
+def _of(names: Sequence[str], name: str, work: Callable[[], Any]) -> Any:
     """What a function's loading or call gives; of several, it is named where it is wrong."""
     try:
         return work()
     except BadFunction as error:
-        raise BadFunction(f"({name}) {error}" if len(functions) > 1 else str(error)) from error
+        raise BadFunction(f"({name}) {error}" if len(names) > 1 else str(error)) from error
 
 
-def _grade(weighted: Weighted, rows: Rows) -> list[Graded]:
-    count = len(rows.responses)  # before the call, which may change the lists
-    answers = [weighted.answer_of(response) for response in rows.responses]
-    result = weighted.function(rows)
+def _grade(weighted: Weighted, call: Callable[[], Any], responses: Sequence[str]) -> Any:
+    """What a call finds of its responses, or LATE; the scores have the function's weight."""
+    answers = list(map(weighted.answer_of, responses))
+    result = call()
+    if result is LATE:
+        return LATE
+    graded = _checked(result, answers)
+    scores = [[_number(weighted.weight * score, weighted.name) for score in one.scores] for one in graded]
+    return [one._replace(scores=of_row) for of_row, one in zip(scores, graded, strict=True)]
+
+
+def _checked(result: Any, answers: Sequence[Any]) -> list[Graded]:
+    """What a function has returned of so many rows."""
+    count = len(answers)
     if isinstance(result, str | bytes | dict | set | frozenset) or not hasattr(result, "__len__"):
         raise BadFunction(f"returned {type(result).__name__}; expected a list of {count} numbers")
     if len(result) != count:

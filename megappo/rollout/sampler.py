@@ -84,6 +84,7 @@ def sample(
     num_engines: int,
     max_running_requests: int,
     on_prompts: Callable[[int], None] = lambda count: None,
+    on_group: Callable[[Sequence[Sample]], None] = lambda samples: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Sampled:
     """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
@@ -96,20 +97,14 @@ def sample(
         num_engines: engines of all processes together.
         max_running_requests: sequences one engine decodes at once.
         on_prompts: told now and then of how many more prompts this engine has finished all n samples.
+        on_group: gets all samples of a prompt, as soon as they are there; in the order in which they are returned.
         stop: asked now and then; once it says so, the rest is left, and what is there returned.
     Raises:
         EngineError: the engine refused a request, or took too long for it.
     """
     room = max(n, min(max_running_requests, n * (len(prompts) // num_engines)))
-    asking = _Asking(prompts, n, params, client, take, room)
-
-    num_told = 0
-
-    def tell() -> None:
-        nonlocal num_told
-        if num_new := len(asking.samples) // n - num_told:
-            on_prompts(num_new)
-            num_told += num_new
+    asking = _Asking(prompts, n, params, client, take, room, on_group)
+    tell = asking.teller(on_prompts)
 
     async def watch(answers: asyncio.Task) -> None:
         try:
@@ -153,6 +148,7 @@ class _Asking:
         client: EngineClient,
         take: Callable[[int], int],
         room: int,
+        on_group: Callable[[Sequence[Sample]], None],
     ):
         self.samples: list[Sample] = []
         self.use = Use()
@@ -160,6 +156,7 @@ class _Asking:
         self._prompts, self._n, self._params = prompts, n, params
         self._client, self._take = client, take
         self._room, self._has_room = room, asyncio.Event()
+        self._on_group = on_group
 
     async def all_answers(self, http: Any) -> None:
         """Request, again and again, as many prompts as there is room for; until all are taken, and these answered."""
@@ -177,6 +174,18 @@ class _Asking:
                     await self._has_room.wait()
                 await asyncio.sleep(GATHERING_SECONDS)
 
+    def teller(self, on_prompts: Callable[[int], None]) -> Callable[[], None]:
+        """Tells how many more prompts are finished than when it was called before."""
+        num_told = 0
+
+        def tell() -> None:
+            nonlocal num_told
+            if num_new := len(self.samples) // self._n - num_told:
+                on_prompts(num_new)
+                num_told += num_new
+
+        return tell
+
     async def _answers(self, http: Any, taken: Prompts) -> None:
         """To one request."""
         n = self._n
@@ -187,7 +196,8 @@ class _Asking:
                 group = groups[position // n]
                 group[position % n] = response
                 if len(group) == n:
-                    self.samples += _group(taken[position // n][0], group)
+                    self.samples += (finished := _group(taken[position // n][0], group))
+                    self._on_group(finished)
                 self.use.prompt_tokens += len(repeated[position])
                 self.use.cached_tokens += response.num_cached
                 self._now_running(-1)

@@ -24,8 +24,9 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
 
 def _evaluate(rollouts: Rollouts, prompts: Sequence[Prompt]) -> tuple[dict[str, Metric], list[dict[str, Any]]]:
     """This rank's part of the metrics of one response to each prompt, and the first prompts' responses to show."""
-    samples = rollouts.sample(prompts, 1, rollouts.evaluation, "evaluate")
-    several, parts = rollouts.score(samples, prompts)
+    scoring = rollouts.scoring(prompts, rollouts.rewards)
+    samples = rollouts.sample(prompts, 1, rollouts.evaluation, "evaluate", scoring)
+    several, parts = rollouts.score(samples, prompts, scoring)
     scores = summed(several)
     shown = {
         one.prompt_index: {

@@ -52,7 +52,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
         pool = None
         with findings.noting():
-            pool = ending.enter_context(load_configured(config.reward, num_workers=1))
+            reward = config.reward.model_copy(update={"on_error": "raise"})
+            pool = ending.enter_context(load_configured(reward, num_workers=1))
         train, val = open_datasets(config, tokenizer, pool.takes if pool else NOTHING)
         vocab_size = shared_vocabulary(config)
         for dataset in (train, *val.values()):

@@ -1,5 +1,6 @@
 """From prompts to scored rows at their owners: sampling by the engines, scoring by the reward function."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,6 @@ from megappo.listening import run_store
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
-from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError, RewardPool
 from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
 from megappo.rollout.sampler import Sample, Sampled, Use, sample, store_counter
@@ -26,6 +26,7 @@ from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
+from megappo.trainer.scoring import SampleScoring
 
 PROBE_TOKENS = 4
 
@@ -37,10 +38,13 @@ class Responses:
     Attributes:
         sampled: rollout.n to each prompt, to train on.
         greedy: one to each prompt, where the estimator needs its score; else none.
+        scoring, greedy_scoring: of them, where it has begun.
     """
 
     sampled: list[Sample]
     greedy: list[Sample]
+    scoring: SampleScoring | None = None
+    greedy_scoring: SampleScoring | None = None
 
 
 class Rollouts:
@@ -65,6 +69,7 @@ class Rollouts:
         self.tokenizer = datasets.tokenizer
         self.client = own.wait_ready()
         self.rewards = own.rewards
+        self._decoder = copy.deepcopy(datasets.tokenizer)  # of its own: tokenizers serve one thread at a time
         self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
         self.exchange = exchange
         self.observer = observer
@@ -83,17 +88,30 @@ class Rollouts:
     def respond(self, prompts: Sequence[Prompt]) -> Responses:
         """This rank's share of a step's responses; all ranks call it and return together."""
         self._use = Use()
-        sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout")
-        needs_greedy = self.config.algorithm.method.needs_greedy_baseline
-        return Responses(sampled, self.sample(prompts, 1, self.greedy, "baselines") if needs_greedy else [])
+        scoring = self.scoring(prompts, self.rewards)
+        sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout", scoring)
+        if not self.config.algorithm.method.needs_greedy_baseline:
+            return Responses(sampled, [], scoring)
+        of_greedy = self.scoring(prompts, self.rewards)
+        greedy = self.sample(prompts, 1, self.greedy, "baselines", of_greedy)
+        return Responses(sampled, greedy, scoring, of_greedy)
 
-    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str) -> list[Sample]:
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        label: str,
+        scoring: SampleScoring | None = None,
+    ) -> list[Sample]:
         """This rank's share of n responses to each prompt; `prompt_index` counts in `prompts`.
 
         All ranks call it and return together.
 
         Prompts that an engine leaves without an answer because it fails are asked again, once it is up anew.
 
+        Args:
+            scoring: gets the samples, in their order, as they are written.
         Raises:
             Interrupted: any rank is to end; what has been sampled is lost.
             EngineError: an engine refused a request, or failed too often.
@@ -102,8 +120,9 @@ class Rollouts:
         finished = self._new_counter()
         progress = self.observer.progress(label, len(prompts)) if self.client is not None else lambda done: None
         samples: list[Sample] = []
+        on_group = scoring.add if scoring is not None else lambda group: None
         while left:
-            sampled = self._round(left, n, params, on_prompts=lambda count: progress(finished(count) + count))
+            sampled = self._round(left, n, params, lambda count: progress(finished(count) + count), on_group)
             samples += sampled.samples
             self._use += sampled.use
             raise_if_interrupted(self.exchange)
@@ -111,6 +130,8 @@ class Rollouts:
                 break
             done = set().union(*self.exchange.share({one.prompt_index for one in samples}))
             left = [prompt for prompt in left if prompt[0] not in done]
+        if scoring is not None:
+            scoring.end()
         return samples
 
     def _round(
@@ -119,6 +140,7 @@ class Rollouts:
         n: int,
         params: SamplingParams,
         on_prompts: Callable[[int], None],
+        on_group: Callable[[Sequence[Sample]], None],
     ) -> Sampled:
         """What this rank's engine gets to of prompts that have no responses yet."""
         take = self._new_counter()
@@ -133,6 +155,7 @@ class Rollouts:
             num_engines=self.num_engines,
             max_running_requests=self.config.rollout.max_running_requests,
             on_prompts=on_prompts,
+            on_group=on_group,
             stop=self._is_interrupted,
         )
 
@@ -147,37 +170,39 @@ class Rollouts:
             self._store.set("interrupted", INTERRUPTION.reason)
         return self._store.check(["interrupted"])
 
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[torch.Tensor, dict[str, Metric]]:
+    def scoring(self, prompts: Sequence[Prompt], rewards: RewardPool | None) -> SampleScoring:
+        """Of this rank's samples of these prompts.
+
+        Args:
+            rewards: this rank's workers of a reward function; None on ranks that have no samples.
+        """
+        return SampleScoring(rewards, self._decoder, prompts)
+
+    def score(
+        self, samples: Sequence[Sample], prompts: Sequence[Prompt], scoring: SampleScoring | None = None
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included.
         And this rank's part of the means of what else it told of them, by name.
 
         All ranks call it together.
 
+        Args:
+            scoring: of the samples, where it has begun.
         Raises:
             RewardError: there are not as many scores for every response of the run.
             ConfigError: there is one, and the estimator needs several.
         """
-        graded = self.graded(samples, prompts, self.rewards)
-        num_scores = self._num_scores({len(one.scores) for one in graded})
-        scores = torch.tensor([one.scores for one in graded], dtype=torch.float32).reshape(len(graded), num_scores)
+        if scoring is None:
+            scoring = self.scoring(prompts, self.rewards)
+            scoring.add(samples)
+        graded = scoring.graded()
+        num_scores = self._num_scores({len(one.scores) for one in graded if one.scores})
+        found = [one.scores or [0.0] * num_scores for one in graded]
+        scores = torch.tensor(found, dtype=torch.float32).reshape(len(graded), num_scores)
         names = {name for one in graded for name in one.parts}
         values = {name: [one.parts[name] for one in graded if name in one.parts] for name in sorted(names)}
-        return scores, {f"part/{name}": Metric.of(torch.tensor(found), "mean") for name, found in values.items()}
-
-    def graded(self, samples: Sequence[Sample], prompts: Sequence[Prompt], rewards: RewardPool | None) -> list[Graded]:
-        """What a reward function finds of each of this rank's samples.
-
-        Args:
-            rewards: its workers; None on ranks that have no samples.
-        Raises:
-            RewardError: the function failed.
-        """
-        if rewards is None or not samples:  # of no texts the tokenizer would decode one
-            return []
-        texts = self.tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
-        of_sample = [prompts[one.prompt_index] for one in samples]
-        prompt_texts, labels = [p.text for p in of_sample], [p.label for p in of_sample]
-        return rewards.score(prompt_texts, texts, labels, [p.columns for p in of_sample])
+        parts = {f"part/{name}": Metric.of(torch.tensor(told), "mean") for name, told in values.items()}
+        return scores, scoring.counts() | parts
 
     def _num_scores(self, found: set[int]) -> int:
         """K, from what workers, ranks and steps have found it to be."""
@@ -200,14 +225,14 @@ class Rollouts:
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
-        scores, parts = self.score(samples, prompts)
+        scores, parts = self.score(samples, prompts, responses.scoring)
         batch = self._at_owners(_rows(samples, prompts, scores))
         if len(batch.table) != n * len(prompts):
             found = len(batch.table)
             raise EngineError(f"expected {n} responses to each of {len(prompts)} prompts, got {found} in all")
         num_tokens = int(batch.table.policy_lengths.sum())
         if self.config.algorithm.method.needs_greedy_baseline:
-            baselines = {"baselines": self._baselines(responses.greedy, prompts, batch.rows)}
+            baselines = {"baselines": self._baselines(responses, prompts, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
             num_tokens += sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
         metrics = {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
@@ -258,10 +283,11 @@ class Rollouts:
         except EngineFault as fault:
             return [], fault
 
-    def _baselines(self, greedy: Sequence[Sample], prompts: Sequence[Prompt], rows: Rows) -> torch.Tensor:
+    def _baselines(self, responses: Responses, prompts: Sequence[Prompt], rows: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""
+        greedy = responses.greedy
         indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
-        scores, _ = self.score(greedy, prompts)
+        scores, _ = self.score(greedy, prompts, responses.greedy_scoring)
         shaped, _ = shape_scores(
             summed(scores),
             torch.tensor([one.num_policy_tokens for one in greedy], dtype=torch.int64),

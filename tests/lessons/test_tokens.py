@@ -18,6 +18,7 @@ from megappo.observe.observer import NullObserver
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.rewards.forms import Graded
+from megappo.rewards.work import Row
 from megappo.rollout.sampler import Sample
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
@@ -49,8 +50,15 @@ def make_config() -> Config:
 class Rewards:
     """Stands where a pool of workers is, and reads what a reward function would."""
 
-    def score(self, prompts: Sequence[str], texts: Sequence[str], *_: object) -> list[Graded]:
-        assert (prompts, texts) == (["ol", "ol"], ["hello", "hello"])
+    on_error, failure = "raise", ""
+
+    def begin(self) -> "Rewards":
+        return self
+
+    def add(self, rows: Sequence[Row]) -> None:
+        assert [(row.prompt, row.response) for row in rows] == [("ol", "hello")] * 2
+
+    def results(self) -> list[Graded]:
         return [Graded([1.0], {}), Graded([0.0], {})]
 
 

@@ -113,11 +113,13 @@ def test_a_reward_function_that_returns_too_few_values(config, folder):
     arguments = (f"reward.function={reward}", f"trainer.output_dir={folder / 'run'}")
     with Program(folder, config, *arguments) as program:
         assert program.wait(90) == 1
-    assert program.output.splitlines()[-2:] == [
-        f"error (rank 0): reward function {reward} returned 1 values for 8 responses; expected one each",
+    first, where, remedy = program.output.splitlines()[-3:]
+    assert first == f"error (rank 0): reward function {reward} returned 1 values for 8 responses; expected one each"
+    assert where.startswith("it was scoring 8 responses, of which the first is ") and "(record " in where
+    assert remedy == (
         "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds, "
-        "(if it lacked memory) reward.memory_limit_gib (16)",
-    ]
+        "(if it lacked memory) reward.memory_limit_gib (16)"
+    )
 
 
 @pytest.mark.slow  # tests/launch has ranks that hang

@@ -15,6 +15,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver
 from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError
+from megappo.rewards.work import Row
 from megappo.rollout.client import EngineError
 from megappo.rollout.sampler import Sample
 from megappo.trainer.datasets import Datasets
@@ -49,7 +50,7 @@ EXPECTED = {
 
 
 class ScoredByFirstToken(Rollouts):
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[torch.Tensor, dict]:
+    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], _: object) -> tuple[torch.Tensor, dict]:
         return torch.tensor([[float(one.tokens[0])] for one in samples]).reshape(-1, 1), {}
 
 
@@ -98,8 +99,17 @@ class Scores:
     """Stands where a pool of workers is: of each text as many scores as it has numbers, with their order. It tells of
     some that there are large ones."""
 
-    def score(self, prompts: Sequence[str], texts: Sequence[str], *_: object) -> list[Graded]:
-        of_texts = [[float(number) for number in text.split()] for text in texts]
+    on_error, failure = "raise", ""
+
+    def begin(self) -> "Scores":
+        self.texts = []
+        return self
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self.texts += [row.response for row in rows]
+
+    def results(self) -> list[Graded]:
+        of_texts = [[float(number) for number in text.split()] for text in self.texts]
         return [Graded(numbers, {"large": max(numbers)} if max(numbers) > 8 else {}) for numbers in of_texts]
 
 

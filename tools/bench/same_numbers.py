@@ -171,7 +171,7 @@ class FixedPrompts:
 class FixedRollouts(Rollouts):
     """Samples and scores that depend on the prompts alone, all at rank 0, whose engine wrote them."""
 
-    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str) -> list[Sample]:
+    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *_: object) -> list[Sample]:
         samples = []
         for prompt in prompts if self.exchange.rank == 0 else ():
             generator = torch.Generator().manual_seed(sum(prompt.tokens) * 10 + n)
@@ -184,7 +184,7 @@ class FixedRollouts(Rollouts):
                 samples.append(Sample(prompt.index, i, tokens, log_probs, reason))
         return samples
 
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> tuple[torch.Tensor, dict]:
+    def score(self, samples: Sequence[Sample], *_: object) -> tuple[torch.Tensor, dict]:
         scores = [(sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)) for one in samples]
         num_scores = 1 + self.config.algorithm.method.needs_score_components
         return torch.tensor(scores, dtype=torch.float32).reshape(-1, 2)[:, :num_scores], {}

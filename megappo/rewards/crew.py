@@ -1,0 +1,284 @@
+"""The workers of reward functions and what keeps them busy: each has a thread, which starts it, calls it with one piece
+of work after the other, and starts another where it hangs or dies.
+
+The kernel ends a worker together with its thread, so that none outlives the trainer, however that ends.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from threading import Condition, Thread
+from typing import Any, Literal
+
+from megappo.observe.life import LIFE
+from megappo.rewards.forms import Graded, Takes, Way
+from megappo.rewards.process import Failed, Function, Worker, WorkerError
+from megappo.rewards.work import Lane, Piece, Scoring, Unit, lane, rows_of, shares, shown
+
+START_TIMEOUT_SECONDS = 60.0
+"""How long a worker may take to import the user's file."""
+CLOSE_TIMEOUT_SECONDS = 2.0
+"""How long an idle worker may take to end by itself."""
+LATE_SECONDS = 2.0
+"""How long a worker may take to say that an async call has had its time."""
+
+TASK = "score its responses"
+
+
+class RewardError(RuntimeError):
+    """The reward function failed; the message names it and says what to do. The workers are gone."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How reward functions are run.
+
+    Attributes:
+        num_workers: processes.
+        timeout_seconds: how long one call may take.
+        memory_limit_gib: memory that a process may take; None: any.
+        pass_env: variables that the workers get although their names are those of secrets.
+        on_error: whether an error ends the crew, or the responses that it is about are `Failed`.
+        batch_size: rows that functions of lists are called with as they come; None: with a worker's share of all.
+        options: by a function's spec, arguments that it gets in every call.
+    """
+
+    num_workers: int
+    timeout_seconds: float
+    memory_limit_gib: float | None = None
+    pass_env: Collection[str] = ()
+    on_error: Literal["raise", "zero"] = "raise"
+    batch_size: int | None = None
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+class Crew:
+    """Workers that have loaded the functions.
+
+    Args:
+        spec: names all functions, in messages.
+        are_built_in: of each function.
+    Attributes:
+        takes: what the functions take of a record besides prompt and label.
+    Raises:
+        RewardError: the functions cannot be loaded.
+    """
+
+    def __init__(self, spec: str, functions: Sequence[Function], are_built_in: Sequence[bool], settings: Settings):
+        self.spec = spec
+        self.settings = settings
+        self._functions = functions
+        self._changed = Condition()
+        """Held to touch what follows, or a scoring."""
+        self._pieces: deque[Piece] = deque()
+        self._workers: set[Worker] = set()
+        self._loaded: list[tuple[Takes, list[Way]]] = []
+        self._error: RewardError | None = None
+        self._is_closed = False
+        self._ending_seconds = CLOSE_TIMEOUT_SECONDS
+        self._threads = [Thread(target=self._serve, daemon=True) for _ in range(settings.num_workers)]
+        self._lanes: list[Lane | None] = []
+        for thread in self._threads:
+            thread.start()
+        self._wait(lambda: len(self._loaded) == settings.num_workers)
+        self.takes, ways = self._loaded[0]
+        size = settings.batch_size
+        self._lanes += [lane(way, size, is_built_in=own) for way, own in zip(ways, are_built_in, strict=True)]
+
+    def begin(self) -> Scoring:
+        """Rows to be added as they come.
+
+        Raises:
+            RewardError: the crew is gone.
+        """
+        if self._is_closed and self._error is None:
+            raise self._closed()
+        return Scoring(self, len(self._functions))
+
+    def put(self, units: Sequence[Unit]) -> None:
+        """Have workers begin with rows, but for functions that get a share of all."""
+        with self._changed:
+            for waits in filter(None, self._lanes):
+                waits.waiting += units
+                units[0].scoring.num_left += len(units)
+            self._changed.notify_all()
+
+    def put_shares(self, units: Sequence[Unit]) -> None:
+        """Have workers begin with all rows of a scoring, for functions that get a share of all."""
+        with self._changed:
+            for function, waits in enumerate(self._lanes):
+                if waits is None:
+                    self._pieces += [Piece(function, part) for part in shares(units, self.settings.num_workers)]
+                    units[0].scoring.num_left += len(units)
+            self._changed.notify_all()
+
+    def wait_for(self, scoring: Scoring) -> None:
+        """Wait until its rows have all their results.
+
+        Raises:
+            RewardError: a function failed, or the crew is gone.
+        """
+        self._wait(lambda: not scoring.num_left)
+
+    def close(self, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        """End all workers and what they started. May be called again.
+
+        Args:
+            timeout_seconds: how long an idle one may take to end by itself.
+        """
+        with self._changed:
+            self._close(timeout_seconds)
+        for thread in self._threads:
+            thread.join()
+
+    def _close(self, timeout_seconds: float) -> None:
+        self._is_closed = True
+        self._ending_seconds = timeout_seconds
+        for worker in self._workers:
+            worker.hang_up()
+        self._changed.notify_all()
+
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Every call has a time limit, so that this ends."""
+        with LIFE.waiting(), self._changed:
+            self._changed.wait_for(lambda: is_done() or self._is_closed)
+            error, self._error = self._error, None
+        if error is not None:
+            self.close()
+            raise error
+        if not is_done():
+            raise self._closed()
+
+    def _closed(self) -> RewardError:
+        return RewardError(f"reward function {self.spec} is closed")
+
+    def _serve(self) -> None:
+        """What a worker's thread does."""
+        worker = None
+        try:
+            while not self._is_closed:
+                worker = worker or self._start()
+                piece = self._next()
+                if piece is not None and not self._is_done(worker, piece):
+                    self._end(worker, 0.0)
+                    worker = None
+        except (WorkerError, TimeoutError) as error:  # it does not start
+            self._fail(_reason(error, START_TIMEOUT_SECONDS, "load"))
+        except BaseException as error:
+            self._fail(f"could not be run ({type(error).__name__}: {error})")
+            raise
+        finally:
+            if worker is not None:
+                self._end(worker, self._ending_seconds)
+
+    def _start(self) -> Worker:
+        worker = Worker(self._functions, self.settings.memory_limit_gib, self.settings.pass_env)
+        try:
+            with self._changed:
+                self._workers.add(worker)
+                if self._is_closed:
+                    worker.hang_up()
+            loaded = worker.wait_ready(time.monotonic() + START_TIMEOUT_SECONDS)
+        except BaseException:
+            self._end(worker, 0.0)
+            raise
+        with self._changed:
+            self._loaded.append(loaded)
+            self._changed.notify_all()
+        return worker
+
+    def _end(self, worker: Worker, timeout_seconds: float) -> None:
+        with self._changed:
+            self._workers.discard(worker)
+        worker.hang_up()
+        worker.end(timeout_seconds)
+
+    def _next(self) -> Piece | None:
+        """Waits for a piece of work; None: there will be none."""
+        with self._changed:
+            while not self._is_closed:
+                if self._pieces:
+                    return self._pieces.popleft()
+                for function, waits in enumerate(self._lanes):
+                    if waits is not None and waits.waiting:
+                        return Piece(function, waits.take(self.settings.num_workers))
+                self._changed.wait()
+        return None
+
+    def _is_done(self, worker: Worker, piece: Piece) -> bool:
+        """Whether a worker has done a piece; else it is of no more use, and what is left of the piece waits again."""
+        function, units = piece
+        _, ways = self._loaded[0]
+        way, seconds = ways[function], self.settings.timeout_seconds
+        parts: list[Sequence[Unit]] = [units] if way == "share" else [[unit] for unit in units]
+        done, started = 0, time.monotonic()
+        try:
+            worker.call(function, rows_of(units), seconds)
+            for part in parts:
+                since = started + LATE_SECONDS if way == "rows" else time.monotonic()
+                self._settle(function, part, worker.answer(len(part), since + seconds))
+                done += 1
+        except (WorkerError, TimeoutError) as error:
+            failed = Failed(_reason(error, seconds, TASK), isinstance(error, TimeoutError))
+            last = done + 1 if way == "row" else len(parts)  # of those that it was busy with
+            self._settle(function, list(chain.from_iterable(parts[done:last])), failed)
+            self._again(function, list(chain.from_iterable(parts[last:])))
+            return False
+        self._note_time(function, len(units), time.monotonic() - started)
+        return True
+
+    def _note_time(self, function: int, num_rows: int, seconds: float) -> None:
+        with self._changed:
+            if waits := self._lanes[function]:
+                waits.took(num_rows, seconds)
+
+    def _again(self, function: int, units: Sequence[Unit]) -> None:
+        with self._changed:
+            if waits := self._lanes[function]:
+                waits.waiting.extendleft(reversed(units))
+            self._changed.notify_all()
+
+    def _settle(self, function: int, units: Sequence[Unit], found: Sequence[Graded] | Failed) -> None:
+        """Note what a call has found of rows."""
+        if isinstance(found, Failed):
+            return self._settle_failed(function, units, found)
+        with self._changed:
+            for unit, graded in zip(units, found, strict=True):
+                unit.scoring.settle(unit, function, graded)
+            self._changed.notify_all()
+
+    def _settle_failed(self, function: int, units: Sequence[Unit], failed: Failed) -> None:
+        """Note that a call has found nothing of rows; of several, each is asked about alone."""
+        reason = failed.reason or _reason(TimeoutError(), self.settings.timeout_seconds, TASK)
+        if self.settings.on_error == "raise":
+            return self._fail(reason, units)
+        with self._changed:
+            for unit in units:
+                told = f"reward function {self.spec} {reason}\n{shown(units)}"
+                unit.scoring.failure = unit.scoring.failure or told
+                if len(units) == 1:
+                    unit.scoring.settle(unit, function, replace(failed, reason=reason))
+                else:
+                    self._pieces.append(Piece(function, [unit]))
+            self._changed.notify_all()
+
+    def _fail(self, reason: str, units: Sequence[Unit] = ()) -> None:
+        """Close with an error, unless it is closed."""
+        remedy = "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds"
+        if self.settings.memory_limit_gib is not None:
+            remedy += f", (if it lacked memory) reward.memory_limit_gib ({self.settings.memory_limit_gib:g})"
+        where = f"\n{shown(units)}" if units else ""
+        with self._changed:
+            if not self._is_closed:
+                self._error = RewardError(f"reward function {self.spec} {reason}{where}\n{remedy}")
+                self._close(0.0)
+
+
+def _reason(error: Exception, seconds: float, task: str) -> str:
+    """What happened to a worker, to follow the function's name."""
+    if not isinstance(error, TimeoutError):
+        return str(error)
+    detail = f" ({error})" if str(error) else ""
+    return f"took longer than {seconds:g} seconds to {task} and was stopped{detail}"

@@ -1,0 +1,66 @@
+"""Samples on their way to the reward function's workers, from when they are written."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from megappo.data.prompts import Prompt
+from megappo.observe.metrics import Metric
+from megappo.rewards.forms import Graded
+from megappo.rewards.pool import RewardPool
+from megappo.rewards.work import Row
+from megappo.rollout.sampler import Sample
+
+
+class SampleScoring:
+    """Samples that are added as they come, and what a reward function finds of each.
+
+    Args:
+        rewards: its workers; None on ranks that have no samples.
+        tokenizer: no other thread may use it.
+        prompts: in which the samples' indices count.
+    """
+
+    def __init__(self, rewards: RewardPool | None, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
+        self._rewards, self._tokenizer, self._prompts = rewards, tokenizer, prompts
+        self._scoring = rewards.begin() if rewards is not None else None
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Have their whole texts scored, an environment's turns included; workers may begin at once."""
+        if self._scoring is None or not samples:  # of no texts the tokenizer would decode one
+            return
+        texts = self._tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
+        of_sample = [self._prompts[one.prompt_index] for one in samples]
+        self._scoring.add(
+            [
+                Row(prompt.text, text, prompt.label, prompt.columns, f"record {prompt.index}, counted from 0")
+                for prompt, text in zip(of_sample, texts, strict=True)
+            ]
+        )
+
+    def end(self) -> None:
+        """Say that all samples are there."""
+        if self._scoring is not None:
+            self._scoring.end()
+
+    def graded(self) -> list[Graded]:
+        """Of each sample, in order; waits for them. One of which a function failed has no scores, and is told.
+
+        Raises:
+            RewardError: the function failed, and reward.on_error is raise.
+        """
+        if self._scoring is None:
+            return []
+        graded = self._scoring.results()
+        if failure := self._scoring.failure:
+            failed = sum(not one.scores for one in graded)
+            print(f"WARNING (rank {dist.get_rank()}): {failed} responses have score 0: {failure}", flush=True)
+        return graded
+
+    def counts(self) -> dict[str, Metric]:
+        """How many samples have no scores, and of these, how many as a call took too long; where that ends no run."""
+        if self._scoring is None or self._rewards.on_error == "raise":
+            return {}
+        numbers = {"errors": self._scoring.num_errors, "timeouts": self._scoring.num_timeouts}
+        return {name: Metric.of(number, "sum") for name, number in numbers.items()}
