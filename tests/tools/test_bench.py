@@ -12,6 +12,7 @@ SMALL = {
     "balance": ["--rows", "64", "--ranks", "4", "--max-tokens", "6000", "--repeats", "1"],
     "groups": ["--ranks", "1024", "--repeats", "1"],
     "exchange": ["--ranks", "2", "4", "--rows", "4", "--repeats", "1"],
+    "rewards": ["--rows", "200", "--repeats", "1"],
 }
 
 

@@ -52,6 +52,7 @@ BENCHMARKS = {
     "update": Benchmark("update.py"),
     "head": Benchmark("head.py"),
     "step": Benchmark("step.py"),
+    "rewards": Benchmark("rewards.py"),
     "rollout": Benchmark("rollout.py", ("--repeats", "3")),
 }
 
