@@ -23,6 +23,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.errors import ConfigError
+from megappo.config.eval_sets import eval_sets
 from megappo.config.loading import load_config
 from megappo.config.schema import Config, Data
 from megappo.data.prompts import Prompt, PromptDataset
@@ -81,11 +82,11 @@ def _count(text: str) -> int:
 def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
     takes, vocab_size = _taken(config), shared_vocabulary(config)
-    files = [("data.train_files", file) for file in config.data.train_files]
-    files += [("data.val_files", file) for file in config.data.val_files]
+    files = [("data.train_files", file, config.data) for file in config.data.train_files]
+    files += [(one.key, file, one.data) for one in eval_sets(config).values() for file in one.files]
     num_wrong = 0
-    for key, file in files:
-        dataset = PromptDataset([file], tokenizer, config.data, config.trainer.seed, key, takes)
+    for key, file, data in files:
+        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes)
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)
@@ -97,7 +98,7 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
         lines = [
             *(f"wrong: {line}" for line in wrong),
             *dataset.leave_out(parts),
-            *_lengths(sorted(seen.lengths), config.data),
+            *_lengths(sorted(seen.lengths), data),
         ]
         print("\n".join(f"  {line}" for line in lines))
         for prompt in seen.shown:

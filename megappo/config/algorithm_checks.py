@@ -5,6 +5,7 @@ from operator import attrgetter
 
 from megappo.config.describe import show
 from megappo.config.errors import shorten
+from megappo.config.eval_sets import eval_sets
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Method
 from megappo.config.schema import Config
 
@@ -135,7 +136,8 @@ def _rewards(config: Config) -> Iterator[str]:
     reward, limit = config.reward, config.rollout.max_response_length
     if not reward.weights:
         yield f"reward.function {reward.function} has no function of a weight but 0: name one"
-    for function in sorted(set(reward.options) - set(reward.weights)):
+    of_sets = (name for one in eval_sets(config).values() for name in one.reward.weights)
+    for function in sorted(set(reward.options) - set(reward.weights) - set(of_sets)):
         named = ", ".join(reward.weights)
         yield f"reward.options are of {shorten(repr(function))}, which reward.function does not name: it names {named}"
     if reward.length_penalty == "overlong" and reward.overlong_buffer > limit:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from megappo.config.algorithm_checks import algorithm_errors
 from megappo.config.errors import shorten
+from megappo.config.eval_checks import evaluation_errors
+from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config, Rollout
 
 ADDRESS = re.compile(r"https?://[^/\s]+:\d+")
@@ -18,6 +20,7 @@ def config_errors(config: Config) -> list[str]:
         *algorithm_errors(config),
         *_rollout(config),
         *_data(config),
+        *evaluation_errors(config),
         *_record(config),
         *_trainer(config),
     ]
@@ -34,13 +37,34 @@ def context_errors(config: Config, key: str, limit: int, remedy: str) -> Iterato
     Source: SGLang 0.5.23, scheduler.py and tp_worker.py: a response gets at most limit - prompt - 2 tokens, and prompts
     of limit - 6 tokens or more are refused.
     """
+    for (prompt_key, prompt), (response_key, response) in requests(config):
+        needed = max(prompt + response + 2, prompt + 7)
+        if limit < needed:
+            yield (
+                f"{key} {limit} is below the {needed} tokens that an engine needs for {prompt_key} {prompt} and "
+                f"{response_key} {response} (their sum + 2, and the prompt + 7): {remedy}"
+            )
+
+
+Length = tuple[str, int]
+"""A key, and its tokens."""
+
+
+def requests(config: Config) -> Iterator[tuple[Length, Length]]:
+    """How long the prompts and responses may be that engines are asked for: of rollouts and, where they may be longer,
+    of evaluations."""
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    needed = max(prompt + response + 2, prompt + 7)
-    if limit < needed:
-        yield (
-            f"{key} {limit} is below the {needed} tokens that an engine needs for data.max_prompt_length {prompt} and "
-            f"rollout.max_response_length {response} (their sum + 2, and the prompt + 7): {remedy}"
-        )
+    yield ("data.max_prompt_length", prompt), ("rollout.max_response_length", response)
+    for name, one in eval_sets(config).items():
+        lengths = one.data.max_prompt_length, one.max_response_length
+        if lengths[0] > prompt or lengths[1] > response:
+            own = f"eval.datasets.{name}"
+            yield (f"{own}.max_prompt_length", lengths[0]), (f"{own}.max_response_length", lengths[1])
+
+
+def longest_request(config: Config) -> int:
+    """Tokens of the longest prompt and response that an engine may be asked for."""
+    return max(prompt + response for (_, prompt), (_, response) in requests(config))
 
 
 def nearest_divisors(number: int, size: int) -> str:
@@ -79,14 +103,6 @@ def _engines(rollout: Rollout) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
-    if config.trainer.eval_interval and not config.data.val_files:
-        yield (
-            f"trainer.eval_interval {config.trainer.eval_interval} needs data.val_files, found none: "
-            "name some, or set trainer.eval_interval to null"
-        )
-    names = config.data.val_names
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield f"data.val_files: several are called {name!r}, under which each would be reported: rename or merge them"
     if config.data.prompt_key == config.data.label_key:
         yield f"data.prompt_key and data.label_key are both {config.data.prompt_key!r}: name two different fields"
 

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -18,6 +18,8 @@ from megappo.config.section import Section
 
 REQUIRED = PydanticUndefined
 """`Key.default` of a key that must be set."""
+NAME = "NAME"
+"""Stands in a key for a name that the user gives, as in eval.datasets.NAME.n."""
 
 WORDS: dict[object, str] = {bool: "true | false", str: "text", int: "int", float: "float", Any: "any value"}
 
@@ -53,10 +55,26 @@ def _keys(model: type[Section], prefix: str, defaults: object) -> Iterator[Key]:
         yield Key(prefix + name, describe(field), default, field.description or "", section)
         if section:
             yield from _keys(section, f"{prefix}{name}.", default)
+        if named := _named_section(field.annotation):
+            path = f"{prefix}{name}.{NAME}"
+            yield Key(path, "section", REQUIRED, named.__doc__ or "", named)
+            yield from _keys(named, f"{path}.", REQUIRED)
+
+
+def declared(path: Sequence[str]) -> str:
+    """A key as the schema has it: with NAME for a name that the user has given."""
+    known, found = {key.path for key in keys()}, ""
+    for name in path:
+        found += f".{NAME}" if f"{found}.{NAME}" in known else f".{name}" if found else name
+    return found
 
 
 def nearest_key(path: str) -> str:
     """Advice on an unknown key: the key probably meant, else what its section holds."""
+    as_declared = declared(path.split("."))
+    if as_declared != path:
+        shown = as_declared.rpartition(".")[0], path.rpartition(".")[0]
+        return nearest_key(as_declared).replace(*shown)
     known = [key.path for key in keys()]
     section, _, name = path.rpartition(".")
     if path in known:  # written with its dots, as a key of a YAML file
@@ -146,10 +164,15 @@ def _bounds(metadata: Iterable[object]) -> str:
 
 
 def _section(annotation: object) -> type[Section] | None:
-    for option in (annotation, *get_args(annotation)):
+    for option in (annotation, *(get_args(annotation) if get_origin(annotation) is not dict else ())):
         if isinstance(option, type) and issubclass(option, Section):
             return option
     return None
+
+
+def _named_section(annotation: object) -> type[Section] | None:
+    """Of a table of sections by names that the user gives."""
+    return _section(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def _elsewhere(path: str, known: list[str]) -> str | None:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from megappo.config.bases import read_file
 from megappo.config.coercion import TOO_LARGE
-from megappo.config.describe import REQUIRED, Key, keys, nearest_key, nearest_word, show
+from megappo.config.describe import NAME, REQUIRED, Key, declared, keys, nearest_key, nearest_word, show
 from megappo.config.errors import MOST_ERRORS, ConfigError, shorten
 from megappo.config.extensions import run_extensions
 from megappo.config.origins import Origins
@@ -87,14 +87,14 @@ def _schema_errors(error: ValidationError, layer: Layer, origins: Origins) -> li
         path = tuple(str(part) for part in problem["loc"])
         if len(lines) > MOST_ERRORS:  # finding the nearest of all keys takes its time
             break
-        if problem["type"] == "missing" and ".".join(path) in known:  # a list too short misses an item, not a key
-            lines.update(_missing(known, ".".join(path), origins.file) if layer.complete else {})
+        if problem["type"] == "missing" and declared(path) in known:  # a list too short misses an item, not a key
+            lines.update(_missing(known, path, origins) if layer.complete else {})
         elif problem["type"] == "extra_forbidden":
             lines[path] = f"{origins.of(path)}: {'.'.join(path)}: unknown key; {nearest_key('.'.join(path))}"
         elif (path := _key_path(known, path)) not in lines:
-            key, value = known[".".join(path)], _at(layer.values, path)
+            key, value = known[declared(path)], _at(layer.values, path)
             found = shorten(show(value)) + _why(problem["type"], problem["msg"]) + nearest_word(key, value)
-            lines[path] = f"{origins.of(path)}: {key.path}: expected {key.values}, found {found}"
+            lines[path] = f"{origins.of(path)}: {'.'.join(path)}: expected {key.values}, found {found}"
     return list(lines.values())
 
 
@@ -103,19 +103,22 @@ def _why(kind: str, message: str) -> str:
     return f" ({message})" if kind == TOO_LARGE else ""
 
 
-def _missing(known: dict[str, Key], path: str, file: str) -> dict[KeyPath, str]:
+def _missing(known: dict[str, Key], path: KeyPath, origins: Origins) -> dict[KeyPath, str]:
     """Of a missing section, the keys in it that have no default."""
+    section = declared(path)
     required = [
         key
         for key in known.values()
-        if key.default is REQUIRED and not key.section and f"{key.path}.".startswith(f"{path}.")
+        if key.default is REQUIRED and not key.section and f"{key.path}.".startswith(f"{section}.")
     ]
-    return {tuple(key.path.split(".")): f"{file}: {key.path}: must be set ({key.description})" for key in required}
+    named = {key: key.path.replace(section, ".".join(path)) for key in required}
+    place = origins.of(path[:-1]) if NAME in section.split(".") else origins.file
+    return {tuple(name.split(".")): f"{place}: {name}: must be set ({key.description})" for key, name in named.items()}
 
 
 def _key_path(known: dict[str, Key], path: KeyPath) -> KeyPath:
     """The key an error belongs to: pydantic goes on into list items and union members."""
-    while ".".join(path) not in known:
+    while declared(path) not in known:
         path = path[:-1]
     return path
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megappo.config.reading import KeyPath
 
-_KEYS = re.compile(r"^[a-z_]+(?=:)|[a-z_]+(?:\.[a-z_]+)+")
+_KEYS = re.compile(r"^[a-z_]+(?=:)|[a-z_]+(?:\.[\w-]+)+")
 """What may be a key in the text of an error: a section only at its start, as its name may be a word like any other."""
 
 
@@ -30,6 +30,7 @@ class Origins:
 
     def located(self, error: str) -> str:
         """The error behind the place of the first key it names that was written anywhere, else behind the file."""
-        named = (tuple(key.split(".")) for key in _KEYS.findall(error))
+        named = [tuple(key.split(".")) for key in _KEYS.findall(error)]
+        named += [path[:-1] for path in named if len(path) > 3]  # of eval.datasets.NAME.n, what has that name
         place = next((self.places[path] for path in named if path in self.places), self.file)
         return f"{place}: {error}" if place else error

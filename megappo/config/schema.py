@@ -8,6 +8,7 @@ from pydantic import Field, PrivateAttr
 
 from megappo.config.data_files import stem
 from megappo.config.errors import ConfigError, printable
+from megappo.config.eval_section import Eval
 from megappo.config.kinds import (
     Aggregation,
     Decay,
@@ -143,7 +144,10 @@ class Rollout(Section):
     top_k: int = Field(-1, ge=-1, description="top-k sampling; -1 = off")
     max_response_length: Positive = Field(1024, description="tokens a response may have before it is truncated")
     stop: tuple[str, ...] = Field((), description="strings that end a response, besides the tokenizer's end token; each must be one token")
+    val_n: Positive = Field(1, description="responses per prompt of evaluations")
     val_temperature: NonNegativeFloat = Field(0.0, description="sampling temperature of evaluations; 0 = greedy")
+    val_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling of evaluations")
+    val_top_k: int = Field(-1, ge=-1, description="top-k sampling of evaluations; -1 = off")
     tensor_parallel: Ways = Field(1, description="GPUs per SGLang engine; placement's rollout ranks are cut into groups of this size, each on one node or on several with as many ranks on each")
     max_running_requests: Positive = Field(256, description="sequences an engine decodes at once")
     mem_fraction_static: OpenFraction = Field(0.5, description="share of GPU memory for the engine's weights and KV cache (GPU only)")
@@ -268,10 +272,10 @@ class Trainer(Section):
     async_save: bool = Field(True, description="go on training while a checkpoint is written: from the first save on keeps host memory for a copy of what is saved")
     keep_checkpoints: NonNegative = Field(2, description="newest checkpoints to keep; 0 = all")
     keep_every: NonNegative = Field(0, description="keep those of every so many steps, too; 0 = none")
-    eval_interval: NonNegative | None = Field(None, description="evaluate on data.val_files every so many steps, before the first and at the end; 0 = off; null = 10 where there are val_files")
+    eval_interval: NonNegative | None = Field(None, description="evaluate on data.val_files and eval.datasets every so many steps, before the first and at the end; 0 = off; null = 10 where there are any")
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
-    num_samples: NonNegative = Field(4, description="rollouts printed and logged per evaluation")
+    num_samples: NonNegative = Field(4, description="prompts of each held-out data set whose responses are printed and kept per evaluation")
     max_bad_steps: NonNegative = Field(3, description="so many optimizer steps in a row are skipped, with their rows kept in bad_steps/, where loss or gradients are not finite; one more ends the run")
     time_limit: PositiveFloat | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save; with async_save two saves must fit, as one may be on its way")
@@ -326,7 +330,12 @@ class Config(Section):
     def eval_interval(self) -> int:
         """Steps between evaluations; 0 for none."""
         chosen = self.trainer.eval_interval
-        return (EVAL_INTERVAL if self.data.val_files else 0) if chosen is None else chosen
+        return (EVAL_INTERVAL if self.held_out_names else 0) if chosen is None else chosen
+
+    @property
+    def held_out_names(self) -> tuple[str, ...]:
+        """Under which each held-out data set is reported; see `eval_sets`."""
+        return (*self.data.val_names, *self.eval.datasets)
 
     @property
     def hang_timeout_seconds(self) -> float:
@@ -337,7 +346,7 @@ class Config(Section):
     def absences(self) -> tuple[str, ...]:
         """What the run does without that others have, and why: a line each."""
         method = "shared_backbone" if self.has_values else f"adv_estimator {self.algorithm.adv_estimator}"
-        reason = "trainer.eval_interval is 0" if self.data.val_files else "data.val_files names none"
+        reason = "trainer.eval_interval is 0" if self.held_out_names else "data.val_files names none"
         return (
             *(() if self.has_critic else (f"critic: none (algorithm.{method})",)),
             *(() if self.eval_interval else (f"evaluation: none ({reason})",)),
@@ -358,6 +367,7 @@ class Config(Section):
     data: Data = Field(description="prompts")
     reward: Reward = Field(Reward(), description="scoring of responses")
     algorithm: Algorithm = Field(Algorithm(), description="advantages and KL")
+    eval: Eval = Field(Eval(), description="evaluations")
     trainer: Trainer = Field(description="the run")
 
 

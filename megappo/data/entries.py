@@ -132,7 +132,7 @@ class Checker:
                 yield number, _unknown(largest, self._vocab_size), "error"
 
     def _too_long(self, found: str) -> str:
-        limit = f"data.max_prompt_length {self._config.max_prompt_length}"
+        limit = f"{self._fields.section}.max_prompt_length {self._config.max_prompt_length}"
         if self._config.too_long != "error":
             return f"the prompt has more tokens than {limit}"  # the same of all, which are counted together
         return f"the prompt has {found} tokens, more than {limit}: raise it, drop this, or set data.too_long"

@@ -37,20 +37,23 @@ class Fields:
 
     Attributes:
         takes: of the reward function.
+        section: of the config, where the keys of these files stand.
     """
 
     prompt_key: str
     label_key: str
     takes: Takes
+    section: str = "data"
 
     @cached_property
     def wanted(self) -> tuple[Wanted, ...]:
         """Those that every record must have: prompt, label, what the reward function needs."""
-        keys = {"data.prompt_key": self.prompt_key, "data.label_key": self.label_key}
+        keys = {f"{self.section}.prompt_key": self.prompt_key, f"{self.section}.label_key": self.label_key}
+        of_function = "reward.function" if self.section == "data" else f"{self.section}.reward"
         remedy = "rename its parameter, give it a default, or add the field"
         return (
             *(Wanted(key, name, f"set {key}") for key, name in keys.items()),
-            *(Wanted("reward.function", name, remedy) for name in self.takes.needed),
+            *(Wanted(of_function, name, remedy) for name in self.takes.needed),
         )
 
     @property

@@ -4,12 +4,14 @@ import bisect
 import itertools
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.errors import ConfigError
+from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config, Data
 from megappo.data.chat import Chat
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
@@ -78,7 +80,7 @@ class PromptDataset:
         self._key = key
         self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, config)
-        self._fields = Fields(config.prompt_key, config.label_key, takes)
+        self._fields = Fields(config.prompt_key, config.label_key, takes, key.rpartition(".")[0])
         self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
         self.kept: Sequence[int] = range(self._starts[-1])
@@ -173,12 +175,17 @@ class PromptDataset:
 
 
 def open_datasets(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", takes: Takes = NOTHING, unpack: Unpack = unpacked
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    takes: Takes = NOTHING,
+    eval_takes: Mapping[str, Takes] = MappingProxyType({}),
+    unpack: Unpack = unpacked,
 ) -> tuple[PromptDataset, dict[str, PromptDataset]]:
-    """Training prompts, and held-out ones by dataset name: the file's, without folder and ending.
+    """Training prompts, and held-out ones by the name of each of `eval_sets`.
 
     Args:
-        takes: what the reward function takes of a record besides prompt and label.
+        takes: what the reward function takes of a record besides prompt and label. eval_takes: the same of those that
+            held-out data have of their own.
         unpack: see `open_records`.
     Raises:
         ConfigError: a file is missing, empty, or of another kind.
@@ -186,8 +193,8 @@ def open_datasets(
     data, seed = config.data, config.trainer.seed
     train = PromptDataset(data.train_files, tokenizer, data, seed, takes=takes, unpack=unpack)
     val = {
-        name: PromptDataset([file], tokenizer, data, seed, "data.val_files", takes, unpack)
-        for name, file in zip(data.val_names, data.val_files, strict=True)
+        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, eval_takes.get(name, takes), unpack)
+        for name, one in eval_sets(config).items()
     }
     return train, val
 

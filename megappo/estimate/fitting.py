@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, reduce
 
-from megappo.config.checks import longest_row
+from megappo.config.checks import longest_request, longest_row
 from megappo.config.loading import leaves
 from megappo.config.schema import Config
 from megappo.estimate.memory import Cluster, MemoryEstimate
@@ -46,7 +46,7 @@ def fits(estimate: MemoryEstimate) -> bool:
 
 def _has_room(estimate: MemoryEstimate) -> bool:
     is_elsewhere = bool(estimate.config.rollout.engines)  # on GPUs that nothing is known of
-    return is_elsewhere or estimate.engine.cache_tokens >= longest_row(estimate.config)
+    return is_elsewhere or estimate.engine.cache_tokens >= longest_request(estimate.config)
 
 
 def remedies(config: Config, cluster: Cluster) -> dict[str, object] | None:

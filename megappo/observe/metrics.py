@@ -64,6 +64,27 @@ def _add(parts: torch.Tensor) -> torch.Tensor:
     return parts.sum(dim=0)
 
 
+def _moments(values: torch.Tensor) -> torch.Tensor:
+    """How many there are, their mean, and the sum of their squared deviations from it."""
+    if not len(values):
+        return values.new_zeros(3)
+    return torch.stack([values.new_tensor(len(values)), values.mean(), (values - values.mean()).square().sum()])
+
+
+def _merged_moments(parts: torch.Tensor) -> torch.Tensor:
+    """Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance, equation 1.5."""
+    counts, means, squares = parts.unbind(1)
+    mean = (counts * means).sum() / counts.sum().clamp(min=1)
+    return torch.stack([counts.sum(), mean, (squares + counts * (means - mean).square()).sum()])
+
+
+def _half_width(part: torch.Tensor) -> float:
+    count, _, squares = part.tolist()
+    return NORMAL_95 * math.sqrt(squares / (count - 1) / count) if count > 1 else math.nan
+
+
+NORMAL_95 = 1.959963984540054
+"""Standard deviations around the mean of a normal distribution within which 95 % of it lie."""
 REDUCTIONS = {
     "sum": Reduction(torch.sum, _add),
     "mean": Reduction(
@@ -71,6 +92,8 @@ REDUCTIONS = {
         _add,
         lambda part: float(part[0] / part[1]),
     ),
+    # Half the width of the 95 % confidence interval of the mean, by the central limit theorem.
+    "ci95": Reduction(_moments, _merged_moments, _half_width),
     "max": Reduction(lambda values: values.max() if len(values) else values.new_tensor(-math.inf), torch.max),
     "min": Reduction(lambda values: values.min() if len(values) else values.new_tensor(math.inf), torch.min),
     "histogram": Reduction(_histogram_part, _add, lambda part: Histogram(tuple(part.tolist()))),

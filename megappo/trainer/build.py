@@ -43,7 +43,7 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     progress = Progress(config, exchange)
     replayed = config.trainer.replay_rollouts
     own = start_engine(config, layouts["rollout"], cleanup) if replayed is None else OwnEngine()
-    datasets = load_datasets(config, own.rewards, exchange)
+    datasets = load_datasets(config, own, exchange)
     left_out = datasets.check(exchange)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
         own.wait_ready()
@@ -73,7 +73,7 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
     exchange = Exchange(dist.group.WORLD)
     layout = placement_layouts(config, exchange.world_size)["rollout"]
     own = start_engine(config, layout, cleanup)
-    datasets = load_datasets(config, own.rewards, exchange)
+    datasets = load_datasets(config, own, exchange)
     left_out = datasets.check(exchange)
     record = Record(Path(config.trainer.record_rollouts), config, exchange)
     num_written, changed = record.going_on(datasets.train)

@@ -16,7 +16,7 @@ from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.data.unpacking import Write, unpacked
 from megappo.placement.components import shared_vocabulary
 from megappo.rewards.forms import NOTHING
-from megappo.rewards.pool import RewardPool
+from megappo.trainer.own_engine import OwnEngine
 
 
 @dataclass(frozen=True)
@@ -63,19 +63,20 @@ class Datasets:
         return self._held_out[name]
 
 
-def load_datasets(config: Config, rewards: RewardPool | None, exchange: Exchange) -> Datasets:
+def load_datasets(config: Config, own: OwnEngine, exchange: Exchange) -> Datasets:
     """The prompts of a run, which are yet to be checked; all ranks together.
 
     Args:
-        rewards: this rank's, if it has any; what the function takes of the records is read on all ranks.
+        own: has reward functions, on some ranks; what these take of the records is read on all.
     Raises:
         ConfigError: the tokenizer or a file cannot be used.
     """
-    of_ranks = exchange.share(rewards and rewards.takes)
-    takes = next(filter(None, of_ranks), NOTHING)
+    of_sets = {name: rewards.takes for name, rewards in own.eval_rewards.items()}
+    of_ranks = exchange.share((own.rewards.takes, of_sets) if own.rewards else None)
+    takes, eval_takes = next(filter(None, of_ranks), (NOTHING, {}))
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
-    datasets = open_datasets(config, tokenizer, takes, partial(unpacked_once, exchange))
+    datasets = open_datasets(config, tokenizer, takes, eval_takes, partial(unpacked_once, exchange))
     return Datasets(tokenizer, ends, shared_vocabulary(config), *datasets)
 
 

@@ -10,9 +10,10 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.files import check_weights, end_tokens
 from megappo.architecture.fit import dense_stage_errors, engine_fit_errors, fit_errors
 from megappo.architecture.parsing import ArchitectureError, read_architecture
-from megappo.config.checks import context_errors, longest_row
+from megappo.config.checks import context_errors, requests
 from megappo.config.data_files import OTHER_KIND, ending
 from megappo.config.errors import looked_in, shorten
+from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config
 from megappo.config.text_files import TextFileError
 from megappo.placement.components import ComponentSpec, Setting, components_of
@@ -22,7 +23,8 @@ def file_errors(config: Config) -> list[str]:
     """Missing or unusable files, one line each, naming the key, the path and the remedy."""
     data, output_dir = config.data, config.trainer.output_dir
     looks = [(*folder, _model_folder(config, *folder, specs)) for folder, specs in _by_folder(config).items()]
-    for key, paths in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+    held_out = ((one.key, one.files) for one in eval_sets(config).values())
+    for key, paths in (("data.train_files", data.train_files), *held_out):
         looks += [(key, path, _data_file(key, Path(path))) for path in paths]
     looks.append(("trainer.output_dir", output_dir, _output_folder("trainer.output_dir", output_dir)))
     if folder := config.trainer.record_rollouts:
@@ -88,12 +90,12 @@ def _misfits(config: Config, key: str, architecture: Architecture, specs: list[C
     file, window = architecture.file, architecture.sliding_window
     positions = architecture.max_positions
     yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
-    if window and longest_row(config) > window:
-        yield (
-            f"{key}: {file}'s sliding_window {window} is below data.max_prompt_length "
-            f"{config.data.max_prompt_length} + rollout.max_response_length {config.rollout.max_response_length}: "
-            "lower these, as neither trainer nor engine limits attention to a window"
-        )
+    for (prompt_key, prompt), (response_key, response) in requests(config):
+        if window and prompt + response > window:
+            yield (
+                f"{key}: {file}'s sliding_window {window} is below {prompt_key} {prompt} + {response_key} {response}: "
+                "lower these, as neither trainer nor engine limits attention to a window"
+            )
 
 
 def _data_file(key: str, path: Path) -> Iterator[str]:

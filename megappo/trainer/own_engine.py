@@ -1,14 +1,16 @@
 """The inference engine that a rank owns, if it is the first rank of an engine's group."""
 
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megappo import platform
-from megappo.config.schema import Config
+from megappo.config.eval_sets import eval_sets
+from megappo.config.schema import Config, Reward
 from megappo.listening import node_address, run_store
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
@@ -26,6 +28,7 @@ class OwnEngine:
     Attributes:
         number: of the engine, among all.
         rewards: workers of the reward function, which score what the engine writes.
+        eval_rewards: of each held-out data set; the same workers where the function is the same.
         part: this node's, of an engine that is on several nodes and which a rank of another owns.
         part_of: that engine's number.
     """
@@ -35,6 +38,7 @@ class OwnEngine:
     rewards: RewardPool | None = None
     part: Engine | None = None
     part_of: int | None = None
+    eval_rewards: Mapping[str, RewardPool] = field(default_factory=dict)
 
     def wait_ready(self) -> EngineClient | None:
         """Its client, once it is up."""
@@ -69,10 +73,19 @@ def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngin
         engine.start()
         if rank != layout.output_rank(number):
             return OwnEngine(part=engine, part_of=number)
-    reward = config.reward
-    rewards = load_configured(reward, num_workers=reward.num_workers)
-    cleanup.callback(rewards.close)
-    return OwnEngine(number, engine, rewards)
+    rewards, *of_sets = _pools([config.reward, *(one.reward for one in eval_sets(config).values())], cleanup)
+    return OwnEngine(number, engine, rewards, eval_rewards=dict(zip(eval_sets(config), of_sets, strict=True)))
+
+
+def _pools(rewards: Sequence[Reward], cleanup: ExitStack) -> list[RewardPool]:
+    """The workers of each; those with the same function share theirs."""
+    found: dict[tuple, RewardPool] = {}
+    for reward in rewards:
+        functions = tuple(reward.weights.items())
+        if functions not in found:
+            found[functions] = load_configured(reward, num_workers=reward.num_workers)
+            cleanup.callback(found[functions].close)
+    return [found[tuple(reward.weights.items())] for reward in rewards]
 
 
 def _starting(layout: Layout, number: int) -> list[int]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from megappo.config.checks import config_errors
 from megappo.config.errors import ConfigError, shorten
+from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
 from megappo.placement.nodes import uneven_engines
@@ -46,14 +47,22 @@ def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | No
 
 def _reward_errors(config: Config) -> Iterator[str]:
     for spec in config.reward.weights:
-        try:
-            error = missing_function(spec)
-        except OSError as unusable:
-            error = f"reward.function: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
-        except ValueError as malformed:
-            error = str(malformed)
-        if error:
-            yield error
+        yield from _function_errors(spec)
+    for name, one in config.eval.datasets.items():
+        for spec in eval_sets(config)[name].reward.weights if one.reward is not None else ():
+            for error in _function_errors(spec):
+                yield error.replace("reward.function", f"eval.datasets.{name}.reward", 1)
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
+
+
+def _function_errors(spec: str) -> Iterator[str]:
+    try:
+        error = missing_function(spec)
+    except OSError as unusable:
+        error = f"reward.function: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
+    except ValueError as malformed:
+        error = str(malformed)
+    if error:
+        yield error

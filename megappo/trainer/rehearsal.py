@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megappo.config.algorithm_checks import num_scores_errors
 from megappo.config.errors import ConfigError
+from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
@@ -15,6 +16,7 @@ from megappo.rewards import forms, user_code, worker
 from megappo.rewards.forms import NOTHING
 from megappo.rewards.pool import RewardError, RewardPool, load_configured
 
+REWARD = "reward.function"
 SAMPLE = 1000
 """Records looked at from a file's beginning on, and as many spread over all of it."""
 TRACE_LINE = re.compile(r'^ *File "(?P<file>.*)", (?P<line>line \d+)', re.MULTILINE)
@@ -28,14 +30,18 @@ class Findings:
     looked_at: list[str] = field(default_factory=list)
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Go on behind the block with its error noted."""
+    def noting(self, key: str = REWARD) -> Iterator[None]:
+        """Go on behind the block with its error noted.
+
+        Args:
+            key: of the reward function that is called in it.
+        """
         try:
             yield
         except ConfigError as error:
             self.errors += error.errors
         except RewardError as error:
-            self.errors.append(f"reward.function: {_in_a_line(error)}")
+            self.errors.append(f"{key}: {_in_a_line(error)}")
 
 
 def rehearse(config: Config, *, everything: bool) -> Findings:
@@ -50,22 +56,24 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         findings.looked_at.append(f"tokenizer of {config.model.path}")
         with findings.noting():
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
-        pool = None
-        with findings.noting():
-            reward = config.reward.model_copy(update={"on_error": "raise"})
-            pool = ending.enter_context(load_configured(reward, num_workers=1))
-        train, val = open_datasets(config, tokenizer, pool.takes if pool else NOTHING)
+        pools = _pools(config, findings, ending)
+        taken = {key: pool.takes for key, pool in pools.items()}
+        takes = taken.get(REWARD, NOTHING)
+        of_sets = {name: taken.get(f"{one.section}.reward", takes) for name, one in eval_sets(config).items()}
+        train, val = open_datasets(config, tokenizer, takes, of_sets)
         vocab_size = shared_vocabulary(config)
         for dataset in (train, *val.values()):
             _look_at(dataset, vocab_size, findings, everything=everything)
         findings.errors += batch_errors(train)
-        try:
-            [prompt] = train.at(train.kept[:1])
-        except ValueError:  # it is among the errors, or was not looked at
-            return findings
-        if pool:
-            with findings.noting():
-                _score(config, pool, prompt, findings)
+        of_pools = {f"eval.datasets.{name}.reward": dataset for name, dataset in val.items()} | {REWARD: train}
+        for key, pool in pools.items():
+            try:
+                [prompt] = of_pools[key].at(of_pools[key].kept[:1])
+            except ValueError:  # it is among the errors, or was not looked at
+                continue
+            with findings.noting(key):
+                num_scores = _score(pool, prompt, findings)
+                findings.errors += num_scores_errors(config, num_scores) if key == REWARD else []
     return findings
 
 
@@ -85,16 +93,30 @@ def _sample(size: int) -> Sequence[int]:
     return sorted({*range(min(size, SAMPLE)), *range(0, size, max(1, size // SAMPLE))})
 
 
-def _score(config: Config, pool: RewardPool, prompt: Prompt, findings: Findings) -> None:
+def _pools(config: Config, findings: Findings, ending: ExitStack) -> dict[str, RewardPool]:
+    """The reward functions that can be loaded, by the keys that name them."""
+    rewards = {REWARD: config.reward}
+    rewards |= {
+        f"{one.section}.reward": one.reward for one in eval_sets(config).values() if one.reward != config.reward
+    }
+    pools = {}
+    for key, reward in rewards.items():
+        with findings.noting(key):
+            strict = reward.model_copy(update={"on_error": "raise"})
+            pools[key] = ending.enter_context(load_configured(strict, num_workers=1))
+    return pools
+
+
+def _score(pool: RewardPool, prompt: Prompt, findings: Findings) -> int:
     """Have the reward function score a response, twice in one call: the prompt's own label, where that is a text or a
-    number."""
+    number. How many scores it gives."""
     response = str(prompt.label) if isinstance(prompt.label, str | int | float) else ""
     graded, _ = pool.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2, [prompt.columns] * 2)
     scores, parts = graded.scores, graded.parts
     shown = ", ".join([" + ".join(f"{score:g}" for score in scores), *(f"{k} {v:g}" for k, v in parts.items())])
     given = f", given {', '.join(prompt.columns)}" if prompt.columns else ""
     findings.looked_at.append(f"{pool.spec}: scored {response!r:.40} for the first prompt{given}, {shown}")
-    findings.errors += num_scores_errors(config, len(scores))
+    return len(scores)
 
 
 def _in_a_line(error: RewardError) -> str:

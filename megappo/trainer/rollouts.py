@@ -68,7 +68,7 @@ class Rollouts:
         self.config = config
         self.tokenizer = datasets.tokenizer
         self.client = own.wait_ready()
-        self.rewards = own.rewards
+        self.rewards, self.eval_rewards = own.rewards, own.eval_rewards
         self._decoder = copy.deepcopy(datasets.tokenizer)  # of its own: tokenizers serve one thread at a time
         self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
         self.exchange = exchange
@@ -77,9 +77,9 @@ class Rollouts:
         self.num_engines = num_engines
         self.vocab_size = datasets.vocab_size
         rollout = config.rollout
-        params = partial(SamplingParams, rollout.max_response_length, stop_token_ids=datasets.stop_token_ids)
-        self.training = params(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k)
-        self.evaluation, self.greedy = params(temperature=rollout.val_temperature), params(temperature=0.0)
+        self.params = partial(SamplingParams, stop_token_ids=datasets.stop_token_ids)
+        self.training = self.params(rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
+        self.greedy = self.params(rollout.max_response_length, temperature=0.0)
         self._store = run_store()
         self._num_counters = 0
         self._nums_scores: set[int] = set()

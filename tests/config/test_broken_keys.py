@@ -173,6 +173,35 @@ CONTRADICTIONS = {
     "data.val_files=[] trainer.eval_interval=10": (
         "trainer.eval_interval 10 needs data.val_files, found none: name some, or set trainer.eval_interval to null"
     ),
+    "eval.datasets={a.b: {files: val.jsonl}}": "eval.datasets: 'a.b' is no name: write it with letters, digits, _",
+    "eval.datasets={val: {files: val.jsonl}}": (
+        "eval.datasets.val: one of data.val_files is called 'val', too: rename it, or drop one of them"
+    ),
+    "eval.datasets={a: {files: val.jsonl, n: 4}}": (
+        "eval.datasets.a.n 4 asks for as many times the same response to each prompt of a, as rollout.val_temperature "
+        "is 0 and top_k -1: raise rollout.val_temperature, or set eval.datasets.a.n to 1"
+    ),
+    "rollout.val_n=2": "rollout.val_n 2 asks for as many times the same response to each prompt of val, as",
+    "eval.datasets={a: {files: val.jsonl, top_k: 0}}": "eval.datasets.a.top_k 0 keeps no token: set -1 (off) or at",
+    "rollout.val_top_k=0": "rollout.val_top_k 0 keeps no token: set -1 (off) or at least 1",
+    "eval.datasets={a: {files: val.jsonl, reward: {math: 0}}}": (
+        "eval.datasets.a.reward {'math': 0.0} has no function of a weight but 0: name one"
+    ),
+    "eval.datasets={a: {files: val.jsonl, prompt_key: label}}": (
+        "eval.datasets.a.prompt_key and eval.datasets.a.label_key are both 'label': name two different fields"
+    ),
+    "rollout.max_total_tokens=2050 eval.datasets={a: {files: val.jsonl, max_response_length: 1025}}": (
+        "rollout.max_total_tokens 2050 is below the 2051 tokens that an engine needs for "
+        "eval.datasets.a.max_prompt_length 1024 and eval.datasets.a.max_response_length 1025 (their sum + 2, and the"
+    ),
+    "eval.datasets={a: {files: absent.jsonl}}": "eval.datasets.a.files: no file absent.jsonl (looked in /",
+    "eval.datasets={a: {files: val.jsonl, reward: absent.py:f}}": (
+        "eval.datasets.a.reward 'absent.py:f': no file absent.py"
+    ),
+    "eval.datasets={a: {files: val.jsonl, reward: {math: 1}, label_key: answer}}": (
+        "eval.datasets.a.label_key: val.jsonl has no field 'answer' in any of its 256 lines: set "
+        "eval.datasets.a.label_key; the file has: prompt, label"
+    ),
     "actor.optim.lr_warmup_steps=1 trainer.total_steps=1": (
         "actor.optim.lr_warmup_steps 1 must be below the run's 1 optimizer step: shorten it or raise"
     ),

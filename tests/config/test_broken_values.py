@@ -24,6 +24,16 @@ KEYS_AND_VALUES = {
     "rollout.port=65536": "rollout.port: expected int in [0, 65535], found 65536",
     "rollout.mem_fraction_static=1": "rollout.mem_fraction_static: expected float in (0, 1), found 1",
     "rollout.server_args={a: [1]}": "rollout.server_args: expected keys with text | int | float | true | false",
+    "eval.datasets={aime: {n: 2}}": "eval.datasets.aime.files: must be set (jsonl, jsonl.gz or parquet files of its",
+    "eval.datasets={aime: {files: val.jsonl, n: 0}}": "eval.datasets.aime.n: expected int >= 1 | null, found 0",
+    "eval.datasets={aime: {files: val.jsonl, temprature: 0}}": (
+        "eval.datasets.aime.temprature: unknown key; did you mean eval.datasets.aime.temperature?"
+    ),
+    "eval.datasets={aime: {files: val.jsonl, zzz: 0}}": (
+        "eval.datasets.aime.zzz: unknown key; eval.datasets.aime has files, n, temperature,"
+    ),
+    "eval.datasets={aime: val.jsonl}": 'eval.datasets.aime: expected section, found "val.jsonl"',
+    "eval.dataset={}": "eval.dataset: unknown key; did you mean eval.datasets?",
     "data.shuffle=1": "data.shuffle: expected true | false, found 1",
     "data.train_files=[]": "data.train_files: expected non-empty list of text, found []",
     "data.prompt_key=1": "data.prompt_key: expected text, found 1",

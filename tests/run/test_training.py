@@ -1,12 +1,16 @@
 """A short run from beginning to end, killed and asked to end on its way (see `run`)."""
 
+import itertools
 import json
+import math
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
 from program import logged
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import recorded
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megappo.config.loading import load_config
@@ -62,7 +66,7 @@ def test_it_learns(run):
 
 
 def test_the_config_written_is_the_config_run(run, config):
-    overrides = [f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}"]
+    overrides = recorded(run, config)
     for folder in (run, run / "checkpoints" / "step_00000010"):
         assert load_config(folder / "config.yaml") == load_config(config, overrides)
 
@@ -73,8 +77,35 @@ def test_the_newest_checkpoints_are_kept_and_nothing_half_written(run):
     assert (run / "checkpoints" / "latest").read_text() == "step_00000010\n"
 
 
+def samples_of(run: Path, name: str) -> list[dict]:
+    """Kept of a data set's last evaluation."""
+    lines = (run / "rollouts" / "step_00000010.jsonl").read_text().splitlines()
+    return [sample for sample in map(json.loads, lines) if sample["dataset"] == name]
+
+
+def test_a_data_set_is_evaluated_with_settings_of_its_own(run, config):
+    """All of its prompts are kept, with all of their scores: what is told of them can be reckoned again."""
+    samples, metrics = samples_of(run, "sums"), logged(run)[-1]
+    records = [json.loads(line) for line in (config.parent / "held_out.jsonl").read_text().splitlines()]
+    assert [(one["label"], one["prompt"]) for one in samples] == [(one["prompt"], one["label"]) for one in records]
+    for one in samples:
+        assert one["score"] == one["scores"][0] == 2 * one["response"].count("7") / max(1, len(one["response"]))
+        assert len(one["scores"]) == 4 and len(one["response"]) <= 4 and one["answers"] == [None] * 4
+    found = {name.removeprefix("val/sums/"): value for name, value in metrics.items() if name.startswith("val/sums/")}
+    of_prompts = [one["scores"] for one in samples]
+    means = list(map(statistics.fmean, of_prompts))
+    expected = {"mean@4": statistics.fmean(means), "mean@4/ci95": 1.96 * statistics.stdev(means) / math.sqrt(8)}
+    kinds = {"best": max, "worst": min, "pass": lambda scores: float(max(scores) >= 1)}
+    for k, (name, of_chosen) in itertools.product([2, 4], kinds.items()):
+        chosen = [of_k for scores in of_prompts for of_k in itertools.combinations(scores, k)]
+        expected[f"{name}@{k}"] = statistics.fmean(map(of_chosen, chosen))
+    expected |= {"score/mean": expected["mean@4"], "score/max": max(map(max, of_prompts))}
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert 0 < found["response_length/mean"] <= 4 and "maj@4" not in found, "the function tells no answers"
+
+
 def test_the_exported_actor_answers_as_the_last_evaluation_did(run):
-    samples = [json.loads(line) for line in (run / "rollouts" / "step_00000010.jsonl").read_text().splitlines()]
+    samples = samples_of(run, "held_out")
     assert len(samples) == 8
     tokenizer = AutoTokenizer.from_pretrained(run / "hf_actor")
     model = AutoModelForCausalLM.from_pretrained(run / "hf_actor", dtype=torch.float32)

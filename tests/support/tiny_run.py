@@ -107,12 +107,24 @@ def has_saved(run: Path, step: int) -> bool:
     return (run / "checkpoints" / "latest").exists() and int(latest(run)[5:13]) >= step
 
 
-def recorded(run: Path) -> tuple[str, str]:
-    return f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}"
+def recorded(run: Path, config: Path) -> list[str]:
+    """What the recorded run has besides the config: a held-out data set with settings of its own."""
+    folder = config.parent
+    settings = {
+        "files": str(folder / "held_out.jsonl"),
+        "n": 4,
+        "temperature": 1.0,
+        "max_response_length": 4,
+        "reward": {f"{folder / 'reward.py'}:share_of_sevens": 2},
+        "label_key": "prompt",
+        "prompt_key": "label",
+    }
+    evaluation = f"eval.datasets={json.dumps({'sums': settings})}"
+    return [f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}", evaluation]
 
 
 def run_killing_all(folder: Path, config: Path, run: Path) -> None:
-    with Program(folder / "1", config, *recorded(run)) as program:
+    with Program(folder / "1", config, *recorded(run, config)) as program:
         program.wait_until(lambda: reached(run, 4) and has_saved(run, 3))
         while not any((run / "checkpoints").glob("step_????????.partial")):  # a save takes a fraction of a second
             assert program.process.poll() is None, program.output
@@ -124,7 +136,7 @@ def run_killing_all(folder: Path, config: Path, run: Path) -> None:
 
 
 def run_until_asked_to_end(folder: Path, config: Path, run: Path) -> None:
-    with Program(folder / "2", config, *recorded(run)) as program:
+    with Program(folder / "2", config, *recorded(run, config)) as program:
         program.wait_until(lambda: "going on after step" in program.output)
         step = int(latest(run)[5:13]) + 1
         while not reached(run, step):  # asked at once: within its updates, the next would be cut in two
@@ -139,7 +151,7 @@ def run_until_asked_to_end(folder: Path, config: Path, run: Path) -> None:
 
 def run_to_the_end(folder: Path, config: Path, run: Path) -> None:
     before = latest(run)
-    with Program(folder / "3", config, *recorded(run)) as program:
+    with Program(folder / "3", config, *recorded(run, config)) as program:
         assert program.wait() == 0, program.output
         assert f"going on after step {int(before[5:13])}" in program.output
         assert f" from {run}/checkpoints/{before}" in program.output

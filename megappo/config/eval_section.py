@@ -1,0 +1,28 @@
+"""The keys of evaluations."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from megappo.config.kinds import NonNegativeFloat, Positive
+from megappo.config.section import Section
+
+
+class EvalDataset(Section):
+    """A held-out data set; what is null is as for data.val_files."""
+
+    files: tuple[str, ...] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of its prompts")
+    n: Positive | None = Field(None, description="responses per prompt; null = rollout.val_n")
+    temperature: NonNegativeFloat | None = Field(None, description="0 = greedy; null = rollout.val_temperature")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="null = rollout.val_top_p")
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="null = rollout.val_top_k")
+    max_response_length: Positive | None = Field(None, description="null = rollout.max_response_length")
+    max_prompt_length: Positive | None = Field(None, description="null = data.max_prompt_length")
+    prompt_key: str | None = Field(None, description="null = data.prompt_key")
+    label_key: str | None = Field(None, description="null = data.label_key")
+    reward: str | dict[str, float] | None = Field(None, description="as reward.function, or several with their weights; null = reward.function")
+    pass_threshold: float = Field(1.0, description="score from which on a response passes, for pass@k")
+
+
+class Eval(Section):
+    datasets: dict[str, EvalDataset] = Field({}, description="held-out data besides data.val_files: name -> files, sampling, reward function; reported as val/NAME")
