@@ -3,12 +3,14 @@
 import functools
 import importlib
 import importlib.metadata
+import inspect
 import os
 import resource
 import shutil
 import sysconfig
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
@@ -81,6 +83,11 @@ def backend(*, of_the_host: bool = True) -> str:
 def has_transformer_engine() -> bool:
     """Whether TransformerEngine is installed and has a GPU to run on; `fault` says whether it can be imported."""
     return has_cuda() and _version("transformer-engine") is not None
+
+
+def has_varlen_attn() -> bool:
+    """Whether torch's attention of packs takes groups of heads; that of older ones does not."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def raise_open_file_limit() -> None:

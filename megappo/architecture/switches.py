@@ -25,6 +25,7 @@ class Setting:
         is_trained: has gradients.
         on_gpu: CUDA is there.
         has_te: its layers are TransformerEngine's.
+        has_varlen: torch has the attention of packs that torch's layers call.
     """
 
     architecture: Architecture
@@ -34,6 +35,7 @@ class Setting:
     is_trained: bool
     on_gpu: bool
     has_te: bool
+    has_varlen: bool = True
 
 
 class Need(NamedTuple):
@@ -74,7 +76,6 @@ class Decision(NamedTuple):
 
 GPU = Need(lambda on: on.on_gpu, "there is no GPU")
 TE = Need(lambda on: on.has_te, "the layers are torch's, not TransformerEngine's")
-NOT_TRIED = "not tried on a GPU yet"
 
 
 def _always(setting: Setting) -> bool:
@@ -88,6 +89,10 @@ def _has_experts(setting: Setting) -> bool:
 def _reduces(setting: Setting) -> bool:
     """Whether several ranks have a part of the same gradient."""
     return setting.is_trained and setting.data * setting.parallel.context > 1
+
+
+def _fits_flash(setting: Setting) -> bool:
+    return setting.architecture.head_size % 8 == 0 and setting.architecture.head_size <= FLASH_HEAD_SIZE
 
 
 LAYERS = (
@@ -107,7 +112,20 @@ LAYERS = (
 )
 """Fields of TransformerConfig. What is not among them stays off: fusions with biases and dropout, of which there are
 none, and of what attention keeps no more."""
-MESSAGES = (
+OWN = (
+    Switch(
+        "varlen_attn",
+        "one kernel attends within all sequences of a pack",
+        concerns=lambda on: not on.has_te,
+        needs=(
+            GPU,
+            Need(lambda on: on.has_varlen, "this torch's takes no groups of heads"),
+            Need(lambda on: on.dtype == "bf16", "flash attention takes no fp32"),
+            Need(lambda on: on.architecture.latent is None, "flash attention takes no keys and values of unequal size"),
+            Need(_fits_flash, f"flash attention takes heads of a multiple of 8 up to {FLASH_HEAD_SIZE} only"),
+            Need(lambda on: on.parallel.context == 1, "context parallelism attends to a part of each sequence"),
+        ),
+    ),
     Switch(
         "known_shapes",
         "stages need not tell each other the shapes of what they send",
@@ -123,8 +141,23 @@ MESSAGES = (
         needs=(GPU,),
     ),
 )
-"""Read by the train engine."""
-SWITCHES = (*LAYERS, *MESSAGES)
+"""Read by our own code."""
+REDUCTION = (
+    Switch(
+        "overlap_grad_reduce",
+        "gradients are summed over ranks while earlier layers compute theirs",
+        concerns=_reduces,
+        needs=(GPU,),
+    ),
+    Switch(
+        "overlap_param_gather",
+        "weights are gathered from their ranks while later layers wait for theirs",
+        concerns=_reduces,
+        needs=(Need(lambda on: False, "engines, checkpoints and other passes read the weights between updates"),),
+    ),
+)
+"""Fields of DistributedDataParallelConfig."""
+SWITCHES = (*LAYERS, *OWN, *REDUCTION)
 
 
 def decide(setting: Setting) -> frozenset[str]:

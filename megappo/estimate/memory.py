@@ -181,7 +181,14 @@ class MemoryEstimate:
         yield f"{name} activations", size
         if stage == parallel.pipeline - 1 and spec.head != "value":
             predicting = tokens * self.config.rollout.max_response_length / longest_row(self.config)
-            size = head_bytes(shape.architecture, parallel, nbytes, (tokens, predicting), training=trains)
+            size = head_bytes(
+                shape.architecture,
+                parallel,
+                nbytes,
+                (tokens, predicting),
+                training=trains,
+                hands_grad_on=trains and self.layouts[name].data * parallel.context > 1,
+            )
             yield f"{name} head", size
 
     def _saved(self, name: str) -> dict[int, float]:

@@ -111,15 +111,23 @@ def micro_batches_in_flight(layout: Layout, stage: int, most: int) -> float:
 
 
 def head_bytes(
-    architecture: Architecture, parallel: Parallel, nbytes: int, tokens: tuple[float, float], *, training: bool
+    architecture: Architecture,
+    parallel: Parallel,
+    nbytes: int,
+    tokens: tuple[float, float],
+    *,
+    training: bool,
+    hands_grad_on: bool,
 ) -> float:
     """What the head of a policy takes: hidden states of all tokens and a copy of those that predict responses, for the
     backward pass a gradient of each; and logits of some words at a time, whatever the vocabulary.
 
     Args:
         tokens: of a micro-batch, that the rank holds; and those of them that predict one of a response.
+        hands_grad_on: it makes a gradient of its weight, instead of adding it up where it is kept.
     """
     hidden = sum(tokens) * nbytes * (2 if training else 1) + tokens[1] * 4 * training
     words = padded_vocab_size(architecture.vocab_size, parallel.tensor) / parallel.tensor
     logits = min(tokens[1] * words, LOGITS_AT_A_TIME["cuda"])
-    return architecture.hidden_size * hidden + logits * 4 * FP32_COPIES
+    grad = architecture.hidden_size * words * nbytes * hands_grad_on
+    return architecture.hidden_size * hidden + logits * 4 * FP32_COPIES + grad

@@ -48,6 +48,7 @@ def build_model(
         is_trained=trained,
         on_gpu=platform.has_cuda(),
         has_te=layer_kind(model.layer_spec) == "transformer_engine",
+        has_varlen=platform.has_varlen_attn(),
     )
     config = transformer_config(architecture, model, parallel, recompute, decide(setting))
     with groups.active():

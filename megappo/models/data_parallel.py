@@ -4,6 +4,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 
+from megappo.architecture.switches import REDUCTION
 from megappo.config.schema import Optim
 from megappo.placement.groups import ComponentGroups
 
@@ -16,9 +17,14 @@ def data_parallel(
     Args:
         runner: what it would run of one that is not.
     """
-    # overlap_grad_reduce stays off: DDP would miss the gradient that the head adds to main_grad itself.
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=optim.distributed, grad_reduce_in_fp32=True)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=optim.distributed,
+        grad_reduce_in_fp32=True,
+        **{switch.name: switch.name in config.switches for switch in REDUCTION},
+    )
     wrapped = DistributedDataParallel(config, settings, runner, pg_collection=groups.collection)
+    for parameter in wrapped.parameters():
+        parameter.is_reduced_early = settings.overlap_grad_reduce
     _count_padding(wrapped)
     return wrapped
 

@@ -10,6 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig, attention
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megappo.batch.zigzag import chunk_numbers, held_positions
@@ -30,9 +31,9 @@ class SelfAttention(attention.SelfAttention):
 class PackedAttention(torch.nn.Module):
     """Causal self-attention within each sequence of a packed batch, without a mask over the whole pack.
 
-    Neighbours of equal length attend in one call. That costs time and memory as the sum of squared lengths; a dense
-    mask would cost the square of the sum. With context parallelism the queries are this rank's, and every rank gathers
-    all keys and values.
+    Where torch has a kernel for it, all attend at once; else neighbours of equal length in one call. That costs time
+    and memory as the sum of squared lengths; a dense mask would cost the square of the sum. With context parallelism
+    the queries are this rank's, and every rank gathers all keys and values.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PackedAttention(torch.nn.Module):
         super().__init__()
         self.context = pg_collection.cp
         self.scale = softmax_scale or config.kv_channels**-0.5
+        self.is_one_kernel = "varlen_attn" in config.switches
 
     def forward(
         self,
@@ -75,12 +77,12 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             raise ValueError("PackedAttention takes packed batches only: pass packed_seq_params with qkv_format 'thd'")
         cu_seqlens = packed_seq_params.cu_seqlens_q
-        if cu_seqlens not in _PACKS:
-            _PACKS[cu_seqlens] = _Pack(cu_seqlens)
-        pack = _PACKS[cu_seqlens]
         if attention_bias is not None:
-            rotation = pack.rotation(attention_bias, query.dtype, self.context)
+            rotation = _pack(cu_seqlens).rotation(attention_bias, query.dtype, self.context)
             query, key = (_Rotated.apply(tensor, *rotation) for tensor in (query, key))
+        if self.is_one_kernel:
+            return self._attend_at_once(query, key, value, packed_seq_params).flatten(1)
+        pack = _pack(cu_seqlens)
         key, value = (whole_pack(tensor, cu_seqlens, self.context) for tensor in (key, value))
         lengths = [len(run) * run[0] for run in pack.runs]
         shares = [length // self.context.size() for length in lengths]
@@ -91,6 +93,23 @@ class PackedAttention(torch.nn.Module):
             )
         ]
         return torch.cat(parts).flatten(1)
+
+    def _attend_at_once(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: PackedSeqParams
+    ) -> torch.Tensor:
+        """By torch's flash attention over a pack: [T, heads, D]."""
+        return varlen_attn(
+            query,
+            key,
+            value,
+            bounds.cu_seqlens_q,
+            bounds.cu_seqlens_kv,
+            bounds.max_seqlen_q,
+            bounds.max_seqlen_kv,
+            scale=self.scale,
+            window_size=(-1, 0),  # causal
+            enable_gqa=True,
+        )
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Sequences of one length: query [sequences, length held here, heads, D], key and value [sequences, length,
@@ -150,6 +169,12 @@ class _Pack:
             self._rotations[key] = half.cos().to(dtype), half.sin().to(dtype), angles
         cosine, sine, _ = self._rotations[key]
         return cosine, sine
+
+
+def _pack(cu_seqlens: torch.Tensor) -> _Pack:
+    if cu_seqlens not in _PACKS:
+        _PACKS[cu_seqlens] = _Pack(cu_seqlens)
+    return _PACKS[cu_seqlens]
 
 
 _PACKS: WeakIdKeyDictionary = WeakIdKeyDictionary()

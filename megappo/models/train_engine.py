@@ -284,6 +284,9 @@ class TrainedEngine(MegatronEngine):
         self.scheduler = lr_scheduler(self.optimizer, optim, total_optimizer_steps)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = _finalize_without_token_count
+        if self.runners[0].ddp_config.overlap_grad_reduce:  # nothing before the last micro-batch
+            waits = [runner.no_sync for runner in self.runners]
+            self.config.no_sync_func = waits if len(waits) > 1 else waits[0]
 
     def train_batch(self, rows: Rows, loss_fn: LossFn) -> OptimizerStep:
         """One optimizer step on this shard's rows of a mini-batch, or none where loss, metrics or gradients are not

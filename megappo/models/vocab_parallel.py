@@ -27,8 +27,8 @@ def vocab_parallel_log_probs_and_entropy(
     """Log-prob of each target and entropy of each token's distribution, softmax(hidden @ weight.T / temperature).
 
     The backward pass computes the logits once more, a block of words at a time, and adds the weight's gradient to its
-    `main_grad`, where Megatron has made one. Collectives: one gathering of [4, T] in the forward pass, one sum of the
-    hidden states' gradient in the backward pass.
+    `main_grad`, where Megatron has made one that is not reduced before all passes are done. Collectives: one gathering
+    of [4, T] in the forward pass, one sum of the hidden states' gradient in the backward pass.
 
     Args:
         hidden: [T, H], the same on every rank of the group, as its gradient will be.
@@ -178,7 +178,9 @@ def _gradients(
         grad_logits: that of a block of words, [T, block], divided by the temperature.
     """
     sums = torch.zeros_like(hidden, dtype=_wide(hidden))
-    into = getattr(weight, "main_grad", None) if ctx.needs_input_grad[1] else None
+    # What is reduced as soon as autograd has it must come from autograd.
+    is_added_here = ctx.needs_input_grad[1] and not getattr(weight, "is_reduced_early", False)
+    into = getattr(weight, "main_grad", None) if is_added_here else None
     returned = torch.zeros_like(weight) if ctx.needs_input_grad[1] and into is None else None
     into = returned if into is None else into
     for words in ctx.vocabulary.blocks():

@@ -46,7 +46,7 @@ def test_recipes_fit(plan: Plan, name: str) -> None:
     done = plan(name)
     assert misfits(done) == []
     assert fullest(done) < 0.95 * 79.1 and "it fits: " in done.stdout
-    assert re.search(r"^  pinned_copies +on  actor", done.stdout, re.MULTILINE)
+    assert re.search(r"^  pinned_copies +on +actor", done.stdout, re.MULTILINE)
     others = [line for line in done.stderr.splitlines() if not re.search("no (folder|file)|holds no", line)]
     assert others == []
 

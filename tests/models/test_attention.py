@@ -1,13 +1,16 @@
-"""What torch's attention asks of a GPU: kernels that do not keep every head's scores. Nothing is computed here."""
+"""What torch's attention asks of a GPU: kernels that do not keep every head's scores. Nothing is computed here by them;
+by varlen_attn what it is documented to compute."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams
-from torch.nn.attention import bias
+from torch.nn.attention import bias, varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megappo.models import packed_attention
@@ -27,9 +30,14 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def made(*switches: str) -> packed_attention.PackedAttention:
+    config = SimpleNamespace(kv_channels=SIZE, switches=frozenset(switches))
+    return packed_attention.PackedAttention(config, SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0)))
+
+
 def attend(dtype: torch.dtype, groups: int, value_size: int, chunk: int) -> list[str]:
     """The operators of the last queries of two sequences on a GPU."""
-    attention = packed_attention.PackedAttention(SimpleNamespace(kv_channels=SIZE), SimpleNamespace(cp=None))
+    attention = made()
     shapes = (chunk, HEADS, SIZE), (END, groups, SIZE), (END, groups, value_size)
     with FakeTensorMode():
         tensors = [torch.empty(2, *shape, dtype=dtype).to(torch.device("cuda", 0)).transpose(1, 2) for shape in shapes]
@@ -80,3 +88,85 @@ def test_groups_in_fp32_are_spread_over_their_heads(
     monkeypatch.setattr(F, "scaled_dot_product_attention", record)
     attend(dtype, 2, SIZE, chunk=END)
     assert found == [(groups, groups, None, True)]
+
+
+BOUNDS = torch.tensor([0, 5, 6, 14, 17], dtype=torch.int32)
+
+
+def qkv() -> list[torch.Tensor]:
+    """Of a pack, with groups; values are a part of a larger tensor, as Megatron's are."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(17, heads, size, generator=generator, dtype=torch.bfloat16)
+        for heads, size in ((HEADS, SIZE), (2, SIZE), (2, 2 * SIZE))
+    )
+    return [query.requires_grad_(), key.requires_grad_(), value.requires_grad_()[..., SIZE:]]
+
+
+def attend_to_pack(*switches: str) -> list[torch.Tensor]:
+    """The output, and the gradients, of a pack's attention."""
+    query, key, value = qkv()
+    packed = PackedSeqParams("thd", BOUNDS, BOUNDS, max_seqlen_q=8, max_seqlen_kv=8)
+    output = made(*switches)(query, key, value, None, packed_seq_params=packed)
+    weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+    return [output, *torch.autograd.grad((output.float() * weights).sum(), [query, key, value])]
+
+
+def sequences(bounds: torch.Tensor, scale: float, query: torch.Tensor, key: torch.Tensor) -> Iterator[tuple]:
+    """Of each sequence its place and its causal attention's probabilities, [heads, length, length]."""
+    for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
+        here = slice(start, end)
+        k = key[here].float().repeat_interleave(HEADS // 2, dim=1)
+        scores = torch.einsum("qhd,khd->hqk", query[here].float(), k) * scale
+        later = torch.ones(end - start, end - start).triu(1).bool()
+        yield here, scores.masked_fill(later, -torch.inf).softmax(-1)
+
+
+def as_documented(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    scale: float,
+    window_size: list[int],
+    enable_gqa: bool,
+    *others: None,
+) -> tuple[torch.Tensor, ...]:
+    """What varlen_attn is documented to compute, a loop over sequences. Source: PyTorch 2.13, torch.nn.attention."""
+    assert enable_gqa and is_causal and window_size == [-1, 0] and not any(others)
+    assert cu_seq_q.dtype == torch.int32 and query.dtype == torch.bfloat16 and torch.equal(cu_seq_q, cu_seq_k)
+    assert max_q == max_k == int(cu_seq_q.diff().max())
+    output = torch.empty(query.shape)
+    for here, p in sequences(cu_seq_q, scale, query, key):
+        output[here] = torch.einsum("hqk,khd->qhd", p, value[here].float().repeat_interleave(HEADS // 2, dim=1))
+    return output.to(query.dtype), torch.zeros(HEADS, len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def gradients_as_documented(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arguments: object
+) -> tuple[torch.Tensor, ...]:
+    """dv = p^T do, ds = p (do v^T - sum), dq = ds k, dk = ds^T q; those of a group added up."""
+    cu_seq_q, scale = arguments[2], arguments[8]
+    found = [torch.empty(one.shape) for one in (query, key, value)]
+    for here, p in sequences(cu_seq_q, scale, query, key):
+        q, do = query[here].float(), grad[here].float()
+        k, v = (one[here].float().repeat_interleave(HEADS // 2, dim=1) for one in (key, value))
+        dp = torch.einsum("qhd,khd->hqk", do, v)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+        found[0][here] = torch.einsum("hqk,khd->qhd", ds, k)
+        found[1][here] = torch.einsum("hqk,qhd->khd", ds, q).unflatten(1, (2, -1)).sum(2)
+        found[2][here] = torch.einsum("hqk,qhd->khd", p, do).unflatten(1, (2, -1)).sum(2)
+    return tuple(one.to(query.dtype) for one in found)
+
+
+def test_one_kernel_for_a_pack_gives_what_a_call_for_each_length_does() -> None:
+    expected = attend_to_pack()
+    varlen._varlen_attn.register_kernel("cpu", as_documented)
+    varlen._varlen_attn_backward.register_kernel("cpu", gradients_as_documented)
+    found = attend_to_pack("varlen_attn")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)

@@ -6,24 +6,25 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 from tiny_shapes import QWEN2, V3
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
-from megappo.architecture.switches import LAYERS, SWITCHES, Setting, decide, decisions
+from megappo.architecture.switches import LAYERS, REDUCTION, SWITCHES, Setting, decide, decisions
 from megappo.config.schema import Model, Parallel
 from megappo.models.megatron_config import transformer_config
 
 MEGAPPO = Path(__file__).parents[2] / "megappo"
 TABLE = MEGAPPO / "architecture" / "switches.py"
 NAMES = {switch.name for switch in SWITCHES}
-GENERATED = {switch.name for switch in LAYERS}
-"""Which transformer_config takes over, whatever they are."""
+GENERATED, OF_DDP = ({switch.name for switch in table} for table in (LAYERS, REDUCTION))
+"""Which transformer_config and data_parallel take over, whatever they are."""
 
 
 def architecture(**changes: object) -> Architecture:
-    return parse(QWEN2 | changes, Path("config.json"))
+    return parse(QWEN2 | {"head_dim": 64} | changes, Path("config.json"))
 
 
 def setting(**changes: object) -> Setting:
@@ -52,10 +53,11 @@ def named(tree: ast.AST) -> Iterator[str]:
 def test_every_switch_is_read_and_none_is_set_elsewhere() -> None:
     trees = {path: ast.parse(path.read_text("utf-8")) for path in MEGAPPO.rglob("*.py") if path != TABLE}
     read = {node.left.value for tree in trees.values() for node in ast.walk(tree) if is_read(node)}
-    assert read == NAMES - GENERATED
+    assert read == NAMES - GENERATED - OF_DDP
     found = {str(path): both for path, tree in trees.items() if (both := NAMES & set(named(tree)))}
     assert not found, "set elsewhere than in the table"
     assert {field.name for field in fields(TransformerConfig)} >= GENERATED
+    assert {field.name for field in fields(DistributedDataParallelConfig)} >= OF_DDP
 
 
 @pytest.mark.parametrize("on", [frozenset(), frozenset({"use_te_activation_func"})])
@@ -65,6 +67,7 @@ def test_layers_are_described_as_the_table_says(on: frozenset[str]) -> None:
 
 
 ON_GPU = {"apply_rope_fusion", "bias_activation_fusion", "pinned_copies"}
+TORCH = {"use_te_activation_func", "pinned_copies"}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,15 @@ ON_GPU = {"apply_rope_fusion", "bias_activation_fusion", "pinned_copies"}
     [
         ({}, ON_GPU),
         ({"on_gpu": False, "has_te": False}, {"use_te_activation_func"}),
-        ({"has_te": False}, {"use_te_activation_func", "pinned_copies"}),
+        ({"has_te": False}, TORCH | {"varlen_attn"}),
+        ({"has_te": False, "has_varlen": False}, TORCH),
+        ({"has_te": False, "dtype": "fp32"}, TORCH),
+        ({"has_te": False, "architecture": architecture(head_dim=36)}, TORCH),
+        ({"has_te": False, "architecture": architecture(**V3)}, TORCH),
+        ({"has_te": False, "parallel": Parallel(context=2)}, TORCH | {"overlap_grad_reduce"}),
+        ({"data": 2}, ON_GPU | {"overlap_grad_reduce"}),
+        ({"data": 2, "is_trained": False}, ON_GPU),
+        ({"data": 2, "on_gpu": False, "has_te": False}, {"use_te_activation_func"}),
         ({"architecture": architecture(**V3)}, ON_GPU - {"apply_rope_fusion"}),
         ({"parallel": Parallel(pipeline=2)}, ON_GPU | {"known_shapes"}),
         ({"parallel": Parallel(pipeline=2, virtual_pipeline=2)}, ON_GPU),

@@ -1,11 +1,14 @@
 """The engine's outputs and updates against Hugging Face on one process, in every layout and cut of the batch."""
 
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from hf_training import ByRow, Lengths, hf_train
+from megatron.core.distributed import DistributedDataParallelConfig
 from ppo_engines import LENGTHS, OPTIM, Case, exported, make_engine, make_loss, make_reference, make_rows, with_score
 from safetensors.torch import load_file
 from saved import save_checkpoint
@@ -20,6 +23,7 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.batch.rows import Rows
 from megappo.checkpoint.store import CheckpointStore
+from megappo.models import data_parallel
 from megappo.models.train_engine import Outputs, TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -88,15 +92,33 @@ LONG_CASES = {
     "cp2 tp2 sp, long rows": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=40),
     "cp4, long rows": Case(Layout(FOUR, context=4), max_tokens=64, recompute="full"),
 }
-CASES |= EXPERT_CASES | CONTEXT_CASES | LONG_CASES | DEEP_CASES
+EARLY = {"switches": frozenset({"overlap_grad_reduce"})}
+EARLY_CASES = {
+    "dp2, reduced early": Case(Layout(TWO), max_tokens=12, **EARLY),
+    "dp2, optimizer not sharded, reduced early": Case(
+        Layout(TWO), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=12, **EARLY
+    ),
+    "tp2 cp2 sp, reduced early": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=20, **EARLY),
+    "pp2 dp2, reduced early": Case(Layout(FOUR, pipeline=2), max_tokens=10, **EARLY),
+    "pp2 vpp2 dp2, reduced early": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2), max_tokens=9, **EARLY),
+}
+EARLY_EXPERTS = "ep2 tp2 dp2 sp, reduced early"
+EXPERT_CASES |= {
+    EARLY_EXPERTS: Case(Layout(FOUR, tensor=2, expert=2), sequence=True, max_tokens=10, **EARLY),
+}
+BUCKET_SIZE = 2000
+"""Of gradients that are reduced early: several in a tiny model."""
+CASES |= EXPERT_CASES | CONTEXT_CASES | LONG_CASES | DEEP_CASES | EARLY_CASES
 
 
 def build(folder: Path, case: Case, kind: str, reference: Path | None = None) -> TrainedEngine:
     """An engine, and with a reference folder its reference: another component on the same ranks."""
     groups = build_groups({kind: case.layout, "ref": case.layout}, seed=0)
-    return make_engine(
-        folder, case, groups[kind], kind, make_reference(reference, case, groups["ref"]) if reference else None
-    )
+    small_buckets = partial(DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
+    with patch.object(data_parallel, "DistributedDataParallelConfig", small_buckets):
+        return make_engine(
+            folder, case, groups[kind], kind, make_reference(reference, case, groups["ref"]) if reference else None
+        )
 
 
 def shard_of(rows: Rows, layout: Layout) -> list[int]:
@@ -151,7 +173,11 @@ def check(name: str, kind: str, folder: Path, reference: Path | None = None, len
     run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected, lengths)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in EXPERT_CASES | LONG_CASES | DEEP_CASES])
+OF_ACTOR = [name for name in CASES if name not in EXPERT_CASES | LONG_CASES | DEEP_CASES]
+SHOWN_EARLY = ("dp2, reduced early", "pp2 vpp2 dp2, reduced early")
+
+
+@pytest.mark.parametrize("name", slow_ones(OF_ACTOR, EARLY_CASES.keys() - set(SHOWN_EARLY)))
 def test_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "actor", hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True))
 
@@ -286,6 +312,29 @@ def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
         assert all(torch.equal(language_model[key], weights[key]) for key in language_model), name
         mine = rows.select(shard_of(rows, CASES[name].layout))
         assert moved.train_batch(mine, make_loss("shared", rows)).grad_norm == pytest.approx(norm, rel=1e-5), name
+
+
+def _moved_from_buckets(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
+    """A model whose gradients are in many buckets, saved and loaded in other layouts."""
+    rows = make_rows(read_architecture(folder).vocab_size)
+    store = CheckpointStore(checkpoint, 0, Exchange(dist.group.WORLD))
+    norms = []
+    for name in ("dp2, reduced early", "tp2", "dp2", "dp2, reduced early"):
+        engine = build(folder, CASES[name], "actor")
+        mine = rows.select(shard_of(rows, CASES[name].layout))
+        if norms:
+            store.load(store.latest(), {"actor": engine})
+        else:
+            assert len(engine.runners[0].buffers[0].buckets) > 2
+            engine.train_batch(mine, make_loss("actor", rows))
+            save_checkpoint(store, 1, {"actor": engine}, {})
+        norms.append([engine.train_batch(mine, make_loss("actor", rows)).grad_norm for _ in range(2)])
+    for found in norms[1:]:
+        assert found == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_early_reduction_is_saved_and_goes_on_in_another_layout(tmp_path: Path) -> None:
+    run_ranks(2, _moved_from_buckets, hf_folder(tmp_path / "hf", "qwen2"), tmp_path / "checkpoints")
 
 
 def test_shared_backbone_goes_on_in_another_layout(tmp_path: Path) -> None:

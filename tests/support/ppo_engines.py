@@ -39,7 +39,7 @@ LENGTHS = ((3, 4), (1, 6), (5, 1), (2, 2), (4, 5), (2, 3))  # (prompt, response)
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and a cut of the batch."""
+    """A layout and a cut of the batch; `switches` are on besides those that the table has on."""
 
     layout: Layout
     sequence: bool = False
@@ -49,6 +49,7 @@ class Case:
     temperature: float = TEMPERATURE
     split: tuple[int, ...] | None = None
     dtype: str = "fp32"
+    switches: frozenset[str] = frozenset()
 
     @property
     def parallel(self) -> Parallel:
@@ -134,6 +135,7 @@ def make_engine(
         recompute=case.recompute,
         trained=True,
     )
+    chunks[0].config.switches |= case.switches
     load_hf(chunks, folder, architecture, groups)
 
     def head(trains: bool) -> Head:

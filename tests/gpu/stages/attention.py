@@ -1,4 +1,4 @@
-"""Attention of packs, as the torch layers do it, against a dense one; then torch's own for packs, varlen_attn.
+"""Attention of packs, as the torch layers do it, against a dense one: a call for each length, then varlen_attn.
 
 python tests/gpu/stages/attention.py
 """
@@ -10,6 +10,7 @@ import torch
 from common import CUDA, DEVICE, measured, one_rank, report, sized
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megappo import platform
 from megappo.models.packed_attention import PackedAttention
 
 HEADS, KV_HEADS, SIZE = sized((16, 8, 128), (4, 2, 8))
@@ -49,14 +50,6 @@ def packed(module: PackedAttention, cu_seqlens: torch.Tensor, *inputs: torch.Ten
     return module(*inputs, None, packed_seq_params=boundaries)
 
 
-def varlen(cu_seqlens: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    longest = int(cu_seqlens.diff().max())
-    causal = dict(window_size=(-1, 0), enable_gqa=True)
-    return varlen_attn(*inputs, cu_seqlens, cu_seqlens, longest, longest, **causal).flatten(1)
-
-
 def with_gradients(attend, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     output = attend(*inputs)
     weights = torch.linspace(-1, 1, output.numel(), device=DEVICE).view_as(output)
@@ -73,18 +66,15 @@ def compare(way) -> None:
 def measure() -> dict:
     figures = {}
     with one_rank() as groups:
-        ways = {"packed": partial(packed, PackedAttention(SimpleNamespace(kv_channels=SIZE), groups.collection))}
-        if CUDA:
-            ways["varlen_attn"] = varlen
+        ways = {"packed": frozenset()}
+        if CUDA and platform.has_varlen_attn():
+            ways["varlen_attn"] = frozenset({"varlen_attn"})
         else:
-            figures["skipped"] = "varlen_attn needs CUDA"
-        for name, way in ways.items():
-            try:
-                compare(way)
-            except (ImportError, TypeError) as error:  # of a torch whose varlen_attn is another
-                assert name == "varlen_attn"
-                figures["skipped"] = str(error)
-                continue
+            figures["skipped"] = "varlen_attn needs CUDA and a torch whose takes groups of heads"
+        for name, switches in ways.items():
+            config = SimpleNamespace(kv_channels=SIZE, switches=switches)
+            way = partial(packed, PackedAttention(config, groups.collection))
+            compare(way)
             for num_sequences in SEQUENCES:
                 cu_seqlens, inputs = bounds(TOKENS, num_sequences), qkv(TOKENS)
                 _, figure = measured(partial(with_gradients, partial(way, cu_seqlens), inputs))
