@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-MIDDLE = frozenset({"models", "rollout", "weights", "checkpoint", "rewards", "data", "batch", "placement", "observe"})
+MIDDLE = frozenset(
+    {"models", "rollout", "weights", "checkpoint", "rewards", "data", "batch", "placement", "observe", "environments"}
+)
 BOTTOM = frozenset(
     {
         *("architecture", "config", "table", "platform", "torchvision_on_cpu"),

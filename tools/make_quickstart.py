@@ -33,6 +33,19 @@ VOCABULARY = [PAD, EOS, UNKNOWN, *"0123456789+-="]
 NUMBERS = range(10, 100)
 HELD_OUT_PAIRS = 200  # unordered; each gives one question, or two when its numbers differ
 FORGET = 0.6
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.1,  # about 1 / sqrt(hidden_size); the default, meant for large models, learns late
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY.index(EOS),
+    "pad_token_id": VOCABULARY.index(PAD),
+}
+"""Of the model."""
 
 STEPS = 1000
 BATCH_SIZE = 128
@@ -103,27 +116,13 @@ def write_tokenizer(folder: Path) -> None:
 
 def new_model() -> Qwen2ForCausalLM:
     """A Qwen2 of two layers that divides by two in every parallel dimension."""
-    config = Qwen2Config(
-        vocab_size=len(VOCABULARY),
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.1,  # about 1 / sqrt(hidden_size); the default, meant for large models, learns late
-        bos_token_id=None,
-        eos_token_id=VOCABULARY.index(EOS),
-        pad_token_id=VOCABULARY.index(PAD),
-    )
-    return Qwen2ForCausalLM(config)
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=len(VOCABULARY), max_position_embeddings=64, **SHAPE))
 
 
 def warm_start(model: Qwen2ForCausalLM, questions: list[tuple[int, int]], rng: random.Random) -> None:
     """Supervised steps (Adam, linear warm-up, cosine decay) on the careless pupil's answers."""
     optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _lr_factor)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     for step in range(1, STEPS + 1):
         tokens, labels = _supervised_batch(rng.choices(questions, k=BATCH_SIZE), rng)
         loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
@@ -136,8 +135,9 @@ def warm_start(model: Qwen2ForCausalLM, questions: list[tuple[int, int]], rng: r
             print(f"supervised step {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
 
 
-def _lr_factor(step: int) -> float:
-    return min((step + 1) / WARMUP_STEPS, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+def lr_factor(step: int, num_steps: int = STEPS) -> float:
+    """Linear warm-up, cosine decay."""
+    return min((step + 1) / WARMUP_STEPS, 0.5 + 0.5 * math.cos(math.pi * step / num_steps))
 
 
 def _supervised_batch(questions: list[tuple[int, int]], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:

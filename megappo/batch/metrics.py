@@ -26,8 +26,13 @@ class RowMetric:
 
 
 def of_rows(field: str) -> RowValues:
-    """A field with one number per row, or several."""
-    return lambda rows: rows.fields.get(field)
+    """A field with one number per row, or several; of the rows of an episode, in which it is the same, one."""
+    return lambda rows: _once(rows, rows.fields[field]) if field in rows.fields else None
+
+
+def _once(rows: Any, values: Any) -> Any:
+    """Of each episode once."""
+    return values[rows.fields["segments"] == 0] if "segments" in rows.fields else values
 
 
 def of_tokens(field: str) -> RowValues:

@@ -134,7 +134,10 @@ def _warmup(config: Config) -> Iterator[str]:
 
 def _rewards(config: Config) -> Iterator[str]:
     reward, limit = config.reward, config.rollout.max_response_length
-    if not reward.weights:
+    if reward.function is None:
+        if not config.has_environment:
+            yield "reward.function null leaves responses without a score: name one, or a rollout.environment"
+    elif not reward.weights:
         yield f"reward.function {reward.function} has no function of a weight but 0: name one"
     of_sets = (name for one in eval_sets(config).values() for name in one.reward.weights)
     for function in sorted(set(reward.options) - set(reward.weights) - set(of_sets)):

@@ -38,11 +38,14 @@ def context_errors(config: Config, key: str, limit: int, remedy: str) -> Iterato
     of limit - 6 tokens or more are refused.
     """
     for (prompt_key, prompt), (response_key, response) in requests(config):
-        needed = max(prompt + response + 2, prompt + 7)
+        longest, prompts = prompt, "the prompt"
+        if config.has_environment:
+            longest, prompts = prompt + response - 1, "what precedes an episode's last token"
+        needed = max(prompt + response + 2, longest + 7)
         if limit < needed:
             yield (
                 f"{key} {limit} is below the {needed} tokens that an engine needs for {prompt_key} {prompt} and "
-                f"{response_key} {response} (their sum + 2, and the prompt + 7): {remedy}"
+                f"{response_key} {response} (their sum + 2, and {prompts} + 7): {remedy}"
             )
 
 
@@ -86,6 +89,18 @@ def _rollout(config: Config) -> Iterator[str]:
         yield "rollout.stop holds an empty string, which would end every response at once: remove it"
     if rollout.engines:
         yield from _engines(rollout)
+    yield from _environment(config)
+
+
+def _environment(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.has_environment:
+        if config.data.too_long == "truncate_left":
+            yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
+        return
+    for key in ("max_turns", "num_environment_workers", "environment_timeout_seconds"):
+        if getattr(rollout, key) != Rollout.model_fields[key].default:
+            yield f"rollout.{key} {getattr(rollout, key)} has no effect without rollout.environment: drop it"
 
 
 def _engines(rollout: Rollout) -> Iterator[str]:

@@ -158,6 +158,10 @@ class Rollout(Section):
     engines: tuple[str, ...] = Field((), description="addresses, http://host:port, of SGLang servers that you started and look after, in place of engines of megappo's own; the environment variable MEGAPPO_ENGINE_API_KEY has their key")
     port: NonNegative = Field(0, le=65535, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
     server_args: dict[str, str | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; those that SGLang does not know or megappo sets itself are errors")
+    environment: str | None = Field(None, description="FILE.py:CLASS or package.module:CLASS with reset(row) and step(message) -> (observation, reward, done), which answers what the policy writes: episodes of several turns; null = one response to a prompt")
+    max_turns: Positive = Field(10, description="environment: turns of the policy before an episode is truncated; rollout.max_response_length bounds its tokens, observations included")
+    num_environment_workers: Positive = Field(1, description="environment: processes, for each engine, each with any number of environments at once; they get the memory and the variables that the reward function's get")
+    environment_timeout_seconds: PositiveFloat = Field(60.0, description="environment: how long a reset or step may take; an episode in which one takes longer is truncated and counted")
     sync: Sync = Field(Sync(), description="weight hand-over after each update")
 
 
@@ -182,7 +186,7 @@ class Data(Section):
 
 
 class Reward(Section):
-    function: str | dict[str, float] = Field("exact_match", description="built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
+    function: str | dict[str, float] | None = Field("exact_match", description="null: none, where rollout.environment gives the rewards; else built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take: for one response, or for all that a function of lists is called with")
     on_error: Literal["raise", "zero"] = Field("raise", description="raise: a call that raises, hangs, ends its process or returns something else ends the run; zero: its response has score 0, and is counted")
@@ -200,7 +204,7 @@ class Reward(Section):
     @property
     def weights(self) -> dict[str, float]:
         """Each function with the factor of its scores; a weight of 0 leaves out one that a base file names."""
-        given = {self.function: 1.0} if isinstance(self.function, str) else self.function
+        given = {self.function: 1.0} if isinstance(self.function, str) else self.function or {}
         return {function: weight for function, weight in given.items() if weight}
 
     @property
@@ -315,6 +319,11 @@ class Config(Section):
         """The same config but for one key, written with dots; the value is of the key's type. The same where it has no
         such key: components that people register may have their settings elsewhere."""
         return _changed(self, key.split("."), value)
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether responses are episodes."""
+        return self.rollout.environment is not None
 
     @property
     def has_values(self) -> bool:

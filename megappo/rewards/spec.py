@@ -1,8 +1,9 @@
-"""What `reward.function` names, as far as that can be told without running it."""
+"""What `reward.function` and `rollout.environment` name, as far as that can be told without running it."""
 
 import ast
 import symtable
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,22 +25,25 @@ class Spec:
     module: str = ""
 
 
-def parse_spec(spec: str) -> Spec:
-    """The function that reward.function names. Runs no user code.
+def parse_spec(spec: str, key: str = "reward.function", builtin: Mapping[str, str] = BUILTIN) -> Spec:
+    """The function, or class, that a key names. Runs no user code.
+
+    Args:
+        builtin: names that stand for others.
 
     Raises:
         ValueError: neither a built-in nor FILE.py:FUNCTION or package.module:FUNCTION, or no such file.
     """
-    source, _, name = BUILTIN.get(spec, spec).rpartition(":")
+    source, _, name = builtin.get(spec, spec).rpartition(":")
     if name.isidentifier() and source.endswith(".py"):
         if not Path(source).is_file():
-            raise ValueError(f"reward.function {spec!r}: no file {source}{looked_in(source)}: correct the path")
+            raise ValueError(f"{key} {spec!r}: no file {source}{looked_in(source)}: correct the path")
         return Spec(name, str(Path(source).resolve()))
     if name.isidentifier() and all(part.isidentifier() for part in source.split(".")):
         return Spec(name, _file_of(source), source)
-    raise ValueError(
-        f"reward.function {spec!r}: expected {', '.join(BUILTIN)}, FILE.py:FUNCTION or package.module:FUNCTION"
-    )
+    names = "".join(f"{name}, " for name in builtin)
+    kind = "FUNCTION" if key == "reward.function" else "CLASS"
+    raise ValueError(f"{key} {spec!r}: expected {names}FILE.py:{kind} or package.module:{kind}")
 
 
 def _file_of(module: str) -> str:
@@ -49,13 +53,13 @@ def _file_of(module: str) -> str:
     return next((str(file.resolve()) for file in files if file.is_file()), "")
 
 
-def missing_function(spec: str) -> str:
+def missing_function(spec: str, key: str = "reward.function", builtin: Mapping[str, str] = BUILTIN) -> str:
     """Why the file that `spec` names cannot define its function, as far as reading it tells; "" if it may.
 
     Raises:
         ValueError: as `parse_spec`.
     """
-    found = parse_spec(spec)
+    found = parse_spec(spec, key, builtin)
     file, name = found.file, found.name
     if not file:
         return ""
@@ -63,7 +67,7 @@ def missing_function(spec: str) -> str:
         tree = ast.parse(Path(file).read_bytes(), file)
         table = symtable.symtable(Path(file).read_text(), file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last two: nested too deeply
-        return f"reward.function {spec!r}: {file} is not Python: {error}"
+        return f"{key} {spec!r}: {file} is not Python: {error}"
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     brings_any = any(alias.name == "*" for node in imports for alias in node.names)
@@ -71,4 +75,4 @@ def missing_function(spec: str) -> str:
         return ""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     own = sorted(node.name for node in tree.body if isinstance(node, kinds))
-    return f"reward.function {spec!r}: {file} defines no {name}; it defines {', '.join(own) or 'no function'}"
+    return f"{key} {spec!r}: {file} defines no {name}; it defines {', '.join(own) or 'no function'}"

@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import astuple, dataclass, replace
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 
 from megappo.rollout.client import EngineClient, EngineFault, Generation, SamplingParams
+from megappo.rollout.episodes import Elsewhere, Episode, Generate
 
 GATHERING_SECONDS = 0.005
 """Between a response that leaves room and the request that takes it: others end in the same batch of the engine."""
@@ -19,15 +22,28 @@ Prompts = Sequence[tuple[int, list[int]]]
 """(prompt_index, token ids) each."""
 
 
+class Play(Protocol):
+    """Plays episodes, inside `open`, each from the prompt of a prompt_index on."""
+
+    def open(self) -> AbstractAsyncContextManager[None]: ...
+
+    def __call__(self, prompt_index: int, generate: Generate, elsewhere: Elsewhere) -> Awaitable[Episode]: ...
+
+
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, as `Generation`; log_probs are None at tokens that an environment wrote."""
+    """One response to one prompt, as `Generation`; log_probs are None at tokens that an environment wrote.
+
+    Attributes:
+        episode: with an environment; its segments have the tokens, one after the other.
+    """
 
     prompt_index: int
     sample_index: int
     tokens: list[int]
     log_probs: Sequence[float | None]
     finish_reason: Literal["stop", "length"]
+    episode: Episode | None = None
 
     @property
     def num_policy_tokens(self) -> int:
@@ -86,6 +102,7 @@ def sample(
     on_prompts: Callable[[int], None] = lambda count: None,
     on_group: Callable[[Sequence[Sample]], None] = lambda samples: None,
     stop: Callable[[], bool] = lambda: False,
+    play: Play | None = None,
 ) -> Sampled:
     """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
 
@@ -99,11 +116,12 @@ def sample(
         on_prompts: told now and then of how many more prompts this engine has finished all n samples.
         on_group: gets all samples of a prompt, as soon as they are there; in the order in which they are returned.
         stop: asked now and then; once it says so, the rest is left, and what is there returned.
+        play: has episodes in place of single responses; may raise what is wrong with its environment.
     Raises:
         EngineError: the engine refused a request, or took too long for it.
     """
     room = max(n, min(max_running_requests, n * (len(prompts) // num_engines)))
-    asking = _Asking(prompts, n, params, client, take, room, on_group)
+    asking = _Asking(prompts, n, params, client, take, room, on_group, play)
     tell = asking.teller(on_prompts)
 
     async def watch(answers: asyncio.Task) -> None:
@@ -117,7 +135,7 @@ def sample(
             tell()
 
     async def work() -> None:
-        async with client.open_async() as http, asyncio.TaskGroup() as tasks:
+        async with asking.playing, client.open_async() as http, asyncio.TaskGroup() as tasks:
             answers = tasks.create_task(asking.all_answers(http))
             tasks.create_task(watch(answers))
             health = tasks.create_task(client.watch(http))
@@ -138,6 +156,7 @@ class _Asking:
         room: sequences that the engine is to have at once.
     Attributes:
         samples: so far; all n of each prompt that is among them. use: of the engine, until the last change.
+        playing: inside, episodes can be played.
     """
 
     def __init__(
@@ -149,12 +168,15 @@ class _Asking:
         take: Callable[[int], int],
         room: int,
         on_group: Callable[[Sequence[Sample]], None],
+        play: Play | None,
     ):
         self.samples: list[Sample] = []
         self.use = Use()
         self._num_running, self._since = 0, time.perf_counter()
         self._prompts, self._n, self._params = prompts, n, params
-        self._client, self._take = client, take
+        self._client, self._take, self._play = client, take, play
+        self.playing = contextlib.nullcontext() if play is None else play.open()
+        self._respond = self._answers if play is None else self._episodes
         self._room, self._has_room = room, asyncio.Event()
         self._on_group = on_group
 
@@ -165,7 +187,7 @@ class _Asking:
                 count = (self._room - self._num_running) // self._n
                 first = self._take(count)
                 if taken := self._prompts[first : first + count]:
-                    requests.create_task(self._answers(http, taken))
+                    requests.create_task(self._respond(http, taken))
                 self._now_running(self._n * len(taken))
                 if len(taken) < count:
                     return
@@ -200,8 +222,47 @@ class _Asking:
                     self._on_group(finished)
                 self.use.prompt_tokens += len(repeated[position])
                 self.use.cached_tokens += response.num_cached
-                self._now_running(-1)
-                self._has_room.set()
+                self._has_left()
+
+    async def _episodes(self, http: Any, taken: Prompts) -> None:
+        """Of one request, all at once."""
+        async with asyncio.TaskGroup() as prompts:
+            for index, _ in taken:
+                prompts.create_task(self._episodes_of(http, index))
+
+    async def _episodes_of(self, http: Any, index: int) -> None:
+        async with asyncio.TaskGroup() as episodes:
+            playing = [episodes.create_task(self._episode(http, index)) for _ in range(self._n)]
+        self.samples += (finished := [_of_episode(index, order, task.result()) for order, task in enumerate(playing)])
+        self._on_group(finished)
+
+    async def _episode(self, http: Any, index: int) -> Episode:
+        try:
+            return await self._play(index, partial(self._generated, http), self._elsewhere)
+        finally:
+            self._has_left()
+
+    async def _generated(self, http: Any, context: list[int], room: int) -> Generation:
+        params = replace(self._params, max_response_length=room)
+        async with contextlib.aclosing(self._client.generate_async(http, [context], params)) as responses:
+            async for _, response in responses:
+                self.use.prompt_tokens += len(context)
+                self.use.cached_tokens += response.num_cached
+        return response
+
+    @contextlib.contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """While a sequence waits for its environment, another may have its place."""
+        self._has_left()
+        try:
+            yield
+        finally:
+            self._now_running(1)
+
+    def _has_left(self) -> None:
+        """One sequence less."""
+        self._now_running(-1)
+        self._has_room.set()
 
     def _now_running(self, more: int) -> None:
         """So many sequences more than before."""
@@ -213,6 +274,12 @@ class _Asking:
 
 def _group(prompt_index: int, responses: Mapping[int, Generation]) -> list[Sample]:
     return [Sample(prompt_index, order, g.tokens, g.log_probs, g.finish_reason) for order, g in responses.items()]
+
+
+def _of_episode(prompt_index: int, order: int, episode: Episode) -> Sample:
+    tokens = [token for segment in episode.segments for token in segment.tokens]
+    log_probs = [log_prob for segment in episode.segments for log_prob in segment.log_probs]
+    return Sample(prompt_index, order, tokens, log_probs, "stop" if episode.ending == "done" else "length", episode)
 
 
 def _run(work: Any) -> None:

@@ -67,12 +67,12 @@ def load_datasets(config: Config, own: OwnEngine, exchange: Exchange) -> Dataset
     """The prompts of a run, which are yet to be checked; all ranks together.
 
     Args:
-        own: has reward functions, on some ranks; what these take of the records is read on all.
+        own: has reward functions and an environment, on some ranks; what these take of the records is read on all.
     Raises:
         ConfigError: the tokenizer or a file cannot be used.
     """
-    of_sets = {name: rewards.takes for name, rewards in own.eval_rewards.items()}
-    of_ranks = exchange.share((own.rewards.takes, of_sets) if own.rewards else None)
+    of_sets = {name: own.takes(rewards) for name, rewards in own.eval_rewards.items()}
+    of_ranks = exchange.share((own.takes(own.rewards), of_sets) if own.number is not None else None)
     takes, eval_takes = next(filter(None, of_ranks), (NOTHING, {}))
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)

@@ -7,6 +7,7 @@ import torch
 
 from megappo.batch.metrics import log_prob_diff, of_tokens
 from megappo.batch.rows import Rows
+from megappo.batch.trajectories import Trajectories
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.gae import length_adaptive_lam
@@ -45,12 +46,13 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     """
     penalty = {"kl_penalty": _kl_penalty(run, rows)} if run.config.algorithm.use_kl_in_reward else {}
     weights, correction_metrics = _correct(run, rows)
-    rows = replace(rows, fields=rows.fields | penalty | weights)
-    scores, metrics = _shaped_scores(run, rows)
-    advantages, returns = _estimate(run, rows, _token_level_rewards(run, rows, scores))
-    added = {"shaped_scores": scores} | _whitened(run, advantages, rows.response_mask)
+    trajectories = Trajectories(replace(rows, fields=rows.fields | penalty | weights))
+    joined = trajectories.joined
+    scores, metrics = _shaped_scores(run, joined)
+    advantages, returns = _estimate(run, joined, _token_level_rewards(run, joined, scores))
+    added = {"shaped_scores": scores} | _whitened(run, advantages, joined.response_mask)
     added |= {"returns": returns} if run.config.has_values else {}
-    rows = replace(rows, fields=rows.fields | added)
+    rows = trajectories.spread(**added)
     steering = {"log_prob_diff": log_prob_diff(rows)}
     if penalty:
         steering["kl_penalty"] = of_tokens("kl_penalty")(rows)
@@ -60,7 +62,7 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
         metrics["reward/kl_coef"] = run.progress.kl.value
     if run.config.has_values:
         metrics["critic/vf_explained_var"] = explained_variance(
-            rows.fields["values"], returns, rows.response_mask, group=run.exchange.group
+            rows.fields["values"], rows.fields["returns"], rows.response_mask, group=run.exchange.group
         )
     return Judged(rows, means["log_prob_diff"], means.get("kl_penalty"), metrics)
 
@@ -78,8 +80,14 @@ def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
 
 
 def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor) -> torch.Tensor:
-    """Shaped scores on each response's last token, minus the KL penalty of each token where there is one."""
-    return compute_token_level_rewards(scores, rows.response_mask, rows.fields.get("kl_penalty"), run.progress.kl.value)
+    """Shaped scores on each response's last token, minus the KL penalty of each token where there is one. Rewards of an
+    environment, which are part of the scores, where it gave them: what shaping has added is on the last token."""
+    turn_rewards = rows.fields.get("turn_rewards")
+    last = scores if turn_rewards is None else scores - turn_rewards.sum(dim=1)
+    rewards = compute_token_level_rewards(
+        last, rows.response_mask, rows.fields.get("kl_penalty"), run.progress.kl.value
+    )
+    return rewards if turn_rewards is None else rewards + turn_rewards
 
 
 def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:

@@ -19,13 +19,14 @@ from megappo.batch.exchange import LOST_RANK, OtherRankError
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
+from megappo.environments.process import EnvironmentFault
 from megappo.lifetime import EXIT_CONFIG, EXIT_LOST_RANK, LAUNCHER
 from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError
 from megappo.weights.safetensors_io import WeightsError
 
 EXPLAINED = (
-    *(ConfigError, TextFileError, WeightsError, CheckpointError, EngineError, RewardError),
+    *(ConfigError, TextFileError, WeightsError, CheckpointError, EngineError, RewardError, EnvironmentFault),
     *(FloatingPointError, MemoryError),
 )
 """Errors whose message says all; others come with a traceback."""

@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,9 +13,11 @@ import torch.distributed as dist
 from megappo import platform
 from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config, Reward
+from megappo.environments.pool import EnvironmentPool, load_environments
 from megappo.listening import node_address, run_store
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
+from megappo.rewards.forms import NOTHING, Takes
 from megappo.rewards.pool import RewardPool, load_configured
 from megappo.rollout.client import EngineClient
 from megappo.rollout.external import ExternalEngine
@@ -27,8 +31,9 @@ class OwnEngine:
 
     Attributes:
         number: of the engine, among all.
-        rewards: workers of the reward function, which score what the engine writes.
+        rewards: workers of the reward function, which score what the engine writes; None where there is none.
         eval_rewards: of each held-out data set; the same workers where the function is the same.
+        environments: workers of the environment, where there is one.
         part: this node's, of an engine that is on several nodes and which a rank of another owns.
         part_of: that engine's number.
     """
@@ -36,9 +41,14 @@ class OwnEngine:
     number: int | None = None
     engine: Engine | ExternalEngine | None = None
     rewards: RewardPool | None = None
+    environments: EnvironmentPool | None = None
     part: Engine | None = None
     part_of: int | None = None
-    eval_rewards: Mapping[str, RewardPool] = field(default_factory=dict)
+    eval_rewards: Mapping[str, RewardPool | None] = field(default_factory=dict)
+
+    def takes(self, rewards: RewardPool | None) -> Takes:
+        """What a reward function, if there is one, and the environment take of records."""
+        return reduce(or_, [one.takes for one in (rewards, self.environments) if one is not None], NOTHING)
 
     def wait_ready(self) -> EngineClient | None:
         """Its client, once it is up."""
@@ -74,17 +84,22 @@ def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngin
         if rank != layout.output_rank(number):
             return OwnEngine(part=engine, part_of=number)
     rewards, *of_sets = _pools([config.reward, *(one.reward for one in eval_sets(config).values())], cleanup)
-    return OwnEngine(number, engine, rewards, eval_rewards=dict(zip(eval_sets(config), of_sets, strict=True)))
+    environments = None
+    if config.has_environment:
+        environments = load_environments(config)
+        cleanup.callback(environments.close)
+    of_sets = dict(zip(eval_sets(config), of_sets, strict=True))
+    return OwnEngine(number, engine, rewards, environments, eval_rewards=of_sets)
 
 
-def _pools(rewards: Sequence[Reward], cleanup: ExitStack) -> list[RewardPool]:
+def _pools(rewards: Sequence[Reward], cleanup: ExitStack) -> list[RewardPool | None]:
     """The workers of each; those with the same function share theirs."""
-    found: dict[tuple, RewardPool] = {}
+    found: dict[tuple, RewardPool | None] = {(): None}
     for reward in rewards:
         functions = tuple(reward.weights.items())
         if functions not in found:
-            found[functions] = load_configured(reward, num_workers=reward.num_workers)
-            cleanup.callback(found[functions].close)
+            found[functions] = pool = load_configured(reward, num_workers=reward.num_workers)
+            cleanup.callback(pool.close)
     return [found[tuple(reward.weights.items())] for reward in rewards]
 
 

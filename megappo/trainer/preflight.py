@@ -1,7 +1,7 @@
 """Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megappo.config.checks import config_errors
 from megappo.config.errors import ConfigError, shorten
@@ -10,6 +10,7 @@ from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
 from megappo.placement.nodes import uneven_engines
 from megappo.placement.ranks import placement_layouts
+from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.spec import missing_function
 from megappo.rollout.server_args import server_args_errors
 from megappo.sync.route import find_route
@@ -28,7 +29,7 @@ def check_run(config: Config, world_size: int, ranks_per_node: int | None = None
         *arrangement_errors(config, world_size, ranks_per_node),
         *file_errors(config),
         *server_args_errors(config.rollout.server_args),
-        *_reward_errors(config),
+        *_user_code_errors(config),
     ]
     return config.located(errors or resume_errors(config))  # which looks into the output folder
 
@@ -45,23 +46,24 @@ def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | No
     return [*errors, *find_route(config, layouts, ranks_per_node).errors(on_gpus=False)]
 
 
-def _reward_errors(config: Config) -> Iterator[str]:
+def _user_code_errors(config: Config) -> Iterator[str]:
     for spec in config.reward.weights:
-        yield from _function_errors(spec)
+        yield from _missing(spec, "reward.function", BUILTIN)
     for name, one in config.eval.datasets.items():
         for spec in eval_sets(config)[name].reward.weights if one.reward is not None else ():
-            for error in _function_errors(spec):
-                yield error.replace("reward.function", f"eval.datasets.{name}.reward", 1)
+            yield from _missing(spec, f"eval.datasets.{name}.reward", BUILTIN)
+    if config.rollout.environment is not None:
+        yield from _missing(config.rollout.environment, "rollout.environment", {})
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
 
 
-def _function_errors(spec: str) -> Iterator[str]:
+def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
     try:
-        error = missing_function(spec)
+        error = missing_function(spec, key, builtin)
     except OSError as unusable:
-        error = f"reward.function: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
+        error = f"{key}: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
     except ValueError as malformed:
         error = str(malformed)
     if error:

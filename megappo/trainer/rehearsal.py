@@ -1,8 +1,9 @@
 """What a run meets at its start, tried without starting it: tokenizer, prompts, one call of the reward function."""
 
+import asyncio
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from megappo.config.algorithm_checks import num_scores_errors
@@ -11,10 +12,14 @@ from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
+from megappo.environments import worker as environment_worker
+from megappo.environments.pool import EnvironmentPool, load_environments
+from megappo.environments.process import EnvironmentFault, EpisodeLost
 from megappo.placement.components import shared_vocabulary
 from megappo.rewards import forms, user_code, worker
 from megappo.rewards.forms import NOTHING
 from megappo.rewards.pool import RewardError, RewardPool, load_configured
+from megappo.rollout.episodes import row_of
 
 REWARD = "reward.function"
 SAMPLE = 1000
@@ -42,6 +47,8 @@ class Findings:
             self.errors += error.errors
         except RewardError as error:
             self.errors.append(f"{key}: {_in_a_line(error)}")
+        except EnvironmentFault as error:
+            self.errors.append(f"rollout.environment: {_in_a_line(error)}")
 
 
 def rehearse(config: Config, *, everything: bool) -> Findings:
@@ -57,8 +64,13 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         with findings.noting():
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
         pools = _pools(config, findings, ending)
-        taken = {key: pool.takes for key, pool in pools.items()}
-        takes = taken.get(REWARD, NOTHING)
+        environments = None
+        with findings.noting():
+            if config.has_environment:
+                environments = ending.enter_context(load_environments(config, num_workers=1))
+        of_environment = environments.takes if environments else NOTHING
+        taken = {key: pool.takes | of_environment for key, pool in pools.items()}
+        takes = taken.get(REWARD, of_environment)
         of_sets = {name: taken.get(f"{one.section}.reward", takes) for name, one in eval_sets(config).items()}
         train, val = open_datasets(config, tokenizer, takes, of_sets)
         vocab_size = shared_vocabulary(config)
@@ -73,7 +85,13 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                 continue
             with findings.noting(key):
                 num_scores = _score(pool, prompt, findings)
+                num_scores += environments is not None  # whose rewards are one more
                 findings.errors += num_scores_errors(config, num_scores) if key == REWARD else []
+        if environments is not None:
+            with findings.noting(), suppress(ValueError):
+                [prompt] = train.at(train.kept[:1])
+                said = f"{_reset(environments, prompt)!r:.200}"
+                findings.looked_at.append(f"{environments.spec}: reset for the first prompt, {said}")
     return findings
 
 
@@ -101,6 +119,8 @@ def _pools(config: Config, findings: Findings, ending: ExitStack) -> dict[str, R
     }
     pools = {}
     for key, reward in rewards.items():
+        if not reward.weights:
+            continue
         with findings.noting(key):
             strict = reward.model_copy(update={"on_error": "raise"})
             pools[key] = ending.enter_context(load_configured(strict, num_workers=1))
@@ -119,10 +139,24 @@ def _score(pool: RewardPool, prompt: Prompt, findings: Findings) -> int:
     return len(scores)
 
 
-def _in_a_line(error: RewardError) -> str:
+def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]]:
+    """What an environment says first."""
+
+    async def reset() -> list[dict[str, str]]:
+        async with environments.open(), environments.environment() as environment:
+            return await environment.reset(row_of(prompt))
+
+    try:
+        return asyncio.run(reset())
+    except EpisodeLost as lost:
+        remedy = "mend it, or raise rollout.environment_timeout_seconds"
+        raise EnvironmentFault(f"environment {environments.spec}: {lost}\n{remedy}") from lost
+
+
+def _in_a_line(error: Exception) -> str:
     """What happened, where in the user's code, and what to do; without the rest of the traceback."""
     first, *rest = str(error).splitlines()
-    own = (worker.__file__, user_code.__file__, forms.__file__)
+    own = (worker.__file__, user_code.__file__, forms.__file__, environment_worker.__file__)
     places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if match["file"] not in own]
     where = f" ({' '.join(places[-1])})" if places else ""
     return f"{first}{where}: {rest[-1]}" if rest else first

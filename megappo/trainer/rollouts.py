@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
@@ -21,12 +20,14 @@ from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.pool import RewardError, RewardPool
 from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
+from megappo.rollout.episodes import Episodes, Player
 from megappo.rollout.sampler import Sample, Sampled, Use, sample, store_counter
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
-from megappo.trainer.scoring import SampleScoring
+from megappo.trainer.sample_rows import sample_rows, summed
+from megappo.trainer.scoring import SampleScoring, episode_metrics
 
 PROBE_TOKENS = 4
 
@@ -70,6 +71,7 @@ class Rollouts:
         self.client = own.wait_ready()
         self.rewards, self.eval_rewards = own.rewards, own.eval_rewards
         self._decoder = copy.deepcopy(datasets.tokenizer)  # of its own: tokenizers serve one thread at a time
+        self._player = Player(config, own.environments, self._decoder) if own.environments else None
         self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
         self.exchange = exchange
         self.observer = observer
@@ -117,12 +119,13 @@ class Rollouts:
             EngineError: an engine refused a request, or failed too often.
         """
         left = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
+        play = self._player(prompts, params.max_response_length) if self._player else None
         finished = self._new_counter()
         progress = self.observer.progress(label, len(prompts)) if self.client is not None else lambda done: None
         samples: list[Sample] = []
         on_group = scoring.add if scoring is not None else lambda group: None
         while left:
-            sampled = self._round(left, n, params, lambda count: progress(finished(count) + count), on_group)
+            sampled = self._round(left, n, params, play, lambda count: progress(finished(count) + count), on_group)
             samples += sampled.samples
             self._use += sampled.use
             raise_if_interrupted(self.exchange)
@@ -139,6 +142,7 @@ class Rollouts:
         prompts: Sequence[tuple[int, list[int]]],
         n: int,
         params: SamplingParams,
+        play: Episodes | None,
         on_prompts: Callable[[int], None],
         on_group: Callable[[Sequence[Sample]], None],
     ) -> Sampled:
@@ -157,6 +161,7 @@ class Rollouts:
             on_prompts=on_prompts,
             on_group=on_group,
             stop=self._is_interrupted,
+            play=play,
         )
 
     def _new_counter(self) -> Callable[[int], int]:
@@ -181,7 +186,8 @@ class Rollouts:
     def score(
         self, samples: Sequence[Sample], prompts: Sequence[Prompt], scoring: SampleScoring | None = None
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included.
+        """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included;
+        before them the sum of the environment's rewards, where there is one.
         And this rank's part of the means of what else it told of them, by name.
 
         All ranks call it together.
@@ -226,9 +232,9 @@ class Rollouts:
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
         scores, parts = self.score(samples, prompts, responses.scoring)
-        batch = self._at_owners(_rows(samples, prompts, scores))
-        if len(batch.table) != n * len(prompts):
-            found = len(batch.table)
+        batch = self._at_owners(sample_rows(samples, prompts, scores, episodes=self.config.has_environment))
+        found = sum(self.exchange.share(len(samples)))
+        if found != n * len(prompts):
             raise EngineError(f"expected {n} responses to each of {len(prompts)} prompts, got {found} in all")
         num_tokens = int(batch.table.policy_lengths.sum())
         if self.config.algorithm.method.needs_greedy_baseline:
@@ -237,7 +243,9 @@ class Rollouts:
             num_tokens += sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
         metrics = {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
         of_rewards = {f"reward/{name}": part for name, part in parts.items()}
-        return batch, metrics | reduce_ranks(self.exchange.share(self._engine_metrics() | of_rewards))
+        return batch, metrics | reduce_ranks(
+            self.exchange.share(self._engine_metrics() | of_rewards | episode_metrics(samples))
+        )
 
     def _engine_metrics(self) -> dict[str, Metric]:
         """This rank's part of the metrics of all engines in the last `respond`."""
@@ -270,7 +278,7 @@ class Rollouts:
             Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
             for i, one in enumerate(generations)
         ]
-        return self._at_owners(_rows(samples, prompts, torch.zeros(len(samples), 1)), stay=True)
+        return self._at_owners(sample_rows(samples, prompts, torch.zeros(len(samples), 1)), stay=True)
 
     def _probed(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], EngineFault | None]:
         """What this rank's engine, if it has one, answers; and how it has failed."""
@@ -323,35 +331,3 @@ def check_known(samples: Sequence[Sample], vocab_size: int) -> None:
     if highest >= vocab_size:
         found = f"the actor wrote token {highest}, for which the critic has no embedding (vocab_size is {vocab_size} in"
         raise ConfigError(f"critic.model_path: {found} its config.json): choose a model with the actor's vocabulary")
-
-
-def summed(scores: torch.Tensor) -> torch.Tensor:
-    """[b] float32, the score of each response, from its scores, [b, K]."""
-    return scores.sum(dim=1, dtype=torch.float64).float()
-
-
-def _rows(samples: Sequence[Sample], prompts: Sequence[Prompt], scores: torch.Tensor) -> Rows:
-    """Samples as rows, with all that the rollout knows of each; scores are [b, K]."""
-    of_prompt = [prompts[one.prompt_index].tokens for one in samples]
-    fields = {
-        "response_mask": _padded([[log_prob is not None for log_prob in one.log_probs] for one in samples]),
-        "rollout_log_probs": _padded([[log_prob or 0.0 for log_prob in one.log_probs] for one in samples]),
-        "scores": summed(scores),
-        "truncated": torch.tensor([float(one.finish_reason == "length") for one in samples]),
-    }
-    if scores.shape[1] > 1:
-        fields["score_components"] = scores
-    return Rows(
-        ids=torch.tensor([one.sample_index for one in samples], dtype=torch.int64),
-        prompt_ids=torch.tensor([one.prompt_index for one in samples], dtype=torch.int64),
-        prompt_lengths=torch.tensor([len(tokens) for tokens in of_prompt], dtype=torch.int64),
-        response_lengths=torch.tensor([len(one.tokens) for one in samples], dtype=torch.int64),
-        input_ids=[torch.tensor(p + one.tokens) for p, one in zip(of_prompt, samples, strict=True)],
-        fields=fields,
-    )
-
-
-def _padded(values: Sequence[Sequence[float]]) -> torch.Tensor:
-    """[b, longest] float32."""
-    rows = [torch.tensor(of_row, dtype=torch.float32) for of_row in values]
-    return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)

@@ -1,7 +1,10 @@
 """Samples on their way to the reward function's workers, from when they are written."""
 
+import math
 from collections.abc import Sequence
+from typing import get_args
 
+import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -10,6 +13,7 @@ from megappo.observe.metrics import Metric
 from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardPool
 from megappo.rewards.work import Row
+from megappo.rollout.episodes import Ending
 from megappo.rollout.sampler import Sample
 
 
@@ -25,9 +29,11 @@ class SampleScoring:
     def __init__(self, rewards: RewardPool | None, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]):
         self._rewards, self._tokenizer, self._prompts = rewards, tokenizer, prompts
         self._scoring = rewards.begin() if rewards is not None else None
+        self._samples: list[Sample] = []
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Have their whole texts scored, an environment's turns included; workers may begin at once."""
+        self._samples += samples
         if self._scoring is None or not samples:  # of no texts the tokenizer would decode one
             return
         texts = self._tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
@@ -47,16 +53,21 @@ class SampleScoring:
     def graded(self) -> list[Graded]:
         """Of each sample, in order; waits for them. One of which a function failed has no scores, and is told.
 
+        The sum of an environment's rewards comes before the function's scores.
+
         Raises:
             RewardError: the function failed, and reward.on_error is raise.
         """
         if self._scoring is None:
-            return []
+            return [_with_return(one, Graded([], {})) for one in self._samples if one.episode is not None]
         graded = self._scoring.results()
         if failure := self._scoring.failure:
             failed = sum(not one.scores for one in graded)
             print(f"WARNING (rank {dist.get_rank()}): {failed} responses have score 0: {failure}", flush=True)
-        return graded
+        return [
+            _with_return(sample, one) if sample.episode is not None and one.scores else one
+            for sample, one in zip(self._samples, graded, strict=True)
+        ]
 
     def counts(self) -> dict[str, Metric]:
         """How many samples have no scores, and of these, how many as a call took too long; where that ends no run."""
@@ -64,3 +75,21 @@ class SampleScoring:
             return {}
         numbers = {"errors": self._scoring.num_errors, "timeouts": self._scoring.num_timeouts}
         return {name: Metric.of(number, "sum") for name, number in numbers.items()}
+
+
+def _with_return(sample: Sample, graded: Graded) -> Graded:
+    rewards = (reward for segment in sample.episode.segments for reward in segment.rewards)
+    return graded._replace(scores=[math.fsum(rewards), *graded.scores])
+
+
+def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
+    """This rank's part of what is told of episodes."""
+    episodes = [one.episode for one in samples if one.episode is not None]
+    if not episodes:
+        return {}
+    values = {
+        "turns": [one.num_turns for one in episodes],
+        "segments": [len(one.segments) for one in episodes],
+        **{f"{ending}_frac": [one.ending == ending for one in episodes] for ending in get_args(Ending)},
+    }
+    return {f"episode/{name}": Metric.of(torch.tensor(found).float(), "mean") for name, found in values.items()}

@@ -1,0 +1,1 @@
+"""Environments: users' code that answers the policy's turns, in worker processes."""

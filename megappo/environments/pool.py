@@ -1,0 +1,170 @@
+"""Environments spread over worker processes: user code can neither hang nor crash the trainer."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from megappo.config.schema import Config
+from megappo.environments.process import EnvironmentFault, Worker
+from megappo.rewards.forms import Takes
+from megappo.rewards.spec import parse_spec
+
+START_TIMEOUT_SECONDS = 120.0
+"""How long a worker may take to import the user's file."""
+Messages = list[dict[str, str]]
+
+
+class Environment:
+    """One episode's, in a worker.
+
+    Args:
+        tell: makes an error of the user's code one that names it.
+    """
+
+    def __init__(self, worker: Worker, number: int, tell: Callable[[EnvironmentFault], EnvironmentFault]):
+        self._worker, self._number, self._tell = worker, number, tell
+
+    async def reset(self, row: Mapping[str, Any]) -> Messages:
+        """Begin; what it has to say first, after the prompt.
+
+        Raises: as `step`.
+        """
+        return await self._ask("reset", row)
+
+    async def step(self, message: Mapping[str, Any]) -> tuple[Messages, float | list[float], bool]:
+        """Its answer to the policy's message, the reward of the turn (or of each token), whether the episode ends.
+
+        Raises:
+            EpisodeLost: it takes too long, or its process ended.
+            EnvironmentFault: it raised, or returned something of the wrong type.
+        """
+        observation, reward, done = await self._ask("step", message)
+        num_tokens = len(message["token_ids"])
+        if isinstance(reward, list) and len(reward) != num_tokens:
+            wrong = f"step returned {len(reward)} rewards for a turn of {num_tokens} tokens; expected as many, or one"
+            raise self._tell(EnvironmentFault(wrong))
+        return observation, reward, done
+
+    async def _ask(self, method: str, argument: Mapping[str, Any]) -> Any:
+        try:
+            return await self._worker.ask(self._number, method, argument)
+        except EnvironmentFault as error:
+            raise self._tell(error) from error
+
+
+def load_environments(config: Config, num_workers: int | None = None) -> "EnvironmentPool":
+    """The workers of what rollout.environment names, once they have loaded it.
+
+    Args:
+        num_workers: None: as the config says.
+    Raises:
+        EnvironmentFault: the file cannot be imported, or defines no such class.
+    """
+    rollout, reward = config.rollout, config.reward
+    found = parse_spec(rollout.environment, "rollout.environment", {})
+    return EnvironmentPool(
+        rollout.environment,
+        [found.module or found.file, found.name],
+        num_workers=num_workers or rollout.num_environment_workers,
+        timeout_seconds=rollout.environment_timeout_seconds,
+        memory_limit_gib=reward.memory_limit_gib,
+        pass_env=reward.pass_env,
+    )
+
+
+class EnvironmentPool(AbstractContextManager):
+    """The workers of an environment; usable as a context manager.
+
+    Keep it in the thread that made it: the kernel ends the workers together with that thread, so they never outlive the
+    trainer, however it ends.
+
+    Args:
+        spec: for messages.
+        words: what the workers are to load, see `worker`.
+        num_workers: processes.
+        timeout_seconds: how long a call may take.
+        memory_limit_gib, pass_env: as of `rewards.pool.load_reward`.
+    Attributes:
+        takes: what it takes of a record. tools: JSON schemas of the functions that it offers the policy.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        words: Sequence[str],
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        memory_limit_gib: float | None = None,
+        pass_env: Collection[str] = (),
+    ):
+        self.spec = spec
+        self._start = partial(Worker, words, timeout_seconds, memory_limit_gib, pass_env)
+        self._numbers = itertools.count()
+        self._workers = [self._start() for _ in range(num_workers)]
+        self._ended: list[Worker] = []
+        loaded = [self._loaded(worker) for worker in self._workers][0]
+        takes = loaded["takes"]
+        welcome = None if takes["welcome"] is None else tuple(takes["welcome"])
+        self.takes = Takes(tuple(takes["needed"]), welcome, takes["raw_prompts"])
+        self.tools: list[dict[str, Any]] = loaded["tools"]
+
+    def _loaded(self, worker: Worker) -> dict[str, Any]:
+        try:
+            return worker.wait_ready(START_TIMEOUT_SECONDS)
+        except EnvironmentFault as error:
+            self.close()
+            raise self._named(error) from error
+
+    def _named(self, error: EnvironmentFault) -> EnvironmentFault:
+        return EnvironmentFault(f"environment {self.spec} {error}\nfix it, or choose another one")
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Inside, the running event loop may have environments."""
+        self._mending = asyncio.Lock()
+        for worker in self._workers:
+            if worker.is_up:
+                await worker.attach()
+        try:
+            yield
+        finally:
+            for worker in self._workers:
+                if worker.is_up:
+                    await worker.detach()
+
+    @asynccontextmanager
+    async def environment(self) -> AsyncIterator[Environment]:
+        """A new one, in the worker that has fewest."""
+        worker, number = await self._worker(), next(self._numbers)
+        worker.num_episodes += 1
+        try:
+            yield Environment(worker, number, self._named)
+        finally:
+            worker.num_episodes -= 1
+            worker.leave(number)
+
+    async def _worker(self) -> Worker:
+        async with self._mending:
+            for place, worker in enumerate(self._workers):
+                if not worker.is_up:
+                    self._ended.append(worker)
+                    new = self._workers[place] = self._start()  # by this thread, with which it ends
+                    await asyncio.to_thread(self._loaded, new)
+                    await new.attach()
+        return min(self._workers, key=lambda worker: worker.num_episodes)
+
+    def close(self, timeout_seconds: float = 0.0) -> None:
+        """End all workers and what they started. May be called again."""
+        workers, self._workers = [*self._workers, *self._ended], []
+        self._ended = []
+        for worker in workers:
+            worker.stop()
+        for worker in workers:
+            worker.end(timeout_seconds)
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

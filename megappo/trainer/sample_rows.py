@@ -1,0 +1,81 @@
+"""Samples as rows, with all that the rollout knows of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from megappo.batch.rows import Rows
+from megappo.data.prompts import Prompt
+from megappo.rollout.sampler import Sample
+
+
+def summed(scores: torch.Tensor) -> torch.Tensor:
+    """[b] float32, the score of each response, from its scores, [b, K]."""
+    return scores.sum(dim=1, dtype=torch.float64).float()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A row to be: of sample number `of`, with a prompt, the tokens from `start` to `stop`; segment `number`."""
+
+    of: int
+    sample: Sample
+    prompt: list[int]
+    start: int
+    stop: int
+    number: int = 0
+
+
+def sample_rows(
+    samples: Sequence[Sample], prompts: Sequence[Prompt], scores: torch.Tensor, *, episodes: bool = False
+) -> Rows:
+    """A row of each sample, or with an environment of each segment of its episode.
+
+    Args:
+        scores: [b, K], of samples.
+        episodes: there is an environment; on ranks without samples, too.
+    """
+    parts = [part for of, one in enumerate(samples) for part in _parts(of, one, prompts[one.prompt_index].tokens)]
+    index = torch.tensor([part.of for part in parts], dtype=torch.int64)
+    log_probs = [part.sample.log_probs[part.start : part.stop] for part in parts]
+    fields = {
+        "response_mask": _padded([[log_prob is not None for log_prob in row] for row in log_probs]),
+        "rollout_log_probs": _padded([[log_prob or 0.0 for log_prob in row] for row in log_probs]),
+        "scores": summed(scores)[index],
+        "truncated": torch.tensor([float(part.sample.finish_reason == "length") for part in parts]),
+    }
+    if scores.shape[1] > 1:
+        fields["score_components"] = scores[index]
+    if episodes:
+        segments = [part.sample.episode.segments[part.number] for part in parts]
+        fields["episodes"] = torch.tensor([float(part.sample.sample_index) for part in parts])
+        fields["segments"] = torch.tensor([float(part.number) for part in parts])
+        fields["turns"] = _padded([segment.turns for segment in segments])
+        fields["turn_rewards"] = _padded([segment.rewards for segment in segments])
+    most = max((part.number + 1 for part in parts), default=1)
+    return Rows(
+        ids=torch.tensor([part.sample.sample_index * most + part.number for part in parts], dtype=torch.int64),
+        prompt_ids=torch.tensor([part.sample.prompt_index for part in parts], dtype=torch.int64),
+        prompt_lengths=torch.tensor([len(part.prompt) for part in parts], dtype=torch.int64),
+        response_lengths=torch.tensor([part.stop - part.start for part in parts], dtype=torch.int64),
+        input_ids=[torch.tensor(part.prompt + part.sample.tokens[part.start : part.stop]) for part in parts],
+        fields=fields,
+    )
+
+
+def _parts(of: int, sample: Sample, prompt: list[int]) -> list[_Part]:
+    if sample.episode is None:
+        return [_Part(of, sample, prompt, 0, len(sample.tokens))]
+    parts, start = [], 0
+    for number, segment in enumerate(sample.episode.segments):
+        parts.append(_Part(of, sample, segment.prompt, start, start + len(segment.tokens), number))
+        start += len(segment.tokens)
+    return parts
+
+
+def _padded(values: Sequence[Sequence[float]]) -> torch.Tensor:
+    """[b, longest] float32."""
+    rows = [torch.tensor(of_row, dtype=torch.float32) for of_row in values]
+    return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)

@@ -1,0 +1,103 @@
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENTS = """
+import asyncio
+import os
+import time
+
+
+class Counts:
+    columns = ("number",)
+
+    async def reset(self, row):
+        self.left = row["number"]
+
+    async def step(self, message):
+        await asyncio.sleep(0.2)
+        self.left -= 1
+        return f"left {self.left}", 1, self.left == 0
+
+
+class Plain(Counts):
+    def reset(self, row):
+        self.left = 1
+        return [{"role": "tool", "content": str(row["number"])}]
+
+    def step(self, message):
+        time.sleep(0.2)
+        return None, [0.5] * len(message["token_ids"]), True
+
+
+class Raises(Counts):
+    def step(self, message):
+        raise KeyError("no such thing")
+
+
+class Exits(Counts):
+    async def step(self, message):
+        raise SystemExit(3)
+
+
+class Hangs(Counts):
+    async def step(self, message):
+        await asyncio.sleep(100)
+
+
+class HangsInAThread(Counts):
+    def step(self, message):
+        time.sleep(100)
+
+
+class Blocks(Counts):
+    async def step(self, message):
+        time.sleep(100)
+
+
+class Dies(Counts):
+    async def step(self, message):
+        os._exit(3)
+
+
+class ThreeOnly(Counts):
+    async def step(self, message):
+        return 3
+
+
+class NoText(Counts):
+    async def step(self, message):
+        return 3, 0.0, True
+
+
+class NoNumber(Counts):
+    async def step(self, message):
+        return "", "1", True
+
+
+class NotFinite(Counts):
+    async def step(self, message):
+        return "", float("nan"), True
+
+
+class NoBool(Counts):
+    async def step(self, message):
+        return "", 0.0, "no"
+
+
+class TooManyRewards(Counts):
+    async def step(self, message):
+        return "", [1.0] * 9, True
+
+
+class NoStep:
+    async def reset(self, row):
+        pass
+"""
+
+
+@pytest.fixture(scope="session")
+def environments(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("environments") / "environments.py"
+    path.write_text(ENVIRONMENTS)
+    return path

@@ -1,0 +1,101 @@
+"""Environments in worker processes: many at once, and whatever their code does, the trainer goes on or says why not."""
+
+import asyncio
+import time
+
+import psutil
+import pytest
+
+from megappo.environments import process
+from megappo.environments.pool import EnvironmentPool
+from megappo.environments.process import EnvironmentFault, EpisodeLost
+
+TURN = {"role": "assistant", "content": "x", "token_ids": [1, 2]}
+
+
+def pool_of(environments, name: str, num_workers: int = 1, seconds: float = 0.5) -> EnvironmentPool:
+    return EnvironmentPool(name, [str(environments), name], num_workers=num_workers, timeout_seconds=seconds)
+
+
+async def episode(pool: EnvironmentPool, number: int = 3) -> list:
+    async with pool.environment() as environment:
+        found = [await environment.reset({"number": number})]
+        while True:
+            observation, reward, done = await environment.step(TURN)
+            found.append((observation, reward))
+            if done:
+                return found
+
+
+def play(pool: EnvironmentPool, count: int) -> list:
+    async def all_of_them():
+        async with pool.open():
+            return await asyncio.gather(*(episode(pool) for _ in range(count)), return_exceptions=True)
+
+    return asyncio.run(all_of_them())
+
+
+def test_many_episodes_run_at_once_in_each_process(environments):
+    with pool_of(environments, "Counts", 2, seconds=60.0) as pool:
+        assert pool.takes.needed == ("number",)
+        start = time.monotonic()
+        found = play(pool, 100)
+        assert time.monotonic() - start < 10.0, "one after the other they take 60 s"
+        said = [[{"role": "user", "content": f"left {left}"}] for left in (2, 1, 0)]
+        assert found == [[[], *((one, 1.0) for one in said)]] * 100
+        assert play(pool, 2) == found[:2], "in another event loop"
+
+
+def test_plain_methods_have_threads_of_their_own(environments):
+    with pool_of(environments, "Plain", seconds=60.0) as pool:
+        start = time.monotonic()
+        assert play(pool, 50) == [[[{"role": "tool", "content": "3"}], ([], [0.5, 0.5])]] * 50
+        assert time.monotonic() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Raises", "step raised KeyError: 'no such thing'"),
+        ("Exits", "step raised SystemExit: 3"),
+        ("ThreeOnly", r"step returned 3; expected \(observation, reward, done\)"),
+        ("NoText", "step returned the observation 3; expected a text"),
+        ("NoNumber", "step returned the reward '1'; expected a finite number"),
+        ("NotFinite", "step returned the reward nan; expected a finite number"),
+        ("NoBool", "step returned done 'no', a str; expected True or False"),
+        ("TooManyRewards", "step returned 9 rewards for a turn of 2 tokens; expected as many, or one"),
+    ],
+)
+def test_what_is_wrong_with_an_environment_is_said(environments, name, message):
+    with pool_of(environments, name, seconds=60.0) as pool:
+        [error] = play(pool, 1)
+        with pytest.raises(EnvironmentFault, match=f"^environment {name} {message}"):
+            raise error
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Hangs", "step took longer than 0.5 s"),
+        ("HangsInAThread", "step took longer than 0.5 s"),
+        ("Blocks", "step blocked its process for more than 0.5 s"),
+        ("Dies", "its process ended"),
+    ],
+)
+def test_an_environment_that_does_not_answer_loses_its_episode_alone(environments, name, message, monkeypatch):
+    monkeypatch.setattr(process, "GRACE_SECONDS", 1.0)
+    with pool_of(environments, name, 2) as pool:
+        for _ in range(2):  # the second time in processes started anew, where these had to end
+            found = play(pool, 4)
+            assert all(isinstance(one, EpisodeLost) for one in found)
+            assert message in map(str, found)
+    assert not [one for one in psutil.Process().children(recursive=True) if "environments" in " ".join(one.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("Nothing", "does not exist: the file defines .*Counts"), ("NoStep", "has no step: expected a class")],
+)
+def test_what_cannot_be_loaded_is_said_at_the_start(environments, name, message):
+    with pytest.raises(EnvironmentFault, match=f"^environment {name} {message}"):
+        pool_of(environments, name)

@@ -1,0 +1,118 @@
+"""Runs with an environment: episodes of five turns under a template that rewrites history, exact to the token."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from program import Program, logged
+from safetensors import safe_open
+from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.timeout(600)
+TEMPLATE = (
+    "{% for one in messages %}{% if one.role == 'assistant' %}{{ '-' + one.content[-4:] + '<eos>' }}"
+    "{% else %}{{ '+' + one.content + '=' }}{% endif %}{% endfor %}{% if add_generation_prompt %}-{% endif %}"
+)
+"""Of what the policy has written only the last four characters stay."""
+ENVIRONMENT = """
+class Sevens:
+    columns = ("size",)
+
+    async def reset(self, row):
+        self.turns = 0
+        return "8" * row["size"]
+
+    async def step(self, message):
+        self.turns += 1
+        return str(self.turns) * 2, message["content"].count("7") / len(message["token_ids"]), self.turns == 5
+"""
+
+
+@pytest.fixture
+def settings(config: Path, folder: Path) -> list[str]:
+    """Of a run of episodes, on record."""
+    model = folder / "model"
+    shutil.copytree(config.parent / "model", model)
+    values = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(values | {"max_position_embeddings": 512}))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    records = [{"prompt": [{"role": "user", "content": f"{i}"}], "label": None, "size": i % 3} for i in range(10, 42)]
+    for name in ("train", "val"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "environment.py").write_text(ENVIRONMENT)
+    return [
+        *(f"model.path={model}", f"rollout.environment={folder / 'environment.py'}:Sevens", "reward.function=null"),
+        *("rollout.max_response_length=128", "data.max_prompt_length=64", "rollout.n=2", "data.train_batch_size=16"),
+        *(f"data.train_files={folder / 'train.jsonl'}", f"data.val_files={folder / 'val.jsonl'}"),
+        *(f"trainer.output_dir={folder / 'out'}", f"trainer.record_rollouts={folder / 'record'}"),
+        *("trainer.total_steps=3", "trainer.eval_interval=3", "actor.max_tokens_per_micro_batch=1024"),
+        "critic.max_tokens_per_micro_batch=1024",
+    ]
+
+
+def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, folder: Path, settings: list[str]):
+    """And of a record everything can be reckoned anew without the program: prompts, masks, rewards."""
+    with Program(folder / "program", config, *settings) as program:
+        assert program.wait() == 0, program.output
+    steps = [metrics for metrics in logged(folder / "out") if metrics["step"]]
+    assert len(steps) == 3
+    for metrics in steps:
+        assert 0 < metrics["rollout/log_prob_diff/max"] < 1e-4
+        assert 4 < metrics["episode/turns"] <= 5 and 1.5 < metrics["episode/segments"] < 4.5
+        assert metrics["episode/done_frac"] + metrics["episode/length_frac"] == 1
+    assert 0 <= steps[-1]["val/val/score/mean"] <= 5
+    with safe_open(folder / "record" / "step_00000001.safetensors", framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    prompts, responses = tensors["prompt_lengths"], tensors["response_lengths"]
+    rows = tensors["tokens"].split((prompts + responses).tolist())
+    per_token = {
+        name: tensors[f"fields.{name}"].split(responses.tolist())
+        for name in ("response_mask", "turns", "turn_rewards", "rollout_log_probs")
+    }
+    segments, tokenizer = tensors["fields.segments"].tolist(), AutoTokenizer.from_pretrained(folder / "model")
+    assert segments.count(0) == 32 and len(segments) > 64
+    history, rewards = "", 0.0
+    for row, number in enumerate(segments):
+        ids, start = rows[row].tolist(), int(prompts[row])
+        mask, turns = per_token["response_mask"][row], per_token["turns"][row]
+        assert mask.equal((turns > 0).float()) and mask.equal((per_token["rollout_log_probs"][row] < 0).float())
+        assert mask[-1] == 1, "what nobody answers is no part of an episode"
+        prompt = tokenizer.decode(ids[:start])
+        history, rewards = (prompt, 0.0) if number == 0 else (history, rewards)
+        assert prompt == history, "a segment begins with the whole history, as the template has it"
+        pieces = [[]]
+        for token, turn in zip(ids[start:], turns.tolist(), strict=True):
+            if pieces[-1] and pieces[-1][-1][1] != turn:
+                pieces.append([])
+            pieces[-1].append((token, turn))
+        for piece in pieces:
+            text = tokenizer.decode([token for token, _ in piece])
+            if turn := piece[0][1]:
+                content = text.removesuffix("<eos>")
+                reward, said = content.count("7") / len(piece), str(int(turn)) * 2
+                kept = re.sub("[^0-9+=-]", "", content[-4:])  # the tokenizer drops the rest
+                history += f"{kept}<eos>+{said}=-"
+                rewards += reward if text.endswith("<eos>") else 0.0  # else it was cut off
+            else:
+                assert text == f"+{said}=-"
+        is_last = row + 1 == len(segments) or segments[row + 1] == 0
+        assert not is_last or tensors["fields.scores"][row] == pytest.approx(rewards, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method",
+    [
+        ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "actor.parallel.tensor=1"),
+        ("algorithm.adv_estimator=remax", "actor.parallel={tensor: 1, pipeline: 2}"),
+        ("algorithm.shared_backbone=true", "placement={actor, critic: 0-1, rollout: 0-1}", "actor.parallel.tensor=1"),
+    ],
+)
+def test_other_methods_and_layouts(config: Path, folder: Path, settings: list[str], method: tuple[str, ...]):
+    with Program(folder / "program", config, *settings, *method) as program:
+        assert program.wait() == 0, program.output
+    assert all(0 < m["rollout/log_prob_diff/max"] < 1e-4 for m in logged(folder / "out") if m["step"])

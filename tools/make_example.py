@@ -1,0 +1,203 @@
+"""Make the data and the model of an example of several turns: `grid`, a game, for configs/grid.yaml.
+
+As tools/make_quickstart.py does: a small Qwen2 is warm-started by supervised steps on what a careless player does. The
+walker of the grid takes left for right with probability CONFUSE, so that the model greedily walks the wrong way, while
+its samples often reach the goal. No held-out game is used in training.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "configs"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import make_quickstart as quickstart
+from grid_environment import SIZE, STEPS, shown
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
+
+PAD, EOS, UNKNOWN = quickstart.PAD, quickstart.EOS, quickstart.UNKNOWN
+ROLES = {"user": "<u>", "assistant": "<a>"}
+TEMPLATE = (
+    "{% for one in messages %}{{ {'user': '<u>', 'assistant': '<a>'}[one.role] + one.content + '<eos>' }}"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+CONFUSE = 0.65
+WANDER = 0.1
+HELD_OUT = 0.2
+STEPS_OF_WARM_START = 800
+BATCH_SIZE = 64
+Turns = list[tuple[str, str]]
+"""(role, content) each."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """What is to be made.
+
+    Attributes:
+        tokens: of the vocabulary, besides the special ones; the longest that fits is taken first.
+        records: all prompts, with their labels.
+        play: what a careless player does of one.
+    """
+
+    tokens: tuple[str, ...]
+    records: list[dict[str, Any]]
+    play: Callable[[dict[str, Any], random.Random], Turns]
+
+
+# --- the grid game ---
+
+
+def grid() -> Example:
+    """All games of two different places."""
+    places = list(itertools.product(range(SIZE), repeat=2))
+    games = [{"start": a, "goal": b} for a, b in itertools.permutations(places, 2)]
+    records = [{"prompt": _user(shown(game["start"], game["goal"])), "label": None, **game} for game in games]
+    return Example((*map(str, range(SIZE)), ">", *STEPS), records, _walk)
+
+
+def _walk(game: dict[str, Any], rng: random.Random) -> Turns:
+    """The turns of a walker who wanders at times, and mistakes left for right."""
+    (row, column), goal = game["start"], game["goal"]
+    turns = [("user", shown((row, column), goal))]
+    while (row, column) != goal and len(turns) < 16:
+        vertical, horizontal = goal[0] - row, goal[1] - column
+        if rng.random() < WANDER:
+            step = rng.choice(list(STEPS))
+        elif vertical and (not horizontal or rng.random() < 0.5):
+            step = "D" if vertical > 0 else "U"
+        else:
+            step = "LR"[(horizontal > 0) != (rng.random() < CONFUSE)]
+        row, column = (min(max(at + by, 0), SIZE - 1) for at, by in zip((row, column), STEPS[step], strict=True))
+        turns += [("assistant", step), ("user", shown((row, column), goal))]
+    return turns[:-1]
+
+
+# --- for all ---
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def write_tokenizer(folder: Path, tokens: tuple[str, ...]) -> list[str]:
+    """One token for each of the texts; gives all tokens, each at its id."""
+    special = [PAD, EOS, UNKNOWN, *ROLES.values()]
+    vocabulary = [*special, *tokens]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
+    longest_first = "|".join(_escaped(token) for token in sorted(tokens, key=len, reverse=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{longest_first}|."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "unk_token": UNKNOWN,
+        "additional_special_tokens": list(ROLES.values()),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return vocabulary
+
+
+def _escaped(token: str) -> str:
+    return "".join(f"\\x{{{ord(character):x}}}" for character in token)
+
+
+def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, dialogues: Iterator[Turns]) -> None:
+    """Supervised steps (Adam, linear warm-up, cosine decay); the loss counts what the player says."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=quickstart.PEAK_LR, betas=(0.9, 0.99))
+    for step in range(1, STEPS_OF_WARM_START + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = quickstart.PEAK_LR * quickstart.lr_factor(step, STEPS_OF_WARM_START)
+        rows = [_labelled(tokenizer, turns) for turns in itertools.islice(dialogues, BATCH_SIZE)]
+        tokens, labels = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in zip(*rows, strict=True))
+        loss = model(input_ids=tokens, labels=labels.masked_fill(labels == 0, quickstart.IGNORED), use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 0:
+            print(f"supervised step {step}/{STEPS_OF_WARM_START}  loss {loss.item():.3f}", flush=True)
+
+
+def _labelled(tokenizer: Tokenizer, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and labels, which are 0 where there is no loss."""
+    tokens, labels = [], []
+    for role, content in turns:
+        ids = tokenizer.encode(f"{ROLES[role]}{content}{EOS}").ids
+        tokens += ids
+        labels += [0, *ids[1:]] if role == "assistant" else [0] * len(ids)
+    return torch.tensor(tokens), torch.tensor(labels)
+
+
+def build(folder: Path, example: Example, seed: int) -> None:
+    """Write the parts into `folder`."""
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    rng.shuffle(example.records)
+    held_out = int(HELD_OUT * len(example.records))
+    parts = {"val.jsonl": example.records[:held_out], "train.jsonl": example.records[held_out:]}
+    for name, records in parts.items():
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "model").mkdir()
+    vocabulary = write_tokenizer(folder / "model", example.tokens)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(**(quickstart.SHAPE | {"vocab_size": len(vocabulary), "max_position_embeddings": 256}))
+    )
+    records = parts["train.jsonl"]
+    dialogues = (example.play(rng.choice(records), rng) for _ in itertools.count())
+    warm_start(model, Tokenizer.from_file(str(folder / "model" / "tokenizer.json")), dialogues)
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    model.save_pretrained(folder / "model")
+
+
+EXAMPLES = {"grid": grid}
+
+
+def parse_args() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("example", choices=EXAMPLES)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write: train.jsonl, val.jsonl, model")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the model and its training (default: 0)")
+    parser.add_argument("--force", action="store_true", help="replace these parts if the folder exists")
+    args = parser.parse_args()
+    if args.output.exists() and not args.force:
+        parser.error(f"{args.output} exists: choose another --output, or replace its parts with --force")
+    return args
+
+
+def main() -> None:
+    """Build next to the output, then rename."""
+    args = parse_args()
+    start = time.monotonic()
+    torch.set_num_threads(1)  # so that the result does not depend on the number of cores
+    logging.disable_progress_bar()
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=f".{args.output.name}.") as temporary:
+        folder = Path(temporary) / args.output.name
+        folder.mkdir()
+        build(folder, EXAMPLES[args.example](), args.seed)
+        quickstart.publish(folder, args.output)
+    print(f"wrote {args.output} in {time.monotonic() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
