@@ -8,9 +8,14 @@ BUILTIN = {
     "gsm8k": f"{_GRADERS}.gsm8k:gsm8k",
     "math": f"{_GRADERS}.mathematics:math",
     "think_answer": f"{_GRADERS}.forms:think_answer",
+    "code": f"{_GRADERS}.code:code",
+    "http": f"{_GRADERS}.remote:http",
+    "judge": f"{_GRADERS}.remote:judge",
     "repetition": f"{_GRADERS}.forms:repetition",
 }
 """reward.function -> module:function."""
+WAITING = ("http",)
+"""Of these, functions of lists that wait for others: they get many rows at once, however long they take."""
 ANSWERS = {
     BUILTIN["exact_match"]: f"{_GRADERS}.texts:whole",
     BUILTIN["multiple_choice"]: f"{_GRADERS}.texts:chosen",

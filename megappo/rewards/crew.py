@@ -58,18 +58,17 @@ class Crew:
     """Workers that have loaded the functions.
 
     Args:
-        spec: names all functions, in messages.
-        are_built_in: of each function.
+        functions: by spec.
     Attributes:
         takes: what the functions take of a record besides prompt and label.
     Raises:
         RewardError: the functions cannot be loaded.
     """
 
-    def __init__(self, spec: str, functions: Sequence[Function], are_built_in: Sequence[bool], settings: Settings):
-        self.spec = spec
+    def __init__(self, functions: Mapping[str, Function], settings: Settings):
+        self.spec = " + ".join(functions)
         self.settings = settings
-        self._functions = functions
+        self._functions = list(functions.values())
         self._changed = Condition()
         """Held to touch what follows, or a scoring."""
         self._pieces: deque[Piece] = deque()
@@ -85,7 +84,7 @@ class Crew:
         self._wait(lambda: len(self._loaded) == settings.num_workers)
         self.takes, ways = self._loaded[0]
         size = settings.batch_size
-        self._lanes += [lane(way, size, is_built_in=own) for way, own in zip(ways, are_built_in, strict=True)]
+        self._lanes += [lane(way, size, spec) for way, spec in zip(ways, functions, strict=True)]
 
     def begin(self) -> Scoring:
         """Rows to be added as they come.

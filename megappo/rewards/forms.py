@@ -92,6 +92,7 @@ class Form:
         shown: as messages show it.
         mark: the parameter by which it is known.
         own: parameters that are no columns -> their values; a function may leave out any but the mark.
+        if_named: of these, such as **kwargs does not get.
         per_row: it is called with one row, not with lists.
         optional: the columns that it gets without needing them; None: any.
         raw_prompts: see `Takes`.
@@ -100,6 +101,7 @@ class Form:
     shown: str
     mark: str
     own: Mapping[str, Callable[[Rows], list]]
+    if_named: tuple[str, ...] = ()
     per_row: bool = False
     optional: tuple[str, ...] | None = None
     raw_prompts: bool = False
@@ -118,7 +120,12 @@ FORMS = (
     Form(  # verl's
         "compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)",
         "solution_str",
-        {"solution_str": attrgetter("responses"), "ground_truth": attrgetter("labels")},
+        {
+            "solution_str": attrgetter("responses"),
+            "ground_truth": attrgetter("labels"),
+            "prompt_str": attrgetter("prompts"),
+        },
+        if_named=("prompt_str",),  # ours
         per_row=True,
         optional=("data_source", "extra_info"),
     ),
@@ -175,7 +182,8 @@ class RewardFunction:
 
     def calls(self, rows: Rows) -> list[Call]:
         """What it is called with: for each row, or once for all. One without a field that others have has None then."""
-        own = {name: values(rows) for name, values in self.form.own.items() if self._accepts(name)}
+        given = [name for name in self.form.own if self._accepts(name)]
+        own = {name: self.form.own[name](rows) for name in given}
         takes = self.takes  # of what several functions take together
         columns = [{name: row[name] for name in row if self._is_column(name, takes)} for row in rows.columns]
         if self.form.per_row:
@@ -184,7 +192,7 @@ class RewardFunction:
         return [{name: [row.get(name) for row in columns] for name in names} | own | dict(self.options)]
 
     def _accepts(self, name: str) -> bool:
-        return self.takes_any or name in self.parameters
+        return name in self.parameters or (self.takes_any and name not in self.form.if_named)
 
     def _is_column(self, name: str, takes: Takes) -> bool:
         return takes.names(name) and name not in self.options

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megappo.config.schema import Reward
-from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.crew import Crew, RewardError, Settings
 from megappo.rewards.forms import Graded
 from megappo.rewards.process import Function
@@ -55,14 +54,13 @@ class RewardPool(AbstractContextManager):
 
     def __init__(self, weights: Mapping[str, float], settings: Settings):
         found = {spec: parse_spec(spec) for spec in weights}
-        functions = [
-            Function(one.module or one.file, one.name, weights[spec], settings.options.get(spec, {}))
+        functions = {
+            spec: Function(one.module or one.file, one.name, weights[spec], settings.options.get(spec, {}))
             for spec, one in found.items()
-        ]
-        self.spec = " + ".join(weights)
+        }
         self.on_error = settings.on_error
-        self._crew = Crew(self.spec, functions, [spec in BUILTIN for spec in weights], settings)
-        self.takes = self._crew.takes
+        self._crew = Crew(functions, settings)
+        self.spec, self.takes = self._crew.spec, self._crew.takes
 
     def begin(self) -> Scoring:
         """Responses to score, to be added as they come.

@@ -8,6 +8,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple, Protocol
 
+from megappo.rewards.builtin import BUILTIN, WAITING
 from megappo.rewards.forms import Graded, Rows, Way
 from megappo.rewards.process import Failed
 
@@ -154,11 +155,11 @@ class Lane:
         self._seconds += seconds
 
 
-def lane(way: Way, batch_size: int | None, *, is_built_in: bool) -> Lane | None:
+def lane(way: Way, batch_size: int | None, spec: str) -> Lane | None:
     """Of a function; None if it gets a worker's share of all rows in one call, when the last is there."""
-    if way == "rows":
+    if way == "rows" or spec in WAITING:
         return Lane(MOST_ROWS, is_timed=False)
-    if way == "row" or is_built_in:  # these judge each row by itself
+    if way == "row" or spec in BUILTIN:  # these judge each row by itself
         return Lane(MOST_ROWS, is_timed=True)
     return Lane(batch_size, is_timed=False) if batch_size is not None else None
 

@@ -1,0 +1,161 @@
+"""Programs in responses: which tests they pass, and what they can reach."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megappo.rewards.graders.code import code, program_in, trials_of
+from megappo.rewards.pool import load_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+DOUBLE = {"inputs": ["3\n", "-4"], "outputs": ["6", "-8\n"]}
+PRINTS_1 = {"inputs": [""], "outputs": ["1"]}
+SUM = {"inputs": [[1, 2], "3\n4"], "outputs": [3, [7]], "fn_name": "add"}
+PAIR = {"inputs": [["a"]], "outputs": [["a", 1]], "fn_name": "pair"}
+HUMAN_EVAL = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
+GRADED = [
+    ("Here:\n```python\nprint(2 * int(input()))\n```\nDone.", DOUBLE, 1.0),
+    ("```py\nprint(1)\n```\nBetter:\n```\nprint(2 * int(input()))\n```", json.dumps(DOUBLE), 1.0),
+    ("```python\nprint(6)", DOUBLE, 0.5),
+    ("import sys\nprint(2 * int(sys.stdin.read()))\nsys.exit()", DOUBLE, 1.0),
+    ("print(2 * int(input()))\nraise ValueError", DOUBLE, 0.0),
+    ("print('6.0')", DOUBLE, 0.0),
+    ("print(1/3)", {"inputs": [""], "outputs": ["0.33333333"]}, 1.0),
+    ("print('a  b \\n\\n')", {"inputs": [""], "outputs": ["a b"]}, 1.0),
+    ("print('a')", {"inputs": [""], "outputs": ["a\nb"]}, 0.0),
+    ("def add(a, b): return a + b", SUM, 1.0),
+    ("class Solution:\n    def add(self, a, b): return a + b", SUM, 1.0),
+    ("def add(a, b): return 3", SUM, 0.5),
+    ("def add(a, b): return object()", SUM, 0.0),
+    ("def other(a, b): return a + b", SUM, 0.0),
+    ("def pair(a): return (a, 1)", PAIR, 1.0),
+    ("def square(n): return n * n", "assert square(3) == 9\nassert square(0) == 0", 1.0),
+    ("def square(n): return n * 3", ["assert square(3) == 9", "assert square(0) == 0", "assert square(1) == 1"], 2 / 3),
+    ("def square(n): return n * n", HUMAN_EVAL, 1.0),
+    ("def square(n): return n + n + 1", HUMAN_EVAL, 0.0),
+    ("import os\ndef square(n): os._exit(0)", HUMAN_EVAL, 0.0),  # what does not come to the end has not passed
+    ("import sys\nsys.exit(0)", HUMAN_EVAL, 0.0),
+    ("def f(:", DOUBLE, 0.0),
+    ("no program at all", DOUBLE, 0.0),
+]
+
+
+@pytest.mark.parametrize(("response", "label", "share"), GRADED, ids=range(len(GRADED)))
+def test_the_share_of_tests_that_a_program_passes(response: str, label: object, share: float):
+    assert code(response, label) == {"score": float(share == 1), "passed_frac": share}
+    if 0 < share < 1:
+        assert code(response, label, partial_credit=True)["score"] == share
+
+
+@pytest.mark.parametrize("label", [None, 3, "", [], {}, {"inputs": [1], "outputs": []}, {"inputs": [], "outputs": []}])
+def test_a_label_without_tests_is_refused(label: object):
+    if label == "":
+        assert trials_of(label) == ([{"test": "", "entry_point": None}], [None])
+    else:
+        with pytest.raises(ValueError, match="code needs tests as label, .*; found "):
+            code("print(1)", label)
+
+
+def test_a_response_without_a_block_is_a_program():
+    assert program_in("x = 1\n") == "x = 1\n"
+
+
+LIMITS = {
+    "time": ("while True: pass", {"test_seconds": 0.5}),
+    "sleep": ("import time\ntime.sleep(54321)", {"test_seconds": 0.5}),
+    "all time": ("import time\ntime.sleep(0.6)\nprint(1)", {"total_seconds": 0.5}),
+    "memory": ("x = bytearray(2**28)\nprint(1)", {"memory_mib": 200}),
+    "output": ("print('x' * 10**8)\nprint(1)", {}),
+}
+
+
+@pytest.mark.parametrize(("program", "options"), LIMITS.values(), ids=LIMITS)
+def test_limits_hold(program: str, options: dict):
+    start = time.monotonic()
+    assert code(program, {"inputs": ["", ""], "outputs": ["1", "1"]}, **options)["passed_frac"] == 0.0
+    assert time.monotonic() - start < 10
+
+
+REACHES = {
+    "a file": "open({secret!r}).read()",
+    "a file of the system": "open('/etc/passwd').read()",
+    "a folder": "os.listdir({folder!r})",
+    "a new file": "open({folder!r} + '/new', 'w')",
+    "a file's end": "os.truncate({secret!r}, 0)",
+    "a file's end by opening": "os.open({secret!r}, os.O_RDONLY | os.O_TRUNC)",
+    "a file's name": "os.rename({secret!r}, 'mine')",
+    "a file itself": "os.unlink({secret!r})",
+    "a file's mode": "os.chmod({secret!r}, 0o777)",
+    "a file's time": "os.utime({secret!r})",
+    "a link": "os.link({secret!r}, 'mine')",
+    "another's command": "open('/proc/%d/cmdline' % os.getppid())",
+    "another's environment": "open('/proc/%d/environ' % os.getppid()).read()",
+    "another's end": "os.kill(os.getppid(), 0)",
+    "a child": "if not os.fork(): os._exit(0)",
+    "a program": "os.execv('/bin/echo', ['echo', '1'])",
+    "a shell": "assert os.system('true') == 0",
+    "the network": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
+    "a socket of the system": "import socket; socket.socket(socket.AF_UNIX)",
+    "another's limits": "import resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU)",
+    "a system call": "import ctypes; assert ctypes.CDLL(None).syscall({socket_call}, 2, 1, 0) >= 0",
+}
+
+
+def test_a_program_reaches_nothing_outside(tmp_path: Path):
+    """Everything works where nothing is protected, so that it is the protection which refuses it."""
+    (tmp_path / "secret").write_text("secret")
+    call = {"x86_64": 41, "aarch64": 198}[os.uname().machine]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = {"folder": str(tmp_path), "port": server.getsockname()[1], "socket_call": call}
+        programs = {name: body.format(secret=str(tmp_path / "secret"), **names) for name, body in REACHES.items()}
+        tests = [f"import os\n{program}" for program in programs.values()]
+        assert code("", tests)["passed_frac"] == 0.0
+        assert (tmp_path / "secret").read_text() == "secret" and os.listdir(tmp_path) == ["secret"]
+        for program in programs.values():
+            (tmp_path / "secret").write_text("secret")
+            assert code(f"import os\n{program}\nprint(1)", PRINTS_1, unprotected=True)["score"] == 1.0, program
+
+
+def test_a_program_may_use_its_folder_threads_and_libraries():
+    program = """
+import collections, heapq, json, math, random, re, tempfile, threading
+import numpy
+open("own", "w").write("1")
+thread = threading.Thread(target=lambda: print(int(open("own").read()) + int(numpy.ones(2).sum())))
+thread.start(); thread.join()
+"""
+    assert code(program, {"inputs": [""], "outputs": ["3"]})["score"] == 1.0
+
+
+WITHOUT_LANDLOCK = """
+import ctypes, struct
+steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (0x06, 0, 0, 0x50000 | 38), (0x06, 0, 0, 0x7FFF0000)]
+program = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+libc = ctypes.CDLL(None)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, struct.pack("@HP", len(steps), ctypes.addressof(program)), 0, 0) == 0
+from megappo.rewards.graders.code import code
+label = {"inputs": [""], "outputs": ["1"]}
+print(code("print(1)", label, unprotected=True)["score"])
+code("print(1)", label)
+"""
+
+
+def test_nothing_is_run_where_it_cannot_be_protected():
+    """A filter has the kernel say that it has no Landlock, as older ones do."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LANDLOCK], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "1.0\n"
+    assert "RuntimeError: programs cannot be confined here: the kernel has no Landlock" in done.stderr
+    assert "reward.options={code: {unprotected: true}}" in done.stderr
+
+
+def test_by_name_with_options_as_rows_come():
+    with load_reward("code", num_workers=2, timeout_seconds=60, options={"code": {"partial_credit": True}}) as pool:
+        graded = pool.score(["p"] * 3, ["print(6)", "print(2 * int(input()))", "no"], [DOUBLE] * 3)
+    assert [(one.scores, one.parts) for one in graded] == [([n], {"passed_frac": n}) for n in (0.5, 1.0, 0.0)]
