@@ -82,11 +82,11 @@ def _count(text: str) -> int:
 def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
     takes, vocab_size = _taken(config), shared_vocabulary(config)
-    files = [("data.train_files", file, config.data) for file in config.data.train_files]
-    files += [(one.key, file, one.data) for one in eval_sets(config).values() for file in one.files]
+    files = [("data.train_files", file, config.data, config.data.order_by) for file in config.data.files]
+    files += [(one.key, file, one.data, None) for one in eval_sets(config).values() for file in one.files]
     num_wrong = 0
-    for key, file, data in files:
-        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes)
+    for key, file, data, order_by in files:
+        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes, order_by=order_by)
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)

@@ -118,6 +118,10 @@ def _engines(rollout: Rollout) -> Iterator[str]:
 
 
 def _data(config: Config) -> Iterator[str]:
+    if not config.data.files:
+        yield "data.train_files: every weight is 0: raise one"
+    if config.data.order_by in ("", "-"):
+        yield f"data.order_by {config.data.order_by!r} names no field: name one, or set it to null"
     if config.data.prompt_key == config.data.label_key:
         yield f"data.prompt_key and data.label_key are both {config.data.prompt_key!r}: name two different fields"
 

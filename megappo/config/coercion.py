@@ -25,7 +25,8 @@ def as_declared(value: object, annotation: object) -> object:
     if origin in (Union, UnionType):
         words = [word for option in args if get_origin(option) is Literal for word in get_args(option)]
         others = [option for option in args if option is not NoneType and get_origin(option) is not Literal]
-        return value if value is None or value in words or len(others) != 1 else as_declared(value, others[0])
+        fitting = [option for option in others if (get_origin(option) is dict) == isinstance(value, dict)]
+        return value if value is None or value in words or len(fitting) != 1 else as_declared(value, fitting[0])
     if origin is tuple:
         return _as_tuple(value, args)
     if annotation is int or annotation is float:

@@ -5,7 +5,7 @@ import textwrap
 
 from megappo.config.describe import REQUIRED, Key, keys, show
 
-WIDEST_VALUES = 44
+WIDEST_VALUES = 46
 """Characters."""
 
 

@@ -9,7 +9,7 @@ from megappo.config.bounded_yaml import DEEPEST, BoundedLoader, NotReadError
 from megappo.config.errors import ConfigError, shorten
 
 KeyPath = tuple[str, ...]
-LONGEST_KEY = 100
+LONGEST_KEY = 1000  # some are paths
 NO_NAME = f"a key must be a name of 1 to {LONGEST_KEY} printable characters"
 
 

@@ -166,7 +166,7 @@ class Rollout(Section):
 
 
 class Data(Section):
-    train_files: tuple[str, ...] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts")
+    train_files: tuple[str, ...] | dict[str, NonNegativeFloat] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts; as {a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves one out that base names")
     val_files: tuple[str, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
     train_batch_size: Positive = Field(256, description="prompts per step, at most as many as train_files hold")
     prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template; a dotted name leads into objects")
@@ -178,6 +178,18 @@ class Data(Section):
     too_long: TooLong = Field("error", description="a prompt longer than max_prompt_length: an error that names its line, left out, or cut to its last tokens, without those that a template puts before; what is left out or cut is counted at the start")
     on_bad_row: Literal["error", "skip"] = Field("error", description="a malformed record, or one without a field that is needed: an error that names its line, or left out and counted")
     shuffle: bool = Field(True, description="a new order each epoch, from trainer.seed")
+    order_by: str | None = Field(None, description="field with a number, such as a difficulty, by which each epoch ascends, or with a - before it descends; shuffle is then of equal ones; null = none")
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Each training file with its weight; none where they have none."""
+        given = self.train_files if isinstance(self.train_files, dict) else {}
+        return {file: weight for file, weight in given.items() if weight}
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The training files, but for those with weight 0."""
+        return tuple(self.shares) if isinstance(self.train_files, dict) else self.train_files
 
     @property
     def val_names(self) -> list[str]:

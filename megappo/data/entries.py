@@ -1,6 +1,7 @@
 """A record of a data file as the program uses it: checked, its chat messages rendered, its text as tokens."""
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,14 @@ class Entry:
     Attributes:
         text: as the model sees it. is_chat: from chat messages, whose template brings the special tokens itself.
         columns: what the reward function takes besides.
+        rank: by which it is ordered.
     """
 
     text: str
     is_chat: bool
     label: Any
     columns: dict[str, Any]
+    rank: float = 0.0
 
 
 def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
@@ -55,7 +58,8 @@ def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
             missing.append(f"{wanted.fault}{reached}")
     if missing:
         raise ValueError(*missing)
-    prompt, label, *_ = values
+    prompt, label, *more = values
+    rank = 0.0 if fields.order_by is None else fields.rank_of(more[0])
     columns = fields.columns_of(record)
     _check_value("prompt", prompt)
     _check_value("label", label)
@@ -64,7 +68,7 @@ def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
     conversation = chat.conversation(prompt)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = conversation
-    return Entry(chat.text_of(conversation), not isinstance(conversation, str), label, columns)
+    return Entry(chat.text_of(conversation), not isinstance(conversation, str), label, columns, rank)
 
 
 def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
@@ -107,6 +111,8 @@ class Checker:
                     entries[number] = entry_of(record, self._fields, self._chat)
                 except ValueError as error:
                     check.add(number, error.args, self._on_bad_row)
+            if self._fields.order_by is not None:
+                check.ranks.extend(entries[number].rank if number in entries else math.nan for number in part)
             for number, fault, done in self._wrong_tokens(entries):
                 check.add(number, [fault], done)
         return check

@@ -64,11 +64,13 @@ class Check:
     Attributes:
         found: what is done about them -> faults.
         left_out: numbers, from 0, of the records that the run goes on without.
+        ranks: by which the records are ordered, NaN of those that are wrong; empty without data.order_by.
     """
 
     looked_at: int
     found: dict[Done, Faults] = field(default_factory=dict)
     left_out: "array[int]" = field(default_factory=lambda: array("I"))
+    ranks: "array[float]" = field(default_factory=lambda: array("d"))
 
     def add(self, number: int, faults: Iterable[str], done: Done) -> None:
         """Note a record's faults, and what is done about them."""

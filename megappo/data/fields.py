@@ -1,5 +1,6 @@
 """The fields of a data file's records that a run reads: prompt, label, and those that the reward function takes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,6 +8,8 @@ from typing import Any
 
 from megappo.rewards.forms import Takes
 
+MAX_VALUE = 80
+"""Characters of a value, in messages."""
 MAX_NAMES = 200
 """Characters of the fields that a file or an object has, in messages."""
 
@@ -38,17 +41,21 @@ class Fields:
     Attributes:
         takes: of the reward function.
         section: of the config, where the keys of these files stand.
+        order_by: see data.order_by.
     """
 
     prompt_key: str
     label_key: str
     takes: Takes
     section: str = "data"
+    order_by: str | None = None
 
     @cached_property
     def wanted(self) -> tuple[Wanted, ...]:
         """Those that every record must have: prompt, label, what the reward function needs."""
         keys = {f"{self.section}.prompt_key": self.prompt_key, f"{self.section}.label_key": self.label_key}
+        if self.order_by is not None:
+            keys["data.order_by"] = self.order_by.removeprefix("-")
         of_function = "reward.function" if self.section == "data" else f"{self.section}.reward"
         remedy = "rename its parameter, give it a default, or add the field"
         return (
@@ -62,6 +69,22 @@ class Fields:
         if self.takes.welcome is None:
             return None
         return [*(wanted.name for wanted in self.wanted), *self.takes.welcome]
+
+    def rank_of(self, value: Any) -> float:
+        """By which a record is ordered, ascending, when its field of order_by has this value.
+
+        Raises:
+            ValueError: that is no number.
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"expected a number for data.order_by, found {repr(value)[:MAX_VALUE]}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ValueError("the number for data.order_by is too large, or none")
+        return -number if str(self.order_by).startswith("-") else number
 
     def columns_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """What the reward function takes of it; where that is any field, all but the prompt."""

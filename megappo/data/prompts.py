@@ -2,11 +2,10 @@
 
 import bisect
 import itertools
-import random
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +17,7 @@ from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import BEGINNINGS, Check, DataFile, Done, check_lines
 from megappo.data.fields import Fields
 from megappo.data.file_heads import RecordsError
+from megappo.data.order import Order, Turns
 from megappo.data.records import Records, open_records
 from megappo.data.unpacking import Unpack, unpacked
 from megappo.rewards.forms import NOTHING, Takes
@@ -57,6 +57,8 @@ class PromptDataset:
         key: that names the files, for messages.
         takes: what the reward function takes besides prompt and label.
         unpack: see `open_records`.
+        weights: of the files, each of which has epochs of its own then; none: they are one.
+        order_by: see data.order_by; in this order prompts are taken once all have been looked at.
 
     Attributes:
         kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
@@ -74,16 +76,21 @@ class PromptDataset:
         key: str = "data.train_files",
         takes: Takes = NOTHING,
         unpack: Unpack = unpacked,
+        weights: Sequence[float] = (),
+        order_by: str | None = None,
     ):
         self.config = config
         self.seed = seed
         self._key = key
         self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, config)
-        self._fields = Fields(config.prompt_key, config.label_key, takes, key.rpartition(".")[0])
+        self._fields = Fields(config.prompt_key, config.label_key, takes, key.rpartition(".")[0], order_by)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
         self.kept: Sequence[int] = range(self._starts[-1])
+        self._weights = weights
+        self._turns = Turns(weights or [1])
+        self._orders = [] if order_by else self._arranged(array("d"))
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -92,15 +99,22 @@ class PromptDataset:
         """The train_batch_size prompts of a step, counted from 0: a pure function of (seed, step). Of several ranks
         this one's share, a part of them behind each other.
 
-        Each epoch is a permutation of all prompts (their own order without shuffle); a batch at its end runs on into
-        the next epoch, so nothing is dropped.
+        Each epoch is a permutation of all prompts (their own order without shuffle), or of each file's where these have
+        weights; a batch at its end runs on into the next epoch, so nothing is dropped.
         """
         return self.at(share(self.indices(step), rank, world_size))
 
     def indices(self, step: int) -> list[int]:
         """The positions of a step's prompts in the dataset."""
         size = self.config.train_batch_size
-        return [self._index(position) for position in range(step * size, (step + 1) * size)]
+        turns = self._turns.between(step * size, (step + 1) * size)
+        return [self.kept[first + order[place]] for whose, place in turns for first, order in [self._orders[whose]]]
+
+    def shares(self) -> list[tuple[str, int, int]]:
+        """Of each part that has epochs of its own: what it is, how many prompts it gives to a step at most, and has."""
+        names = [file.path for file in self.files] if self._weights else [self._key]
+        most = [self._turns.most(part, self.config.train_batch_size) for part in range(len(names))]
+        return list(zip(names, most, map(len, self._parts()), strict=True))
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these positions in the dataset, each of which is right."""
@@ -136,19 +150,44 @@ class PromptDataset:
         each reason.
 
         Args:
-            parts: several ranks' `check`.
+            parts: several ranks' `check`, of which each has looked at records behind those of the one before.
         """
+        left_out, looked_at = _counts(parts)
         is_kept = bytearray(b"\1") * self._starts[-1]
         for part in parts:
             for start, check in zip(self._starts[:-1], part, strict=True):
                 for number in check.left_out:
                     is_kept[start + number] = 0
-        left_out, looked_at = _counts(parts)
+        if left_out:
+            self.kept = array("I", itertools.compress(range(self._starts[-1]), is_kept))
+        if self._fields.order_by is None or looked_at == self._starts[-1]:
+            ranks = itertools.chain.from_iterable(check.ranks for file in zip(*parts, strict=True) for check in file)
+            self._orders = self._arranged(array("d", itertools.compress(ranks, is_kept)))
         if not left_out:
             return self._told(parts, "truncate_left")
-        self.kept = array("I", itertools.compress(range(self._starts[-1]), is_kept))
         whole = f"{BEGINNINGS['skip']}{self._key}: {left_out:,} of {looked_at:,} records"
         return [whole, *self._told(parts, "skip"), *self._told(parts, "truncate_left")]
+
+    def _parts(self) -> list[range]:
+        """Places in `kept` of what has epochs of its own."""
+        bounds = self._starts if self._weights else [0, self._starts[-1]]
+        places = [bisect.bisect_left(self.kept, bound) for bound in bounds]
+        return list(map(range, places, places[1:]))
+
+    def _arranged(self, ranks: "array[float]") -> list[tuple[int, Order]]:
+        """Of each of these parts, where it begins in `kept`, and its order; `ranks` are of all that are kept."""
+        return [
+            (
+                part.start,
+                Order(
+                    f"{self.seed}/{number}" if self._weights else str(self.seed),
+                    len(part),
+                    shuffle=self.config.shuffle,
+                    values=ranks[part.start : part.stop],
+                ),
+            )
+            for number, part in enumerate(self._parts())
+        ]
 
     def _told(self, parts: Sequence[Sequence[Check]], done: Done) -> list[str]:
         return [BEGINNINGS[done] + line for line in self._lines(parts, done)]
@@ -163,10 +202,6 @@ class PromptDataset:
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)
         return Prompt(index, tokens, text, entry.label, entry.columns)
-
-    def _index(self, position: int) -> int:
-        epoch, offset = divmod(position, len(self))
-        return self.kept[_epoch_order(self.seed, epoch, len(self))[offset] if self.config.shuffle else offset]
 
     def _entry(self, index: int) -> Entry:
         file = bisect.bisect_right(self._starts, index) - 1
@@ -191,7 +226,10 @@ def open_datasets(
         ConfigError: a file is missing, empty, or of another kind.
     """
     data, seed = config.data, config.trainer.seed
-    train = PromptDataset(data.train_files, tokenizer, data, seed, takes=takes, unpack=unpack)
+    weights = tuple(data.shares.values())
+    train = PromptDataset(
+        data.files, tokenizer, data, seed, takes=takes, unpack=unpack, weights=weights, order_by=data.order_by
+    )
     val = {
         name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, eval_takes.get(name, takes), unpack)
         for name, one in eval_sets(config).items()
@@ -201,12 +239,17 @@ def open_datasets(
 
 def batch_errors(train: PromptDataset) -> list[str]:
     """Whether a step takes more prompts than there are."""
-    size = train.config.train_batch_size
-    if size <= len(train) or not len(train):  # no prompt at all is told as such
+    if not len(train):  # which is told as such
         return []
+    size = train.config.train_batch_size
     return [
-        f"data.train_batch_size {size} is more than the {len(train):,} prompts of data.train_files, so that a step "
-        "would hold some twice: lower it, or name more files"
+        f"data.train_batch_size {size} is more than the {there:,} prompts of data.train_files, so that a step would "
+        "hold some twice: lower it, or name more files"
+        if name == "data.train_files"
+        else f"data.train_files: {name} gives {most:,} of the data.train_batch_size {size:,} prompts of a step and has "
+        f"{there:,}, so that a step would hold some twice: lower its weight, or that"
+        for name, most, there in train.shares()
+        if most > there
     ]
 
 
@@ -219,13 +262,6 @@ def _counts(parts: Sequence[Sequence[Check]]) -> tuple[int, int]:
     """Records that are left out, and those that were looked at."""
     checks = [check for part in parts for check in part]
     return sum(len(check.left_out) for check in checks), sum(check.looked_at for check in checks)
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, size: int) -> Sequence[int]:
-    order = array("I", range(size))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
 
 
 def _open(key: str, file: str, names: Sequence[str] | None, unpack: Unpack) -> Records:

@@ -270,6 +270,9 @@ FILES = {
     "model.path=absent": "model.path: no folder absent (looked in /",
     "critic.model_path=absent": "critic.model_path: no folder absent (looked in /",
     "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl (looked in /",
+    "data.train_files={train.jsonl: 0}": "data.train_files: every weight is 0: raise one",
+    "data.train_files={train.jsonl: 1, absent.jsonl: 1}": "data.train_files: no file absent.jsonl (looked in /",
+    "data.order_by=''": "data.order_by '' names no field: name one, or set it to null",
     "data.val_files=[val.jsonl, val.jsonl]": (
         "data.val_files: several are called 'val', under which each would be reported: rename or merge them"
     ),

@@ -35,7 +35,7 @@ KEYS_AND_VALUES = {
     "eval.datasets={aime: val.jsonl}": 'eval.datasets.aime: expected section, found "val.jsonl"',
     "eval.dataset={}": "eval.dataset: unknown key; did you mean eval.datasets?",
     "data.shuffle=1": "data.shuffle: expected true | false, found 1",
-    "data.train_files=[]": "data.train_files: expected non-empty list of text, found []",
+    "data.train_files=[]": "data.train_files: expected non-empty list of text | keys with float >= 0, found []",
     "data.prompt_key=1": "data.prompt_key: expected text, found 1",
     "algorithm.kl_penalty=k4": "algorithm.kl_penalty: expected k1 | abs | k2 | k3 | k1+ | k3+ | full | kl | mse |",
     "reward.scale=-1": "reward.scale: expected float > 0, found -1",
@@ -82,8 +82,14 @@ KEYS_AND_VALUES = {
     "model.path=12": "model.path: expected text, found 12",
     "model=": "model: expected section, found null",
     "model=[]": "model: expected section, found []",
-    "data.train_files={a: b}": 'data.train_files: expected non-empty list of text, found {"a": "b"}',
-    "data.train_files=[[a]]": 'data.train_files: expected non-empty list of text, found [["a"]]',
+    "data.train_files={a: b}": (
+        'data.train_files: expected non-empty list of text | keys with float >= 0, found {"a": "b"}'
+    ),
+    "data.train_files={a: -1}": 'data.train_files: expected non-empty list of text | keys with float >= 0, found {"a":',
+    "data.train_files={}": "data.train_files: expected non-empty list of text | keys with float >= 0, found {}",
+    "data.train_files=[[a]]": (
+        'data.train_files: expected non-empty list of text | keys with float >= 0, found [["a"]]'
+    ),
     "rollout.stop={a: {b: c}}": 'rollout.stop: expected list of text, found {"a": {"b": "c"}}',
     "rollout.server_args={a: .inf}": "rollout.server_args: expected keys with text | int | float | true | false",
     "rollout.server_args={a: null}": "rollout.server_args: expected keys with text | int | float | true | false",

@@ -57,6 +57,8 @@ def test_defaults_fill_what_the_file_leaves_out(minimal):
         ("data.train_files=a.jsonl", lambda c: c.data.train_files, ("a.jsonl",)),
         ("actor.offload=weights", lambda c: c.actor.offload, ("weights",)),
         ("actor.offload=auto", lambda c: c.actor.offload, "auto"),
+        ("data.train_files={a.jsonl: 1, b.jsonl: 1e-1}", lambda c: c.data.shares, {"a.jsonl": 1, "b.jsonl": 0.1}),
+        ("data.train_files={a.jsonl: 1, b.jsonl: 0}", lambda c: c.data.files, ("a.jsonl",)),
         ("data.train_files=[a.jsonl, b.parquet]", lambda c: c.data.train_files, ("a.jsonl", "b.parquet")),
         ("data.shuffle=off", lambda c: c.data.shuffle, False),
         ("model.path=a=b", lambda c: c.model.path, "a=b"),
@@ -142,7 +144,9 @@ def test_all_errors_come_at_once(tmp_path):
             f"{path}:3: actor.ppo_epoch: unknown key; did you mean actor.ppo_epochs?",
             f"{path}:4: actor.clip_ratio: expected float > 0, found -1",
             f"{path}:5: actor.clip_ratio: set twice, first on line 4; remove one",
-            f"{path}: data.train_files: must be set (jsonl, jsonl.gz or parquet files of training prompts)",
+            f"{path}: data.train_files: must be set (jsonl, jsonl.gz or parquet files of training prompts; as "
+            "{a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves "
+            "one out that base names)",
             f"{path}: trainer.output_dir: must be set "
             "(folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/)",
             "command line: rollout.n: expected int >= 1, found 1.5",

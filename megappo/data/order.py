@@ -1,0 +1,94 @@
+"""Which prompts a step takes: a pure function of the seed and of how many were taken before, so that a run needs no
+saved state to go on."""
+
+import math
+import random
+from array import array
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from functools import cached_property, lru_cache
+
+
+class Order:
+    """The order of some prompts, epoch after epoch.
+
+    Args:
+        seed: of the shuffling.
+        size: how many prompts.
+        shuffle: anew for each epoch; else they stay as they are.
+        values: of each prompt, by which an epoch ascends; those with equal ones keep the order they have else.
+            Empty: by nothing.
+    """
+
+    def __init__(self, seed: str, size: int, *, shuffle: bool, values: "array[float]"):
+        self._seed = seed
+        self._size = size
+        self._shuffle = shuffle
+        self._values = values
+        self._epoch = lru_cache(maxsize=2)(self._epoch_order)
+
+    def __getitem__(self, place: int) -> int:
+        """The prompt at a place, counted over all epochs; each epoch has every prompt once."""
+        epoch, offset = divmod(place, self._size)
+        return self._epoch(epoch)[offset]
+
+    def _epoch_order(self, epoch: int) -> Sequence[int]:
+        if not self._shuffle and not self._values:
+            return range(self._size)
+        order = array("I", range(self._size))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return _ascending(order, self._values) if self._values else order
+
+
+class Turns:
+    """Whose turn it is, of several that share out a sequence by weights: the i-th turn, from 0, of one with weight w
+    comes at (i + 1/2) / w. So each has its share of any part of the sequence, up to a turn or so.
+
+    Source: the divisor method of Webster and Sainte-Lague.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        exact = [Fraction(repr(float(weight))) for weight in weights]  # 0.1 is a tenth
+        unit = math.lcm(*(weight.denominator for weight in exact))
+        self._weights = [int(weight * unit) for weight in exact]
+        self._whole = sum(self._weights)
+
+    def most(self, of: int, count: int) -> int:
+        """How many of `count` turns are its share, rounded up."""
+        return -(-self._weights[of] * count // self._whole)
+
+    def between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Whose turn it is at each place, and how many it had before."""
+        had = self._had(first)
+        for place in range(sum(had), stop):
+            whose = min(range(len(had)), key=lambda one: (2 * had[one] + 1) * self._steps[one])
+            if place >= first:
+                yield whose, had[whose]
+            had[whose] += 1
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        """From one turn to the next, in whole numbers."""
+        unit = math.lcm(*self._weights)
+        return [unit // weight for weight in self._weights]
+
+    def _had(self, place: int) -> list[int]:
+        """The turns of each until a time before which all of them have had no more than `place`."""
+        time = 2 * place - len(self._weights)  # in halves of a turn, with a half for each that may be rounded up
+        return [max(0, (weight * time + self._whole) // (2 * self._whole)) for weight in self._weights]
+
+
+def _ascending(order: "array[int]", values: "array[float]") -> "array[int]":
+    import pyarrow  # not above: it takes as long as all else that a dry run imports
+    import pyarrow.compute
+
+    def column(kind: pyarrow.DataType, numbers: array) -> pyarrow.Array:
+        return pyarrow.Array.from_buffers(kind, len(numbers), [None, pyarrow.py_buffer(numbers)])
+
+    shuffled = column(pyarrow.uint32(), order)
+    found = shuffled.take(pyarrow.compute.array_sort_indices(column(pyarrow.float64(), values).take(shuffled)))
+    ascending = array("I", found.buffers()[1].to_pybytes()[: 4 * len(order)])
+    del shuffled, found
+    pyarrow.default_memory_pool().release_unused()
+    return ascending
