@@ -13,6 +13,7 @@ from megappo.data.fields import Fields, look_up
 from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
 from megappo.data.tokenizer import encode
+from megappo.observe.life import LIFE
 from megappo.rewards.forms import PROMPTS
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class Checker:
         """What is wrong with the records of these numbers, from 0."""
         check = Check(len(numbers))
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
+            LIFE.sign()
             part = numbers[start : start + RECORDS_AT_ONCE]
             entries: dict[int, Entry] = {}
             for number, record in zip(part, records.at(part), strict=True):
@@ -150,7 +152,7 @@ _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 def _check_value(name: str, value: Any) -> None:
     """See that a value can be tokenised, passed to another process and written down."""
     try:
-        text = _WRITER.encode(value)
+        text = value if isinstance(value, str) else _WRITER.encode(value)
         text.encode()
     except RecursionError:
         raise ValueError(_too_deep(name)) from None
@@ -159,7 +161,7 @@ def _check_value(name: str, value: Any) -> None:
         raise ValueError(f"the {name} holds {found!a}, half of a character: write both halves") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"the {name} is not JSON ({error}): convert it to text or a number") from None
-    if text.count("[") + text.count("{") > MAX_NESTING and _nesting(value) > MAX_NESTING:
+    if text is not value and text.count("[") + text.count("{") > MAX_NESTING and _nesting(value) > MAX_NESTING:
         raise ValueError(_too_deep(name))
 
 

@@ -1,7 +1,6 @@
 """Records of data files by number, lines of jsonl or rows of parquet: read and parsed when they are asked for."""
 
 import gzip
-import shutil
 import zlib
 from collections.abc import Sequence
 from typing import BinaryIO
@@ -11,6 +10,7 @@ from megappo.data.file_heads import RecordsError, first_line
 from megappo.data.json_lines import JsonLines
 from megappo.data.parquet_rows import ParquetRows
 from megappo.data.unpacking import Unpack, unpacked
+from megappo.observe.life import LIFE
 
 BUFFER_BYTES = 2**20
 
@@ -47,6 +47,8 @@ def open_records(file: str, names: Sequence[str] | None, unpack: Unpack = unpack
 def _gunzip(file: str, target: BinaryIO) -> None:
     try:
         with gzip.open(file) as content:
-            shutil.copyfileobj(content, target, BUFFER_BYTES)
+            while part := content.read(BUFFER_BYTES):
+                target.write(part)
+                LIFE.sign()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecordsError(f"is not a readable gzip file ({first_line(error)}): write it again") from error
