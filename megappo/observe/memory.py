@@ -35,7 +35,6 @@ class PhaseMemory:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         self._phase = phase
-        self._sample()
 
     def stop(self) -> None:
         """End the phase that was begun last."""
