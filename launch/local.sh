@@ -5,7 +5,7 @@
 set -euo pipefail
 
 if [[ $# -lt 1 || $1 == -h || $1 == --help ]]; then
-    echo "usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]; all keys: python -m megappo.plan --help" >&2
+    echo "usage: [NPROC=n] bash launch/local.sh CONFIG [key=value ...]; all keys: .venv/bin/python -m megappo.plan --help" >&2
     exit $(($# < 1 ? 2 : 0))
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"

@@ -52,7 +52,7 @@ class Interruption:
         return self._reason
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._reason = self._reason or signal.Signals(number).name
+        self._reason = self._reason or "a signal"  # the launcher's, whichever it has had itself
         if not self._has_something_to_save:
             os._exit(EXIT_AGAIN)  # what it has started ends with it
 

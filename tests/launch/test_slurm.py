@@ -100,7 +100,7 @@ def test_a_job_is_requeued_before_its_limit_and_goes_on(slurm, repository, confi
     job.wait_until(lambda: "going on after step" in job.output and reached(job.out, saved + 1))
     assert f" from {job.out}/checkpoints/step_{saved:08d}" in job.output
     slurm.run("scancel", "--batch", "--signal=USR1", job.number)
-    job.wait_until(lambda: "interrupted by SIGUSR1: all is saved" in job.output)
+    job.wait_until(lambda: "interrupted by a signal: all is saved" in job.output)
     job.wait_until(job.has_ended, 2 * LIFE_SECONDS)
     assert job.state == "COMPLETED", job.output
     assert not [line for line in job.output.splitlines() if line.startswith("error")], job.output

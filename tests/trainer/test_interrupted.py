@@ -249,7 +249,7 @@ def test_a_reason_is_the_signals_or_the_clocks() -> None:
     found.has_something_to_save(time.time() + 3600)
     assert found.reason == ""
     found._on_signal(signal.SIGUSR1, None)
-    assert found.reason == "SIGUSR1"
+    assert found.reason == "a signal"
     late = interruption.Interruption()
     late.has_something_to_save(time.time() - 1)
     assert late.reason == "the time limit"
