@@ -99,8 +99,10 @@ def _write_blocks(file: str, columns: Sequence[str], target: BinaryIO) -> None:
     with pyarrow.parquet.ParquetFile(file) as table:
         for group in range(table.num_row_groups):  # of all together it would hold the whole file, compressed
             for batch in table.iter_batches(ROWS_OF_BLOCK, [group], columns):
-                with pyarrow.ipc.new_stream(target, batch.schema) as stream:
+                block = pyarrow.BufferOutputStream()
+                with pyarrow.ipc.new_stream(block, batch.schema) as stream:
                     stream.write_batch(batch)
+                target.write(block.getvalue())  # not by pyarrow, whose errors do not say that the disk is full
                 LIFE.sign()
     pyarrow.default_memory_pool().release_unused()
 

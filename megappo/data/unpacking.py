@@ -24,7 +24,7 @@ def unpacked(write: Write) -> BinaryIO:
         file.flush()
     except OSError as error:
         file.close()
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         folder = tempfile.gettempdir()
         raise RecordsError(f"does not fit, unpacked, into {folder}: set TMPDIR to a folder with more room") from error

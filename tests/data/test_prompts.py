@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import resource
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -412,6 +413,20 @@ def test_lines_that_are_read_when_a_step_takes_them_must_stay_what_they_were(tmp
 
 
 KINDS = ("d.jsonl", "d.jsonl.gz", "d.parquet")
+
+
+@pytest.mark.parametrize("name", KINDS[1:])
+def test_a_file_that_has_no_room_where_it_is_unpacked_is_told(tmp_path, tokenizer, name):
+    table = pyarrow.table({"prompt": [str(i) for i in range(3000)], "label": list(range(3000))})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT.encode() * 3000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=f"{name} does not fit, unpacked, into .*: set TMPDIR to a folder with"):
+            dataset([str(tmp_path / name)], tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("name", KINDS)
