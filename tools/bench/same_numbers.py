@@ -158,7 +158,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Config]]:
 class FixedPrompts:
     """The same prompts for each step."""
 
-    def batch(self, step: int, rank: int, world_size: int) -> list[Prompt]:
+    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
         generator = torch.Generator().manual_seed(100 + step)
         return share([self._prompt(i, generator) for i in range(PROMPTS)], rank, world_size)
 
