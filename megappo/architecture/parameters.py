@@ -228,12 +228,17 @@ def _expert_rules(experts: ExpertFormat, count: int) -> tuple[Rule, ...]:
     if experts.router_bias:
         rules.append(Rule(f"mlp.{ROUTER_BIAS}", {f"{experts.block}.gate.e_score_correction_bias": "experts"}))
     for expert in range(count):
-        megatron, hf = f"mlp.experts.local_experts.{expert}", f"{experts.block}.experts.{expert}"
+        hf = f"{experts.block}.experts.{expert}"
         gate_up = {f"{hf}.{name}.weight": "expert_ffn hidden" for name in (experts.gate, experts.up)}
         down = {f"{hf}.{experts.down}.weight": "hidden expert_ffn"}
-        rules.append(Rule(f"{megatron}.linear_fc1.weight", gate_up, shard_dim=0, expert=expert))
-        rules.append(Rule(f"{megatron}.linear_fc2.weight", down, shard_dim=1, expert=expert))
+        rules.append(Rule(_expert_names(expert, "linear_fc1"), gate_up, shard_dim=0, expert=expert))
+        rules.append(Rule(_expert_names(expert, "linear_fc2"), down, shard_dim=1, expert=expert))
     return tuple(rules)
+
+
+def _expert_names(expert: int, layer: str) -> str:
+    """Of an expert's weight: with a layer of its own, and as one of many in TransformerEngine's grouped layer."""
+    return f"mlp.experts.local_experts.{expert}.{layer}.weight mlp.experts.{layer}.weight{expert}"
 
 
 def _shared_expert_rules(shared: SharedExpertFormat) -> tuple[Rule, ...]:

@@ -104,6 +104,13 @@ LAYERS = (
     ),
     Switch("bias_activation_fusion", "one kernel computes an MLP's activation", concerns=_always, needs=(TE,)),
     Switch(
+        "moe_grouped_gemm",
+        "one kernel multiplies by the weights of all experts",
+        concerns=_has_experts,
+        needs=(TE, Need(lambda on: on.parallel.expert_tensor == 1, "not known to be right where experts are cut")),
+    ),
+    Switch("moe_permute_fusion", "one kernel sorts tokens by expert", concerns=_has_experts, needs=(TE,)),
+    Switch(
         "use_te_activation_func",
         "stands for the torch layers' own activation, which passes over memory few times",
         concerns=lambda on: not on.has_te,

@@ -57,7 +57,7 @@ def build_model(
         ]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if ".local_experts." in name:
+            if ".mlp.experts." in name:
                 # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
                 # tensor-parallel ranks, each of which sends its own tokens to its own copy.
                 parameter.allreduce = False

@@ -65,7 +65,6 @@ def _torch_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
     slow."""
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
-        moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=config.multi_latent_attention,
         normalization="RMSNorm",

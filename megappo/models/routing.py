@@ -35,7 +35,6 @@ def expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[str
         "moe_router_group_topk": group_top_k,
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size,
         "moe_shared_expert_gate": bool(written.shared and written.shared.gated),
-        "moe_grouped_gemm": False,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         **(_bias_arguments() if written.router_bias else {}),

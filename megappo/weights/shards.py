@@ -11,7 +11,8 @@ from megappo.architecture.parameters import ROUTER_BIAS, Parameter, Piece, by_na
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import ComponentGroups
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(mlp\.experts\.local_experts\.(\d+)\.)?")
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+|(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 
 
 def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
@@ -21,13 +22,15 @@ def global_parameters(chunks: ModelChunks) -> dict[str, torch.Tensor]:
 
 
 def _global_parameters(model: GPTModel) -> dict[str, torch.Tensor]:
-    def with_global_numbers(match: re.Match) -> str:
+    def with_global_numbers(name: str) -> str:
+        if not (match := _LAYER.match(name)):
+            return name
         layer = model.decoder.layers[int(match[1])]
-        expert = f"mlp.experts.local_experts.{layer.mlp.local_expert_indices[int(match[3])]}." if match[2] else ""
-        return f"decoder.layers.{layer.layer_number - 1}.{expert}"
+        name = _EXPERT.sub(lambda expert: str(layer.mlp.local_expert_indices[int(expert[0])]), name)
+        return _LAYER.sub(f"decoder.layers.{layer.layer_number - 1}.", name)
 
     biases = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ROUTER_BIAS)]
-    return {_LAYER.sub(with_global_numbers, name): tensor for name, tensor in (*model.named_parameters(), *biases)}
+    return {with_global_numbers(name): tensor for name, tensor in (*model.named_parameters(), *biases)}
 
 
 def table_of(architecture: Architecture, groups: ComponentGroups) -> dict[str, Parameter]:

@@ -49,7 +49,7 @@ CRITICS = {"squared": {}, "huber": {"huber_delta": 0.3, "value_clip": None}}
 
 DENSE = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS)
 IN_TORCH = {**dict.fromkeys(DENSE, 2), **dict.fromkeys(MIXTURES, 11)}
-IN_TRANSFORMER_ENGINE = {**dict.fromkeys(DENSE, 0), **dict.fromkeys(MIXTURES, 9), "deepseek_v2": 13, "deepseek_v3": 13}
+IN_TRANSFORMER_ENGINE = {**dict.fromkeys(DENSE, 0), **dict.fromkeys(MIXTURES, 1), "deepseek_v2": 5, "deepseek_v3": 5}
 """Reads of a layer in a pass of `make_rows`, which have five different lengths, at most; the backward pass has none.
 Dense layers of torch's read the lengths of a pack once for all of them. Latent attention rotates without a fused
 kernel. Where a mixture copies counts to the host on a stream of its own, on a GPU alone, that comes on top."""

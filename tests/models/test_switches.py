@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
-from tiny_shapes import QWEN2, V3
+from tiny_shapes import QWEN2, QWEN3_MOE, V3
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
@@ -66,6 +66,8 @@ def test_layers_are_described_as_the_table_says(on: frozenset[str]) -> None:
     assert {name for name in GENERATED if getattr(config, name)} == on
 
 
+MIXTURE = architecture(**QWEN3_MOE)
+GROUPED = {"moe_grouped_gemm", "moe_permute_fusion"}
 ON_GPU = {"apply_rope_fusion", "bias_activation_fusion", "pinned_copies"}
 TORCH = {"use_te_activation_func", "pinned_copies"}
 
@@ -81,10 +83,16 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
         ({"has_te": False, "architecture": architecture(head_dim=36)}, TORCH),
         ({"has_te": False, "architecture": architecture(**V3)}, TORCH),
         ({"has_te": False, "parallel": Parallel(context=2)}, TORCH | {"overlap_grad_reduce"}),
+        ({"architecture": MIXTURE}, ON_GPU | GROUPED),
+        (
+            {"architecture": MIXTURE, "parallel": Parallel(expert_tensor=2)},
+            ON_GPU | {"moe_permute_fusion"},
+        ),
+        ({"architecture": MIXTURE, "has_te": False}, TORCH | {"varlen_attn"}),
         ({"data": 2}, ON_GPU | {"overlap_grad_reduce"}),
         ({"data": 2, "is_trained": False}, ON_GPU),
         ({"data": 2, "on_gpu": False, "has_te": False}, {"use_te_activation_func"}),
-        ({"architecture": architecture(**V3)}, ON_GPU - {"apply_rope_fusion"}),
+        ({"architecture": architecture(**V3)}, (ON_GPU | GROUPED) - {"apply_rope_fusion"}),
         ({"parallel": Parallel(pipeline=2)}, ON_GPU | {"known_shapes"}),
         ({"parallel": Parallel(pipeline=2, virtual_pipeline=2)}, ON_GPU),
     ],

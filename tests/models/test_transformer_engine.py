@@ -24,11 +24,14 @@ from megappo.architecture.switches import LAYERS
 from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.checkpoint.store import CheckpointStore
-from megappo.config.schema import Parallel
+from megappo.config.schema import Model, Parallel
+from megappo.models.build import ModelChunks, build_model
+from megappo.models.sharding import sharded_chunks
 from megappo.models.train_engine import TrainedEngine
-from megappo.placement.groups import build_groups
+from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.export import Export
+from megappo.weights.load import load_hf
 
 MODELS = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES
 HEADS: tuple[HeadKind, ...] = ("policy", "value", "policy_value")
@@ -37,6 +40,7 @@ HEADS: tuple[HeadKind, ...] = ("policy", "value", "policy_value")
 def on_gpu(architecture: Architecture, switches: frozenset[str]) -> set[str]:
     """Of the layers' switches those that are on with TransformerEngine; `switches` has them."""
     found = {"bias_activation_fusion"} | (set() if architecture.latent else {"apply_rope_fusion"})
+    found |= {"moe_grouped_gemm", "moe_permute_fusion"} if architecture.experts else set()
     assert found <= switches
     return found
 
@@ -70,6 +74,41 @@ def check_weights(folder: str) -> None:
 
 def test_layers_of_every_family_take_all_weights_and_give_them_back(tmp_path: Path) -> None:
     call(check_weights, tmp_path)
+
+
+def cut(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, list[tuple]]:
+    """How experts' weights are cut in a checkpoint, by their name there."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
+
+    state = sharded_chunks(chunks, groups)
+    apply_factories(state)
+    found: dict[str, list[tuple]] = {}
+    for one in nested_values(extract_sharded_tensors(state)[0]):
+        if ".experts." in one.key:
+            found.setdefault(one.key, []).append((one.global_shape, one.global_offset, one.data.flatten().tolist()))
+    return {name: sorted(places) for name, places in found.items()}
+
+
+def check_grouped(folder: str) -> None:
+    groups = build_groups({"actor": Layout((0,))}, seed=0)["actor"]
+    of_model = hf_folder(Path(folder), "qwen3_moe", **MIXTURES["qwen3_moe"])
+    architecture = read_architecture(of_model)
+    found = []
+    for layers in ("transformer_engine", "torch"):
+        model = Model(path=str(of_model), dtype="fp32", layer_spec=layers)
+        chunks = build_model(architecture, model, Parallel(), groups, recompute="none", trained=True)
+        load_hf(chunks, of_model, architecture, groups)
+        names = {name for name, _ in chunks[0].named_parameters() if ".mlp.experts." in name}
+        assert all((".local_experts." in name) == (layers == "torch") for name in names)
+        assert all(not one.allreduce for name, one in chunks[0].named_parameters() if name in names)
+        found.append(cut(chunks, groups))
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_experts_in_one_layer_are_saved_as_those_with_layers_of_their_own(tmp_path: Path) -> None:
+    call(check_grouped, tmp_path)
 
 
 def moments(engine: TrainedEngine) -> list[dict[str, torch.Tensor]]:

@@ -18,10 +18,15 @@ def compute() -> None:
         (te.LayerNormLinear, _norm_and_linear),
         (te.RMSNorm, _norm),
         (te.DotProductAttention, _attention),
+        (te.GroupedLinear, _grouped),
     ):
         patch.object(layer, "forward", forward).start()
     patch.object(rope_utils, "fused_apply_rotary_pos_emb_thd", _rotate).start()
     patch.object(moe_utils, "te_general_gemm", None).start()  # it then takes torch's
+    patch.object(moe_utils, "fused_permute_with_probs", _permute).start()
+    patch.object(moe_utils, "fused_unpermute", _unpermute).start()
+    patch.object(moe_utils, "fused_sort_chunks_by_index", _sort_chunks).start()
+    patch.object(moe_utils, "fused_sort_chunks_by_index_with_probs", _sort_chunks_and_probs).start()
 
 
 def _linear(layer: te.Linear, x: torch.Tensor, **unused: object) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -29,6 +34,43 @@ def _linear(layer: te.Linear, x: torch.Tensor, **unused: object) -> torch.Tensor
     if layer.te_return_bias:
         return F.linear(x, layer.weight), bias
     return F.linear(x, layer.weight, bias)
+
+
+def _grouped(layer: te.GroupedLinear, x: torch.Tensor, m_splits: list[int], **unused: object) -> torch.Tensor:
+    """Of the rows of each expert, one after the other."""
+    assert not layer.use_bias and type(m_splits) is list
+    parts = [F.linear(part, getattr(layer, f"weight{i}")) for i, part in enumerate(x.split(m_splits))]
+    return torch.cat(parts)
+
+
+def _permute(
+    tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens by the experts that they go to, in their order within each; with the probabilities, and whence."""
+    places = routing_map.T.flatten().int().argsort(descending=True, stable=True)[:num_out_tokens]
+    expert, token = places // len(tokens), places % len(tokens)
+    return tokens[token], probs[token, expert], token
+
+
+def _unpermute(
+    permuted: torch.Tensor, token: torch.Tensor, merging_probs: None, restore_shape: torch.Size
+) -> torch.Tensor:
+    """The sum of what each token has become."""
+    assert merging_probs is None
+    return permuted.new_zeros(restore_shape).index_add(0, token, permuted)
+
+
+def _sort_chunks(x: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Chunks of rows, which lie one after the other, in another order."""
+    starts, ends, places = sizes.cumsum(0) - sizes, sizes[order].cumsum(0), torch.arange(len(x))
+    chunk = torch.searchsorted(ends, places, right=True)
+    return x[places + (starts[order] + sizes[order] - ends)[chunk]]
+
+
+def _sort_chunks_and_probs(
+    x: torch.Tensor, probs: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _sort_chunks(x, sizes, order), _sort_chunks(probs, sizes, order)
 
 
 def _norm_and_linear(layer: te.LayerNormLinear, x: torch.Tensor, **unused: object) -> object:
