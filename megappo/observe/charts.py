@@ -1,7 +1,8 @@
 """Small SVG pictures for the report, without a plotting library."""
 
 import html
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 Points = list[tuple[int, float]]
 Place = Callable[[float, float], tuple[float, float]]
@@ -12,12 +13,19 @@ _GRID_LINES = 4
 _SHARE_COLOURS = ("#0969da", "#1a7f37", "#bf8700", "#8250df", "#cf222e", "#0e8a86", "#bc4c00", "#6e7781")
 
 
-def line_chart(points: Points) -> str:
-    """A curve over steps with a labelled grid; a sentence instead when there is nothing to draw."""
+def line_chart(points: Points, half_widths: Mapping[int, float] = MappingProxyType({})) -> str:
+    """A curve over steps with a labelled grid; a sentence instead when there is nothing to draw.
+
+    Args:
+        half_widths: step -> half of the height of the band around the curve there.
+    """
     if not points:
         return "<p>Nothing was logged.</p>"
     steps, values = [step for step, _ in points], [value for _, value in points]
+    edges = [(step, value + sign * half_widths.get(step, 0.0)) for sign in (1, -1) for step, value in points[::sign]]
     low, high = _bounds(values)
+    if half_widths:
+        low, high = min(low, *(value for _, value in edges)), max(high, *(value for _, value in edges))
     first, last = min(steps), max(max(steps), min(steps) + 1)
 
     def place(step: float, value: float) -> tuple[float, float]:
@@ -27,12 +35,19 @@ def line_chart(points: Points) -> str:
     places = [place(step, value) for step, value in points]
     parts = [_grid_line(low + (high - low) * index / _GRID_LINES, place) for index in range(_GRID_LINES + 1)]
     parts += [_step_label(first, place, "start"), _step_label(last, place, "end")]
-    parts.append('<polyline class="line" points="{}"/>'.format(" ".join(f"{x:.1f},{y:.1f}" for x, y in places)))
+    if half_widths:
+        parts.append(f'<polygon class="band" points="{_joined([place(*edge) for edge in edges])}"/>')
+    parts.append(f'<polyline class="line" points="{_joined(places)}"/>')
+    told = [f"{value:.4g}" + (f" +- {half_widths[step]:.2g}" if step in half_widths else "") for step, value in points]
     parts += [
-        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>step {step}: {value:.4g}</title></circle>'
-        for (x, y), (step, value) in zip(places, points, strict=True)
+        f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>step {step}: {text}</title></circle>'
+        for (x, y), step, text in zip(places, steps, told, strict=True)
     ]
     return _svg(_HEIGHT, parts)
+
+
+def _joined(places: list[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
 
 
 def share_bar(amounts: dict[str, float]) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 from megappo.observe.charts import Points, line_chart, share_bar
 from megappo.observe.console import format_seconds, held_out_score
+from megappo.observe.evaluations import Estimate, evaluation_of, in_words, mean_of
 from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
 from megappo.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
-from megappo.observe.samples import ROLLOUTS_FOLDER
+from megappo.observe.sample_pages import sample_sections
+from megappo.observe.samples import ROLLOUTS_FOLDER, read_samples
 
 _REWARD = "reward/score/mean"
 _HELD_OUT_BOUND = re.compile("val/.*/score/(min|max)")
@@ -35,7 +37,12 @@ h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1rem; margin: 2rem 0 .3rem }} pre {{
 svg {{ width: 100%; height: auto; display: block }}
 svg text {{ font: 12px system-ui, sans-serif; fill: var(--dim) }}
 .grid {{ stroke: var(--grid) }} .line {{ stroke: var(--line); fill: none; stroke-width: 2 }}
-.dot {{ fill: var(--line) }}
+.dot {{ fill: var(--line) }} .band {{ fill: var(--line); opacity: .18 }}
+table {{ border-collapse: collapse }} td, th {{ padding: .1rem .8rem .1rem 0; text-align: left }}
+details {{ margin: .3rem 0 }} summary {{ cursor: pointer; overflow-wrap: anywhere }}
+details pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border-left: 3px solid var(--grid);
+  padding-left: .8rem }}
+.right {{ color: #1a7f37 }} .wrong {{ color: #cf222e }}
 </style></head><body><h1>{title}</h1>
 <pre>{summary}</pre>
 {sections}
@@ -51,6 +58,7 @@ def summary(output_dir: str | Path, report: Path | None = None) -> str:
     last_step = steps[-1]["step"] if steps else 0
     rows = [("steps", f"{last_step}, {format_seconds(seconds)} h:mm:ss")]
     rows += _before_and_after(_held_out_title(steps), _held_out(steps))
+    rows += [(name, in_words(estimates)) for name, estimates in _last_evaluation(steps).items()]
     rows += _before_and_after("mean reward", _points(steps, _REWARD))
     rows += [(name, str(folder / path)) for name, path in _OUTPUTS if (folder / path).exists()]
     rows += [("report", str(report))] if report else []
@@ -59,13 +67,16 @@ def summary(output_dir: str | Path, report: Path | None = None) -> str:
 
 
 def write_report(output_dir: str | Path) -> Path:
-    """Write `report.html`, self-contained: curves of held-out score and reward, and what a step's time went to."""
+    """Write `report.html`, self-contained: curves of held-out scores and reward, what a step's time went to, and a few
+    responses of the last evaluation."""
     folder = Path(output_dir)
     steps = read_metrics(folder)
     sections = [
         _section(_held_out_title(steps).capitalize(), line_chart(_held_out(steps))),
+        *(_section(f"Held out: {name}", _data_set(steps, name)) for name in _last_evaluation(steps)),
         _section("Mean reward of the training rollouts", line_chart(_points(steps, _REWARD))),
         _section("Where the time of a step went", share_bar(_phase_seconds(steps))),
+        *sample_sections(read_samples(folder)),
     ]
     path = folder / REPORT_FILE
     title = html.escape(f"PPO run: {folder.resolve().name}")
@@ -78,10 +89,27 @@ def _section(title: str, chart: str) -> str:
     return f"<h2>{html.escape(title)}</h2>\n{chart}"
 
 
+def _data_set(steps: list[dict[str, Any]], name: str) -> str:
+    """A data set's curve with its confidence band, and all that the last evaluation says of it."""
+    found = [(metrics["step"], evaluation_of(metrics).get(name)) for metrics in steps]
+    means = [(step, mean_of(estimates)[1]) for step, estimates in found if estimates]
+    half_widths = {step: mean.half_width for step, mean in means if mean.half_width is not None}
+    chart = line_chart([(step, mean.value) for step, mean in means], half_widths)
+    cells = [f"<tr><td>{key}</td><td>{one}</td></tr>" for key, one in _last_evaluation(steps)[name].items()]
+    caption = f"at step {means[-1][0]}, +- half of the 95 % confidence interval"
+    return f"{chart}\n<details><summary>{caption}</summary><table>{''.join(cells)}</table></details>"
+
+
+def _last_evaluation(steps: list[dict[str, Any]]) -> dict[str, dict[str, Estimate]]:
+    return next(filter(None, map(evaluation_of, reversed(steps))), {})
+
+
 def _before_and_after(name: str, points: Points) -> list[tuple[str, str]]:
     if not points:
         return []
     (first_step, first), (last_step, last) = points[0], points[-1]
+    if len(points) == 1:
+        return [(name, f"{first:.3f} (step {first_step})")]
     return [(name, f"{first:.3f} (step {first_step}) -> {last:.3f} (step {last_step})")]
 
 

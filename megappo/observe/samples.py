@@ -27,13 +27,22 @@ def drop_samples(output_dir: str | Path, resume_step: int) -> None:
             path.unlink()
 
 
+def read_samples(output_dir: str | Path) -> list[dict[str, Any]]:
+    """What was kept of the last step that has any; a last line cut short by a kill is left out."""
+    files = sorted((Path(output_dir) / ROLLOUTS_FOLDER).glob("step_[0-9]*.jsonl"))
+    lines = files[-1].read_text("utf-8").splitlines(keepends=True) if files else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def format_samples(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
     """Samples as indented text: a rule per sample, then a line per field; unprintables escaped, long texts cut."""
     lines = []
     for number, sample in enumerate(samples, start=1):
-        lines.append(f"-- step {step}, sample {number} of {len(samples)} " + "-" * 30)
-        width = max(len(key) for key in sample)
-        lines.extend(f"   {key.ljust(width)} : {_shown(value)}" for key, value in sample.items())
+        dataset = f", {sample['dataset']}" if "dataset" in sample else ""
+        lines.append(f"-- step {step}{dataset}, sample {number} of {len(samples)} " + "-" * 30)
+        shown = {key: value for key, value in sample.items() if key not in ("dataset", "passed")}
+        width = max(len(key) for key in shown)
+        lines.extend(f"   {key.ljust(width)} : {_shown(value)}" for key, value in shown.items())
     return "\n".join(lines)
 
 

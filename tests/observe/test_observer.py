@@ -107,6 +107,7 @@ def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
     charts = [
         ElementTree.fromstring(part.split("</svg>")[0] + "</svg>")
         for part in page.split("<h2>")[1:]
+        if "<svg" in part
         for part in [part[part.index("<svg") :]]
     ]
     held_out, reward, shares = charts
@@ -121,7 +122,38 @@ def test_scores_that_are_not_only_right_or_wrong_are_not_called_accuracy(tmp_pat
     observer.finish()
     observer.close()
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
-    assert rows["held-out score"].strip() == "0.200 (step 0) -> 0.200 (step 0)" and "held-out accuracy" not in rows
+    assert rows["held-out score"].strip() == "0.200 (step 0)" and "held-out accuracy" not in rows
+
+
+def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, capsys):
+    observer = Observer(tmp_path, 2)
+    numbers = {"score/mean": 0.25, "mean@4": 0.25, "mean@4/ci95": 0.5, "pass@1": 0.25, "pass@4": 0.5, "maj@4": 0.75}
+    for step in (0, 2):
+        of_sets = {f"val/aime_24/{name}": value for name, value in numbers.items()} | {"val/b/mean@1": 1.0}
+        observer.log(step, of_sets)
+    told = {"dataset": "aime_24", "prompt": "1 < 2?", "label": "<b>", "scores": [1.0, 0.0]}
+    observer.samples(2, [told | {"response": "x" * 30_000, "passed": True}, told | {"response": "&", "passed": False}])
+    observer.samples(2, [{"dataset": "b", "prompt": "p", "response": "r"}])
+    printed = capsys.readouterr().out
+    assert "-- step 2, aime_24, sample 1 of 2 ---" in printed and "passed" not in printed
+    observer.finish()
+    observer.close()
+    rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["aime_24"].strip() == "mean@4 0.250 +- 0.500, pass@4 0.500, maj@4 0.750"
+    assert rows["b"].strip() == "mean@1 1.000"
+
+    page = (tmp_path / "report.html").read_text()
+    body = ElementTree.fromstring(page[page.index("<body>") : page.index("</html>")])
+    titles = [title.text for title in body.iter("h2")]
+    assert titles[1:3] == ["Held out: aime_24", "Held out: b"]
+    assert titles[-2:] == ["Responses at step 2: aime_24", "Responses at step 2: b"]
+    assert len(list(body.iter("polygon"))) == 1, "b has no interval"
+    assert ["maj@4", "0.750"] in [[cell.text for cell in row] for row in body.iter("tr")]
+    first, second, other = [one for one in body.iter("details") if one.find("pre") is not None]
+    assert [one.find("summary/span").get("class") for one in (first, second)] == ["right", "wrong"]
+    assert other.find("summary/span") is None and [pre.text for pre in other.iter("pre")] == ["p", "r"]
+    assert [pre.text for pre in second.iter("pre")] == ["1 < 2?", "<b>", "[1.0, 0.0]", "&"]
+    assert "10,000 more characters" in [pre.text for pre in first.iter("pre")][3]
 
 
 def test_a_run_without_evaluation_still_gets_its_report(tmp_path, capsys):
