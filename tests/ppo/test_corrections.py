@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ragged import CASES, Case, cases
 from spawn import run_ranks
 
+from megappo.config.algorithm_section import RolloutCorrection
 from megappo.config.kinds import Rejection
-from megappo.config.schema import RolloutCorrection
 from megappo.ppo.corrections import rollout_is_weights
 
 RATIOS = st.floats(0.2, 3.0)
