@@ -18,6 +18,7 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.config.checks import longest_row
 from megappo.config.describe import counted, show
 from megappo.config.errors import ConfigError, printable, shorten
+from megappo.config.eval_sets import eval_sets
 from megappo.config.help import config_parser
 from megappo.config.kinds import MOST_RANKS
 from megappo.config.loading import leaves, load_config
@@ -72,7 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ways = find_route(config, layouts, ranks_per_node).describe()
         notes = "\n  ".join([ways, *config.absences])
         print(f"\nplacement\n{picture}\n  {notes}\n\n{rank_table(layouts, world_size)}")
-        print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
+        if not config.trainer.eval_only:
+            print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
+        if config.trainer.eval_only or config.eval_interval:
+            print(f"\nevaluation\n{evaluation_summary(config)}")
     errors = check_run(config, world_size, ranks_per_node)
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
@@ -142,6 +146,15 @@ def config_summary(config: Config) -> str:
         for name, section in config.model_dump(mode="json").items()
     ]
     return "\n".join(["config", *lines])
+
+
+def evaluation_summary(config: Config) -> str:
+    """What each held-out data set is asked for."""
+    rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward")]
+    for name, one in eval_sets(config).items():
+        numbers = [one.n, one.temperature, one.top_p, one.top_k, one.max_response_length]
+        rows.append((name, *(f"{number:,g}" for number in numbers), " + ".join(one.reward.weights)))
+    return aligned(rows)
 
 
 def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:

@@ -12,16 +12,21 @@ from megappo.observe.files import CONFIG_FILE
 megatron_setup.install()  # must come before the first import of megatron.core
 
 from megappo.trainer.build import build_rolling_out, build_run  # noqa: E402
+from megappo.trainer.evaluating import build_evaluating  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 
 
 def train(config: Config, cleanup: ExitStack) -> None:
-    """Build a run and have it train, or only roll out, to its end; all ranks together, after the default group exists.
+    """Build a run and have it train, or only roll out or evaluate, to its end; all ranks together, after the default
+    group exists.
 
     Args:
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
+    if config.trainer.eval_only:
+        build_evaluating(config, cleanup).run()
+        return
     if config.trainer.rollout_only:
         build_rolling_out(config, cleanup).run()
         return

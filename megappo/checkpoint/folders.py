@@ -36,6 +36,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted((path for path in found if _NAME.fullmatch(path.name) and path.is_dir()), key=position_of)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, by its names."""
+    return _NAME.fullmatch(folder.resolve().name) is not None and (folder / STATE).is_file()
+
+
 def candidates(folder: Path) -> tuple[list[Path], str]:
     """The checkpoints a run may go on from, the best one first, and what is wrong with `latest`: "" if nothing is.
 

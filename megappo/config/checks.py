@@ -128,6 +128,8 @@ def _data(config: Config) -> Iterator[str]:
 
 def _record(config: Config) -> Iterator[str]:
     trainer = config.trainer
+    if trainer.eval_only:
+        return  # which has no steps
     if trainer.rollout_only and trainer.record_rollouts is None:
         yield "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder for the rollouts"
     if trainer.replay_rollouts is None:

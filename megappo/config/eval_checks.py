@@ -18,12 +18,26 @@ def evaluation_errors(config: Config) -> Iterator[str]:
             f"trainer.eval_interval {config.trainer.eval_interval} needs data.val_files, found none: "
             "name some, or set trainer.eval_interval to null"
         )
+    yield from _eval_only(config)
     yield from _names(config)
     if config.rollout.val_top_k == 0:
         yield "rollout.val_top_k 0 keeps no token: set -1 (off) or at least 1"
     for name, one in eval_sets(config).items():
         yield from _sampling(config, name, one)
         yield from _own(config, name, one)
+
+
+def _eval_only(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if not trainer.eval_only:
+        if trainer.eval_checkpoint is not None:
+            yield "trainer.eval_checkpoint has no effect without trainer.eval_only: set that to true, or drop it"
+        return
+    if not config.held_out_names:
+        yield "trainer.eval_only needs data.val_files or eval.datasets, found none: name some"
+    for key in ("rollout_only", "record_rollouts", "replay_rollouts"):
+        if getattr(trainer, key):
+            yield f"trainer.{key} is of runs that have steps, and trainer.eval_only has none: drop one of them"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -58,7 +72,7 @@ def _own(config: Config, name: str, one: EvalSet) -> Iterator[str]:
         return
     if given.top_k == 0:
         yield f"{one.section}.top_k 0 keeps no token: set -1 (off) or at least 1"
-    if not one.reward.weights:
+    if given.reward is not None and not one.reward.weights:
         yield f"{one.section}.reward {given.reward} has no function of a weight but 0: name one"
     if one.data.prompt_key == one.data.label_key != config.data.prompt_key:
         found = repr(one.data.prompt_key)

@@ -248,6 +248,8 @@ class Trainer(Section):
     record_rollouts: str | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
     replay_rollouts: str | None = Field(None, description="folder of such files to train on, in place of engines")
     rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")
+    eval_only: bool = Field(False, description="evaluate once and train nothing: output_dir's newest checkpoint, or model.path where there is none")
+    eval_checkpoint: str | None = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
     extensions: tuple[str, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
     process_group_timeout_seconds: PositiveFloat = Field(1800.0, description="a collective that waits longer than this ends the run")
     hang_timeout_seconds: PositiveFloat | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
@@ -316,6 +318,8 @@ class Config(Section):
     @property
     def absences(self) -> tuple[str, ...]:
         """What the run does without that others have, and why: a line each."""
+        if self.trainer.eval_only:
+            return ()
         method = "shared_backbone" if self.has_values else f"adv_estimator {self.algorithm.adv_estimator}"
         reason = "trainer.eval_interval is 0" if self.held_out_names else "data.val_files names none"
         return (

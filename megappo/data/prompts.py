@@ -215,8 +215,8 @@ def open_datasets(
     takes: Takes = NOTHING,
     eval_takes: Mapping[str, Takes] = MappingProxyType({}),
     unpack: Unpack = unpacked,
-) -> tuple[PromptDataset, dict[str, PromptDataset]]:
-    """Training prompts, and held-out ones by the name of each of `eval_sets`.
+) -> tuple[PromptDataset | None, dict[str, PromptDataset]]:
+    """Training prompts, None where there are only evaluations, and held-out ones by the name of each of `eval_sets`.
 
     Args:
         takes: what the reward function takes of a record besides prompt and label. eval_takes: the same of those that
@@ -226,10 +226,12 @@ def open_datasets(
         ConfigError: a file is missing, empty, or of another kind.
     """
     data, seed = config.data, config.trainer.seed
-    weights = tuple(data.shares.values())
-    train = PromptDataset(
-        data.files, tokenizer, data, seed, takes=takes, unpack=unpack, weights=weights, order_by=data.order_by
-    )
+    train = None
+    if not config.trainer.eval_only:
+        weights = tuple(data.shares.values())
+        train = PromptDataset(
+            data.files, tokenizer, data, seed, takes=takes, unpack=unpack, weights=weights, order_by=data.order_by
+        )
     val = {
         name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, eval_takes.get(name, takes), unpack)
         for name, one in eval_sets(config).items()
@@ -237,9 +239,9 @@ def open_datasets(
     return train, val
 
 
-def batch_errors(train: PromptDataset) -> list[str]:
+def batch_errors(train: PromptDataset | None) -> list[str]:
     """Whether a step takes more prompts than there are."""
-    if not len(train):  # which is told as such
+    if train is None or not len(train):  # which is told as such
         return []
     size = train.config.train_batch_size
     return [

@@ -5,7 +5,7 @@ model of the trainer's: `placement.rollout` places them.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -183,7 +183,14 @@ COMPONENTS: Table[Callable[[Config], ComponentSpec | None]] = Table(
 def components_of(config: Config) -> dict[str, ComponentSpec]:
     """The models of a run, by name."""
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
-    return {name: spec for name, spec in specs.items() if spec is not None}
+    found = {name: spec for name, spec in specs.items() if spec is not None}
+    return {"actor": _frozen(found["actor"])} if config.trainer.eval_only else found
+
+
+def _frozen(actor: ComponentSpec) -> ComponentSpec:
+    """The actor of a run that only evaluates: it has weights to send, and log-probs to compare with the engines'."""
+    forward = ForwardPass("old_log_probs", {"log_probs": "old_log_probs"})
+    return replace(actor, forward=forward, training=None, reference=None, offload=actor.offload._replace(value=()))
 
 
 def trained_components(config: Config) -> dict[str, Training]:

@@ -51,7 +51,7 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     models = build_models(config, layouts, exchange)
     progress.restore(models)
     start = [progress.describe(), progress.notice]
-    observer = _observer(config, start, progress.start_step + 1 if progress.checkpoint else 0, exchange, cleanup)
+    observer = make_observer(config, start, progress.start_step + 1 if progress.checkpoint else 0, exchange, cleanup)
     for line in (*left_out, *settled_offloads(asked, config)):
         observer.message(line)
     phase = Phases(models)
@@ -82,7 +82,7 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
         start = [f"going on after step {num_written}, which {record.folder} has"]
     if changed:
         start.append(f"step {num_written + 1} of {record.folder} is written anew: its {' and '.join(changed)} changed")
-    observer = _observer(config, start, num_written + 1 if num_written else 0, exchange, cleanup)
+    observer = make_observer(config, start, num_written + 1 if num_written else 0, exchange, cleanup)
     for line in left_out:
         observer.message(line)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
@@ -95,7 +95,7 @@ def _record(config: Config, exchange: Exchange) -> Record | None:
     return None if folder is None else Record(Path(folder), config, exchange)
 
 
-def _observer(
+def make_observer(
     config: Config, start: Sequence[str], resume_step: int, exchange: Exchange, cleanup: ExitStack
 ) -> Observer | NullObserver:
     """Rank 0's writes and prints; it begins with what kind of run this is.

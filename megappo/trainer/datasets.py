@@ -26,13 +26,14 @@ class Datasets:
     Attributes:
         stop_token_ids: end a response, and belong to it.
         vocab_size: tokens below it are known to every model.
+        train: None where there are only evaluations.
         val: dataset name -> its prompts.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     vocab_size: int
-    train: PromptDataset
+    train: PromptDataset | None
     val: dict[str, PromptDataset]
     _held_out: dict[str, list[Prompt]] = field(default_factory=dict)
 
@@ -44,7 +45,7 @@ class Datasets:
             ConfigError: what is wrong with them, on every rank.
         """
         errors, notes = [], []
-        for dataset in (self.train, *self.val.values()):
+        for dataset in filter(None, (self.train, *self.val.values())):
             mine = dataset.check(self.vocab_size, lambda size: share(range(size), exchange.rank, exchange.world_size))
             parts = exchange.share(mine)
             errors += dataset.errors(parts)

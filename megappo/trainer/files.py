@@ -24,7 +24,8 @@ def file_errors(config: Config) -> list[str]:
     data, output_dir = config.data, config.trainer.output_dir
     looks = [(*folder, _model_folder(config, *folder, specs)) for folder, specs in _by_folder(config).items()]
     held_out = ((one.key, one.files) for one in eval_sets(config).values())
-    for key, paths in (("data.train_files", data.files), *held_out):
+    read = () if config.trainer.eval_only else (("data.train_files", data.files),)
+    for key, paths in (*read, *held_out):
         looks += [(key, path, _data_file(key, Path(path))) for path in paths]
     looks.append(("trainer.output_dir", output_dir, _output_folder("trainer.output_dir", output_dir)))
     if folder := config.trainer.record_rollouts:

@@ -74,13 +74,14 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         of_sets = {name: taken.get(f"{one.section}.reward", takes) for name, one in eval_sets(config).items()}
         train, val = open_datasets(config, tokenizer, takes, of_sets)
         vocab_size = shared_vocabulary(config)
-        for dataset in (train, *val.values()):
+        for dataset in filter(None, (train, *val.values())):
             _look_at(dataset, vocab_size, findings, everything=everything)
         findings.errors += batch_errors(train)
-        of_pools = {f"eval.datasets.{name}.reward": dataset for name, dataset in val.items()} | {REWARD: train}
+        first_of = {f"eval.datasets.{name}.reward": dataset for name, dataset in val.items()}
+        first_of[REWARD] = train or next(iter(val.values()))
         for key, pool in pools.items():
             try:
-                [prompt] = of_pools[key].at(of_pools[key].kept[:1])
+                [prompt] = first_of[key].at(first_of[key].kept[:1])
             except ValueError:  # it is among the errors, or was not looked at
                 continue
             with findings.noting(key):
@@ -89,7 +90,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                 findings.errors += num_scores_errors(config, num_scores) if key == REWARD else []
         if environments is not None:
             with findings.noting(), suppress(ValueError):
-                [prompt] = train.at(train.kept[:1])
+                [prompt] = first_of[REWARD].at(first_of[REWARD].kept[:1])
                 said = f"{_reset(environments, prompt)!r:.200}"
                 findings.looked_at.append(f"{environments.spec}: reset for the first prompt, {said}")
     return findings

@@ -7,7 +7,7 @@ from typing import Any
 
 from megappo.batch.folders import recorded_steps
 from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import LATEST, candidates, position_of, read_state, step_of
+from megappo.checkpoint.folders import LATEST, candidates, is_checkpoint, position_of, read_state, step_of
 from megappo.config.errors import looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
@@ -16,6 +16,8 @@ from megappo.placement.components import trained_in_words
 
 def resume_errors(config: Config) -> list[str]:
     """Why a run cannot go on from the checkpoint that is there."""
+    if config.trainer.eval_only:
+        return list(_unfit_to_evaluate(config.trainer.eval_checkpoint))
     try:
         checkpoint = _checkpoint(config)
     except CheckpointError as error:
@@ -40,6 +42,19 @@ def resume_errors(config: Config) -> list[str]:
             f"write the name of an older one into {checkpoint.with_name(LATEST)}, or choose another trainer.output_dir"
         ]
     return [*_wrong_models(config, checkpoint), *_missing_rollouts(config, begun)]
+
+
+def _unfit_to_evaluate(checkpoint: str | None) -> Iterator[str]:
+    if checkpoint is None:
+        return
+    path = Path(checkpoint)
+    if not path.is_dir():
+        yield f"trainer.eval_checkpoint: no folder {path}{looked_in(path)}: correct the path"
+    elif not is_checkpoint(path):
+        yield (
+            f"trainer.eval_checkpoint: {path} is no checkpoint of a run: name a folder step_XXXXXXXX with state.json, "
+            "or set model.path to a Hugging Face folder"
+        )
 
 
 def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> str:
@@ -77,7 +92,10 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
 
 
 def already_finished(config: Config) -> str:
-    """What to say of a run that has done everything; "" if something is left to do: steps, export or report."""
+    """What to say of a run that has done everything; "" if something is left to do: steps, export or report, or to
+    evaluate."""
+    if config.trainer.eval_only:
+        return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
     checkpoint = _checkpoint(config)
     exported = (folder / HF_ACTOR).is_dir() or not config.trainer.export_hf

@@ -183,6 +183,15 @@ CONTRADICTIONS = {
     ),
     "rollout.val_n=2": "rollout.val_n 2 asks for as many times the same response to each prompt of val, as",
     "eval.datasets={a: {files: val.jsonl, top_k: 0}}": "eval.datasets.a.top_k 0 keeps no token: set -1 (off) or at",
+    "trainer.eval_checkpoint=out": "trainer.eval_checkpoint has no effect without trainer.eval_only: set that to true",
+    "trainer.eval_only=true data.val_files=[]": "trainer.eval_only needs data.val_files or eval.datasets, found none",
+    "trainer.eval_only=true trainer.rollout_only=true": (
+        "trainer.rollout_only is of runs that have steps, and trainer.eval_only has none: drop one of them"
+    ),
+    "trainer.eval_only=true trainer.eval_checkpoint=absent": "trainer.eval_checkpoint: no folder absent (looked in /",
+    "trainer.eval_only=true trainer.eval_checkpoint=model": (
+        "trainer.eval_checkpoint: model is no checkpoint of a run: name a folder step_XXXXXXXX with state.json, or set"
+    ),
     "rollout.val_top_k=0": "rollout.val_top_k 0 keeps no token: set -1 (off) or at least 1",
     "eval.datasets={a: {files: val.jsonl, reward: {math: 0}}}": (
         "eval.datasets.a.reward {'math': 0.0} has no function of a weight but 0: name one"
@@ -408,3 +417,10 @@ def test_without_held_out_files_there_is_no_evaluation_and_that_is_said(accepted
 
 def test_all_ranks_may_be_more_than_the_machine_has(accepted):
     assert "plan of run.yaml on 4 ranks" in accepted("placement={actor, critic, rollout: all}")
+
+
+def test_an_evaluation_needs_neither_prompts_to_train_on_nor_a_critic(run_folder, accepted):
+    (run_folder / "train.jsonl").unlink()
+    found = accepted("trainer.eval_only=true", "data.train_batch_size=4096", "critic.model_path=absent")
+    assert "prompts of val.jsonl" in found and "train.jsonl:" not in found
+    assert "  actor: data 4" in found and "critic: data" not in found and "ref: data" not in found

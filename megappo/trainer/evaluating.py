@@ -1,0 +1,125 @@
+"""A run that only evaluates (`trainer.eval_only`): engines, reward functions and, of a checkpoint, the actor."""
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megappo import platform
+from megappo.batch.exchange import Exchange
+from megappo.checkpoint.checksums import refuse_damaged
+from megappo.checkpoint.component import load_model
+from megappo.checkpoint.durable import write_durably
+from megappo.checkpoint.folders import step_of
+from megappo.checkpoint.metadata import read_component
+from megappo.checkpoint.store import CheckpointStore
+from megappo.config.loading import dump_config
+from megappo.config.schema import Config
+from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE, EVALUATIONS
+from megappo.observe.metrics import Histogram
+from megappo.observe.observer import NullObserver, Observer
+from megappo.placement.layout import Layout
+from megappo.placement.ranks import placement_layouts
+from megappo.trainer.build import make_observer
+from megappo.trainer.datasets import Datasets, load_datasets
+from megappo.trainer.evaluation import evaluate
+from megappo.trainer.inference import connect
+from megappo.trainer.models import Models, build_models
+from megappo.trainer.own_engine import start_engine
+from megappo.trainer.phases import Phases
+from megappo.trainer.probe import Probe
+from megappo.trainer.rollouts import Rollouts
+
+
+@dataclass
+class Evaluating:
+    """Evaluates once.
+
+    Attributes:
+        config: its output_dir is the evaluation's own.
+        weights: what is evaluated: a checkpoint, or the folder of model.path.
+        step: of the checkpoint; 0 without one.
+    """
+
+    config: Config
+    weights: Path
+    step: int
+    datasets: Datasets
+    rollouts: Rollouts
+    observer: Observer | NullObserver
+
+    def run(self) -> None:
+        """All ranks together. Leaves metrics, samples, report and evaluation.json.
+
+        Raises:
+            Interrupted: the run was asked to end, on any rank.
+        """
+        metrics = evaluate(self.rollouts, self.datasets, self.observer, self.step)
+        self.observer.log(self.step, metrics)
+        self.rollouts.exchange.on_rank_0(lambda: self._write(metrics))
+        self.observer.finish()
+
+    def _write(self, metrics: Mapping[str, Any]) -> None:
+        folder = Path(self.config.trainer.output_dir)
+        numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
+        content = {"weights": str(self.weights), "step": self.step, "metrics": numbers}
+        write_durably(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")
+        write_durably(folder / CONFIG_FILE, dump_config(self.config))
+
+
+def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
+    """The parts of a run that only evaluates; arguments as of `build_run`."""
+    exchange = Exchange(dist.group.WORLD)
+    checkpoint = _checkpoint(asked, exchange)
+    config, step = _with_own_folder(asked, checkpoint), step_of(checkpoint) if checkpoint else 0
+    weights = checkpoint or Path(config.model.path)
+    layouts = placement_layouts(config, exchange.world_size)
+    own = start_engine(config, layouts["rollout"], cleanup)
+    datasets = load_datasets(config, own, exchange)
+    left_out = datasets.check(exchange)
+    if platform.has_cuda():  # as in `build_run`
+        own.wait_ready()
+        exchange.share(None)
+    models = _loaded(config, layouts, checkpoint, exchange) if checkpoint else None
+    observer = make_observer(config, [f"evaluating {weights}", *left_out], 0, exchange, cleanup)
+    rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
+    if models is not None:
+        phase = Phases(models)
+        probe = Probe(config, next(iter(datasets.val.values())), rollouts, models.actor)
+        with phase("sync"):
+            engines = connect(config, layouts, models, probe, phase)
+            engines.first_sync(verify=config.rollout.sync.verify, as_loaded=False)
+    return Evaluating(config, weights, step, datasets, rollouts, observer)
+
+
+def _checkpoint(config: Config, exchange: Exchange) -> Path | None:
+    """The checkpoint to evaluate, each of its files as it was written.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if config.trainer.eval_checkpoint is None:
+        return CheckpointStore(Path(config.trainer.output_dir) / CHECKPOINTS, 0, exchange).latest()
+    path = Path(config.trainer.eval_checkpoint).resolve()
+    refuse_damaged(path, exchange)
+    return path
+
+
+def _with_own_folder(config: Config, checkpoint: Path | None) -> Config:
+    """Of a checkpoint of its own a run evaluates into a folder beside it: the run's files stay as they are."""
+    if checkpoint is None or config.trainer.eval_checkpoint is not None:
+        return config
+    return config.changed("trainer.output_dir", str(Path(config.trainer.output_dir, EVALUATIONS, checkpoint.name)))
+
+
+def _loaded(config: Config, layouts: Mapping[str, Layout], checkpoint: Path, exchange: Exchange) -> Models:
+    """The actor with a checkpoint's weights, whatever layout that was written in."""
+    models = build_models(config, layouts, exchange)
+    engine, folder = models.actor.engine, checkpoint / "actor"
+    if engine is not None:
+        load_model(engine.chunks, engine.groups, folder, read_component(folder), models.architecture.vocab_size)
+    return models

@@ -1,0 +1,74 @@
+"""A checkpoint, and a Hugging Face folder, evaluated by the command."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from commands import contents
+from commands import run as run_tool
+from program import REPOSITORY, Program, logged
+
+EVALUATE = REPOSITORY / "tools" / "evaluate.py"
+pytestmark = pytest.mark.timeout(600)
+
+
+def evaluated(source: Path, config: Path, folder: Path) -> dict:
+    """What the evaluation leaves, the run's own files being as they were."""
+    before = {path: path.read_bytes() for path in source.parents[1].rglob("metrics.jsonl")}
+    command = (sys.executable, EVALUATE)
+    with Program(folder / "program", source, config, f"--output={folder / 'out'}", command=command) as program:
+        assert program.wait() == 0, program.output
+    assert {path: path.read_bytes() for path in before} == before
+    assert not (folder / "out" / "checkpoints").exists() and (folder / "out" / "report.html").is_file()
+    return json.loads((folder / "out" / "evaluation.json").read_text())
+
+
+def held_out(metrics: dict) -> dict:
+    return {name: value for name, value in metrics.items() if name.startswith("val/held_out/")}
+
+
+def responses(folder: Path) -> list[str]:
+    [file] = (folder / "rollouts").iterdir()
+    return [json.loads(line)["response"] for line in file.read_text().splitlines()]
+
+
+def test_a_checkpoint_is_evaluated_as_the_run_did(config, run, folder):
+    """Greedily: by the actor alone, from the checkpoint's weights, not from the model that training started from."""
+    checkpoint = run / "checkpoints" / "step_00000010"
+    found = evaluated(checkpoint, config, folder)
+    assert (found["weights"], found["step"]) == (str(checkpoint), 10)
+    assert held_out(found["metrics"]) == held_out(logged(run)[-1]) == held_out(logged(folder / "out")[0])
+    assert responses(folder / "out") and set(responses(folder / "out")) <= {"7" * n for n in range(1, 7)}
+
+
+@pytest.mark.slow  # the checkpoint's has all but the other weights
+def test_a_hugging_face_folder_is_evaluated_as_the_run_did(config, run, folder):
+    found = evaluated(run / "hf_actor", config, folder)
+    assert (found["weights"], found["step"]) == (str(run / "hf_actor"), 0)
+    assert held_out(found["metrics"]) == held_out(logged(run)[-1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "no folder"),
+        (
+            lambda path: path.mkdir(),
+            "is neither a run's folder with checkpoints/, nor a checkpoint (step_XXXXXXXX",
+        ),
+        (lambda path: (path / "checkpoints" / "step_00000003").mkdir(parents=True), "is neither a run's folder"),
+        (
+            lambda path: (path.mkdir(), (path / ".metadata").touch()),
+            "is a Megatron folder by itself: name the checkpoint that it is in, or convert it",
+        ),
+    ],
+)
+def test_what_is_no_model_is_refused(config, tmp_path, make, message):
+    make(tmp_path / "source")
+    before = contents(tmp_path)
+    done = run_tool(EVALUATE, tmp_path / "source", config)
+    assert done.returncode == 2 and done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ") and str(tmp_path / "source") in line and message in line
+    assert contents(tmp_path) == before
