@@ -109,6 +109,12 @@ LAYERS = (
         concerns=_has_experts,
         needs=(TE, Need(lambda on: on.parallel.expert_tensor == 1, "not known to be right where experts are cut")),
     ),
+    Switch(
+        "gradient_accumulation_fusion",
+        "products add up to the weights' gradients where these are kept",
+        concerns=lambda on: on.is_trained and on.has_te,
+        needs=(Need(lambda on: False, "Megatron then asks for Apex, and it was not tried on a GPU yet"),),
+    ),
     Switch("moe_permute_fusion", "one kernel sorts tokens by expert", concerns=_has_experts, needs=(TE,)),
     Switch(
         "use_te_activation_func",
@@ -160,7 +166,7 @@ REDUCTION = (
         "overlap_param_gather",
         "weights are gathered from their ranks while later layers wait for theirs",
         concerns=_reduces,
-        needs=(Need(lambda on: False, "engines, checkpoints and other passes read the weights between updates"),),
+        needs=(Need(lambda on: False, "all that reads weights would have to wait: not tried on a GPU yet"),),
     ),
 )
 """Fields of DistributedDataParallelConfig."""

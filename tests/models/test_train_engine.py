@@ -92,14 +92,14 @@ LONG_CASES = {
     "cp2 tp2 sp, long rows": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=40),
     "cp4, long rows": Case(Layout(FOUR, context=4), max_tokens=64, recompute="full"),
 }
-EARLY = {"switches": frozenset({"overlap_grad_reduce"})}
+EARLY = {"switches": frozenset({"overlap_grad_reduce", "pinned_copies"})}
 EARLY_CASES = {
     "dp2, reduced early": Case(Layout(TWO), max_tokens=12, **EARLY),
     "dp2, optimizer not sharded, reduced early": Case(
         Layout(TWO), optim=OPTIM.model_copy(update={"distributed": False}), max_tokens=12, **EARLY
     ),
     "tp2 cp2 sp, reduced early": Case(Layout(FOUR, tensor=2, context=2), sequence=True, max_tokens=20, **EARLY),
-    "pp2 dp2, reduced early": Case(Layout(FOUR, pipeline=2), max_tokens=10, **EARLY),
+    "pp2 dp2, full recompute, reduced early": Case(Layout(FOUR, pipeline=2), max_tokens=10, recompute="full", **EARLY),
     "pp2 vpp2 dp2, reduced early": Case(Layout(FOUR, pipeline=2, virtual_pipeline=2), max_tokens=9, **EARLY),
 }
 EARLY_EXPERTS = "ep2 tp2 dp2 sp, reduced early"
