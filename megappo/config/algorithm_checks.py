@@ -61,6 +61,10 @@ def _unused(config: Config) -> Iterator[str]:
             [f"algorithm.{key}" for key in ("shared_backbone", "bootstrap_truncated", "lam_alpha", "critic_lam")],
             (not config.has_values, f"{estimator} does without values, which {with_values} needs"),
         ),
+        **dict.fromkeys(
+            ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+            (not algorithm.filter_groups.enable, "algorithm.filter_groups.enable is false"),
+        ),
         "algorithm.value_coef": (not algorithm.shared_backbone, "algorithm.shared_backbone is false"),
         **dict.fromkeys(
             ("actor.kl_loss_coef", "actor.kl_loss_type", "actor.kl_loss_unbiased"),
@@ -103,6 +107,8 @@ def _groups(config: Config) -> Iterator[str]:
         if compares and config.rollout.n < 2:
             found = f"rollout.n must be at least 2, found {config.rollout.n}"
             yield f"{what} compares the responses to a prompt: {found}"
+    if algorithm.filter_groups.enable:
+        yield from _filtered(config)
     if algorithm.method.needs_greedy_baseline and reward.normalize != "none":
         yield f"{normalize} would hide the greedy baseline that {estimator} subtracts: set it to none"
     if algorithm.method.needs_score_components and algorithm.use_kl_in_reward:
@@ -110,6 +116,20 @@ def _groups(config: Config) -> Iterator[str]:
             f"algorithm.use_kl_in_reward true has no effect, as {estimator} takes the scores one by one, not their "
             "sum: set it to false (actor.use_kl_loss true is the KL beside it)"
         )
+
+
+def _filtered(config: Config) -> Iterator[str]:
+    """What groups cannot be chosen of."""
+    found, trainer = "algorithm.filter_groups.enable true", config.trainer
+    if config.rollout.n < 2:
+        yield f"{found} needs several responses to a prompt: set rollout.n to at least 2, found {config.rollout.n}"
+    if config.algorithm.method.needs_greedy_baseline:
+        estimator = config.algorithm.adv_estimator
+        yield f"{found} has no greedy baselines, which algorithm.adv_estimator {estimator} needs: choose another one"
+    if trainer.rollout_only:
+        yield f"{found} takes prompts by what a step finds, and trainer.rollout_only by its number: set it to false"
+    if trainer.replay_rollouts is not None:
+        yield f"{found} has no effect on trainer.replay_rollouts, whose groups were chosen before: drop it"
 
 
 def num_scores_errors(config: Config, num_scores: int) -> list[str]:

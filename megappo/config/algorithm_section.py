@@ -1,4 +1,4 @@
-"""The keys of advantages, the KL to the reference, and the mismatch between engine and trainer."""
+"""The keys of advantages, the KL to the reference, the mismatch between engine and trainer, and dynamic sampling."""
 
 from typing import Annotated, Literal, get_args
 
@@ -45,6 +45,12 @@ class RolloutCorrection(Section):
         return self.level != "none" or bool(rejects)
 
 
+class FilterGroups(Section):
+    enable: bool = Field(False, description="train on groups whose scores differ, and take further prompts in place of the others (DAPO's dynamic sampling)")
+    metric: str = Field("score", description="what is to differ among the responses to a prompt: score, or the name of a number that the reward function tells beside it")
+    max_num_gen_batches: Positive = Field(10, description="batches of prompts that a step may take; then the first groups without a difference make up what lacks")
+
+
 class Algorithm(Section):
     preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = Field(None, description="numerical conventions of another system (whitening, clamps, KL gradient, value loss factor, averaging); null = megappo's")
     adv_estimator: Annotated[str, OneOf(ESTIMATORS)] = Field("gae", description=f"advantage estimator; all but {_WITH_VALUES} do without a critic")
@@ -60,6 +66,7 @@ class Algorithm(Section):
     kl_penalty: KLKind = Field("k1", description="KL estimator of that penalty")
     kl_ctrl: KLCtrl = Field(KLCtrl(), description="KL coefficient")
     rollout_correction: RolloutCorrection = Field(RolloutCorrection(), description="weights against the mismatch between engine and trainer")
+    filter_groups: FilterGroups = Field(FilterGroups(), description="which groups of responses a step trains on")
     shared_backbone: bool = Field(False, description="gae: one model with a policy and a value head instead of a separate critic; of the critic's keys only value_clip, huber_delta and loss_agg_mode are then read")
     value_coef: NonNegativeFloat = Field(0.5, description="shared_backbone: weight of the value loss in the combined loss")
 

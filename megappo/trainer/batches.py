@@ -1,7 +1,7 @@
 """A step's rows from the engines; `trainer.record` has them from a file."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.trainer.component import Batch
+from megappo.trainer.filtering import Chosen, choose_groups
 from megappo.trainer.record import Record
 from megappo.trainer.rollouts import Rollouts
 
@@ -27,36 +28,61 @@ class SampledBatches:
     Args:
         sleep: called once the engines have written all.
         record: gets each step's rows; None for none.
+        num_drawn: batches of prompts that steps before have taken.
+    Attributes:
+        num_drawn: the same, with those that were taken here.
     """
 
     def __init__(
-        self, prompts: PromptDataset, rollouts: Rollouts, sleep: Callable[[], None], record: Record | None = None
+        self,
+        prompts: PromptDataset,
+        rollouts: Rollouts,
+        sleep: Callable[[], None],
+        record: Record | None = None,
+        *,
+        num_drawn: int = 0,
     ):
         self.prompts = prompts
         self.rollouts = rollouts
         self.sleep = sleep
         self.record = record
+        self.num_drawn = num_drawn
         self._thread = ThreadPoolExecutor(1)
-        self._ahead: dict[int, list[Prompt]] = {}  # step -> this rank's share of its prompts
+        self._ahead: dict[int, Future[list[Prompt]]] = {}  # number of a batch -> this rank's share of it
 
     def __call__(
         self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
     ) -> tuple[Batch, dict[str, Any]]:
         """A step's rows at their owners, and metrics; `when_sampled` is called before the rewards, which may fail."""
-        exchange = self.rollouts.exchange
-        part_of = partial(self.prompts.batch, rank=exchange.rank, world_size=exchange.world_size)
-        mine = self._ahead[step] if step in self._ahead else part_of(step - 1)
-        prompts = list(chain.from_iterable(exchange.share(mine)))
         with phase("rollout"):
-            ahead = self._thread.submit(part_of, step)  # the next step's, while the engines are at work
-            responses = self.rollouts.respond(prompts)
+            chosen = self._chosen()
             self.sleep()
-            self._ahead = {step + 1: ahead.result()}  # here: tokenizers serve one thread at a time
+            wait(self._ahead.values())  # here: tokenizers serve one thread at a time
         when_sampled()
         with phase("reward"):
-            batch, metrics = self.rollouts.collect(responses, prompts)
-        num_tokens = metrics["rollout/num_tokens"]
+            batch, metrics = self.rollouts.collect(chosen.responses, chosen.prompts)
+        num_tokens = metrics["rollout/num_tokens"] + chosen.num_dropped_tokens
+        metrics |= chosen.metrics | {"rollout/num_tokens": num_tokens}
         if self.record is not None:
             with phase("record"):
-                self.record.write(step, batch, prompts, num_tokens)
+                self.record.write(step, batch, chosen.prompts, num_tokens)
         return batch, metrics | {"rollout/tokens_per_second": num_tokens / phase.seconds("rollout")}
+
+    def _chosen(self) -> Chosen:
+        """Responses to a batch of prompts, or to what is chosen of several."""
+        config = self.rollouts.config
+        if config.algorithm.filter_groups.enable:
+            settings = config.algorithm.filter_groups
+            return choose_groups(self.rollouts, self._draw, settings, config.data.train_batch_size)
+        prompts = self._draw()
+        return Chosen(self.rollouts.respond(prompts), prompts, 0, {})
+
+    def _draw(self) -> list[Prompt]:
+        """The next batch of prompts; the one after it is prepared while the engines are at work."""
+        exchange = self.rollouts.exchange
+        part_of = partial(self.prompts.batch, rank=exchange.rank, world_size=exchange.world_size)
+        ahead = self._ahead.get(self.num_drawn)
+        mine = ahead.result() if ahead is not None else part_of(self.num_drawn)
+        self.num_drawn += 1
+        self._ahead = {self.num_drawn: self._thread.submit(part_of, self.num_drawn)}
+        return list(chain.from_iterable(exchange.share(mine)))

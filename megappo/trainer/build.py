@@ -58,7 +58,9 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     if replayed is None:
         rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
         engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor), phase)
-        batches = SampledBatches(datasets.train, rollouts, engines.sleep, _record(config, exchange))
+        batches = SampledBatches(
+            datasets.train, rollouts, engines.sleep, _record(config, exchange), num_drawn=progress.num_drawn
+        )
     else:
         rollouts, engines = None, NoEngines()
         batches = Replay(Path(replayed), config, datasets.vocab_size, exchange)
@@ -86,7 +88,7 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
     for line in left_out:
         observer.message(line)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
-    batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record)
+    batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record, num_drawn=num_written)
     return RollingOut(config.trainer, num_written, exchange, batches, observer, Timers())
 
 

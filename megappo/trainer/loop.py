@@ -102,7 +102,8 @@ class Trainer:
             judged = add_advantages(run, rows)
             metrics |= run.engines.check_rollouts(judged.log_prob_diff)
         batch = replace(batch, rows=judged.rows)
-        run.progress.in_flight = InFlight(step, batch, metrics | judged.metrics, judged.kl_penalty)
+        flight = InFlight(step, batch, metrics | judged.metrics, judged.kl_penalty)
+        run.progress.begin(flight, run.batches.num_drawn)
         return scattered
 
     def _end(self, flight: InFlight, scattered: Mapping[str, Scattered]) -> dict[str, Any]:

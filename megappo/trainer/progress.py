@@ -31,6 +31,7 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last that is finished.
         in_flight: the next one, if its rows have their advantages.
+        num_drawn: batches of prompts that the steps so far have taken, the one in flight among them.
         is_overdue: the last save has failed, by `has_failed`. failed_saves: how many have, in this process.
         notice: what of the checkpoint could not be restored; "" if all was.
         kl: the KL coefficient's controller.
@@ -48,6 +49,7 @@ class Progress:
         self.exchange = exchange
         self.start_step = self.step = 0
         self.in_flight: InFlight | None = None
+        self.num_drawn = 0
         self.notice = ""
         self.is_overdue, self.failed_saves = False, 0
         self.kl = kl_controller(config.algorithm.kl_ctrl)
@@ -74,8 +76,14 @@ class Progress:
         self.start_step = self.step = state["step"]
         self.notice = restore_random_states(self.checkpoint, self.exchange)
         self.in_flight = read_in_flight(self.checkpoint, self.exchange)
-        if self.in_flight is not None:
+        begun = self.in_flight is not None
+        self.num_drawn = state.get("num_drawn", self.step + begun)  # before there was this, each step took one
+        if begun:
             self._check_mini_batches(self.in_flight, models)
+
+    def begin(self, flight: InFlight, num_drawn: int) -> None:
+        """A step's rows have their advantages, and all steps so far have taken so many batches of prompts."""
+        self.in_flight, self.num_drawn = flight, num_drawn
 
     def finish(self, step: int) -> None:
         """A step has come to its end."""
@@ -102,6 +110,7 @@ class Progress:
             models.trained,
             {
                 "step": step,
+                "num_drawn": self.num_drawn,
                 **state,
                 "models": trained_in_words(self.config),
                 "optimizer_steps": models.num_steps(self.exchange),

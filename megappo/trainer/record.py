@@ -111,6 +111,8 @@ class Replay:
         self.config = config
         self.vocab_size = vocab_size
         self.exchange = exchange
+        self.num_drawn = 0
+        """As of `SampledBatches`: one for each step."""
 
     def __call__(
         self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
@@ -122,6 +124,7 @@ class Replay:
             RowsFileError: the file is damaged.
         """
         when_sampled()
+        self.num_drawn = step
         with phase("replay"), RowsFile(rows_file(self.folder, step)) as file:
             if errors := self._errors(file):
                 raise ConfigError(*errors)

@@ -27,7 +27,7 @@ from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
 from megappo.trainer.sample_rows import sample_rows, summed
-from megappo.trainer.scoring import SampleScoring, episode_metrics
+from megappo.trainer.scoring import SampleScoring, Scored, episode_metrics
 
 PROBE_TOKENS = 4
 
@@ -44,7 +44,7 @@ class Responses:
 
     sampled: list[Sample]
     greedy: list[Sample]
-    scoring: SampleScoring | None = None
+    scoring: SampleScoring | Scored | None = None
     greedy_scoring: SampleScoring | None = None
 
 
@@ -184,7 +184,7 @@ class Rollouts:
         return SampleScoring(rewards, self._decoder, prompts)
 
     def score(
-        self, samples: Sequence[Sample], prompts: Sequence[Prompt], scoring: SampleScoring | None = None
+        self, samples: Sequence[Sample], prompts: Sequence[Prompt], scoring: SampleScoring | Scored | None = None
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included;
         before them the sum of the environment's rewards, where there is one.

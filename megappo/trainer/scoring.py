@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -75,6 +76,22 @@ class SampleScoring:
             return {}
         numbers = {"errors": self._scoring.num_errors, "timeouts": self._scoring.num_timeouts}
         return {name: Metric.of(number, "sum") for name, number in numbers.items()}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Samples whose scores are there; as `SampleScoring`."""
+
+    _graded: list[Graded]
+    _counts: dict[str, Metric]
+
+    def graded(self) -> list[Graded]:
+        """Of each sample, in order."""
+        return self._graded
+
+    def counts(self) -> dict[str, Metric]:
+        """See `SampleScoring`."""
+        return self._counts
 
 
 def _with_return(sample: Sample, graded: Graded) -> Graded:

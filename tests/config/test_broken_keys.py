@@ -33,6 +33,18 @@ CONTRADICTIONS = {
     "critic.parallel.virtual_pipeline=2": (
         "critic.parallel.virtual_pipeline 2 needs critic.parallel.pipeline > 1, found 1: raise pipeline, or drop it"
     ),
+    "algorithm.filter_groups.enable=true rollout.n=1": (
+        "algorithm.filter_groups.enable true needs several responses to a prompt: set rollout.n to at least 2, found 1"
+    ),
+    "algorithm.filter_groups.enable=true rollout.n=2 algorithm.adv_estimator=remax": (
+        "algorithm.filter_groups.enable true has no greedy baselines, which algorithm.adv_estimator remax needs: "
+    ),
+    "algorithm.filter_groups.metric=acc": (
+        'algorithm.filter_groups.metric "acc" has no effect, as algorithm.filter_groups.enable is false: drop it'
+    ),
+    "reward.options={mine.py:f: {limit: 3}}": (
+        "reward.options are of 'mine.py:f', which reward.function does not name: it names exact_match"
+    ),
     "ref.parallel.sequence=true": "ref.parallel.sequence needs ref.parallel.tensor > 1",
     "actor.optim.min_lr=1e-3 actor.optim.lr_decay_style=linear": (
         "actor.optim.min_lr 0.001 is above actor.optim.lr 1e-06: lower it"

@@ -1,0 +1,104 @@
+"""Which groups are chosen, compared with a plain loop over all responses of all ranks."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from spawn import run_ranks
+
+from megappo.batch.exchange import Exchange
+from megappo.config.algorithm_section import FilterGroups
+from megappo.data.prompts import Prompt
+from megappo.observe.metrics import Metric
+from megappo.rewards.forms import Graded
+from megappo.rewards.pool import RewardError
+from megappo.rollout.sampler import Sample
+from megappo.trainer.filtering import choose_groups
+from megappo.trainer.rollouts import Responses
+from megappo.trainer.scoring import Scored
+
+SIZE, NUM_ROUNDS, N = 6, 4, 3
+
+
+def scores_of(seed: int) -> list[list[list[float]]]:
+    """Of each round, prompt and response; about half of the groups have equal ones."""
+    rng = random.Random(seed)
+    return [
+        [[float(rng.random() < 0.5)] * N if rng.random() < 0.5 else [0.0, 1.0, 0.5] for _ in range(SIZE)]
+        for _ in range(NUM_ROUNDS)
+    ]
+
+
+def choose(rank: int, world_size: int) -> None:
+    """The responses to a prompt are at one rank, of which rank 0 has none."""
+    exchange = Exchange(dist.group.WORLD)
+    for seed in range(20):
+        scores, asked = scores_of(seed), []
+
+        def draw(asked: list = asked) -> list[Prompt]:
+            asked.append([Prompt(100 * len(asked) + i, [1], "", None) for i in range(SIZE)])
+            return asked[-1]
+
+        def respond(prompts: list[Prompt], scores: list = scores) -> Responses:
+            mine = [i for i in range(SIZE) if 1 + i % 2 == rank]
+            samples = [
+                Sample(i, j, [prompts[i].index, j], [-1.0, None], "stop") for i in reversed(mine) for j in range(N)
+            ]
+            of_round = scores[prompts[0].index // 100]
+            graded = [Graded([of_round[one.prompt_index][one.sample_index]], {}) for one in samples]
+            return Responses(samples, [], Scored(graded, {"errors": Metric.of(1, "sum")} if rank else {}))
+
+        rollouts = SimpleNamespace(respond=respond, exchange=exchange)
+        chosen = choose_groups(rollouts, draw, FilterGroups(max_num_gen_batches=3), SIZE)
+        expected, others, rounds = [], [], 0
+        while len(expected) < SIZE and rounds < 3:
+            for i, group in enumerate(scores[rounds]):
+                (expected if len(set(group)) > 1 else others).append((rounds, i))
+            rounds += 1
+        taken = (expected + others)[:SIZE]
+        assert [prompt.index for prompt in chosen.prompts] == [100 * number + i for number, i in taken]
+        assert chosen.metrics == {
+            "filter_groups/num_gen_batches": rounds,
+            "filter_groups/equal_groups": len(others),
+            "filter_groups/equal_groups_kept": max(0, SIZE - len(expected)),
+            "filter_groups/surplus_groups": max(0, len(expected) - SIZE),
+        }
+        assert chosen.num_dropped_tokens == N * (SIZE * rounds - SIZE)
+        graded, samples = chosen.responses.scoring.graded(), chosen.responses.sampled
+        found = [part for of_rank in exchange.share(list(zip(samples, graded, strict=True))) for part in of_rank]
+        assert len(found) == N * SIZE
+        for sample, one in found:
+            number, i = taken[sample.prompt_index]
+            assert sample.tokens == [100 * number + i, sample.sample_index]
+            assert one.scores == [scores[number][i][sample.sample_index]]
+        if rank:
+            assert chosen.responses.scoring.counts()["errors"].value == rounds, "of what was dropped, too"
+
+
+def test_groups_whose_scores_differ_are_chosen_in_order():
+    run_ranks(3, choose)
+
+
+def choose_by_part(rank: int, world_size: int) -> None:
+    parts = [{"acc": 0.0}, {"acc": 1.0}, {}]
+    samples = [Sample(i // 2, i % 2, [1], [-1.0], "stop") for i in range(4)]
+
+    def chosen(of_samples: list[dict], metric: str) -> list[int]:
+        graded = [Graded([float(i)] if of_sample else [], of_sample) for i, of_sample in enumerate(of_samples)]
+        respond = lambda prompts: Responses(samples, [], Scored(graded, {}))  # noqa: E731
+        rollouts = SimpleNamespace(respond=respond, exchange=Exchange(dist.group.WORLD))
+        prompts = [Prompt(i, [1], "", None) for i in range(2)]
+        settings = FilterGroups(metric=metric, max_num_gen_batches=1)
+        return [prompt.index for prompt in choose_groups(rollouts, lambda: prompts, settings, 1).prompts]
+
+    zero, one, failed = parts
+    assert chosen([zero, zero, zero, one], "acc") == [1]
+    assert chosen([zero, zero, zero, one], "score") == [0]
+    assert chosen([zero, failed, failed, one], "acc") == [1], "what failed counts as 0"
+    with pytest.raises(RewardError, match="filter_groups.metric accuracy: the reward .* no such .*, but score, acc\n"):
+        chosen([zero, zero, zero, one], "accuracy")
+
+
+def test_a_number_beside_the_score_may_be_what_differs():
+    run_ranks(1, choose_by_part)
