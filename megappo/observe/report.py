@@ -56,7 +56,7 @@ def summary(output_dir: str | Path, report: Path | None = None) -> str:
     steps = read_metrics(folder)
     seconds = math.fsum(metrics.get("timing_s/step") or 0.0 for metrics in steps)
     last_step = steps[-1]["step"] if steps else 0
-    rows = [("steps", f"{last_step}, {format_seconds(seconds)} h:mm:ss")]
+    rows = [("steps", f"{last_step}, {format_seconds(seconds)} h:mm:ss")] if _has_trained(steps) else []
     rows += _before_and_after(_held_out_title(steps), _held_out(steps))
     rows += [(name, in_words(estimates)) for name, estimates in _last_evaluation(steps).items()]
     rows += _before_and_after("mean reward", _points(steps, _REWARD))
@@ -74,8 +74,7 @@ def write_report(output_dir: str | Path) -> Path:
     sections = [
         _section(_held_out_title(steps).capitalize(), line_chart(_held_out(steps))),
         *(_section(f"Held out: {name}", _data_set(steps, name)) for name in _last_evaluation(steps)),
-        _section("Mean reward of the training rollouts", line_chart(_points(steps, _REWARD))),
-        _section("Where the time of a step went", share_bar(_phase_seconds(steps))),
+        *(_training(steps) if _has_trained(steps) else ()),
         *sample_sections(read_samples(folder)),
     ]
     path = folder / REPORT_FILE
@@ -87,6 +86,18 @@ def write_report(output_dir: str | Path) -> Path:
 
 def _section(title: str, chart: str) -> str:
     return f"<h2>{html.escape(title)}</h2>\n{chart}"
+
+
+def _has_trained(steps: list[dict[str, Any]]) -> bool:
+    """Whether there is more than an evaluation."""
+    return any("timing_s/step" in metrics for metrics in steps)
+
+
+def _training(steps: list[dict[str, Any]]) -> list[str]:
+    return [
+        _section("Mean reward of the training rollouts", line_chart(_points(steps, _REWARD))),
+        _section("Where the time of a step went", share_bar(_phase_seconds(steps))),
+    ]
 
 
 def _data_set(steps: list[dict[str, Any]], name: str) -> str:

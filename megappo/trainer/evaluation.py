@@ -37,6 +37,10 @@ class Answered:
     def answers(self) -> list[str | None]:
         return [one.answer for one in self.graded]
 
+    @property
+    def has_answers(self) -> bool:
+        return any(answer is not None for answer in self.answers)
+
 
 def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullObserver, step: int) -> dict[str, Any]:
     """`val/<dataset>/*` on every held-out prompt of each data set, and a few prompts' responses logged.
@@ -49,7 +53,7 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
         answered, counts = _answered(rollouts, prompts, name, one)
         own = _parts(list(answered.values()), one, has_spread=len(prompts) > 1) | counts
         shown = _shown(rollouts, answered, name, one)
-        has_answers = any(answer is not None for found in answered.values() for answer in found.answers)
+        has_answers = any(found.has_answers for found in answered.values())
         parts, samples, answers = zip(*rollouts.exchange.share((own, shown, has_answers)), strict=True)
         votes = any(answers)
         found = {key: value for key, value in reduce_ranks(parts).items() if votes or not key.startswith("maj@")}
@@ -111,7 +115,8 @@ def _shown(rollouts: Rollouts, answered: Mapping[int, Answered], name: str, one:
             "label": found.prompt.label,
             "score": found.scores[0],
             "passed": found.scores[0] >= one.pass_threshold,
-            **({"scores": found.scores, "answers": found.answers} if one.n > 1 else {}),
+            **({"scores": found.scores} if one.n > 1 else {}),
+            **({"answers": found.answers} if one.n > 1 and found.has_answers else {}),
         }
         for index, found in answered.items()
         if index < rollouts.config.trainer.num_samples

@@ -90,7 +90,7 @@ def test_a_data_set_is_evaluated_with_settings_of_its_own(run, config):
     assert [(one["label"], one["prompt"]) for one in samples] == [(one["prompt"], one["label"]) for one in records]
     for one in samples:
         assert one["score"] == one["scores"][0] == 2 * one["response"].count("7") / max(1, len(one["response"]))
-        assert len(one["scores"]) == 4 and len(one["response"]) <= 4 and one["answers"] == [None] * 4
+        assert len(one["scores"]) == 4 and len(one["response"]) <= 4 and "answers" not in one
     found = {name.removeprefix("val/sums/"): value for name, value in metrics.items() if name.startswith("val/sums/")}
     of_prompts = [one["scores"] for one in samples]
     means = list(map(statistics.fmean, of_prompts))
