@@ -10,7 +10,6 @@ import shutil
 import sysconfig
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
@@ -87,6 +86,8 @@ def has_transformer_engine() -> bool:
 
 def has_varlen_attn() -> bool:
     """Whether torch's attention of packs takes groups of heads; that of older ones does not."""
+    from torch.nn.attention.varlen import varlen_attn  # takes seconds, which not all that imports this has use for
+
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
