@@ -20,7 +20,7 @@ APART = frozenset({"weights", "rollout", "checkpoint"})
 ENTRIES = frozenset({"train", "training", "plan", "serve", "doctor"})
 FROM_TOOLS = BOTTOM | {
     *("batch", "weights", "checkpoint", "models", "placement", "megatron_setup"),
-    *("data", "rewards"),
+    *("data", "rewards", "environments"),
 }
 FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "estimate", "ppo", "trainer", "megatron_setup"}
 HEAVY = {

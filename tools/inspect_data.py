@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -28,8 +28,10 @@ from megappo.config.loading import load_config
 from megappo.config.schema import Config, Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
+from megappo.environments.pool import load_environments
+from megappo.environments.process import EnvironmentFault
 from megappo.placement.components import shared_vocabulary
-from megappo.rewards.forms import Takes
+from megappo.rewards.forms import NOTHING, Takes
 from megappo.rewards.pool import RewardError, load_configured
 
 if TYPE_CHECKING:
@@ -81,12 +83,14 @@ def _count(text: str) -> int:
 
 def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
-    takes, vocab_size = _taken(config), shared_vocabulary(config)
+    (takes, tools), vocab_size = _taken(config), shared_vocabulary(config)
     files = [("data.train_files", file, config.data, config.data.order_by) for file in config.data.files]
     files += [(one.key, file, one.data, None) for one in eval_sets(config).values() for file in one.files]
     num_wrong = 0
     for key, file, data, order_by in files:
-        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes, order_by=order_by)
+        dataset = PromptDataset(
+            [file], tokenizer, data, config.trainer.seed, key, takes, order_by=order_by, tools=tools
+        )
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)
@@ -139,15 +143,23 @@ class Seen:
         return [*self._first, *more]
 
 
-def _taken(config: Config) -> Takes:
-    """What the reward function takes of a record."""
+def _taken(config: Config) -> tuple[Takes, Sequence[dict[str, Any]]]:
+    """What reward function and environment take of a record; what the chat template is to tell of tools."""
+    takes, tools = NOTHING, []
     try:
-        with load_configured(config.reward, num_workers=1) as pool:
-            return pool.takes
-    except ValueError as error:  # no function is named like this
+        if config.reward.weights:
+            with load_configured(config.reward, num_workers=1) as pool:
+                takes = pool.takes
+        if config.has_environment:
+            with load_environments(config, num_workers=1) as environments:
+                takes, tools = takes | environments.takes, environments.tools
+    except ValueError as error:  # nothing is named like this
         raise ConfigError(str(error)) from error
     except RewardError as error:
         raise ConfigError(f"reward.function: {error}") from error
+    except EnvironmentFault as error:
+        raise ConfigError(f"rollout.environment: {error}") from error
+    return takes, tools
 
 
 def _spread(size: int, most: int) -> Sequence[int]:

@@ -1,8 +1,10 @@
-"""Make the data and the model of an example of several turns: `grid`, a game, for configs/grid.yaml.
+"""Make the data and the model of an example of several turns: `grid`, a game, for configs/grid.yaml, or `calculator`,
+products by a tool, for configs/calculator.yaml.
 
 As tools/make_quickstart.py does: a small Qwen2 is warm-started by supervised steps on what a careless player does. The
 walker of the grid takes left for right with probability CONFUSE, so that the model greedily walks the wrong way, while
-its samples often reach the goal. No held-out game is used in training.
+its samples often reach the goal. The pupil with the calculator guesses with probability GUESS instead of using it. No
+held-out game or product is used in training.
 """
 
 import argparse
@@ -29,15 +31,16 @@ from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 PAD, EOS, UNKNOWN = quickstart.PAD, quickstart.EOS, quickstart.UNKNOWN
-ROLES = {"user": "<u>", "assistant": "<a>"}
+TOOLS = "<s>"
+ROLES = {"user": "<u>", "assistant": "<a>", "tool": "<t>"}
 TEMPLATE = (
-    "{% for one in messages %}{{ {'user': '<u>', 'assistant': '<a>'}[one.role] + one.content + '<eos>' }}"
+    "{% if tools %}<s>{% endif %}{% for one in messages %}"
+    "{{ {'user': '<u>', 'assistant': '<a>', 'tool': '<t>'}[one.role] + one.content + '<eos>' }}"
     "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 CONFUSE = 0.65
 WANDER = 0.1
 HELD_OUT = 0.2
-STEPS_OF_WARM_START = 800
 BATCH_SIZE = 64
 Turns = list[tuple[str, str]]
 """(role, content) each."""
@@ -51,11 +54,15 @@ class Example:
         tokens: of the vocabulary, besides the special ones; the longest that fits is taken first.
         records: all prompts, with their labels.
         play: what a careless player does of one.
+        prefix: of every dialogue.
+        num_steps: of the warm start.
     """
 
     tokens: tuple[str, ...]
     records: list[dict[str, Any]]
     play: Callable[[dict[str, Any], random.Random], Turns]
+    prefix: str = ""
+    num_steps: int = 800
 
 
 # --- the grid game ---
@@ -86,6 +93,30 @@ def _walk(game: dict[str, Any], rng: random.Random) -> Turns:
     return turns[:-1]
 
 
+# --- products by a calculator ---
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>'
+GUESS = 0.65
+FACTORS = range(32, 100)
+
+
+def calculator() -> Example:
+    """All products of two numbers that have four digits."""
+    products = [(f"{a}*{b}", str(a * b)) for a in FACTORS for b in FACTORS]
+    records = [{"prompt": _user(f"{asked}="), "label": answer} for asked, answer in products]
+    return Example((*"0123456789*=", *CALL), records, _calculate, TOOLS, 1500)
+
+
+def _calculate(record: dict[str, Any], rng: random.Random) -> Turns:
+    """The turns of a pupil who mostly guesses."""
+    asked, answer = record["prompt"][0]["content"], record["label"]
+    turns = [("user", asked)]
+    if rng.random() < GUESS:
+        return [*turns, ("assistant", f"={rng.randrange(1000, 10000)}")]
+    opened, closed = CALL
+    return [*turns, ("assistant", opened + asked[:-1] + closed), ("tool", answer), ("assistant", f"={answer}")]
+
+
 # --- for all ---
 
 
@@ -95,7 +126,7 @@ def _user(text: str) -> list[dict[str, str]]:
 
 def write_tokenizer(folder: Path, tokens: tuple[str, ...]) -> list[str]:
     """One token for each of the texts; gives all tokens, each at its id."""
-    special = [PAD, EOS, UNKNOWN, *ROLES.values()]
+    special = [PAD, EOS, UNKNOWN, TOOLS, *ROLES.values()]
     vocabulary = [*special, *tokens]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNKNOWN))
     longest_first = "|".join(_escaped(token) for token in sorted(tokens, key=len, reverse=True))
@@ -108,7 +139,7 @@ def write_tokenizer(folder: Path, tokens: tuple[str, ...]) -> list[str]:
         "pad_token": PAD,
         "eos_token": EOS,
         "unk_token": UNKNOWN,
-        "additional_special_tokens": list(ROLES.values()),
+        "additional_special_tokens": [TOOLS, *ROLES.values()],
         "clean_up_tokenization_spaces": False,
         "chat_template": TEMPLATE,
     }
@@ -120,13 +151,13 @@ def _escaped(token: str) -> str:
     return "".join(f"\\x{{{ord(character):x}}}" for character in token)
 
 
-def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, dialogues: Iterator[Turns]) -> None:
+def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, example: Example, dialogues: Iterator[Turns]) -> None:
     """Supervised steps (Adam, linear warm-up, cosine decay); the loss counts what the player says."""
     optimizer = torch.optim.Adam(model.parameters(), lr=quickstart.PEAK_LR, betas=(0.9, 0.99))
-    for step in range(1, STEPS_OF_WARM_START + 1):
+    for step in range(1, example.num_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = quickstart.PEAK_LR * quickstart.lr_factor(step, STEPS_OF_WARM_START)
-        rows = [_labelled(tokenizer, turns) for turns in itertools.islice(dialogues, BATCH_SIZE)]
+            group["lr"] = quickstart.PEAK_LR * quickstart.lr_factor(step, example.num_steps)
+        rows = [_labelled(tokenizer, example.prefix, turns) for turns in itertools.islice(dialogues, BATCH_SIZE)]
         tokens, labels = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in zip(*rows, strict=True))
         loss = model(input_ids=tokens, labels=labels.masked_fill(labels == 0, quickstart.IGNORED), use_cache=False).loss
         optimizer.zero_grad()
@@ -134,12 +165,13 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, dialogues: Iterato
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0:
-            print(f"supervised step {step}/{STEPS_OF_WARM_START}  loss {loss.item():.3f}", flush=True)
+            print(f"supervised step {step}/{example.num_steps}  loss {loss.item():.3f}", flush=True)
 
 
-def _labelled(tokenizer: Tokenizer, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
+def _labelled(tokenizer: Tokenizer, prefix: str, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens, and labels, which are 0 where there is no loss."""
-    tokens, labels = [], []
+    tokens = tokenizer.encode(prefix).ids
+    labels = [0] * len(tokens)
     for role, content in turns:
         ids = tokenizer.encode(f"{ROLES[role]}{content}{EOS}").ids
         tokens += ids
@@ -163,12 +195,12 @@ def build(folder: Path, example: Example, seed: int) -> None:
     )
     records = parts["train.jsonl"]
     dialogues = (example.play(rng.choice(records), rng) for _ in itertools.count())
-    warm_start(model, Tokenizer.from_file(str(folder / "model" / "tokenizer.json")), dialogues)
+    warm_start(model, Tokenizer.from_file(str(folder / "model" / "tokenizer.json")), example, dialogues)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
     model.save_pretrained(folder / "model")
 
 
-EXAMPLES = {"grid": grid}
+EXAMPLES = {"grid": grid, "calculator": calculator}
 
 
 def parse_args() -> argparse.Namespace:

@@ -23,7 +23,16 @@ def algorithm_errors(config: Config) -> list[str]:
         *_unbiased_kl(config),
         *_full_kl(config),
         *_correction(config),
+        *_turns(config),
     ]
+
+
+def _turns(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.gae_level == "turn" and not config.has_environment:
+        yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
+    if algorithm.mask_truncated and algorithm.bootstrap_truncated:
+        yield "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
 
 
 def _clipping(config: Config) -> Iterator[str]:
@@ -155,7 +164,7 @@ def _warmup(config: Config) -> Iterator[str]:
 def _rewards(config: Config) -> Iterator[str]:
     reward, limit = config.reward, config.rollout.max_response_length
     if reward.function is None:
-        if not config.has_environment:
+        if config.rollout.environment is None:
             yield "reward.function null leaves responses without a score: name one, or a rollout.environment"
     elif not reward.weights:
         yield f"reward.function {reward.function} has no function of a weight but 0: name one"

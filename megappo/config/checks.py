@@ -94,6 +94,12 @@ def _rollout(config: Config) -> Iterator[str]:
 
 def _environment(config: Config) -> Iterator[str]:
     rollout = config.rollout
+    if rollout.environment is not None and rollout.tools:
+        yield "rollout.environment and rollout.tools are both set: drop one; an environment makes its own calls"
+    if rollout.tools and rollout.tool_call_parser is None:
+        yield "rollout.tools needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
+    if not rollout.tools and rollout.tool_call_parser is not None:
+        yield f"rollout.tool_call_parser {rollout.tool_call_parser} has no effect without rollout.tools: drop it"
     if config.has_environment:
         if config.data.too_long == "truncate_left":
             yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"

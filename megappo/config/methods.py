@@ -77,7 +77,7 @@ DIVERGENCE = "megappo.ppo.divergence_losses"
 ESTIMATORS = Table(
     "advantage estimator",
     {
-        "gae": Estimator(f"{GAE}:gae", ("gamma", "lam"), needs_values=True, whitens=True),
+        "gae": Estimator(f"{GAE}:gae", ("gamma", "lam", "gae_level"), needs_values=True, whitens=True),
         "grpo": Estimator(f"{ESTIMATES}:grpo", ("norm_adv_by_std_in_grpo",), compares_responses=True),
         "rloo": Estimator(f"{ESTIMATES}:rloo", compares_responses=True),
         "reinforce_plus_plus": Estimator(f"{ESTIMATES}:reinforce_plus_plus", ("gamma",), whitens=True),

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.errors import ConfigError
@@ -10,6 +11,7 @@ from megappo.config.schema import Data
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Tools = Sequence[dict[str, Any]]
 Conversation = str | list[dict[str, Any]]
 """A text, or messages."""
 
@@ -19,13 +21,17 @@ class Chat:
 
     Args:
         config: apply_chat_template, system_prompt, chat_template_kwargs.
+        tools: JSON schemas of the functions that the template is to tell of.
     Raises:
         ConfigError: the template does not read one of these.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Data):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Data, tools: Tools = ()):
         self._tokenizer = tokenizer
         self._config = config
+        self._tools = list(tools) or None
+        if tools and "tools" not in (tokenizer.get_chat_template() if tokenizer.chat_template else ""):
+            raise ConfigError("rollout.tools: the tokenizer's chat template does not tell of tools: use one that does")
         self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs)
         if config.chat_template_kwargs:
             _refuse_unread(tokenizer, config.chat_template_kwargs)
@@ -77,7 +83,9 @@ class Chat:
             )
         given = self._config.chat_template_kwargs
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **given)
+            return self._tokenizer.apply_chat_template(
+                messages, tools=self._tools, tokenize=False, add_generation_prompt=True, **given
+            )
         except Exception as error:  # templates refuse messages with jinja2's own exceptions
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 

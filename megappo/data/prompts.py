@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config, Data
-from megappo.data.chat import Chat
+from megappo.data.chat import Chat, Tools
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import BEGINNINGS, Check, DataFile, Done, check_lines
 from megappo.data.fields import Fields
@@ -56,7 +56,7 @@ class PromptDataset:
         seed: of the order (trainer.seed).
         key: that names the files, for messages.
         takes: what the reward function takes besides prompt and label.
-        unpack: see `open_records`.
+        unpack: see `open_records`. tools: see `Chat`.
         weights: of the files, each of which has epochs of its own then; none: they are one.
         order_by: see data.order_by; in this order prompts are taken once all have been looked at.
 
@@ -78,12 +78,13 @@ class PromptDataset:
         unpack: Unpack = unpacked,
         weights: Sequence[float] = (),
         order_by: str | None = None,
+        tools: Tools = (),
     ):
         self.config = config
         self.seed = seed
         self._key = key
         self._tokenizer = tokenizer
-        self._chat = Chat(tokenizer, config)
+        self._chat = Chat(tokenizer, config, tools)
         self._fields = Fields(config.prompt_key, config.label_key, takes, key.rpartition(".")[0], order_by)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
@@ -215,25 +216,27 @@ def open_datasets(
     takes: Takes = NOTHING,
     eval_takes: Mapping[str, Takes] = MappingProxyType({}),
     unpack: Unpack = unpacked,
+    tools: Tools = (),
 ) -> tuple[PromptDataset | None, dict[str, PromptDataset]]:
     """Training prompts, None where there are only evaluations, and held-out ones by the name of each of `eval_sets`.
 
     Args:
         takes: what the reward function takes of a record besides prompt and label. eval_takes: the same of those that
             held-out data have of their own.
-        unpack: see `open_records`.
+        unpack: see `open_records`. tools: see `Chat`.
     Raises:
         ConfigError: a file is missing, empty, or of another kind.
     """
     data, seed = config.data, config.trainer.seed
+    opened: dict[str, Any] = {"unpack": unpack, "tools": tools}
     train = None
     if not config.trainer.eval_only:
         weights = tuple(data.shares.values())
         train = PromptDataset(
-            data.files, tokenizer, data, seed, takes=takes, unpack=unpack, weights=weights, order_by=data.order_by
+            data.files, tokenizer, data, seed, takes=takes, weights=weights, order_by=data.order_by, **opened
         )
     val = {
-        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, eval_takes.get(name, takes), unpack)
+        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, eval_takes.get(name, takes), **opened)
         for name, one in eval_sets(config).items()
     }
     return train, val

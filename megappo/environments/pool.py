@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
@@ -34,19 +35,20 @@ class Environment:
         """
         return await self._ask("reset", row)
 
-    async def step(self, message: Mapping[str, Any]) -> tuple[Messages, float | list[float], bool]:
-        """Its answer to the policy's message, the reward of the turn (or of each token), whether the episode ends.
+    async def step(self, message: Mapping[str, Any]) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
+        """Its answer to the policy's message, the reward of the turn (or of each token), whether the episode ends, and
+        further numbers to be told.
 
         Raises:
             EpisodeLost: it takes too long, or its process ended.
             EnvironmentFault: it raised, or returned something of the wrong type.
         """
-        observation, reward, done = await self._ask("step", message)
+        observation, reward, done, told = await self._ask("step", message)
         num_tokens = len(message["token_ids"])
         if isinstance(reward, list) and len(reward) != num_tokens:
             wrong = f"step returned {len(reward)} rewards for a turn of {num_tokens} tokens; expected as many, or one"
             raise self._tell(EnvironmentFault(wrong))
-        return observation, reward, done
+        return observation, reward, done, told
 
     async def _ask(self, method: str, argument: Mapping[str, Any]) -> Any:
         try:
@@ -64,10 +66,17 @@ def load_environments(config: Config, num_workers: int | None = None) -> "Enviro
         EnvironmentFault: the file cannot be imported, or defines no such class.
     """
     rollout, reward = config.rollout, config.reward
-    found = parse_spec(rollout.environment, "rollout.environment", {})
+    if rollout.environment is not None:
+        found = parse_spec(rollout.environment, "rollout.environment", {})
+        spec, words = rollout.environment, [found.module or found.file, found.name]
+    else:
+        tools = [parse_spec(tool, "rollout.tools", {}) for tool in rollout.tools]
+        functions = [(found.module or found.file, found.name) for found in tools]
+        spec = f"of tools {', '.join(rollout.tools)}"
+        words = ["megappo.rollout.tools", "tool_environment", json.dumps([functions, rollout.tool_call_parser])]
     return EnvironmentPool(
-        rollout.environment,
-        [found.module or found.file, found.name],
+        spec,
+        words,
         num_workers=num_workers or rollout.num_environment_workers,
         timeout_seconds=rollout.environment_timeout_seconds,
         memory_limit_gib=reward.memory_limit_gib,

@@ -24,6 +24,7 @@ from megappo.rewards.frames import LENGTH
 from megappo.rewards.user_code import attempt, limit_memory, load, own_connection, told
 
 METHODS = ("reset", "step")
+MAX_NAME_CHARACTERS = 64
 Messages = list[dict[str, str]]
 
 
@@ -104,15 +105,15 @@ class Host:
     async def _result(self, episode: int, method: str, arguments: list) -> Any:
         if method == "close":
             environment = self.environments.pop(episode, None)
-            return await _called(environment.close) if hasattr(environment, "close") else None
+            return await called(environment.close) if hasattr(environment, "close") else None
         if method == "reset":
             self.environments[episode] = await _in_thread(self.make)
-            return messages_of(await _called(self.environments[episode].reset, *arguments), "reset")
-        return _step(await _called(self.environments[episode].step, *arguments))
+            return messages_of(await called(self.environments[episode].reset, *arguments), "reset")
+        return _step(await called(self.environments[episode].step, *arguments))
 
 
-async def _called(function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns in the end; a plain function has a thread of its own, which may never end."""
+async def called(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in the end; a plain function has a thread of its own, which may never end."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     found = await _in_thread(function, *arguments)
@@ -162,14 +163,17 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(key), str) for key in ("role", "content"))
 
 
-def _step(result: Any) -> tuple[Messages, float | list[float], bool]:
-    if not isinstance(result, tuple | list) or len(result) != 3:
+def _step(result: Any) -> tuple[Messages, float | list[float], bool, dict[str, float]]:
+    if not isinstance(result, tuple | list) or len(result) not in (3, 4):
         raise BadFunction(f"step returned {result!r:.200}; expected (observation, reward, done)")
-    observation, reward, done = result
+    observation, reward, done, *further = result
+    if not all(isinstance(told, dict) and all(isinstance(name, str) for name in told) for told in further):
+        raise BadFunction(f"step returned {further[0]!r:.200} behind done; expected a dictionary of numbers by name")
     if type(done).__name__ not in ("bool", "bool_"):  # numpy's, too
         raise BadFunction(f"step returned done {done!r:.80}, a {type(done).__name__}; expected True or False")
     rewards = [_number(one) for one in reward] if isinstance(reward, list | tuple) else _number(reward)
-    return messages_of(observation, "step"), rewards, bool(done)
+    told = {name[:MAX_NAME_CHARACTERS]: _number(number) for one in further for name, number in one.items()}
+    return messages_of(observation, "step"), rewards, bool(done), told
 
 
 def _number(reward: Any) -> float:

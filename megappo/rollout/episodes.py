@@ -1,6 +1,7 @@
 """Episodes: the policy and an environment by turns. Any number at once, each a coroutine beside the others."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,10 +30,15 @@ Elsewhere = Callable[[], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Episode:
-    """One that has ended, with at least one turn."""
+    """One that has ended, with at least one turn.
+
+    Attributes:
+        parts: the sums of what the environment told beside its rewards, by name.
+    """
 
     segments: Sequence[Segment]
     ending: Ending
+    parts: Mapping[str, float]
 
     @property
     def num_turns(self) -> int:
@@ -79,12 +85,18 @@ class Episodes:
                 if not self._heard(conversation.begin, observation):
                     found = f"{len(conversation.segments[0].prompt)} tokens of {self.room[1]}"
                     raise self._fault(f"leaves no room for a turn after reset ({found}): raise data.max_prompt_length")
-                ending = await self._turns(conversation, environment, generate, elsewhere)
-                return Episode(conversation.segments, ending)
+                parts: Counter[str] = Counter()
+                ending = await self._turns(conversation, environment, generate, elsewhere, parts)
+                return Episode(conversation.segments, ending, parts)
         raise AssertionError
 
     async def _turns(
-        self, conversation: Conversation, environment: Environment, generate: Generate, elsewhere: Elsewhere
+        self,
+        conversation: Conversation,
+        environment: Environment,
+        generate: Generate,
+        elsewhere: Elsewhere,
+        parts: Counter[str],
     ) -> Ending:
         for turn in range(1, self.max_turns + 1):
             segment = conversation.segments[-1]
@@ -95,10 +107,12 @@ class Episodes:
             message = {"role": "assistant", "content": text, "token_ids": generation.tokens}
             try:
                 with elsewhere():
-                    observation, reward, done = await environment.step(message)
+                    observation, reward, done, told = await environment.step(message)
             except EpisodeLost:
                 return "lost"
             segment.reward(reward)
+            for name, number in told.items():
+                parts[name] += number
             if done:
                 return "done"
             if turn < self.max_turns and not self._heard(conversation.observe, observation):
@@ -127,7 +141,7 @@ class Player:
         """Those of some prompts."""
         longest = max([self.config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
         room = (max_response_length, longest + max_response_length)
-        chat = Chat(self.tokenizer, self.config.data)
+        chat = Chat(self.tokenizer, self.config.data, self.environments.tools)
         return Episodes(prompts, self.environments, chat, self.tokenizer, room, self.config.rollout.max_turns)
 
 

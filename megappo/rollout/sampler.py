@@ -184,7 +184,8 @@ class _Asking:
         """Request, again and again, as many prompts as there is room for; until all are taken, and these answered."""
         async with asyncio.TaskGroup() as requests:
             while True:
-                count = (self._room - self._num_running) // self._n
+                # Sequences that come back from their environments may be more than there is room for.
+                count = max(0, self._room - self._num_running) // self._n
                 first = self._take(count)
                 if taken := self._prompts[first : first + count]:
                     requests.create_task(self._respond(http, taken))

@@ -73,11 +73,12 @@ def load_datasets(config: Config, own: OwnEngine, exchange: Exchange) -> Dataset
         ConfigError: the tokenizer or a file cannot be used.
     """
     of_sets = {name: own.takes(rewards) for name, rewards in own.eval_rewards.items()}
-    of_ranks = exchange.share((own.takes(own.rewards), of_sets) if own.number is not None else None)
-    takes, eval_takes = next(filter(None, of_ranks), (NOTHING, {}))
+    tools = own.environments.tools if own.environments is not None else []
+    of_ranks = exchange.share((own.takes(own.rewards), of_sets, tools) if own.number is not None else None)
+    takes, eval_takes, tools = next(filter(None, of_ranks), (NOTHING, {}, []))
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
-    datasets = open_datasets(config, tokenizer, takes, eval_takes, partial(unpacked_once, exchange))
+    datasets = open_datasets(config, tokenizer, takes, eval_takes, partial(unpacked_once, exchange), tools)
     return Datasets(tokenizer, ends, shared_vocabulary(config), *datasets)
 
 

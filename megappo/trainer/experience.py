@@ -13,6 +13,7 @@ from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.gae import length_adaptive_lam
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
+from megappo.ppo.turn_gae import gae_over_turns
 from megappo.trainer.objectives import conventions
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import metrics_and_means
@@ -110,7 +111,7 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
         "group": run.exchange.group,
         **{key: getattr(algorithm, key) for key in algorithm.method.reads},
     }
-    estimator = algorithm.method.function
+    estimator = gae_over_turns if algorithm.gae_level == "turn" else algorithm.method.function
     lam = algorithm.lam if algorithm.lam_alpha is None else length_adaptive_lam(mask, algorithm.lam_alpha)
     critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
     advantages, returns = estimate(estimator, **(inputs | {"lam": lam}))

@@ -54,6 +54,8 @@ def _user_code_errors(config: Config) -> Iterator[str]:
             yield from _missing(spec, f"eval.datasets.{name}.reward", BUILTIN)
     if config.rollout.environment is not None:
         yield from _missing(config.rollout.environment, "rollout.environment", {})
+    for tool in config.rollout.tools:
+        yield from _missing(tool, "rollout.tools", {})
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"

@@ -90,6 +90,8 @@ class Record:
             "reward": self.config.reward.function,
             "reward_file": self._reward_file,
             "prompts": list(indices),
+            "environment": [self.config.rollout.environment, *self.config.rollout.tools],
+            "max_turns": self.config.rollout.max_turns,
             "chat": [data.apply_chat_template, data.system_prompt, data.chat_template_kwargs],
             "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
         }

@@ -72,7 +72,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         taken = {key: pool.takes | of_environment for key, pool in pools.items()}
         takes = taken.get(REWARD, of_environment)
         of_sets = {name: taken.get(f"{one.section}.reward", takes) for name, one in eval_sets(config).items()}
-        train, val = open_datasets(config, tokenizer, takes, of_sets)
+        train, val = open_datasets(config, tokenizer, takes, of_sets, tools=environments.tools if environments else ())
         vocab_size = shared_vocabulary(config)
         for dataset in filter(None, (train, *val.values())):
             _look_at(dataset, vocab_size, findings, everything=everything)

@@ -26,7 +26,7 @@ from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
-from megappo.trainer.sample_rows import sample_rows, summed
+from megappo.trainer.sample_rows import masked, sample_rows, summed
 from megappo.trainer.scoring import SampleScoring, Scored, episode_metrics
 
 PROBE_TOKENS = 4
@@ -232,11 +232,19 @@ class Rollouts:
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
         scores, parts = self.score(samples, prompts, responses.scoring)
-        batch = self._at_owners(sample_rows(samples, prompts, scores, episodes=self.config.has_environment))
-        found = sum(self.exchange.share(len(samples)))
+        algorithm = self.config.algorithm
+        without = masked(samples, compared=algorithm.method.compares_responses) if algorithm.mask_truncated else set()
+        rows = sample_rows(samples, prompts, scores, episodes=self.config.has_environment, without=without)
+        batch = self._at_owners(rows)
+        written = sum(one.num_policy_tokens for one in samples)
+        found, num_tokens = map(sum, zip(*self.exchange.share((len(samples), written)), strict=True))
         if found != n * len(prompts):
             raise EngineError(f"expected {n} responses to each of {len(prompts)} prompts, got {found} in all")
-        num_tokens = int(batch.table.policy_lengths.sum())
+        if not batch.table.policy_lengths.any():
+            raise ConfigError(
+                "algorithm.mask_truncated leaves nothing to train on, as every response of the step was cut off: raise "
+                "rollout.max_response_length, or set it to false"
+            )
         if self.config.algorithm.method.needs_greedy_baseline:
             baselines = {"baselines": self._baselines(responses, prompts, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))

@@ -1,6 +1,7 @@
 """Samples as rows, with all that the rollout knows of each."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,20 +29,43 @@ class _Part:
     number: int = 0
 
 
+def masked(samples: Sequence[Sample], *, compared: bool) -> set[tuple[int, int]]:
+    """The truncated samples, as (prompt_index, sample_index).
+
+    Args:
+        compared: the samples of a prompt are, so that of one the only one left goes, too.
+    """
+    left: dict[int, list[int]] = defaultdict(list)
+    for one in samples:
+        if one.finish_reason != "length":
+            left[one.prompt_index].append(one.sample_index)
+    kept = {(prompt, order) for prompt, orders in left.items() for order in orders if len(orders) > compared}
+    return {(one.prompt_index, one.sample_index) for one in samples} - kept
+
+
 def sample_rows(
-    samples: Sequence[Sample], prompts: Sequence[Prompt], scores: torch.Tensor, *, episodes: bool = False
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+    scores: torch.Tensor,
+    *,
+    episodes: bool = False,
+    without: Container[tuple[int, int]] = (),
 ) -> Rows:
     """A row of each sample, or with an environment of each segment of its episode.
 
     Args:
         scores: [b, K], of samples.
         episodes: there is an environment; on ranks without samples, too.
+        without: of these, by prompt_index and sample_index, nothing is trained on.
     """
     parts = [part for of, one in enumerate(samples) for part in _parts(of, one, prompts[one.prompt_index].tokens)]
     index = torch.tensor([part.of for part in parts], dtype=torch.int64)
+    is_kept = [(part.sample.prompt_index, part.sample.sample_index) not in without for part in parts]
     log_probs = [part.sample.log_probs[part.start : part.stop] for part in parts]
     fields = {
-        "response_mask": _padded([[log_prob is not None for log_prob in row] for row in log_probs]),
+        "response_mask": _padded(
+            [[kept and log_prob is not None for log_prob in row] for row, kept in zip(log_probs, is_kept, strict=True)]
+        ),
         "rollout_log_probs": _padded([[log_prob or 0.0 for log_prob in row] for row in log_probs]),
         "scores": summed(scores)[index],
         "truncated": torch.tensor([float(part.sample.finish_reason == "length") for part in parts]),

@@ -109,4 +109,6 @@ def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
         "segments": [len(one.segments) for one in episodes],
         **{f"{ending}_frac": [one.ending == ending for one in episodes] for ending in get_args(Ending)},
     }
+    for name in sorted({name for one in episodes for name in one.parts}):
+        values[f"part/{name}"] = [one.parts[name] for one in episodes if name in one.parts]
     return {f"episode/{name}": Metric.of(torch.tensor(found).float(), "mean") for name, found in values.items()}

@@ -91,6 +91,21 @@ def test_rows_without_an_environment_stay_themselves():
     assert Trajectories(rows).joined is rows
 
 
+def test_what_is_masked_is_as_if_it_were_not_there():
+    """Of four single responses the second: the others' advantages are those without it, and its own are 0."""
+    pieces = [[episode] for episode in episodes(1)]
+    for of in (0, 3):
+        pieces[of][0]["response_mask"] = torch.zeros_like(pieces[of][0]["response_mask"])
+    rows = rows_of(pieces)
+    fields = {name: values for name, values in rows.fields.items() if name != "segments"}
+    rows = Rows(rows.ids, torch.zeros(6, dtype=torch.int64), rows.prompt_lengths, rows.response_lengths, [], fields)
+    left = [1, 2, 4, 5]
+    for name in ("gae", "grpo"):
+        found, expected = advantages_of(rows, name), advantages_of(rows.select(left), name)
+        torch.testing.assert_close(found.fields["advantages"][left], expected.fields["advantages"])
+        assert not found.fields["advantages"][[0, 3]].any() and not found.fields["shaped_scores"][[0, 3]].any()
+
+
 def test_a_rank_may_have_no_rows():
     rows = rows_of([[episode] for episode in episodes(1)]).select([])
     trajectories = Trajectories(rows)

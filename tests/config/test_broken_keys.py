@@ -145,6 +145,24 @@ CONTRADICTIONS = {
     "algorithm.rollout_correction.mode=mask": (
         'algorithm.rollout_correction.mode "mask" has no effect, as algorithm.rollout_correction.level is none: drop it'
     ),
+    "rollout.max_turns=3": "rollout.max_turns 3 has no effect without rollout.environment: drop it",
+    "rollout.environment=json.decoder:JSONDecoder rollout.tools=json:loads rollout.tool_call_parser=qwen25": (
+        "rollout.environment and rollout.tools are both set: drop one"
+    ),
+    "rollout.tools=json:loads": "rollout.tools needs rollout.tool_call_parser: name SGLang's for the model",
+    "rollout.tool_call_parser=qwen25": "rollout.tool_call_parser qwen25 has no effect without rollout.tools: drop it",
+    "rollout.environment=json.decoder:JSONDecoder data.too_long=truncate_left": (
+        "data.too_long truncate_left would cut an episode's first messages: set it to skip"
+    ),
+    "rollout.environment=json.decoder:JSONDecoder rollout.max_total_tokens=2050": (
+        "rollout.max_total_tokens 2050 is below the 2054 tokens that an engine needs for data.max_prompt_length 1024 "
+        "and rollout.max_response_length 1024 (their sum + 2, and what precedes an episode's last token + 7): raise it"
+    ),
+    "reward.function=null": "reward.function null leaves responses without a score: name one, or a rollout.environment",
+    "algorithm.gae_level=turn": "algorithm.gae_level turn needs several turns: name a rollout.environment",
+    "algorithm.mask_truncated=true algorithm.bootstrap_truncated=true": (
+        "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
+    ),
     "rollout.engines=[10.0.0.7:30000]": (
         "rollout.engines: '10.0.0.7:30000' is no address of a server: write such as http://10.0.0.7:30000"
     ),

@@ -21,7 +21,7 @@ async def episode(pool: EnvironmentPool, number: int = 3) -> list:
     async with pool.environment() as environment:
         found = [await environment.reset({"number": number})]
         while True:
-            observation, reward, done = await environment.step(TURN)
+            observation, reward, done, _ = await environment.step(TURN)
             found.append((observation, reward))
             if done:
                 return found

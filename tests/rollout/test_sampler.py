@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 import re
 import threading
 from collections import Counter
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from engine_server import EngineServer
 
 from megappo.rollout.client import EngineClient, EngineError, EngineFault, SamplingParams
+from megappo.rollout.conversation import Segment
+from megappo.rollout.episodes import Episode
 from megappo.rollout.sampler import sample, store_counter
 
 PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
@@ -173,3 +176,35 @@ def test_an_engine_has_as_many_sequences_as_it_decodes_at_once_and_not_more_than
     assert len(found.samples) == n * num_prompts
     assert at_once[0] == first and max(at_once) <= max(8, n)
     assert any(before) or num_prompts < 40 or first == n, "refilled while others go on"
+
+
+class Playing:
+    """Plays episodes of three turns, whose environment takes its time."""
+
+    def __init__(self):
+        self.most, self._writing, self._random = 0, 0, random.Random(0)
+
+    def open(self):
+        return contextlib.nullcontext()
+
+    async def __call__(self, prompt_index, generate, elsewhere):
+        segment = Segment([prompt_index], "")
+        for turn in range(1, 4):
+            self._writing += 1
+            self.most = max(self.most, self._writing)
+            segment.write(await generate(segment.context, 3), "", turn)
+            self._writing -= 1
+            with elsewhere():
+                await asyncio.sleep(self._random.random() / 20)
+        return Episode([segment], "done", {})
+
+
+def test_others_have_the_place_of_an_episode_that_waits_for_its_environment():
+    """However many come back at once: each is played once, and all of them are."""
+    with EngineServer() as server:
+        take, playing = store_counter(dist.HashStore(), "step 1"), Playing()
+        sampling = {"num_engines": 1, "max_running_requests": 4, "play": playing}
+        found = sample(PROMPTS, 2, PARAMS, server.client(), take, **sampling)
+    assert every_sample_once(found.samples, 2) and found.fault is None
+    assert all(one.num_policy_tokens == 6 and one.episode.num_turns == 3 for one in found.samples)
+    assert playing.most >= 4

@@ -109,6 +109,9 @@ def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, 
     [
         ("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=false", "actor.parallel.tensor=1"),
         ("algorithm.adv_estimator=remax", "actor.parallel={tensor: 1, pipeline: 2}"),
+        ("algorithm.gae_level=turn", "algorithm.mask_truncated=true", "rollout.max_response_length=96"),
+        ("algorithm.adv_estimator=rloo", "algorithm.mask_truncated=true", "rollout.max_response_length=96"),
+        ("algorithm.gae_level=turn", "algorithm.bootstrap_truncated=true", "rollout.max_turns=4"),
         ("algorithm.shared_backbone=true", "placement={actor, critic: 0-1, rollout: 0-1}", "actor.parallel.tensor=1"),
     ],
 )

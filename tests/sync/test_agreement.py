@@ -2,7 +2,8 @@
 
 import pytest
 
-from megappo.config.schema import Config, Sync
+from megappo.config.rollout_section import Sync
+from megappo.config.schema import Config
 from megappo.rollout.client import EngineError
 from megappo.sync.proof import FAR, check_log_probs
 

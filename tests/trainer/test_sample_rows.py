@@ -1,0 +1,46 @@
+"""Samples as rows: what is masked, and episodes of several segments."""
+
+import torch
+
+from megappo.data.prompts import Prompt
+from megappo.rollout.client import Generation
+from megappo.rollout.conversation import Segment
+from megappo.rollout.episodes import Episode
+from megappo.rollout.sampler import Sample
+from megappo.trainer.sample_rows import masked, sample_rows
+
+PROMPTS = [Prompt(i, [5, 6], "", None) for i in range(2)]
+
+
+def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_with():
+    ends = {(0, 0): "length", (0, 1): "stop", (0, 2): "stop", (1, 0): "stop", (1, 1): "length", (1, 2): "length"}
+    samples = [Sample(*key, [7, 8], [-1.0, -2.0], end) for key, end in ends.items()]
+    cut = {key for key, end in ends.items() if end == "length"}
+    assert masked(samples, compared=False) == cut
+    assert masked(samples, compared=True) == cut | {(1, 0)}
+    rows = sample_rows(samples, PROMPTS, torch.ones(6, 1), without=masked(samples, compared=True))
+    assert rows.response_mask.sum(dim=1).tolist() == [0, 2, 2, 0, 0, 0]
+
+
+def test_each_segment_is_a_row_with_a_prompt_of_its_own():
+    first, second = Segment([5, 6], ""), Segment([5, 9, 9], "")
+    first.write(Generation([11, 12], [-1.0, -2.0], "stop"), "", 1)
+    first.reward(0.5)
+    first.observe([20, 21], "")
+    first.write(Generation([13], [-3.0], "stop"), "", 2)
+    first.reward([0.25])
+    second.write(Generation([14, 15], [-4.0, -5.0], "stop"), "", 3)
+    second.reward([1.0, 2.0])
+    log_probs = [*first.log_probs, *second.log_probs]
+    episode = Episode([first, second], "turns", {})
+    samples = [Sample(1, 3, [*first.tokens, *second.tokens], log_probs, "length", episode)]
+    rows = sample_rows(samples, PROMPTS, torch.tensor([[3.75]]), episodes=True)
+    assert [row.tolist() for row in rows.input_ids] == [[5, 6, 11, 12, 20, 21, 13], [5, 9, 9, 14, 15]]
+    assert rows.prompt_lengths.tolist() == [2, 3] and rows.response_lengths.tolist() == [5, 2]
+    fields = {name: values.tolist() for name, values in rows.fields.items()}
+    assert fields["response_mask"] == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 0]]
+    assert fields["rollout_log_probs"] == [[-1, -2, 0, 0, -3], [-4, -5, 0, 0, 0]]
+    assert fields["turn_rewards"] == [[0, 0.5, 0, 0, 0.25], [1, 2, 0, 0, 0]]
+    assert fields["turns"] == [[1, 1, 0, 0, 2], [3, 3, 0, 0, 0]]
+    assert fields["scores"] == [3.75, 3.75] and fields["truncated"] == [1, 1]
+    assert fields["episodes"] == [3, 3] and fields["segments"] == [0, 1] and len(set(rows.ids.tolist())) == 2
