@@ -5,9 +5,11 @@ each number over the prompts, and its standard error, are `observe.metrics`'.
 """
 
 import math
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 
 def of_prompt(scores: Sequence[float], answers: Sequence[str | None], pass_threshold: float) -> dict[str, float]:
@@ -48,9 +50,13 @@ def pass_at(k: int, n: int, num_passed: int) -> float:
 
 def best_at(k: int, scores: Sequence[float]) -> float:
     """The mean of the largest score over all choices of k of the responses: `pass_at` for scores of any value."""
-    ascending = sorted(scores)
-    choices = math.comb(len(scores), k)  # the i-th is the largest where the k - 1 others are among those before it
-    return math.fsum(score * (math.comb(i, k - 1) / choices) for i, score in enumerate(ascending))
+    return math.fsum(map(operator.mul, sorted(scores), _chances_of_largest(k, len(scores))))
+
+
+@cache
+def _chances_of_largest(k: int, n: int) -> tuple[float, ...]:
+    """Of each of n ascending scores to be the largest of k: the k - 1 others are among those before it."""
+    return tuple(math.comb(i, k - 1) / math.comb(n, k) for i in range(n))
 
 
 def majority_at(k: int, scores: Sequence[float], answers: Sequence[str | None]) -> float:
