@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -107,9 +108,21 @@ def _response(row: Rows, file: RowsFile, tokenizer: PreTrainedTokenizerBase, eac
     if "prompts" in file.facts:
         yield f"record {file.facts['prompts'][prompt]} of the data, label {file.facts['labels'][prompt]!r}"
     yield f"[prompt]   {tokenizer.decode(tokens[:start])}"
-    yield f"[response] {tokenizer.decode(tokens[start:])}"
+    yield from _turns(row, tokens[start:].tolist(), tokenizer)
     if each_token:
         yield from _each_token(row, tokens[start:].tolist(), tokenizer)
+
+
+def _turns(row: Rows, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """The response; of an episode turn by turn."""
+    if "turns" not in row.fields:
+        yield f"[response] {tokenizer.decode(tokens)}"
+        return
+    turns, rewards = (row.fields[name][0].tolist() for name in ("turns", "turn_rewards"))
+    for turn, places in groupby(range(len(tokens)), key=turns.__getitem__):
+        of_turn = list(places)
+        who = f"turn {turn:.0f}, reward {sum(rewards[i] for i in of_turn):g}" if turn else "environment"
+        yield f"[{who}] {tokenizer.decode([tokens[i] for i in of_turn])}"
 
 
 def _each_token(row: Rows, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

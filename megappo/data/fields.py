@@ -52,15 +52,17 @@ class Fields:
 
     @cached_property
     def wanted(self) -> tuple[Wanted, ...]:
-        """Those that every record must have: prompt, label, what the reward function needs."""
+        """Those that every record must have: prompt, label, what reward function and environment need."""
         keys = {f"{self.section}.prompt_key": self.prompt_key, f"{self.section}.label_key": self.label_key}
         if self.order_by is not None:
             keys["data.order_by"] = self.order_by.removeprefix("-")
         of_function = "reward.function" if self.section == "data" else f"{self.section}.reward"
         remedy = "rename its parameter, give it a default, or add the field"
+        of_environment = self.takes.by_environment
         return (
             *(Wanted(key, name, f"set {key}") for key, name in keys.items()),
-            *(Wanted(of_function, name, remedy) for name in self.takes.needed),
+            *(Wanted(of_function, name, remedy) for name in self.takes.needed if name not in of_environment),
+            *(Wanted("rollout.environment", name, "correct its columns, or add the field") for name in of_environment),
         )
 
     @property

@@ -118,7 +118,8 @@ class EnvironmentPool(AbstractContextManager):
         loaded = [self._loaded(worker) for worker in self._workers][0]
         takes = loaded["takes"]
         welcome = None if takes["welcome"] is None else tuple(takes["welcome"])
-        self.takes = Takes(tuple(takes["needed"]), welcome, takes["raw_prompts"])
+        needed = tuple(takes["needed"])
+        self.takes = Takes(needed, welcome, takes["raw_prompts"], by_environment=needed)
         self.tools: list[dict[str, Any]] = loaded["tools"]
 
     def _loaded(self, worker: Worker) -> dict[str, Any]:

@@ -26,10 +26,11 @@ class BadFunction(Exception):
 
 @dataclass(frozen=True)
 class Takes:
-    """What a reward function takes of a record besides prompt and label.
+    """What a reward function, or an environment, takes of a record besides prompt and label.
 
     Attributes:
         needed: fields without which it cannot be called.
+        by_environment: those of them that an environment needs.
         welcome: fields that it gets where there are any; None: all.
         raw_prompts: the prompt as the file has it, too, a string or chat messages.
     """
@@ -37,6 +38,7 @@ class Takes:
     needed: tuple[str, ...] = ()
     welcome: tuple[str, ...] | None = ()
     raw_prompts: bool = False
+    by_environment: tuple[str, ...] = ()
 
     def names(self, field: str) -> bool:
         """Whether it gets a field of this name."""
@@ -48,7 +50,8 @@ class Takes:
         welcome = None
         if self.welcome is not None and other.welcome is not None:
             welcome = tuple(name for name in dict.fromkeys((*self.welcome, *other.welcome)) if name not in needed)
-        return Takes(needed, welcome, self.raw_prompts or other.raw_prompts)
+        by_environment = self.by_environment + other.by_environment
+        return Takes(needed, welcome, self.raw_prompts or other.raw_prompts, by_environment)
 
 
 NOTHING = Takes()

@@ -5,8 +5,9 @@ import re
 import shutil
 from pathlib import Path
 
+import commands
 import pytest
-from program import Program, logged
+from program import REPOSITORY, Program, logged
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
@@ -73,6 +74,10 @@ def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, 
         name: tensors[f"fields.{name}"].split(responses.tolist())
         for name in ("response_mask", "turns", "turn_rewards", "rollout_log_probs")
     }
+    shown = commands.run(
+        REPOSITORY / "tools" / "show_rollouts.py", folder / "record", "--step", "1", "--num", "100"
+    ).stdout
+    assert "[turn 1, reward 0" in shown and "\n[environment] +11=-\n" in shown
     segments, tokenizer = tensors["fields.segments"].tolist(), AutoTokenizer.from_pretrained(folder / "model")
     assert segments.count(0) == 32 and len(segments) > 64
     history, rewards = "", 0.0
@@ -119,3 +124,43 @@ def test_other_methods_and_layouts(config: Path, folder: Path, settings: list[st
     with Program(folder / "program", config, *settings, *method) as program:
         assert program.wait() == 0, program.output
     assert all(0 < m["rollout/log_prob_diff/max"] < 1e-4 for m in logged(folder / "out") if m["step"])
+
+
+HOSTILE = """
+import os
+import time
+
+
+class Sevens:
+    def reset(self, row):
+        self.number = int(row["prompt"][0]["content"])
+
+    def step(self, message):
+        if self.number % 4 == 0:
+            time.sleep(100)
+        if self.number % 16 == 1:
+            os._exit(1)
+        return "1", 1.0, self.number % 4 == 2
+"""
+
+
+@pytest.mark.slow
+def test_episodes_whose_environment_hangs_dies_or_never_ends_are_counted(
+    config: Path, folder: Path, settings: list[str]
+):
+    (folder / "environment.py").write_text(HOSTILE)
+    further = ("rollout.environment_timeout_seconds=2", "rollout.max_turns=3", "algorithm.mask_truncated=true")
+    with Program(folder / "program", config, *settings, *further, "trainer.total_steps=2") as program:
+        assert program.wait() == 0, program.output
+    for metrics in (one for one in logged(folder / "out") if one["step"]):
+        assert metrics["episode/lost_frac"] > 0 and metrics["episode/turns_frac"] + metrics["episode/length_frac"] > 0
+        assert 0 < metrics["episode/done_frac"] == 1 - metrics["rollout/truncated_frac"]
+
+
+@pytest.mark.slow
+def test_an_environment_that_raises_ends_the_run_with_a_message(config: Path, folder: Path, settings: list[str]):
+    (folder / "environment.py").write_text(ENVIRONMENT.replace("self.turns += 1", "self.turns /= 0"))
+    with Program(folder / "program", config, *settings) as program:
+        assert program.wait() == 1, program.output
+    assert program.output.count("Sevens step raised ZeroDivisionError: division by zero") == 1
+    assert "fix it, or choose another one" in program.output
