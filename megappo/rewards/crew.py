@@ -21,7 +21,7 @@ START_TIMEOUT_SECONDS = 60.0
 """How long a worker may take to import the user's file."""
 CLOSE_TIMEOUT_SECONDS = 2.0
 """How long an idle worker may take to end by itself."""
-LATE_SECONDS = 2.0
+LATE_SECONDS = 1.0
 """How long a worker may take to say that an async call has had its time."""
 
 TASK = "score its responses"
