@@ -38,9 +38,13 @@ REFUSED = {
     **{"umount2": (166, 39), "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280)},
     **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "perf_event_open": (298, 241)},
     **{"userfaultfd": (323, 282), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)},
+    **{"fchmod": (91, 52), "fchown": (93, 55), "fsetxattr": (190, 7), "fremovexattr": (199, 16)},
+    **{"setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)},
     **{"mq_open": (240, 180), "sched_setaffinity": (203, 122), "setpriority": (141, 140)},
 }
-"""System calls by which a process reaches the network, other processes, or files without opening them."""
+"""System calls by which a process reaches the network, other processes, or files that it may not write."""
+SET_FLAGS = (0x40086602, 0x401C5820)
+"""Of ioctl, that change a file which is open for reading."""
 LOAD, JUMP_EQUAL, JUMP_FROM, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -130,6 +134,8 @@ def _instructions() -> list[tuple[int, int, int, int]]:
     found += _where((257, 56)[column], 2, O_TRUNC | os.O_ACCMODE, O_TRUNC)  # openat: Landlock's first version lets it
     if column == 0:
         found += _where(2, 1, O_TRUNC | os.O_ACCMODE, O_TRUNC)  # open
+    for request in SET_FLAGS:
+        found += _where((16, 29)[column], 1, 0xFFFFFFFF, request)  # ioctl
     found += _where((302, 261)[column], 0, 0xFFFFFFFF, 0, unless=True)  # prlimit64: its own limits alone
     return [*found, (RETURN, 0, 0, ALLOW)]
 

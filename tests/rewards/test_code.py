@@ -92,6 +92,7 @@ REACHES = {
     "a file's name": "os.rename({secret!r}, 'mine')",
     "a file itself": "os.unlink({secret!r})",
     "a file's mode": "os.chmod({secret!r}, 0o777)",
+    "a readable file's mode": "import sys; f = os.open(sys.prefix + '/pyvenv.cfg', 0); os.fchmod(f, 0o644)",
     "a file's time": "os.utime({secret!r})",
     "a link": "os.link({secret!r}, 'mine')",
     "another's command": "open('/proc/%d/cmdline' % os.getppid())",
