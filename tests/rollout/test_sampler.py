@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import random
 import re
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -179,23 +179,23 @@ def test_an_engine_has_as_many_sequences_as_it_decodes_at_once_and_not_more_than
 
 
 class Playing:
-    """Plays episodes of three turns, whose environment takes its time."""
+    """Plays episodes of several turns, whose environments answer at the same moments."""
 
     def __init__(self):
-        self.most, self._writing, self._random = 0, 0, random.Random(0)
+        self.most, self._writing = 0, 0
 
     def open(self):
         return contextlib.nullcontext()
 
     async def __call__(self, prompt_index, generate, elsewhere):
         segment = Segment([prompt_index], "")
-        for turn in range(1, 4):
+        for turn in range(1, 6):
             self._writing += 1
             self.most = max(self.most, self._writing)
             segment.write(await generate(segment.context, 3), "", turn)
             self._writing -= 1
             with elsewhere():
-                await asyncio.sleep(self._random.random() / 20)
+                await asyncio.sleep(0.05 - time.monotonic() % 0.05)
         return Episode([segment], "done", {})
 
 
@@ -206,5 +206,5 @@ def test_others_have_the_place_of_an_episode_that_waits_for_its_environment():
         sampling = {"num_engines": 1, "max_running_requests": 4, "play": playing}
         found = sample(PROMPTS, 2, PARAMS, server.client(), take, **sampling)
     assert every_sample_once(found.samples, 2) and found.fault is None
-    assert all(one.num_policy_tokens == 6 and one.episode.num_turns == 3 for one in found.samples)
+    assert all(one.num_policy_tokens == 10 and one.episode.num_turns == 5 for one in found.samples)
     assert playing.most >= 4

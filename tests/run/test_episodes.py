@@ -150,6 +150,7 @@ def test_episodes_whose_environment_hangs_dies_or_never_ends_are_counted(
 ):
     (folder / "environment.py").write_text(HOSTILE)
     further = ("rollout.environment_timeout_seconds=2", "rollout.max_turns=3", "algorithm.mask_truncated=true")
+    further += ("rollout.num_environment_workers=8",)  # with a process its other episodes are lost, too
     with Program(folder / "program", config, *settings, *further, "trainer.total_steps=2") as program:
         assert program.wait() == 0, program.output
     for metrics in (one for one in logged(folder / "out") if one["step"]):
