@@ -17,7 +17,9 @@ PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 RIGHTS_OF_ABI = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}
-"""All that Landlock can refuse: the first version, and what later ones have added (renaming, truncating)."""
+"""All that Landlock can refuse of files: the first version, and what later ones have added (renaming, truncating)."""
+SCOPES_SINCE, SCOPES = 6, 3
+"""The version with scopes, and all of them: no signal and no abstract socket of a process that is not confined, too."""
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/urandom", "/etc/ld.so.cache", "/proc/cpuinfo")
 """What Python and its libraries need beside where it is installed."""
 O_TRUNC = 0x200
@@ -31,6 +33,8 @@ REFUSED = {
     **{"execve": (59, 221), "execveat": (322, 281), "fork": (57, None), "vfork": (58, None)},
     **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438)},
     **{"pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "io_uring_setup": (425, 425)},
+    **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "kcmp": (312, 272)},
+    **{"mknod": (133, None), "mknodat": (259, 33), "memfd_create": (319, 279), "memfd_secret": (447, 447)},
     **{"truncate": (76, 45), "chmod": (90, None), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
     **{"chown": (92, None), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None)},
     **{"utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5)},
@@ -41,10 +45,14 @@ REFUSED = {
     **{"fchmod": (91, 52), "fchown": (93, 55), "fsetxattr": (190, 7), "fremovexattr": (199, 16)},
     **{"setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)},
     **{"mq_open": (240, 180), "sched_setaffinity": (203, 122), "setpriority": (141, 140)},
+    **{"sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274)},
+    **{"ioprio_set": (251, 30)},
 }
-"""System calls by which a process reaches the network, other processes, or files that it may not write."""
-SET_FLAGS = (0x40086602, 0x401C5820)
-"""Of ioctl, that change a file which is open for reading."""
+"""System calls by which a process reaches the network, other processes, files without opening them, or memory that is
+not of its address space."""
+FCNTLS = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15}
+IOCTLS = {"FIOSETOWN": 0x8901, "SIOCSPGRP": 0x8902, "FS_IOC_SETFLAGS": 0x40086602, "FS_IOC_FSSETXATTR": 0x401C5820}
+"""Commands that send signals to any process, or change a file that is open to be read."""
 LOAD, JUMP_EQUAL, JUMP_FROM, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -91,7 +99,8 @@ def _restrict_files(folder: str) -> None:
     if version < 1:
         raise Unprotected("the kernel has no Landlock (Linux 5.13 has it, where it is not switched off)")
     rights = RIGHTS_OF_ABI[min(version, 3)]
-    rules = _check(_libc.syscall(LANDLOCK_CREATE, struct.pack("=Q", rights), 8, 0), "landlock_create_ruleset")
+    handled = struct.pack("=3Q", rights, 0, SCOPES) if version >= SCOPES_SINCE else struct.pack("=Q", rights)
+    rules = _check(_libc.syscall(LANDLOCK_CREATE, handled, len(handled), 0), "landlock_create_ruleset")
     _allow(rules, folder, rights & ~EXECUTE)
     for path in (*READABLE, sys.prefix, sys.base_prefix):
         if os.path.exists(path):
@@ -134,8 +143,9 @@ def _instructions() -> list[tuple[int, int, int, int]]:
     found += _where((257, 56)[column], 2, O_TRUNC | os.O_ACCMODE, O_TRUNC)  # openat: Landlock's first version lets it
     if column == 0:
         found += _where(2, 1, O_TRUNC | os.O_ACCMODE, O_TRUNC)  # open
-    for request in SET_FLAGS:
-        found += _where((16, 29)[column], 1, 0xFFFFFFFF, request)  # ioctl
+    for number, commands in (((72, 25)[column], FCNTLS), ((16, 29)[column], IOCTLS)):
+        for command in commands.values():
+            found += _where(number, 1, 0xFFFFFFFF, command)
     found += _where((302, 261)[column], 0, 0xFFFFFFFF, 0, unless=True)  # prlimit64: its own limits alone
     return [*found, (RETURN, 0, 0, ALLOW)]
 

@@ -82,6 +82,8 @@ def test_limits_hold(program: str, options: dict):
     assert time.monotonic() - start < 10
 
 
+CALL = "import ctypes; assert ctypes.CDLL(None)."
+PAIR_OF_SOCKETS = "import fcntl, socket, struct; pair = socket.socketpair(); "
 REACHES = {
     "a file": "open({secret!r}).read()",
     "a file of the system": "open('/etc/passwd').read()",
@@ -93,27 +95,39 @@ REACHES = {
     "a file itself": "os.unlink({secret!r})",
     "a file's mode": "os.chmod({secret!r}, 0o777)",
     "a readable file's mode": "import sys; f = os.open(sys.prefix + '/pyvenv.cfg', 0); os.fchmod(f, 0o644)",
+    "a readable file's owner": "import sys; f = os.open(sys.prefix + '/pyvenv.cfg', 0); os.fchown(f, -1, -1)",
     "a file's time": "os.utime({secret!r})",
     "a link": "os.link({secret!r}, 'mine')",
     "another's command": "open('/proc/%d/cmdline' % os.getppid())",
     "another's environment": "open('/proc/%d/environ' % os.getppid()).read()",
     "another's end": "os.kill(os.getppid(), 0)",
+    "another's signals by a pipe": "import fcntl; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "a signal of a pipe": "import fcntl; fcntl.fcntl(0, 10, 9)",
+    "another's signals by a socket": PAIR_OF_SOCKETS + "fcntl.ioctl(pair[0], 0x8901, struct.pack('i', os.getppid()))",
+    "another's signals, too": PAIR_OF_SOCKETS + "fcntl.ioctl(pair[0], 0x8902, struct.pack('i', os.getppid()))",
+    "another's queue of signals": CALL + "syscall({queue_call}, os.getppid(), 0, 128 * b'\\xff') == 0",
+    "another's schedule": "os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
+    "another's part of the disk": CALL + "syscall({disk_call}, 1, os.getppid(), 2 << 13 | 4) == 0",
+    "memory beyond its own": "os.memfd_create('mine')",
+    "a pipe with a name": "os.mkfifo('pipe')",
     "a child": "if not os.fork(): os._exit(0)",
     "a program": "os.execv('/bin/echo', ['echo', '1'])",
     "a shell": "assert os.system('true') == 0",
     "the network": "import socket; socket.create_connection(('127.0.0.1', {port}), 1)",
     "a socket of the system": "import socket; socket.socket(socket.AF_UNIX)",
     "another's limits": "import resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU)",
-    "a system call": "import ctypes; assert ctypes.CDLL(None).syscall({socket_call}, 2, 1, 0) >= 0",
+    "a system call": CALL + "syscall({socket_call}, 2, 1, 0) >= 0",
 }
+
+CALLS = ("socket_call", "queue_call", "disk_call")
 
 
 def test_a_program_reaches_nothing_outside(tmp_path: Path):
     """Everything works where nothing is protected, so that it is the protection which refuses it."""
     (tmp_path / "secret").write_text("secret")
-    call = {"x86_64": 41, "aarch64": 198}[os.uname().machine]
+    calls = {"x86_64": (41, 129, 251), "aarch64": (198, 138, 30)}[os.uname().machine]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        names = {"folder": str(tmp_path), "port": server.getsockname()[1], "socket_call": call}
+        names = {"folder": str(tmp_path), "port": server.getsockname()[1], **dict(zip(CALLS, calls, strict=True))}
         programs = {name: body.format(secret=str(tmp_path / "secret"), **names) for name, body in REACHES.items()}
         tests = [f"import os\n{program}" for program in programs.values()]
         assert code("", tests)["passed_frac"] == 0.0
