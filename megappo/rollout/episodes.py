@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,8 +24,6 @@ Ending = Literal["done", "turns", "length", "lost"]
 """The environment's word; rollout.max_turns; no room for another turn; the environment is lost."""
 Generate = Callable[[list[int], int], Awaitable[Generation]]
 """Of the tokens before, and how many may follow."""
-Elsewhere = Callable[[], AbstractContextManager[None]]
-"""Inside, the engine has room for another episode."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,13 @@ class Episode:
 
     Attributes:
         parts: the sums of what the environment told beside its rewards, by name.
+        lost: how its environment was, where it was.
     """
 
     segments: Sequence[Segment]
     ending: Ending
     parts: Mapping[str, float]
+    lost: str = ""
 
     @property
     def num_turns(self) -> int:
@@ -65,7 +65,7 @@ class Episodes:
         """Inside, the running event loop may play them."""
         return self.environments.open()
 
-    async def __call__(self, prompt_index: int, generate: Generate, elsewhere: Elsewhere) -> Episode:
+    async def __call__(self, prompt_index: int, generate: Generate) -> Episode:
         """An episode that begins with a prompt.
 
         Raises:
@@ -76,8 +76,7 @@ class Episodes:
             async with self.environments.environment() as environment:
                 conversation = Conversation(prompt, self.chat, self.tokenizer, self.room)
                 try:
-                    with elsewhere():
-                        observation = await environment.reset(row_of(prompt))
+                    observation = await environment.reset(row_of(prompt))
                 except EpisodeLost as error:
                     if not left:
                         raise self._fault(f"{error}, {MAX_RESETS} times before an episode began") from error
@@ -86,7 +85,10 @@ class Episodes:
                     found = f"{len(conversation.segments[0].prompt)} tokens of {self.room[1]}"
                     raise self._fault(f"leaves no room for a turn after reset ({found}): raise data.max_prompt_length")
                 parts: Counter[str] = Counter()
-                ending = await self._turns(conversation, environment, generate, elsewhere, parts)
+                try:
+                    ending = await self._turns(conversation, environment, generate, parts)
+                except EpisodeLost as error:
+                    return Episode(conversation.segments, "lost", parts, str(error))
                 return Episode(conversation.segments, ending, parts)
         raise AssertionError
 
@@ -95,7 +97,6 @@ class Episodes:
         conversation: Conversation,
         environment: Environment,
         generate: Generate,
-        elsewhere: Elsewhere,
         parts: Counter[str],
     ) -> Ending:
         for turn in range(1, self.max_turns + 1):
@@ -105,11 +106,7 @@ class Episodes:
             if generation.finish_reason == "length":
                 return "length"
             message = {"role": "assistant", "content": text, "token_ids": generation.tokens}
-            try:
-                with elsewhere():
-                    observation, reward, done, told = await environment.step(message)
-            except EpisodeLost:
-                return "lost"
+            observation, reward, done, told = await environment.step(message)
             segment.reward(reward)
             for name, number in told.items():
                 parts[name] += number

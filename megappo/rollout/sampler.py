@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -12,12 +12,14 @@ from typing import Any, Literal, Protocol
 import torch.distributed as dist
 
 from megappo.rollout.client import EngineClient, EngineFault, Generation, SamplingParams
-from megappo.rollout.episodes import Elsewhere, Episode, Generate
+from megappo.rollout.episodes import Episode, Generate
 
 GATHERING_SECONDS = 0.005
 """Between a response that leaves room and the request that takes it: others end in the same batch of the engine."""
 STOP_SECONDS = 0.5
 """How often to ask whether to stop, and to tell of progress."""
+EPISODES_PER_PLACE = 4
+"""Episodes begun for each sequence that an engine decodes at once: most of them may be with their environments."""
 Prompts = Sequence[tuple[int, list[int]]]
 """(prompt_index, token ids) each."""
 
@@ -27,7 +29,7 @@ class Play(Protocol):
 
     def open(self) -> AbstractAsyncContextManager[None]: ...
 
-    def __call__(self, prompt_index: int, generate: Generate, elsewhere: Elsewhere) -> Awaitable[Episode]: ...
+    def __call__(self, prompt_index: int, generate: Generate) -> Awaitable[Episode]: ...
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,10 @@ def sample(
     Raises:
         EngineError: the engine refused a request, or took too long for it.
     """
-    room = max(n, min(max_running_requests, n * (len(prompts) // num_engines)))
-    asking = _Asking(prompts, n, params, client, take, room, on_group, play)
+    share = n * (len(prompts) // num_engines)
+    at_once = max_running_requests * (EPISODES_PER_PLACE if play else 1)
+    room = max(n, min(at_once, share))
+    asking = _Asking(prompts, n, params, client, take, room, asyncio.Semaphore(max_running_requests), on_group, play)
     tell = asking.teller(on_prompts)
 
     async def watch(answers: asyncio.Task) -> None:
@@ -153,7 +157,8 @@ class _Asking:
     """One engine's part of the prompts.
 
     Args:
-        room: sequences that the engine is to have at once.
+        room: responses that are to be begun at once.
+        places: of episodes, those whose turn the engine is to write at once.
     Attributes:
         samples: so far; all n of each prompt that is among them. use: of the engine, until the last change.
         playing: inside, episodes can be played.
@@ -167,6 +172,7 @@ class _Asking:
         client: EngineClient,
         take: Callable[[int], int],
         room: int,
+        places: asyncio.Semaphore,
         on_group: Callable[[Sequence[Sample]], None],
         play: Play | None,
     ):
@@ -177,22 +183,21 @@ class _Asking:
         self._client, self._take, self._play = client, take, play
         self.playing = contextlib.nullcontext() if play is None else play.open()
         self._respond = self._answers if play is None else self._episodes
-        self._room, self._has_room = room, asyncio.Event()
+        self._room, self._num_open, self._has_room, self._places = room, 0, asyncio.Event(), places
         self._on_group = on_group
 
     async def all_answers(self, http: Any) -> None:
         """Request, again and again, as many prompts as there is room for; until all are taken, and these answered."""
         async with asyncio.TaskGroup() as requests:
             while True:
-                # Sequences that come back from their environments may be more than there is room for.
-                count = max(0, self._room - self._num_running) // self._n
+                count = (self._room - self._num_open) // self._n
                 first = self._take(count)
                 if taken := self._prompts[first : first + count]:
                     requests.create_task(self._respond(http, taken))
-                self._now_running(self._n * len(taken))
+                self._num_open += self._n * len(taken)
                 if len(taken) < count:
                     return
-                while self._room - self._num_running < self._n:
+                while self._room - self._num_open < self._n:
                     self._has_room.clear()
                     await self._has_room.wait()
                 await asyncio.sleep(GATHERING_SECONDS)
@@ -214,6 +219,7 @@ class _Asking:
         n = self._n
         repeated = [tokens for _, tokens in taken for _ in range(n)]
         groups: list[dict[int, Generation]] = [{} for _ in taken]
+        self._now_running(len(repeated))
         async with contextlib.aclosing(self._client.generate_async(http, repeated, self._params)) as responses:
             async for position, response in responses:
                 group = groups[position // n]
@@ -223,7 +229,8 @@ class _Asking:
                     self._on_group(finished)
                 self.use.prompt_tokens += len(repeated[position])
                 self.use.cached_tokens += response.num_cached
-                self._has_left()
+                self._now_running(-1)
+                self._is_over()
 
     async def _episodes(self, http: Any, taken: Prompts) -> None:
         """Of one request, all at once."""
@@ -239,34 +246,31 @@ class _Asking:
 
     async def _episode(self, http: Any, index: int) -> Episode:
         try:
-            return await self._play(index, partial(self._generated, http), self._elsewhere)
+            return await self._play(index, partial(self._generated, http))
         finally:
-            self._has_left()
+            self._is_over()
 
     async def _generated(self, http: Any, context: list[int], room: int) -> Generation:
+        """A turn, as soon as the engine has a place for it."""
         params = replace(self._params, max_response_length=room)
-        async with contextlib.aclosing(self._client.generate_async(http, [context], params)) as responses:
-            async for _, response in responses:
-                self.use.prompt_tokens += len(context)
-                self.use.cached_tokens += response.num_cached
+        async with self._places:
+            self._now_running(1)
+            try:
+                async with contextlib.aclosing(self._client.generate_async(http, [context], params)) as responses:
+                    [(_, response)] = [one async for one in responses]
+            finally:
+                self._now_running(-1)
+        self.use.prompt_tokens += len(context)
+        self.use.cached_tokens += response.num_cached
         return response
 
-    @contextlib.contextmanager
-    def _elsewhere(self) -> Iterator[None]:
-        """While a sequence waits for its environment, another may have its place."""
-        self._has_left()
-        try:
-            yield
-        finally:
-            self._now_running(1)
-
-    def _has_left(self) -> None:
-        """One sequence less."""
-        self._now_running(-1)
+    def _is_over(self) -> None:
+        """A response."""
+        self._num_open -= 1
         self._has_room.set()
 
     def _now_running(self, more: int) -> None:
-        """So many sequences more than before."""
+        """The engine has so many sequences more than before."""
         now = time.perf_counter()
         self.use.seconds += now - self._since
         self.use.sequence_seconds += self._num_running * (now - self._since)

@@ -135,6 +135,8 @@ class Rollouts:
             left = [prompt for prompt in left if prompt[0] not in done]
         if scoring is not None:
             scoring.end()
+        if lost := [one.episode.lost for one in samples if one.episode and one.episode.lost]:
+            print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
         return samples
 
     def _round(

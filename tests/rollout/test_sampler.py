@@ -182,29 +182,58 @@ class Playing:
     """Plays episodes of several turns, whose environments answer at the same moments."""
 
     def __init__(self):
-        self.most, self._writing = 0, 0
+        self.num_open = self.most = 0
 
     def open(self):
         return contextlib.nullcontext()
 
-    async def __call__(self, prompt_index, generate, elsewhere):
+    async def __call__(self, prompt_index, generate):
+        self.num_open += 1
+        self.most = max(self.most, self.num_open)
         segment = Segment([prompt_index], "")
         for turn in range(1, 6):
-            self._writing += 1
-            self.most = max(self.most, self._writing)
+            await asyncio.sleep(0.05 - time.monotonic() % 0.05)
             segment.write(await generate(segment.context, 3), "", turn)
-            self._writing -= 1
-            with elsewhere():
-                await asyncio.sleep(0.05 - time.monotonic() % 0.05)
+        self.num_open -= 1
         return Episode([segment], "done", {})
 
 
 def test_others_have_the_place_of_an_episode_that_waits_for_its_environment():
-    """However many come back at once: each is played once, and all of them are."""
+    """However many come back at once: each is played once, and the engine writes no more than it has places for."""
+    at_once, most = 0, 0
+
+    class Counting(EngineClient):
+        async def generate_async(self, http, prompts, params):
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            async with contextlib.aclosing(super().generate_async(http, prompts, params)) as responses:
+                async for one in responses:
+                    yield one
+            at_once -= 1
+
     with EngineServer() as server:
+        client = Counting(f"http://127.0.0.1:{server.server_port}", "key", 20.0)
         take, playing = store_counter(dist.HashStore(), "step 1"), Playing()
         sampling = {"num_engines": 1, "max_running_requests": 4, "play": playing}
-        found = sample(PROMPTS, 2, PARAMS, server.client(), take, **sampling)
+        found = sample(PROMPTS, 2, PARAMS, client, take, **sampling)
     assert every_sample_once(found.samples, 2) and found.fault is None
     assert all(one.num_policy_tokens == 10 and one.episode.num_turns == 5 for one in found.samples)
-    assert playing.most >= 4
+    assert most == 4 and playing.most == 16
+
+
+def test_no_engine_begins_more_episodes_than_its_even_share():
+    """One that comes later finds as many."""
+    with EngineServer() as server:
+        store, of_engines = dist.HashStore(), [Playing(), Playing()]
+        threads = []
+        for playing in of_engines:
+            take = store_counter(store, "step 1")
+            sampling = {"num_engines": 2, "max_running_requests": 64, "play": playing}
+            arguments = (PROMPTS, 2, PARAMS, server.client(), take)
+            threads.append(threading.Thread(target=sample, args=arguments, kwargs=sampling))
+            threads[-1].start()
+            time.sleep(0.01)
+        for thread in threads:
+            thread.join()
+    assert all(0 < playing.most <= len(PROMPTS) for playing in of_engines)
