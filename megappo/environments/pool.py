@@ -114,7 +114,6 @@ class EnvironmentPool(AbstractContextManager):
         self._start = partial(Worker, words, timeout_seconds, memory_limit_gib, pass_env)
         self._numbers = itertools.count()
         self._workers = [self._start() for _ in range(num_workers)]
-        self._ended: list[Worker] = []
         loaded = [self._loaded(worker) for worker in self._workers][0]
         takes = loaded["takes"]
         welcome = None if takes["welcome"] is None else tuple(takes["welcome"])
@@ -143,8 +142,7 @@ class EnvironmentPool(AbstractContextManager):
             yield
         finally:
             for worker in self._workers:
-                if worker.is_up:
-                    await worker.detach()
+                await worker.detach()
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[Environment]:
@@ -161,16 +159,25 @@ class EnvironmentPool(AbstractContextManager):
         async with self._mending:
             for place, worker in enumerate(self._workers):
                 if not worker.is_up:
-                    self._ended.append(worker)
-                    new = self._workers[place] = self._start()  # by this thread, with which it ends
-                    await asyncio.to_thread(self._loaded, new)
-                    await new.attach()
+                    self._workers[place] = await self._another()
+                    await worker.detach()
+                    await asyncio.to_thread(worker.end, 0.0)
         return min(self._workers, key=lambda worker: worker.num_episodes)
+
+    async def _another(self) -> Worker:
+        new = self._start()  # by this thread, with which it ends
+        try:
+            await asyncio.to_thread(self._loaded, new)
+            await new.attach()
+        except BaseException:  # cancelled, too
+            new.stop()
+            new.end(0.0)
+            raise
+        return new
 
     def close(self, timeout_seconds: float = 0.0) -> None:
         """End all workers and what they started. May be called again."""
-        workers, self._workers = [*self._workers, *self._ended], []
-        self._ended = []
+        workers, self._workers = self._workers, []
         for worker in workers:
             worker.stop()
         for worker in workers:

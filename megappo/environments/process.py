@@ -15,6 +15,8 @@ from megappo.rewards.process import end, start
 MAX_REPLY_BYTES = 2**26
 GRACE_SECONDS = 5.0
 """Beyond the time limit of a call, for the worker to say that it is over: one that does not is blocked."""
+OWED_SECONDS = 0.01
+"""Between two looks whether answers are still owed."""
 
 
 class EnvironmentFault(RuntimeError):
@@ -44,6 +46,8 @@ class Worker:
         self.is_up = True
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future] = {}
+        self._num_owed = 0
+        self._reading: asyncio.Task | None = None
 
     def wait_ready(self, seconds: float) -> dict[str, Any]:
         """What it has loaded, in so many seconds.
@@ -68,9 +72,17 @@ class Worker:
         self._reading = asyncio.create_task(self._read(reader))
 
     async def detach(self) -> None:
-        """Leave the event loop. A worker that owes answers is of no further use."""
+        """Leave the event loop, if it is in one. A worker that goes on to owe answers, of which a part may be lost now,
+        is stopped."""
+        if self._reading is None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACE_SECONDS):
+                while self._num_owed and self.is_up:
+                    await asyncio.sleep(OWED_SECONDS)
         self._reading.cancel()
-        if self._pending:
+        self._reading = None
+        if self._num_owed:
             self.stop()
         self._writer.close()
 
@@ -107,6 +119,7 @@ class Worker:
     def _send(self, message: dict[str, Any]) -> None:
         if not self.is_up:
             raise EpisodeLost("its process ended")
+        self._num_owed += 1
         data = json.dumps(message).encode()
         self._writer.write(LENGTH.pack(len(data)) + data)
 
@@ -118,6 +131,7 @@ class Worker:
                 if size > MAX_REPLY_BYTES:
                     raise FrameError(f"announced {size} bytes")
                 reply = json.loads(await reader.readexactly(size))
+                self._num_owed -= 1
                 answer = self._pending.get(reply["call"])
                 if answer is not None and not answer.done():
                     answer.set_result(reply)

@@ -25,6 +25,8 @@ from megappo.rewards.user_code import attempt, limit_memory, load, own_connectio
 
 METHODS = ("reset", "step")
 MAX_NAME_CHARACTERS = 64
+STACK_BYTES = 2**20
+"""Of a thread: its memory counts as this process', whatever it uses of it."""
 Messages = list[dict[str, str]]
 
 
@@ -33,6 +35,7 @@ def main() -> None:
     connection = own_connection()
     if limit:
         limit_memory(int(limit))
+    threading.stack_size(STACK_BYTES)
     make, error = attempt(_load, source, name, *arguments)
     asyncio.run(_serve(connection, make, error, float(seconds)))
     sys.stdout.flush()
@@ -78,6 +81,7 @@ class Host:
     def __init__(self, make: Callable[[], Any], seconds: float, writer: asyncio.StreamWriter):
         self.make, self.seconds, self.writer = make, seconds, writer
         self.environments: dict[int, Any] = {}
+        self._left: set[int] = set()
         self._tasks: set[asyncio.Task] = set()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -104,12 +108,21 @@ class Host:
 
     async def _result(self, episode: int, method: str, arguments: list) -> Any:
         if method == "close":
-            environment = self.environments.pop(episode, None)
-            return await called(environment.close) if hasattr(environment, "close") else None
+            if episode not in self.environments:  # it is being made
+                self._left.add(episode)
+            return await _closed(self.environments.pop(episode, None))
         if method == "reset":
-            self.environments[episode] = await _in_thread(self.make)
+            environment = await _in_thread(self.make)
+            if episode in self._left:
+                return await _closed(environment)
+            self.environments[episode] = environment
             return messages_of(await called(self.environments[episode].reset, *arguments), "reset")
         return _step(await called(self.environments[episode].step, *arguments))
+
+
+async def _closed(environment: Any) -> None:
+    if hasattr(environment, "close"):
+        await called(environment.close)
 
 
 async def called(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -151,11 +164,15 @@ def messages_of(observation: Any, method: str) -> Messages:
     if observation is None:
         return []
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        observation = {"role": "user", "content": observation}
     messages = [observation] if isinstance(observation, dict) else observation
+    found = f"{method} returned the observation {observation!a:.200}"
     if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
-        expected = "a text, None, or messages {'role': str, 'content': str}"
-        raise BadFunction(f"{method} returned the observation {observation!r:.200}; expected {expected}")
+        raise BadFunction(f"{found}; expected a text, None, or messages {{'role': str, 'content': str}}")
+    try:
+        json.dumps(messages, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadFunction(f"{found}, which is no JSON: {error}") from error
     return list(messages)
 
 

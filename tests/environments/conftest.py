@@ -60,6 +60,37 @@ class Dies(Counts):
         os._exit(3)
 
 
+class DiesOfAHundred(Counts):
+    async def step(self, message):
+        if self.left == 100:
+            os._exit(3)
+        return await super().step(message)
+
+
+class NoJson(Counts):
+    async def step(self, message):
+        return {"role": "user", "content": "x", "more": {1, 2}}, 0.0, True
+
+
+class HalfACharacter(Counts):
+    async def step(self, message):
+        return chr(0xD800), 0.0, True
+
+
+class Slow(Counts):
+    made = closed = 0
+
+    def __init__(self):
+        time.sleep(0.5)
+        type(self).made += 1
+
+    async def reset(self, row):
+        return f"{self.made} made, {self.closed} closed"
+
+    async def close(self):
+        type(self).closed += 1
+
+
 class ThreeOnly(Counts):
     async def step(self, message):
         return 3

@@ -59,6 +59,8 @@ def test_plain_methods_have_threads_of_their_own(environments):
         ("Raises", "step raised KeyError: 'no such thing'"),
         ("Exits", "step raised SystemExit: 3"),
         ("ThreeOnly", r"step returned 3; expected \(observation, reward, done\)"),
+        ("NoJson", "step returned the observation .* which is no JSON: Object of type set"),
+        ("HalfACharacter", "step returned the observation .*, which is no JSON: .* surrogates not allowed"),
         ("NoText", "step returned the observation 3; expected a text"),
         ("NoNumber", "step returned the reward '1'; expected a finite number"),
         ("NotFinite", "step returned the reward nan; expected a finite number"),
@@ -90,6 +92,35 @@ def test_an_environment_that_does_not_answer_loses_its_episode_alone(environment
             assert all(isinstance(one, EpisodeLost) for one in found)
             assert message in map(str, found)
     assert not [one for one in psutil.Process().children(recursive=True) if "environments" in " ".join(one.cmdline())]
+
+
+def test_a_process_that_ends_takes_the_episodes_that_it_hosts_and_no_others(environments):
+    async def all_of_them():
+        async with pool.open():
+            one = await asyncio.gather(*(episode(pool, number) for number in (100, 2)), return_exceptions=True)
+            return [*one, *await asyncio.gather(*(episode(pool, 100) for _ in range(4)), return_exceptions=True)]
+
+    with pool_of(environments, "DiesOfAHundred", 2, seconds=60.0) as pool:
+        descriptors = psutil.Process().num_fds()
+        first, other, *later = asyncio.run(all_of_them())
+        assert isinstance(first, EpisodeLost) and isinstance(other, list)
+        assert all(isinstance(one, EpisodeLost) for one in later)
+        assert psutil.Process().num_fds() <= descriptors
+        assert not [one for one in psutil.Process().children(recursive=True) if one.status() == psutil.STATUS_ZOMBIE]
+
+
+def test_an_environment_that_is_left_while_it_is_made_is_closed(environments):
+    async def leave():
+        async with pool.open():
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1), pool.environment() as environment:
+                    await environment.reset({"number": 1})
+            await asyncio.sleep(1.0)
+            async with pool.environment() as environment:
+                return await environment.reset({"number": 1})
+
+    with pool_of(environments, "Slow", seconds=60.0) as pool:
+        assert asyncio.run(leave()) == [{"role": "user", "content": "2 made, 1 closed"}]
 
 
 @pytest.mark.parametrize(
