@@ -7,7 +7,7 @@ python tools/evaluate.py outputs/quickstart/run configs/quickstart.yaml rollout.
 The first argument is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face
 folder. CONFIG says what it is evaluated on (data.val_files, eval.datasets), how, and on which ranks; it may be the
 run's own, with further data sets on the command line. Engines are started, nothing is trained, and what was there stays
-as it is. --output gets metrics.jsonl, evaluation.json, rollouts/ and report.html.
+as it is. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and report.html.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def main() -> int:
     """Start the evaluation in place of this process; 2 where the command is at fault."""
     args = _arguments()
     try:
-        weights, output = _source(args.source)
-        where = f"trainer.output_dir={json.dumps(str(args.output or output))}"
+        weights, name, beside = _source(args.source)
+        where = f"trainer.output_dir={json.dumps(str((args.output or beside) / 'evaluations' / name))}"
         overrides = [*args.overrides, "trainer.eval_only=true", where, weights]
         config = load_config(args.config, overrides)
         num_ranks = args.nproc or smallest_world(config) or torch.cuda.device_count() or 1
@@ -58,14 +58,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_HF_FOLDER", help="what to evaluate")
     parser.add_argument("config", metavar="CONFIG", help="YAML file of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys that win over the file")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: evaluations/NAME beside what is evaluated")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="default: beside what is evaluated")
     help_of_nproc = "processes to start (default: as many as the placement names, else one per GPU)"
     parser.add_argument("--nproc", type=int, metavar="N", help=help_of_nproc)
     return parser.parse_intermixed_args()
 
 
-def _source(folder: Path) -> tuple[str, Path]:
-    """The override that names what to evaluate, and where the evaluation goes unless told otherwise.
+def _source(folder: Path) -> tuple[str, str, Path]:
+    """The override that names what to evaluate, its name, and the folder of evaluations/NAME unless told otherwise.
 
     Raises:
         ConfigError: it is none of these.
@@ -78,9 +78,9 @@ def _source(folder: Path) -> tuple[str, Path]:
         raise ConfigError(f"{folder} is a Megatron folder by itself: {remedy}")
     folder = folder.resolve()
     if (folder / CONFIG_FILE).is_file():
-        return f"model.path={json.dumps(str(folder))}", folder.parent / "evaluations" / folder.name
+        return f"model.path={json.dumps(str(folder))}", folder.name, folder.parent
     if is_checkpoint(folder):
-        return f"trainer.eval_checkpoint={json.dumps(str(folder))}", folder.parents[1] / "evaluations" / folder.name
+        return f"trainer.eval_checkpoint={json.dumps(str(folder))}", folder.name, folder.parents[1]
     if checkpoints_in(folder / "checkpoints"):
         found, _ = candidates(folder / "checkpoints")
         return _source(found[0])

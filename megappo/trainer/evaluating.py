@@ -75,8 +75,8 @@ def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
     """The parts of a run that only evaluates; arguments as of `build_run`."""
     exchange = Exchange(dist.group.WORLD)
     checkpoint = _checkpoint(asked, exchange)
-    config, step = _with_own_folder(asked, checkpoint), step_of(checkpoint) if checkpoint else 0
-    weights = checkpoint or Path(config.model.path)
+    weights, step = checkpoint or Path(asked.model.path), step_of(checkpoint) if checkpoint else 0
+    config = with_own_folder(asked, weights)
     layouts = placement_layouts(config, exchange.world_size)
     own = start_engine(config, layouts["rollout"], cleanup)
     datasets = load_datasets(config, own, exchange)
@@ -84,7 +84,9 @@ def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
     if platform.has_cuda():  # as in `build_run`
         own.wait_ready()
         exchange.share(None)
-    models = _loaded(config, layouts, checkpoint, exchange) if checkpoint else None
+    # Engines that the run starts read model.path themselves; what others hold is not known.
+    needs_actor = checkpoint is not None or bool(config.rollout.engines)
+    models = _loaded(config, layouts, checkpoint, exchange) if needs_actor else None
     observer = make_observer(config, [f"evaluating {weights}", *left_out], 0, exchange, cleanup)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
     if models is not None:
@@ -109,17 +111,20 @@ def _checkpoint(config: Config, exchange: Exchange) -> Path | None:
     return path
 
 
-def _with_own_folder(config: Config, checkpoint: Path | None) -> Config:
-    """Of a checkpoint of its own a run evaluates into a folder beside it: the run's files stay as they are."""
-    if checkpoint is None or config.trainer.eval_checkpoint is not None:
+def with_own_folder(config: Config, weights: Path) -> Config:
+    """An evaluation writes into `evaluations/NAME` of output_dir, unless that is such a folder already: the files of a
+    run that has been in output_dir stay as they are."""
+    folder, own = Path(config.trainer.output_dir), Path(EVALUATIONS, weights.resolve().name)
+    if folder.resolve().parts[-2:] == own.parts:
         return config
-    return config.changed("trainer.output_dir", str(Path(config.trainer.output_dir, EVALUATIONS, checkpoint.name)))
+    return config.changed("trainer.output_dir", str(folder / own))
 
 
-def _loaded(config: Config, layouts: Mapping[str, Layout], checkpoint: Path, exchange: Exchange) -> Models:
-    """The actor with a checkpoint's weights, whatever layout that was written in."""
+def _loaded(config: Config, layouts: Mapping[str, Layout], checkpoint: Path | None, exchange: Exchange) -> Models:
+    """The actor with a checkpoint's weights, whatever layout that was written in; without one with model.path's."""
     models = build_models(config, layouts, exchange)
-    engine, folder = models.actor.engine, checkpoint / "actor"
-    if engine is not None:
+    engine = models.actor.engine
+    if engine is not None and checkpoint is not None:
+        folder = checkpoint / "actor"
         load_model(engine.chunks, engine.groups, folder, read_component(folder), models.architecture.vocab_size)
     return models

@@ -1,6 +1,9 @@
 """A checkpoint, and a Hugging Face folder, evaluated by the command."""
 
 import json
+import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,15 +16,17 @@ EVALUATE = REPOSITORY / "tools" / "evaluate.py"
 pytestmark = pytest.mark.timeout(600)
 
 
-def evaluated(source: Path, config: Path, folder: Path) -> dict:
+def evaluated(source: Path, config: Path, folder: Path, *arguments: str) -> dict:
     """What the evaluation leaves, the run's own files being as they were."""
     before = {path: path.read_bytes() for path in source.parents[1].rglob("metrics.jsonl")}
-    command = (sys.executable, EVALUATE)
-    with Program(folder / "program", source, config, f"--output={folder / 'out'}", command=command) as program:
+    own = folder / "out" / "evaluations" / source.name
+    command, words = (sys.executable, EVALUATE), (source, config, f"--output={folder / 'out'}", *arguments)
+    with Program(folder / "program", *words, command=command) as program:
         assert program.wait() == 0, program.output
     assert {path: path.read_bytes() for path in before} == before
-    assert not (folder / "out" / "checkpoints").exists() and (folder / "out" / "report.html").is_file()
-    return json.loads((folder / "out" / "evaluation.json").read_text())
+    assert {path.name for path in (folder / "out").iterdir()} == {"evaluations"}
+    assert not (own / "checkpoints").exists() and (own / "report.html").is_file()
+    return json.loads((own / "evaluation.json").read_text())
 
 
 def held_out(metrics: dict) -> dict:
@@ -36,16 +41,32 @@ def responses(folder: Path) -> list[str]:
 def test_a_checkpoint_is_evaluated_as_the_run_did(config, run, folder):
     """Greedily: by the actor alone, from the checkpoint's weights, not from the model that training started from."""
     checkpoint = run / "checkpoints" / "step_00000010"
-    found = evaluated(checkpoint, config, folder)
+    found, own = evaluated(checkpoint, config, folder), folder / "out" / "evaluations" / checkpoint.name
     assert (found["weights"], found["step"]) == (str(checkpoint), 10)
-    assert held_out(found["metrics"]) == held_out(logged(run)[-1]) == held_out(logged(folder / "out")[0])
-    assert responses(folder / "out") and set(responses(folder / "out")) <= {"7" * n for n in range(1, 7)}
+    assert held_out(found["metrics"]) == held_out(logged(run)[-1]) == held_out(logged(own)[0])
+    assert responses(own) and set(responses(own)) <= {"7" * n for n in range(1, 7)}
 
 
 @pytest.mark.slow  # the checkpoint's has all but the other weights
 def test_a_hugging_face_folder_is_evaluated_as_the_run_did(config, run, folder):
     found = evaluated(run / "hf_actor", config, folder)
     assert (found["weights"], found["step"]) == (str(run / "hf_actor"), 0)
+    assert held_out(found["metrics"]) == held_out(logged(run)[-1])
+
+
+@pytest.mark.slow  # two starts of an engine
+def test_servers_get_the_model_that_is_evaluated(config, run, folder):
+    """They have held another one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    model = config.parent / "model"
+    command = [sys.executable, "-m", "megappo.serve", model, "--max-total-tokens", "4096", "--port", port]
+    with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as server:
+        try:
+            engines = f"rollout.engines=[http://127.0.0.1:{port}]"
+            found = evaluated(run / "hf_actor", config, folder, engines)
+        finally:
+            server.terminate()
     assert held_out(found["metrics"]) == held_out(logged(run)[-1])
 
 
