@@ -61,14 +61,16 @@ class Graded(NamedTuple):
     """What reward functions found of a response.
 
     Attributes:
-        scores: one or more, whose sum is its score; none where a function failed.
+        scores: one or more, whose sum is its score; none of functions where one failed.
         parts: further numbers, by name, to be told.
         answer: what is voted on where several responses to a prompt are compared; None where there is none.
+        failed: a function has.
     """
 
     scores: list[float]
     parts: dict[str, float]
     answer: str | None = None
+    failed: bool = False
 
 
 @dataclass(frozen=True)

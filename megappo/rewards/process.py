@@ -218,6 +218,6 @@ def _ready(reply: Mapping[str, Any], num_functions: int) -> tuple[Takes, list[Wa
 
 def _is_graded(value: object) -> bool:
     match value:
-        case [[_, *_] as scores, dict(parts), str() | None]:
+        case [[_, *_] as scores, dict(parts), str() | None, False]:
             return all(isinstance(one, float) and math.isfinite(one) for one in (*scores, *parts.values()))
     return False

@@ -121,7 +121,7 @@ def _failed(of_functions: Sequence[Any]) -> Failed | None:
 
 def _together(of_functions: Sequence[Any]) -> Graded:
     if _failed(of_functions) is not None:
-        return Graded([], {})
+        return Graded([], {}, failed=True)
     scores = [score for one in of_functions for score in one.scores]
     answer = next((one.answer for one in of_functions if one.answer is not None), None)
     return Graded(scores, reduce(or_, [one.parts for one in of_functions]), answer)

@@ -53,9 +53,9 @@ class SampledBatches:
     def __call__(
         self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
     ) -> tuple[Batch, dict[str, Any]]:
-        """A step's rows at their owners, and metrics; `when_sampled` is called before the rewards, which may fail."""
+        """A step's rows at their owners, and metrics; `when_sampled` is called before rewards, which may fail."""
+        chosen = self._chosen(phase, when_sampled)
         with phase("rollout"):
-            chosen = self._chosen()
             self.sleep()
             wait(self._ahead.values())  # here: tokenizers serve one thread at a time
         when_sampled()
@@ -68,14 +68,16 @@ class SampledBatches:
                 self.record.write(step, batch, chosen.prompts, num_tokens)
         return batch, metrics | {"rollout/tokens_per_second": num_tokens / phase.seconds("rollout")}
 
-    def _chosen(self) -> Chosen:
+    def _chosen(self, phase: Phase, when_sampled: Callable[[], None]) -> Chosen:
         """Responses to a batch of prompts, or to what is chosen of several."""
         config = self.rollouts.config
         if config.algorithm.filter_groups.enable:
             settings = config.algorithm.filter_groups
-            return choose_groups(self.rollouts, self._draw, settings, config.data.train_batch_size)
-        prompts = self._draw()
-        return Chosen(self.rollouts.respond(prompts), prompts, 0, {})
+            size = config.data.train_batch_size
+            return choose_groups(self.rollouts, self._draw, settings, size, phase, when_sampled)
+        with phase("rollout"):
+            prompts = self._draw()
+            return Chosen(self.rollouts.respond(prompts), prompts, 0, {})
 
     def _draw(self) -> list[Prompt]:
         """The next batch of prompts; the one after it is prepared while the engines are at work."""

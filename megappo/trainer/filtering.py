@@ -13,7 +13,8 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import merge_metrics
 from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError
-from megappo.rollout.sampler import Sample
+from megappo.rollout.sampler import Sample, Use
+from megappo.trainer.models import Phase
 from megappo.trainer.rollouts import Responses, Rollouts
 from megappo.trainer.scoring import Scored
 
@@ -38,13 +39,19 @@ class Chosen:
 
 
 def choose_groups(
-    rollouts: Rollouts, draw: Callable[[], list[Prompt]], settings: FilterGroups, num_groups: int
+    rollouts: Rollouts,
+    draw: Callable[[], list[Prompt]],
+    settings: FilterGroups,
+    num_groups: int,
+    phase: Phase,
+    when_sampled: Callable[[], None] = lambda: None,
 ) -> Chosen:
     """So many groups whose scores differ, in the order of their prompts; where rounds do not give as many, the first
     others, too. All ranks together.
 
     Args:
         draw: the prompts of the next round.
+        when_sampled: called before the rewards of each round.
     Raises:
         RewardError: a reward function failed, or tells no such metric.
     """
@@ -52,10 +59,13 @@ def choose_groups(
     differing: list[tuple[int, int]] = []
     equal: list[tuple[int, int]] = []
     while len(differing) < num_groups and len(rounds) < settings.max_num_gen_batches:
-        prompts = draw()
-        responses = rollouts.respond(prompts)
-        graded = responses.scoring.graded()
-        found = set().union(*rollouts.exchange.share(_differing(responses.sampled, graded, settings.metric)))
+        with phase("rollout"):
+            prompts = draw()
+            responses = rollouts.respond(prompts)
+        when_sampled()
+        with phase("reward"):
+            graded = responses.scoring.graded()
+            found = set().union(*rollouts.exchange.share(_differing(responses.sampled, graded, settings.metric)))
         for index in range(len(prompts)):
             (differing if index in found else equal).append((len(rounds), index))
         rounds.append((prompts, responses, graded))
@@ -70,8 +80,10 @@ def choose_groups(
             else:
                 of_kept.append((replace(sample, prompt_index=place), one))
     counts = merge_metrics(responses.scoring.counts() for _, responses, _ in rounds)
+    scored = Scored([one for _, one in of_kept], counts)
+    use = sum((responses.use for _, responses, _ in rounds), Use())
     return Chosen(
-        Responses([sample for sample, _ in of_kept], [], Scored([one for _, one in of_kept], counts)),
+        Responses([sample for sample, _ in of_kept], [], scored, use=use),
         [rounds[number][0][index] for number, index in kept],
         sum(rollouts.exchange.share(num_dropped)),
         {
@@ -84,15 +96,16 @@ def choose_groups(
 
 
 def _differing(samples: Sequence[Sample], graded: Sequence[Graded], metric: str) -> set[int]:
-    """The prompts of this rank's samples to which these differ."""
+    """The prompts of this rank's samples to which these differ; of one that failed nothing is known."""
     values = defaultdict(set)
     for sample, one in zip(samples, graded, strict=True):
-        values[sample.prompt_index].add(_value(one, metric))
+        if not one.failed:
+            values[sample.prompt_index].add(_value(one, metric))
     return {index for index, of_group in values.items() if len(of_group) > 1}
 
 
 def _value(graded: Graded, metric: str) -> float:
-    if metric == SCORE or not graded.scores:  # of one that failed it is 0, as its score
+    if metric == SCORE:
         return sum(graded.scores)
     if metric not in graded.parts:
         told = ", ".join(chain([SCORE], graded.parts))

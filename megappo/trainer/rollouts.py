@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -40,12 +40,14 @@ class Responses:
         sampled: rollout.n to each prompt, to train on.
         greedy: one to each prompt, where the estimator needs its score; else none.
         scoring, greedy_scoring: of them, where it has begun.
+        use: of this rank's engine meanwhile.
     """
 
     sampled: list[Sample]
     greedy: list[Sample]
     scoring: SampleScoring | Scored | None = None
     greedy_scoring: SampleScoring | None = None
+    use: Use = field(default_factory=Use)
 
 
 class Rollouts:
@@ -93,10 +95,10 @@ class Rollouts:
         scoring = self.scoring(prompts, self.rewards)
         sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout", scoring)
         if not self.config.algorithm.method.needs_greedy_baseline:
-            return Responses(sampled, [], scoring)
+            return Responses(sampled, [], scoring, use=self._use)
         of_greedy = self.scoring(prompts, self.rewards)
         greedy = self.sample(prompts, 1, self.greedy, "baselines", of_greedy)
-        return Responses(sampled, greedy, scoring, of_greedy)
+        return Responses(sampled, greedy, scoring, of_greedy, self._use)
 
     def sample(
         self,
@@ -204,8 +206,8 @@ class Rollouts:
             scoring = self.scoring(prompts, self.rewards)
             scoring.add(samples)
         graded = scoring.graded()
-        num_scores = self._num_scores({len(one.scores) for one in graded if one.scores})
-        found = [one.scores or [0.0] * num_scores for one in graded]
+        num_scores = self._num_scores({len(one.scores) for one in graded if not one.failed})
+        found = [one.scores + [0.0] * (num_scores - len(one.scores)) for one in graded]
         scores = torch.tensor(found, dtype=torch.float32).reshape(len(graded), num_scores)
         names = {name for one in graded for name in one.parts}
         values = {name: [one.parts[name] for one in graded if name in one.parts] for name in sorted(names)}
@@ -254,18 +256,8 @@ class Rollouts:
         metrics = {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
         of_rewards = {f"reward/{name}": part for name, part in parts.items()}
         return batch, metrics | reduce_ranks(
-            self.exchange.share(self._engine_metrics() | of_rewards | episode_metrics(samples))
+            self.exchange.share(_engine_metrics(responses.use) | of_rewards | episode_metrics(samples))
         )
-
-    def _engine_metrics(self) -> dict[str, Metric]:
-        """This rank's part of the metrics of all engines in the last `respond`."""
-        use = self._use
-        if not use.prompt_tokens:
-            return {}
-        return {
-            "rollout/running_requests": Metric.of_part((use.sequence_seconds, use.seconds), "mean"),
-            "rollout/cached_prompt_frac": Metric.of_part((use.cached_tokens, use.prompt_tokens), "mean"),
-        }
 
     def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:
         """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay."""
@@ -318,6 +310,16 @@ class Rollouts:
         mine = dict(zip(indices.tolist(), shaped.tolist(), strict=True))
         baselines = {index: score for part in self.exchange.share(mine) for index, score in part.items()}
         return torch.tensor([baselines[prompt] for prompt in rows.prompt_ids.tolist()], dtype=torch.float32)
+
+
+def _engine_metrics(use: Use) -> dict[str, Metric]:
+    """This rank's part of the metrics of all engines."""
+    if not use.prompt_tokens:
+        return {}
+    return {
+        "rollout/running_requests": Metric.of_part((use.sequence_seconds, use.seconds), "mean"),
+        "rollout/cached_prompt_frac": Metric.of_part((use.cached_tokens, use.prompt_tokens), "mean"),
+    }
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:

@@ -52,9 +52,9 @@ class SampleScoring:
             self._scoring.end()
 
     def graded(self) -> list[Graded]:
-        """Of each sample, in order; waits for them. One of which a function failed has no scores, and is told.
+        """Of each sample, in order; waits for them. One of which a function failed has no scores of it, and is told.
 
-        The sum of an environment's rewards comes before the function's scores.
+        The sum of an environment's rewards comes before the function's scores, and is there without them, too.
 
         Raises:
             RewardError: the function failed, and reward.on_error is raise.
@@ -63,15 +63,15 @@ class SampleScoring:
             return [_with_return(one, Graded([], {})) for one in self._samples if one.episode is not None]
         graded = self._scoring.results()
         if failure := self._scoring.failure:
-            failed = sum(not one.scores for one in graded)
+            failed = sum(one.failed for one in graded)
             print(f"WARNING (rank {dist.get_rank()}): {failed} responses have score 0: {failure}", flush=True)
         return [
-            _with_return(sample, one) if sample.episode is not None and one.scores else one
+            one if sample.episode is None else _with_return(sample, one)
             for sample, one in zip(self._samples, graded, strict=True)
         ]
 
     def counts(self) -> dict[str, Metric]:
-        """How many samples have no scores, and of these, how many as a call took too long; where that ends no run."""
+        """Of how many samples a function failed, and of how many as a call took too long; where that ends no run."""
         if self._scoring is None or self._rewards.on_error == "raise":
             return {}
         numbers = {"errors": self._scoring.num_errors, "timeouts": self._scoring.num_timeouts}

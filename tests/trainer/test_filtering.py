@@ -1,6 +1,9 @@
 """Which groups are chosen, compared with a plain loop over all responses of all ranks."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +16,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
 from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError
-from megappo.rollout.sampler import Sample
+from megappo.rollout.sampler import Sample, Use
 from megappo.trainer.filtering import choose_groups
 from megappo.trainer.rollouts import Responses
 from megappo.trainer.scoring import Scored
@@ -28,6 +31,13 @@ def scores_of(seed: int) -> list[list[list[float]]]:
         [[float(rng.random() < 0.5)] * N if rng.random() < 0.5 else [0.0, 1.0, 0.5] for _ in range(SIZE)]
         for _ in range(NUM_ROUNDS)
     ]
+
+
+@contextmanager
+def noted(order: list[str], phase: str) -> Iterator[None]:
+    order.append(phase)
+    yield
+    order.append(f"after {phase}")
 
 
 def choose(rank: int, world_size: int) -> None:
@@ -47,15 +57,21 @@ def choose(rank: int, world_size: int) -> None:
             ]
             of_round = scores[prompts[0].index // 100]
             graded = [Graded([of_round[one.prompt_index][one.sample_index]], {}) for one in samples]
-            return Responses(samples, [], Scored(graded, {"errors": Metric.of(1, "sum")} if rank else {}))
+            counts = {"errors": Metric.of(1, "sum")} if rank else {}
+            return Responses(samples, [], Scored(graded, counts), use=Use(1.0, 2.0, 3, rank))
 
         rollouts = SimpleNamespace(respond=respond, exchange=exchange)
-        chosen = choose_groups(rollouts, draw, FilterGroups(max_num_gen_batches=3), SIZE)
+        order = []
+        phase, when_sampled = partial(noted, order), partial(order.append, "sampled")
+        settings = FilterGroups(max_num_gen_batches=3)
+        chosen = choose_groups(rollouts, draw, settings, SIZE, phase, when_sampled)
         expected, others, rounds = [], [], 0
         while len(expected) < SIZE and rounds < 3:
             for i, group in enumerate(scores[rounds]):
                 (expected if len(set(group)) > 1 else others).append((rounds, i))
             rounds += 1
+        assert order == ["rollout", "after rollout", "sampled", "reward", "after reward"] * rounds
+        assert chosen.responses.use == Use(rounds, 2.0 * rounds, 3 * rounds, rank * rounds), "of all rounds"
         taken = (expected + others)[:SIZE]
         assert [prompt.index for prompt in chosen.prompts] == [100 * number + i for number, i in taken]
         assert chosen.metrics == {
@@ -85,17 +101,22 @@ def choose_by_part(rank: int, world_size: int) -> None:
     samples = [Sample(i // 2, i % 2, [1], [-1.0], "stop") for i in range(4)]
 
     def chosen(of_samples: list[dict], metric: str) -> list[int]:
-        graded = [Graded([float(i)] if of_sample else [], of_sample) for i, of_sample in enumerate(of_samples)]
+        graded = [
+            Graded([float(i)], of_sample) if of_sample else Graded([], {}, failed=True)
+            for i, of_sample in enumerate(of_samples)
+        ]
         respond = lambda prompts: Responses(samples, [], Scored(graded, {}))  # noqa: E731
         rollouts = SimpleNamespace(respond=respond, exchange=Exchange(dist.group.WORLD))
         prompts = [Prompt(i, [1], "", None) for i in range(2)]
         settings = FilterGroups(metric=metric, max_num_gen_batches=1)
-        return [prompt.index for prompt in choose_groups(rollouts, lambda: prompts, settings, 1).prompts]
+        return [prompt.index for prompt in choose_groups(rollouts, lambda: prompts, settings, 1, nullcontext).prompts]
 
     zero, one, failed = parts
     assert chosen([zero, zero, zero, one], "acc") == [1]
     assert chosen([zero, zero, zero, one], "score") == [0]
-    assert chosen([zero, failed, failed, one], "acc") == [1], "what failed counts as 0"
+    assert chosen([zero, failed, zero, one], "acc") == [1]
+    for metric in ("acc", "score"):
+        assert chosen([failed, failed, failed, one], metric) == [0], "what failed makes no difference"
     with pytest.raises(RewardError, match="filter_groups.metric accuracy: the reward .* no such .*, but score, acc\n"):
         chosen([zero, zero, zero, one], "accuracy")
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from reward_pools import load
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
@@ -17,6 +19,8 @@ from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError
 from megappo.rewards.work import Row
 from megappo.rollout.client import EngineError
+from megappo.rollout.conversation import Segment
+from megappo.rollout.episodes import Episode
 from megappo.rollout.sampler import Sample
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
@@ -150,3 +154,29 @@ def score_by_components(rank: int, world_size: int) -> None:
 
 def test_several_scores_of_a_response_reach_its_owner_and_add_up():
     run_ranks(3, score_by_components)
+
+
+ONLY_ONES = """
+def f(prompts, responses, labels):
+    if any(not response.startswith("1") for response in responses): raise KeyError("no such answer")
+    return [[0.25, 0.5] for response in responses]
+"""
+
+
+def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> None:
+    """One turn of each episode, with a reward of its own."""
+    exchange, config = Exchange(dist.group.WORLD), make_config(adv_estimator="grpo")
+    segments = [Segment([5], "", [first, 7], [-1.0, -1.0], [0.0, 3.0], [1, 1]) for first in (1, 2)]
+    samples = [
+        Sample(0, i, one.tokens, one.log_probs, "stop", Episode([one], "done", {})) for i, one in enumerate(segments)
+    ]
+    with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
+        datasets, own = replace(DATASETS, tokenizer=Tokenizer()), OwnEngine(rank, None, pool)
+        rollouts = Rollouts(config, datasets, own, exchange, None, num_engines=1)
+        scores, metrics = rollouts.score(samples, PROMPTS)
+    assert scores.tolist() == [[3.0, 0.25, 0.5], [3.0, 0.0, 0.0]]
+    assert metrics["errors"].value == 1
+
+
+def test_an_environments_rewards_stay_where_a_reward_function_fails(tmp_path):
+    run_ranks(1, score_where_a_function_fails, str(tmp_path))
