@@ -111,10 +111,10 @@ class Conversation:
         return self.room > 0
 
     def write(self, generation: Generation, turn: int) -> str:
-        """Keep what the policy wrote; its text, without the token that ends a turn."""
+        """Keep what the policy wrote; its text, without the special token that ends a turn."""
         tokens = generation.tokens
         self.segments[-1].write(generation, self._decoded(tokens), turn)
-        ends = bool(tokens) and tokens[-1] in self.tokenizer.all_special_ids
+        ends = bool(tokens) and not self.tokenizer.decode(tokens[-1:], skip_special_tokens=True)
         text = self._decoded(tokens[:-1] if ends else tokens)
         if self.messages is not None:
             self.messages.append({"role": "assistant", "content": text})
