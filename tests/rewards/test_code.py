@@ -19,9 +19,18 @@ PRINTS_1 = {"inputs": [""], "outputs": ["1"]}
 SUM = {"inputs": [[1, 2], "3\n4"], "outputs": [3, [7]], "fn_name": "add"}
 PAIR = {"inputs": [["a"]], "outputs": [["a", 1]], "fn_name": "pair"}
 HUMAN_EVAL = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
+IN_A_CLASS = "class Solution:\n    def first(self, rows: List[List[int]]) -> Optional[int]: return min(chain(*rows))"
+FUTURE = """from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Three:
+    n: int = 3
+def f(): return Three().n
+"""
 GRADED = [
     ("Here:\n```python\nprint(2 * int(input()))\n```\nDone.", DOUBLE, 1.0),
-    ("```py\nprint(1)\n```\nBetter:\n```\nprint(2 * int(input()))\n```", json.dumps(DOUBLE), 1.0),
+    ("```py\nprint(1)\n```\nBetter:\n```\nprint(2 * int(input()))\n```", json.dumps(DOUBLE), 0.0),  # of no language
+    ("```py\nprint(1)\n```\nBetter:\n```Python3.11\nprint(2 * int(input()))\n```", json.dumps(DOUBLE), 1.0),
     ("```python\nprint(6)", DOUBLE, 0.5),
     ("import sys\nprint(2 * int(sys.stdin.read()))\nsys.exit()", DOUBLE, 1.0),
     ("print(2 * int(input()))\nraise ValueError", DOUBLE, 0.0),
@@ -42,6 +51,29 @@ GRADED = [
     ("import os\ndef square(n): os._exit(0)", HUMAN_EVAL, 0.0),  # what does not come to the end has not passed
     ("import sys\nsys.exit(0)", HUMAN_EVAL, 0.0),
     ("def f(:", DOUBLE, 0.0),
+    ("import threading\nthreading.Timer(0.1, lambda: print(1)).start()", PRINTS_1, 1.0),
+    ("import atexit\natexit.register(print, 1)", PRINTS_1, 1.0),
+    ("import sys\nprint(1)\nsys.stdout.close()", PRINTS_1, 1.0),
+    ("import os\nprint(1, flush=True)\nos.close(1)", PRINTS_1, 1.0),
+    ("import os\nprint(1)\nos.close(1)", PRINTS_1, 0.0),
+    ("import io, sys\nsys.stdout = io.TextIOWrapper(sys.stdout.buffer)\nprint(1)", PRINTS_1, 1.0),
+    ("print(open('/dev/stdin').read())", {"inputs": ["1"], "outputs": ["1"]}, 1.0),
+    (
+        "import os, pickle\nclass A: pass\nprint(pickle.loads(pickle.dumps(1)) if os.path.dirname(__file__) else 0)",
+        PRINTS_1,
+        1.0,
+    ),
+    (IN_A_CLASS, {"inputs": [[[[1]]]], "outputs": [1], "fn_name": "first"}, 1.0),
+    (FUTURE, {"inputs": [[]], "outputs": [3], "fn_name": "f"}, 1.0),
+    ("", {"inputs": [[2, 3]], "outputs": [8], "fn_name": "pow"}, 0.0),  # what Python has is no program
+    ("", "assert sqrt(4) == 2", 0.0),
+    ("from math import *", "assert sqrt(4) == 2", 1.0),
+    ("def f(x): return str(x)", {"inputs": [[12]], "outputs": ["12"], "fn_name": "f"}, 1.0),
+    ("def f(x): return x", {"inputs": [[12]], "outputs": ["12"], "fn_name": "f"}, 1.0),
+    ("def f(x): return x + 'a'", {"inputs": ["12", "b"], "outputs": ["12a", "ba"], "fn_name": "f"}, 1.0),
+    ("for i in range(200000): print(i)", {"inputs": [""], "outputs": ["\n".join(map(str, range(200000)))]}, 1.0),
+    ("import os\nos.write(3, b'[' * 10**5)\nos._exit(0)", {"inputs": [[1]], "outputs": [1], "fn_name": "f"}, 0.0),
+    ("import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')\nprint(1)", PRINTS_1, 1.0),
     ("no program at all", DOUBLE, 0.0),
 ]
 
@@ -62,8 +94,23 @@ def test_a_label_without_tests_is_refused(label: object):
             code("print(1)", label)
 
 
-def test_a_response_without_a_block_is_a_program():
-    assert program_in("x = 1\n") == "x = 1\n"
+BLOCKS = [
+    "{}",
+    "```python\n{}\n```\nExample:\n```text\n5\n```\nThat is it.",
+    "```python\n{}\n```\nRun it:\n```bash\npython x.py\n```\nIt prints\n```\n5\n```",
+    "```cpp\nint x;\n```\nNow:\n```python\n{}\n```\ndone",
+    "```cpp\nint x;\n```\nNow:\n```\n{}\n```\ndone",
+    "```python3.11\n{}\n```",
+    "```python\r\n{}\r\n```\r\nExample:\r\n```\r\n5\r\n```\r\n",
+    "Here: ``` Python\n{}```",
+    "``` python x.py\n{}\n````\n```json\n",
+    "```python\n1\n```\n```python\n{}",
+]
+
+
+@pytest.mark.parametrize("response", BLOCKS)
+def test_the_program_of_a_response(response: str):
+    assert program_in(response.format("x = 1\ny")).split() == ["x", "=", "1", "y"]
 
 
 LIMITS = {
@@ -146,6 +193,12 @@ thread = threading.Thread(target=lambda: print(int(open("own").read()) + int(num
 thread.start(); thread.join()
 """
     assert code(program, {"inputs": [""], "outputs": ["3"]})["score"] == 1.0
+
+
+def test_a_program_that_ends_its_trial_passes_nothing():
+    program = "import os, signal\nif input() == '1': os.kill(os.getppid(), signal.SIGKILL)\nprint(1)"
+    label = {"inputs": ["0", "1", "0"], "outputs": ["1"] * 3}
+    assert code(program, label, unprotected=True)["passed_frac"] == 1 / 3
 
 
 WITHOUT_LANDLOCK = """

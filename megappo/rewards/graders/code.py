@@ -6,11 +6,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+OPENING = re.compile(r"[^`]*`{3,}[ \t]*([^\s`]*)\s*|\s*`{3,}[ \t]*([^\s`]+)\s[^`]*")
+"""A line that ends with three backquotes and maybe a tag, or begins with these and goes on."""
+CLOSING = re.compile(r"(.*?)`{3,}\s*")
 ENDING_SECONDS = 20.0
 TOLERANCE = 1e-6
 """Of decimal numbers that a program writes."""
@@ -32,8 +35,9 @@ def code(
 ) -> dict[str, float]:
     """1.0 where the Python program in a response passes all tests, else 0.0; and the share of tests that it passes.
 
-    The program is the response's last block between ```, or else all of it. Each test runs it in a process of its own
-    without network, without files but those of a new folder, and without other processes (`rewards.jail`).
+    The program is the response's last block between ``` that says it is Python, else its last that says nothing, else
+    all of it. Each test runs it in a process of its own without network, without files but those of a new folder, and
+    without other processes (`rewards.jail`).
 
     Args:
         ground_truth: see LABELS, also as JSON.
@@ -60,13 +64,24 @@ def code(
 
 
 def program_in(response: str) -> str:
-    """The last block of a response, or all of it where it has none."""
-    blocks = BLOCK.findall(response)
-    return blocks[-1] if blocks else response
+    """The last block of a response that is tagged as Python, else its last without a tag, else all of it."""
+    of_tag: dict[str, str] = {}
+    tag, block = None, list[str]()
+    for line in [*response.split("\n"), "```"]:  # a last block without an end has one, too
+        if tag is None:
+            if found := OPENING.fullmatch(line):
+                tag, block = (found[1] or found[2] or "").lower(), []
+        elif found := CLOSING.fullmatch(line):
+            of_tag["py" if tag.startswith("py") else tag] = "\n".join([*block, found[1]])
+            tag = None
+        else:
+            block.append(line)
+    return of_tag.get("py", of_tag.get("", response))
 
 
 def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
-    """What `trial.Job` takes, and the expected output or result of each test (None: it says itself whether it passes).
+    """The tests of `trial.Job`, and what each expects: an output, a list of what may be meant by a result, or None
+    where the test itself says whether it is passed.
 
     Raises:
         ValueError: it is no label of such tests.
@@ -77,8 +92,8 @@ def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
             name = told.get("fn_name")
             if not name:
                 return [{"stdin": _text(one)} for one in inputs], [_text(one) for one in outputs]
-            called = [{"function": name, "arguments": _arguments(one)} for one in inputs]
-            return called, [_parsed(one) if isinstance(one, str) else one for one in outputs]
+            called = [{"function": name, "arguments": one} for one in _arguments(inputs)]
+            return called, [[one, _parsed(one)] if isinstance(one, str) else [one] for one in outputs]
         case {"test": str(test), "entry_point": str(name)}:
             return [{"test": test, "entry_point": name}], [None]
         case str():
@@ -91,28 +106,38 @@ def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
 def _tried(job: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
     package_parent = str(Path(__file__).resolve().parents[3])
     environment = {"PATH": os.defpath, "PYTHONPATH": package_parent, "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
-    done = subprocess.run(
-        [sys.executable, "-s", "-m", "megappo.rewards.trial"],
-        input=json.dumps(job),
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds + ENDING_SECONDS,
-    )
-    if done.returncode:
-        raise RuntimeError(f"the trial of a program ended with {done.returncode}: {done.stderr[-1000:]}")
-    told = json.loads(done.stdout)
-    if isinstance(told, dict):
+    folder = tempfile.mkdtemp(prefix="megappo_trial_")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-s", "-m", "megappo.rewards.trial"],
+            input=json.dumps({**job, "folder": folder}).encode(),
+            env=environment,
+            capture_output=True,
+            timeout=seconds + ENDING_SECONDS,
+        )
+        told, ending = done.stdout, f"ended with {done.returncode}: {done.stderr[-1000:].decode(errors='replace')}"
+    except subprocess.TimeoutExpired as error:
+        told, ending = error.stdout or b"", f"took longer than {error.timeout:g} seconds"
+    finally:
+        subprocess.run(["rm", "-rf", folder])  # shutil cannot remove a thousand folders within each other
+    begun, *outcomes = [json.loads(line) for line in told.split(b"\n")[:-1]] or [None]
+    if begun is None:
+        raise RuntimeError(f"the trial of a program {ending}")
+    if "unprotected" in begun:
         remedy = "run elsewhere, or without protection by reward.options={code: {unprotected: true}}"
-        raise RuntimeError(f"programs cannot be confined here: {told['unprotected']}; {remedy}")
-    return told
+        raise RuntimeError(f"programs cannot be confined here: {begun['unprotected']}; {remedy}")
+    return outcomes + [{"failed": f"its trial {ending}"}] * (len(job["tests"]) - len(outcomes))  # by what it did
 
 
 def _passes(outcome: Mapping[str, Any], expected: Any) -> bool:
     if "output" in outcome:
         return _same_text(outcome["output"], expected)
     if "result" in outcome:
-        return outcome["result"] in (expected, [expected]) or [outcome["result"]] == expected
+        try:
+            found = json.loads(outcome["result"])
+        except (ValueError, RecursionError):
+            return False
+        return any(found in (one, [one]) or [found] == one for one in expected)
     return "passed" in outcome
 
 
@@ -133,11 +158,12 @@ def _same_word(found: str, expected: str) -> bool:
         return False
 
 
-def _arguments(given: Any) -> list[Any]:
-    """Of a call: a list, or a text with one on each line, as JSON."""
-    if isinstance(given, str):
-        return [_parsed(line) for line in given.splitlines()]
-    return given if isinstance(given, list) else [given]
+def _arguments(inputs: Sequence[Any]) -> list[list[Any]]:
+    """Of each call: a list, or a text with one on each line; these are JSON where all lines of all texts are."""
+    lines = [line for one in inputs if isinstance(one, str) for line in one.splitlines()]
+    read = _parsed if all(map(_is_json, lines)) else str
+    found = [list(map(read, one.splitlines())) if isinstance(one, str) else one for one in inputs]
+    return [one if isinstance(one, list) else [one] for one in found]
 
 
 def _text(given: Any) -> str:
@@ -146,7 +172,16 @@ def _text(given: Any) -> str:
 
 
 def _parsed(text: str) -> Any:
+    """As JSON, where it is."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
