@@ -1,7 +1,7 @@
 """Rollouts on record: each step's scored rows in a file, to look at, and to train on again without engines."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from megappo.batch.files import RowsFile, RowsFileError, write_rows
 from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
 from megappo.checkpoint.durable import put_durably
+from megappo.config.describe import show
 from megappo.config.errors import ConfigError
-from megappo.config.schema import Config, Reward
+from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.spec import parse_spec
@@ -35,7 +36,9 @@ class Record:
         self.folder = folder
         self.config = config
         self.exchange = exchange
-        self._reward_file = _digest(config.reward)  # an edit from here on is the next run's
+        # An edit from here on is the next run's.
+        self._reward_file = _digest(spec for spec in config.reward.weights if spec not in BUILTIN)
+        self._environment_file = _digest(filter(None, (config.rollout.environment, *config.rollout.tools)))
 
     def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int) -> None:
         """Write a step's rows, from wherever they are; all ranks together.
@@ -90,8 +93,8 @@ class Record:
             "reward": self.config.reward.function,
             "reward_file": self._reward_file,
             "prompts": list(indices),
-            "environment": [self.config.rollout.environment, *self.config.rollout.tools],
-            "max_turns": self.config.rollout.max_turns,
+            **_of_episodes(self.config),
+            "environment_file": self._environment_file,
             "chat": [data.apply_chat_template, data.system_prompt, data.chat_template_kwargs],
             "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
         }
@@ -150,6 +153,12 @@ class Replay:
             for key, value in ours.items()
             if recorded.get(key) != value
         ]
+        errors += [
+            f"trainer.replay_rollouts: {file.path} is of a run with rollout.{key} {show(file.facts[key])}, but here "
+            f"it is {show(value)}: set it as it was"
+            for key, value in _of_episodes(self.config).items()
+            if file.facts.get(key, value) != value
+        ]
         method = self.config.algorithm.method
         return errors + [
             f"trainer.replay_rollouts: {file.path} has no {field}, which algorithm.adv_estimator "
@@ -159,10 +168,21 @@ class Replay:
         ]
 
 
-def _digest(reward: Reward) -> str:
-    """Of the users' files that define its functions; "" of one without, and of one that is built in."""
-    files = (parse_spec(spec).file for spec in reward.weights if spec not in BUILTIN)
+def _digest(specs: Iterable[str]) -> str:
+    """Of the users' files that define these functions or classes; "" of none, and of what only an import can find."""
+    files = (parse_spec(spec, builtin={}).file for spec in specs)
     return " ".join(hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
+
+
+def _of_episodes(config: Config) -> dict[str, Any]:
+    """What episodes depend on, by the keys of `rollout`."""
+    rollout = config.rollout
+    return {
+        "environment": rollout.environment,
+        "tools": list(rollout.tools),
+        "tool_call_parser": rollout.tool_call_parser,
+        "max_turns": rollout.max_turns,
+    }
 
 
 def _sampling(config: Config) -> dict[str, Any]:

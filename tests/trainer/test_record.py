@@ -1,5 +1,6 @@
 """A record that a run goes on with: which of its steps are as the run would write them."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,9 +9,10 @@ import torch
 
 from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
+from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.trainer.record import Record
+from megappo.trainer.record import Record, Replay
 
 ROWS = Rows(
     *(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)),
@@ -22,19 +24,28 @@ BATCH = SimpleNamespace(at_rank_0=lambda exchange: ROWS)
 PROMPTS = SimpleNamespace(indices=lambda step: [2 * step, 2 * step + 1])
 
 
-def record(
-    folder: Path, *, model: str = "m", top_k: int = -1, reward: str = "exact_match", rollout_only: bool = True
-) -> Record:
-    config = Config.model_validate(
+def record(folder: Path, **settings: object) -> Record:
+    return Record(folder, make_config(**settings), SimpleNamespace(on_rank_0=lambda action: action()))
+
+
+def make_config(
+    *,
+    model: str = "m",
+    top_k: int = -1,
+    reward: str = "exact_match",
+    rollout_only: bool = True,
+    environment: str | None = None,
+    max_turns: int = 8,
+) -> Config:
+    return Config.model_validate(
         {
             "model": {"path": model},
-            "rollout": {"top_k": top_k},
+            "rollout": {"top_k": top_k, "environment": environment, "max_turns": max_turns},
             "reward": {"function": reward},
             "data": {"train_files": ["f"], "train_batch_size": 2},
             "trainer": {"output_dir": "o", "total_steps": 4, "rollout_only": rollout_only},
         }
     )
-    return Record(folder, config, SimpleNamespace(on_rank_0=lambda action: action()))
 
 
 def write(into: Record, *steps: int) -> None:
@@ -75,3 +86,26 @@ def test_steps_that_were_scored_by_another_version_of_the_function_are_written_a
     write(ours, 2)  # by workers that have loaded the one before
     assert ours.going_on(PROMPTS) == (2, [])
     assert record(tmp_path, reward=f"{tmp_path}/reward.py:f").going_on(PROMPTS) == (0, ["reward_file"])
+
+
+def test_steps_of_another_version_of_the_environment_are_written_anew(tmp_path):
+    (tmp_path / "guess.py").write_text("class Guess:\n    limit = 1\n")
+    settings = {"environment": f"{tmp_path}/guess.py:Guess"}
+    ours = record(tmp_path, **settings)
+    write(ours, 1)
+    assert record(tmp_path, **settings).going_on(PROMPTS) == (1, [])
+    assert record(tmp_path, **settings, max_turns=3).going_on(PROMPTS) == (0, ["max_turns"])
+    (tmp_path / "guess.py").write_text("class Guess:\n    limit = 2\n")
+    assert record(tmp_path, **settings).going_on(PROMPTS) == (0, ["environment_file"])
+
+
+def test_episodes_are_replayed_by_a_run_of_the_same_environment(tmp_path):
+    (tmp_path / "guess.py").write_text("class Guess:\n    limit = 1\n")
+    environment = f"{tmp_path}/guess.py:Guess"
+    write(record(tmp_path, environment=environment), 1)
+    for settings, wrong in (
+        ({"environment": None}, f"rollout.environment .*{environment}.*, but here it is null: set it as it was"),
+        ({"environment": environment, "max_turns": 3}, "rollout.max_turns 8, but here it is 3: set it as it was"),
+    ):
+        with pytest.raises(ConfigError, match=f"trainer.replay_rollouts: .* is of a run with {wrong}"):
+            Replay(tmp_path, make_config(**settings), 9, None)(1, nullcontext)
