@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator
+from operator import itemgetter
 
 from megappo.config.algorithm_checks import algorithm_errors
 from megappo.config.errors import shorten
@@ -55,14 +56,16 @@ Length = tuple[str, int]
 
 def requests(config: Config) -> Iterator[tuple[Length, Length]]:
     """How long the prompts and responses may be that engines are asked for: of rollouts and, where they may be longer,
-    of evaluations."""
-    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    yield ("data.max_prompt_length", prompt), ("rollout.max_response_length", response)
+    of evaluations. Episodes of evaluations have room for segments with a prompt as long as training's."""
+    prompt = ("data.max_prompt_length", config.data.max_prompt_length)
+    response = ("rollout.max_response_length", config.rollout.max_response_length)
+    yield prompt, response
     for name, one in eval_sets(config).items():
-        lengths = one.data.max_prompt_length, one.max_response_length
-        if lengths[0] > prompt or lengths[1] > response:
-            own = f"eval.datasets.{name}"
-            yield (f"{own}.max_prompt_length", lengths[0]), (f"{own}.max_response_length", lengths[1])
+        own_prompt = (f"eval.datasets.{name}.max_prompt_length", one.data.max_prompt_length)
+        own_response = (f"eval.datasets.{name}.max_response_length", one.max_response_length)
+        if own_prompt[1] > prompt[1] or own_response[1] > response[1]:
+            longest = max(prompt, own_prompt, key=itemgetter(1)) if config.has_environment else own_prompt
+            yield longest, own_response
 
 
 def longest_request(config: Config) -> int:

@@ -158,6 +158,12 @@ CONTRADICTIONS = {
         "rollout.max_total_tokens 2050 is below the 2054 tokens that an engine needs for data.max_prompt_length 1024 "
         "and rollout.max_response_length 1024 (their sum + 2, and what precedes an episode's last token + 7): raise it"
     ),
+    "rollout.environment=json.decoder:JSONDecoder rollout.max_total_tokens=2100 "
+    "eval.datasets={a: {files: val.jsonl, max_prompt_length: 16, max_response_length: 1500}}": (
+        "rollout.max_total_tokens 2100 is below the 2530 tokens that an engine needs for data.max_prompt_length 1024 "
+        "and eval.datasets.a.max_response_length 1500 (their sum + 2, and what precedes an episode's last token + 7): "
+        "raise it"
+    ),
     "reward.function=null": "reward.function null leaves responses without a score: name one, or a rollout.environment",
     "algorithm.gae_level=turn": "algorithm.gae_level turn needs several turns: name a rollout.environment",
     "algorithm.mask_truncated=true algorithm.bootstrap_truncated=true": (
