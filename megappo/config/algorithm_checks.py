@@ -172,6 +172,12 @@ def _rewards(config: Config) -> Iterator[str]:
     for function in sorted(set(reward.options) - set(reward.weights) - set(of_sets)):
         named = ", ".join(reward.weights)
         yield f"reward.options are of {shorten(repr(function))}, which reward.function does not name: it names {named}"
+    for key in ("clip", "normalize") if config.rollout.environment is not None else ():
+        if (value := getattr(reward, key)) != type(reward).model_fields[key].default:
+            yield (
+                f"reward.{key} {show(value)} changes the sum of an episode's rewards, not those of its turns, which "
+                "rollout.environment gives: drop it, and have the environment do it"
+            )
     if reward.length_penalty == "overlong" and reward.overlong_buffer > limit:
         yield (
             f"reward.overlong_buffer {reward.overlong_buffer} is longer than rollout.max_response_length {limit}: "

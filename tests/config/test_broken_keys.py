@@ -164,6 +164,10 @@ CONTRADICTIONS = {
         "and eval.datasets.a.max_response_length 1500 (their sum + 2, and what precedes an episode's last token + 7): "
         "raise it"
     ),
+    "rollout.environment=json.decoder:JSONDecoder reward.clip=1": "reward.clip 1.0 changes the sum of an episode",
+    "rollout.environment=json.decoder:JSONDecoder reward.normalize=batch": (
+        'reward.normalize "batch" changes the sum of an episode\'s rewards, not those of its turns'
+    ),
     "reward.function=null": "reward.function null leaves responses without a score: name one, or a rollout.environment",
     "algorithm.gae_level=turn": "algorithm.gae_level turn needs several turns: name a rollout.environment",
     "algorithm.mask_truncated=true algorithm.bootstrap_truncated=true": (

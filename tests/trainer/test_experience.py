@@ -239,3 +239,31 @@ def assert_weights(name: str, every: Rows, rows: Rows) -> None:
 
 def test_every_method_gives_what_loops_over_all_rows_give() -> None:
     run_ranks(2, check)
+
+
+def credit(rank: int, world_size: int) -> None:
+    """An episode of two segments and three turns, each with reward 1, of which the reward function says 0.5 more."""
+    mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
+    fields = {
+        "response_mask": mask,
+        "turn_rewards": mask.clone(),
+        "scores": torch.full((2,), 3.5),
+        "episodes": torch.zeros(2),
+        "segments": torch.tensor([0.0, 1.0]),
+        **dict.fromkeys(("old_log_probs", "rollout_log_probs"), torch.zeros(2, 3)),
+    }
+    ids, lengths = torch.arange(2), torch.tensor([3, 1])
+    tokens = [torch.zeros(1 + length, dtype=torch.int64) for length in lengths.tolist()]
+    rows = Rows(ids, torch.zeros_like(ids), torch.ones_like(ids), lengths, tokens, fields)
+    method = {"adv_estimator": "reinforce_plus_plus", "gamma": 1.0, "whiten_advantages": False}
+    config = make_config(method | {"use_kl_in_reward": False})
+    progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+    run = SimpleNamespace(config=config, exchange=Exchange(dist.group.WORLD), progress=progress)
+    found = add_advantages(run, rows).rows.fields["advantages"]
+    last = 2.0 * (1 + 0.5) - 0.4 * 3 / MAX_LENGTH
+    assert found[mask.bool()].tolist() == pytest.approx([4.0 + last, 2.0 + last, last])
+
+
+def test_each_turn_has_the_credit_that_is_its_own() -> None:
+    """What is left to come of the scaled rewards, at each of the policy's tokens."""
+    run_ranks(1, credit)
