@@ -127,7 +127,8 @@ class Trainer:
             with run.phase("evaluate"):  # while the step is in flight: interrupted here, it goes on with this
                 metrics |= self.evaluate(flight.step)
         if flight.kl_penalty is not None and actor_trained:
-            run.progress.kl.update(flight.kl_penalty, len(flight.batch.table))
+            num_responses = self.config.data.train_batch_size * self.config.rollout.n  # rows may be segments of them
+            run.progress.kl.update(flight.kl_penalty, num_responses)
         run.progress.finish(flight.step)
         return metrics
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import commands
@@ -57,10 +58,15 @@ def settings(config: Path, folder: Path) -> list[str]:
 
 def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, folder: Path, settings: list[str]):
     """And of a record everything can be reckoned anew without the program: prompts, masks, rewards."""
-    with Program(folder / "program", config, *settings) as program:
+    adaptive = "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.1, horizon: 64}"
+    with Program(folder / "program", config, *settings, adaptive) as program:
         assert program.wait() == 0, program.output
     steps = [metrics for metrics in logged(folder / "out") if metrics["step"]]
     assert len(steps) == 3
+    for before, after in pairwise(steps):
+        error = min(max(before["reward/kl_penalty/mean"] / 0.1 - 1, -0.2), 0.2)
+        changed = after["reward/kl_coef"] / before["reward/kl_coef"] - 1
+        assert changed == pytest.approx(error * 32 / 64), "episodes count, not their segments"
     for metrics in steps:
         assert 0 < metrics["rollout/log_prob_diff/max"] < 1e-4
         assert 4 < metrics["episode/turns"] <= 5 and 1.5 < metrics["episode/segments"] < 4.5
