@@ -75,6 +75,7 @@ class After:
 def resumed(bench: ModuleType, config: Config) -> Trainer:
     run = bench.build(config)
     run.progress.restore(run.models)
+    run.batches.num_drawn = run.progress.num_drawn
     return Trainer(config, run)
 
 
