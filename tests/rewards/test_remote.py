@@ -1,6 +1,7 @@
 """Scores of servers, which are real ones on this machine: what they are sent, and every way in which they may fail."""
 
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megappo.rewards.graders.remote import SCORE
 from megappo.rewards.pool import RewardError, RewardPool, load_reward
 
 
@@ -155,6 +157,20 @@ def test_a_judge_is_asked_for_many_at_once_and_its_last_score_counts(server: Ser
     }
     asked = {body["messages"][0]["content"] for _, body, _ in server.asked}
     assert "Task p7, answer r7, {right}: 7. **Score:** 0.7" in asked and len(asked) == 64
+
+
+SCORES = {
+    **{"Score: 1": 1, "score = 0.75.": 0.75, "Score: **0.5**": 0.5, '{"score": 0.5}': 0.5, "**Score:** 1.": 1},
+    **{"Score: -1": -1, "Score: +1": 1, "Score: .5": 0.5, "Score: -.5": -0.5, "Score:\n\n-0.5": -0.5},
+    **{"Score: 1e-1": 0.1, "Score (0-1): 0.7": 0.7, "Score (1)": 1, "Score: 0.5, as": 0.5},
+    **dict.fromkeys(["Score: 1/2", "Score: 8 / 10", "Score: 12/20", "Score: 0.5/1", "Score: 50%", "Score: 0-1"]),
+    **dict.fromkeys(["Score: 1,5", "Score: 1.5.2", "Score: 1e", "Score: \u22121", "Score: 1st", "Score: none"]),
+}
+
+
+@pytest.mark.parametrize(("text", "score"), SCORES.items(), ids=range(len(SCORES)))
+def test_a_score_is_a_whole_number_of_a_judges_text(text: str, score: float | None):
+    assert list(map(float, re.findall(SCORE, text))) == ([] if score is None else [score])
 
 
 def test_a_judge_without_a_score_is_asked_again_and_costs_its_row_alone(server: Server):

@@ -25,7 +25,11 @@ The response:
 {response}
 
 Give the response a score from 0 (wrong) to 1 (right). End with a line "Score: " and the number."""
-SCORE = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
+SCORE = (
+    r"(?i)score(?:\s*\([^()]*\))?[^\w.+\-\u2212\u2013]{0,5}"
+    r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?!\w|[.,]?\d|\s*[-/%]\s*\d|%)"
+)
+"""A number with its sign and all its digits; no fraction, range or percentage, of which it would be a part."""
 
 
 async def http(
