@@ -1,7 +1,6 @@
 """A worker process of a reward function from its owner's side, who believes nothing of what it sends."""
 
 import json
-import math
 import os
 import re
 import signal
@@ -18,7 +17,14 @@ from typing import Any, NamedTuple, get_args
 from megappo.keeper import KILL_TIMEOUT_SECONDS
 from megappo.rewards.forms import Graded, Rows, Takes, Way
 from megappo.rewards.frames import FrameError, receive, send
-from megappo.rewards.worker import MAX_ANSWER_CHARACTERS, MAX_NAME_CHARACTERS, MAX_PARTS, MAX_SCORES
+from megappo.rewards.worker import (
+    LARGEST_FLOAT32,
+    MAX_ANSWER_CHARACTERS,
+    MAX_NAME_CHARACTERS,
+    MAX_PARTS,
+    MAX_SCORES,
+    is_part_name,
+)
 
 ENDING_SECONDS = 2.0
 """How long a worker that has closed its connection may take to end."""
@@ -218,6 +224,14 @@ def _ready(reply: Mapping[str, Any], num_functions: int) -> tuple[Takes, list[Wa
 
 def _is_graded(value: object) -> bool:
     match value:
-        case [[_, *_] as scores, dict(parts), str() | None, False]:
-            return all(isinstance(one, float) and math.isfinite(one) for one in (*scores, *parts.values()))
+        case [[_, *_] as scores, dict(parts), str() | None as answer, False]:
+            is_short = len(scores) <= MAX_SCORES and len(parts) <= MAX_PARTS and all(map(is_part_name, parts))
+            numbers = (*scores, *parts.values())
+            is_finite = all(isinstance(one, float) and abs(one) <= LARGEST_FLOAT32 for one in numbers)
+            return is_short and is_finite and _is_answer(answer or "")
     return False
+
+
+def _is_answer(text: str) -> bool:
+    """Whether it may be written to a file."""
+    return len(text) <= MAX_ANSWER_CHARACTERS and text == text.encode(errors="replace").decode()

@@ -192,17 +192,24 @@ def _graded(value: Any, i: int, answer: Any) -> Graded:
     if "score" not in value:
         raise BadFunction(f"returned a dictionary without 'score': {value!r:.80}")
     parts = {name: part for name, part in value.items() if name != "score" and hasattr(part, "__float__")}
-    if len(parts) > MAX_PARTS or any(not isinstance(name, str) or len(name) > MAX_NAME_CHARACTERS for name in parts):
+    if len(parts) > MAX_PARTS or not all(map(is_part_name, parts)):
         found = f"{len(parts)} numbers beside 'score' (value {i}): {', '.join(map(str, parts)):.80}"
-        expected = f"expected at most {MAX_PARTS}, with names of at most {MAX_NAME_CHARACTERS} characters"
+        expected = f"expected at most {MAX_PARTS}, with names of at most {MAX_NAME_CHARACTERS} printable characters"
         raise BadFunction(f"returned {found}; {expected}")
     numbers = {name: _number(part, f"value {i}, {name!r}") for name, part in parts.items()}
     return Graded(_numbers(value["score"], i), numbers, _as_answer(value.get(ANSWER)))
 
 
+def is_part_name(name: object) -> bool:
+    """Whether a number beside the score may have it."""
+    return isinstance(name, str) and len(name) <= MAX_NAME_CHARACTERS and name.isprintable()
+
+
 def _as_answer(found: Any) -> str | None:
     """What has an answer's own text; no list or the like."""
-    return str(found)[:MAX_ANSWER_CHARACTERS] if isinstance(found, str | float | Rational) else None
+    if not isinstance(found, str | float | Rational):
+        return None
+    return str(found)[:MAX_ANSWER_CHARACTERS].encode(errors="replace").decode()  # half a character is none in UTF-8
 
 
 def _numbers(score: Any, i: int) -> list[float]:

@@ -78,6 +78,22 @@ SENDS = {
         graded("[[1.0], {'acc': float('nan')}, None, False]"),
         "something else than scores of 3 responses",
     ),
+    "a score beyond float32": (graded("[[1e39], {}, None, False]"), "something else than scores of 3 responses"),
+    "too many scores": (graded("[[1.0] * 65, {}, None, False]"), "something else than scores of 3 responses"),
+    "too many parts": (
+        graded("[[1.0], dict.fromkeys(range(33), 1.0), None, False]"),
+        "something else than scores of 3",
+    ),
+    "a long name": (graded("[[1.0], {'x' * 65: 1.0}, None, False]"), "something else than scores of 3 responses"),
+    "a name that is no text": (
+        graded("[[1.0], {'\\ud800': 1.0}, None, False]"),
+        "something else than scores of 3 responses",
+    ),
+    "an answer that is no text": (
+        graded("[[1.0], {}, '\\ud800', False]"),
+        "something else than scores of 3 responses",
+    ),
+    "a long answer": (graded("[[1.0], {}, 'x' * 201, False]"), "something else than scores of 3 responses"),
     "an answer that is a number": (graded("[[1.0], {}, 7, False]"), "something else than scores of 3 responses"),
     "parts that are a list": (graded("[[1.0], [], None, False]"), "something else than scores of 3 responses"),
     "closes everything": ("os.closerange(3, 64)\nreturn [0.0] * 3", "ended its process"),
