@@ -5,7 +5,7 @@ The kernel ends a worker together with its thread, so that none outlives the tra
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from megappo.observe.life import LIFE
 from megappo.rewards.forms import Graded, Takes, Way
 from megappo.rewards.process import Failed, Function, Worker, WorkerError
-from megappo.rewards.work import Lane, Piece, Scoring, Unit, lane, rows_of, shares, shown
+from megappo.rewards.work import Lane, Piece, Retry, Scoring, Unit, lane, rows_of, shares, shown
 
 START_TIMEOUT_SECONDS = 60.0
 """How long a worker may take to import the user's file."""
@@ -69,6 +69,8 @@ class Crew:
         self.spec = " + ".join(functions)
         self.settings = settings
         self._functions = list(functions.values())
+        num_of = Counter(one.name for one in self._functions)
+        self._names = [one.name if num_of[one.name] == 1 else spec for spec, one in functions.items()]
         self._changed = Condition()
         """Held to touch what follows, or a scoring."""
         self._pieces: deque[Piece] = deque()
@@ -94,7 +96,7 @@ class Crew:
         """
         if self._is_closed and self._error is None:
             raise self._closed()
-        return Scoring(self, len(self._functions))
+        return Scoring(self, self._names)
 
     def put(self, units: Sequence[Unit]) -> None:
         """Have workers begin with rows, but for functions that get a share of all."""
@@ -208,7 +210,7 @@ class Crew:
 
     def _is_done(self, worker: Worker, piece: Piece) -> bool:
         """Whether a worker has done a piece; else it is of no more use, and what is left of the piece waits again."""
-        function, units = piece
+        function, units, retry = piece
         _, ways = self._loaded[0]
         way, seconds = ways[function], self.settings.timeout_seconds
         parts: list[Sequence[Unit]] = [units] if way == "share" else [[unit] for unit in units]
@@ -217,12 +219,12 @@ class Crew:
             worker.call(function, rows_of(units), seconds)
             for part in parts:
                 since = started + LATE_SECONDS if way == "rows" else time.monotonic()
-                self._settle(function, part, worker.answer(len(part), since + seconds))
+                self._settle(function, part, worker.answer(len(part), since + seconds), retry)
                 done += 1
         except (WorkerError, TimeoutError) as error:
             failed = Failed(_reason(error, seconds, TASK), isinstance(error, TimeoutError))
             last = done + 1 if way == "row" else len(parts)  # of those that it was busy with
-            self._settle(function, list(chain.from_iterable(parts[done:last])), failed)
+            self._settle(function, list(chain.from_iterable(parts[done:last])), failed, retry)
             self._again(function, list(chain.from_iterable(parts[last:])))
             return False
         self._note_time(function, len(units), time.monotonic() - started)
@@ -239,17 +241,21 @@ class Crew:
                 waits.waiting.extendleft(reversed(units))
             self._changed.notify_all()
 
-    def _settle(self, function: int, units: Sequence[Unit], found: Sequence[Graded] | Failed) -> None:
+    def _settle(
+        self, function: int, units: Sequence[Unit], found: Sequence[Graded] | Failed, retry: Retry | None
+    ) -> None:
         """Note what a call has found of rows."""
         if isinstance(found, Failed):
-            return self._settle_failed(function, units, found)
+            return self._settle_failed(function, units, found, retry)
         with self._changed:
+            if retry is not None:
+                retry.has_scored = True
             for unit, graded in zip(units, found, strict=True):
                 unit.scoring.settle(unit, function, graded)
             self._changed.notify_all()
 
-    def _settle_failed(self, function: int, units: Sequence[Unit], failed: Failed) -> None:
-        """Note that a call has found nothing of rows; of several, each is asked about alone."""
+    def _settle_failed(self, function: int, units: Sequence[Unit], failed: Failed, retry: Retry | None) -> None:
+        """Note that a call has found nothing of rows; of several, each is asked about alone, while there is hope."""
         reason = failed.reason or _reason(TimeoutError(), self.settings.timeout_seconds, TASK)
         if self.settings.on_error == "raise":
             return self._fail(reason, units)
@@ -257,11 +263,24 @@ class Crew:
             for unit in units:
                 told = f"reward function {self.spec} {reason}\n{shown(units)}"
                 unit.scoring.failure = unit.scoring.failure or told
-                if len(units) == 1:
-                    unit.scoring.settle(unit, function, replace(failed, reason=reason))
-                else:
-                    self._pieces.append(Piece(function, [unit]))
+            if len(units) == 1:
+                self._settle_alone(function, units[0], replace(failed, reason=reason), retry)
+            else:
+                again = Retry(time.monotonic())
+                self._pieces += [Piece(function, [unit], again) for unit in units]
             self._changed.notify_all()
+
+    def _settle_alone(self, function: int, unit: Unit, failed: Failed, retry: Retry | None) -> None:
+        """Note that nothing was found of a row, nor would be of those that wait with it. Held: what has changed."""
+        unit.scoring.settle(unit, function, failed)
+        if retry is None:
+            return
+        retry.num_failed += 1
+        if retry.is_hopeless(self.settings.timeout_seconds):
+            given_up = [piece for piece in self._pieces if piece.retry is retry]
+            self._pieces = deque(piece for piece in self._pieces if piece.retry is not retry)
+            for other in chain.from_iterable(piece.units for piece in given_up):
+                other.scoring.settle(other, function, failed)
 
     def _fail(self, reason: str, units: Sequence[Unit] = ()) -> None:
         """Close with an error, unless it is closed."""

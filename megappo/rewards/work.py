@@ -1,11 +1,11 @@
 """What is to be scored, and in what pieces workers are called with it."""
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 from megappo.rewards.builtin import BUILTIN, WAITING
@@ -16,6 +16,8 @@ PIECE_SECONDS = 0.05
 """How long a worker may be busy with a piece of several rows, behind each other, as far as the rows before tell."""
 MOST_ROWS = 64
 """Of a piece."""
+MOST_ALONE = 3
+"""Rows of a call that are waited for, one after the other, where none has a score."""
 MAX_SHOWN = 200
 """Characters of a text in a message."""
 
@@ -56,11 +58,33 @@ class Unit(NamedTuple):
         return self.scoring.rows[self.index]
 
 
+@dataclass
+class Retry:
+    """The rows of a call that has failed, each asked about alone.
+
+    Attributes:
+        since: when the call failed.
+    """
+
+    since: float
+    num_failed: int = 0
+    has_scored: bool = False
+
+    def is_hopeless(self, seconds: float) -> bool:
+        """Whether rows that have failed say that the function does, not they; those of one call take `seconds`."""
+        return not self.has_scored and self.num_failed >= MOST_ALONE and time.monotonic() >= self.since + seconds
+
+
 class Piece(NamedTuple):
-    """What a worker calls a function with."""
+    """What a worker calls a function with.
+
+    Attributes:
+        retry: that it is of.
+    """
 
     function: int
     units: Sequence[Unit]
+    retry: Retry | None = None
 
 
 class Scoring:
@@ -72,13 +96,13 @@ class Scoring:
         num_left: how many results of functions are still to come, of what they have been asked.
     """
 
-    def __init__(self, workers: "Workers", num_functions: int):
+    def __init__(self, workers: "Workers", functions: Sequence[str]):
         self.rows: list[Row] = []
         self.failure = ""
         self.num_errors = self.num_timeouts = 0
         self.num_left = 0
         self._workers = workers
-        self._num_functions = num_functions
+        self._functions = functions
         self._found: list[list[Graded | Failed | None]] = []
         self._has_ended = False
 
@@ -86,7 +110,7 @@ class Scoring:
         """Have them scored; workers may begin at once."""
         first = len(self.rows)
         self.rows += rows
-        self._found += [[None] * self._num_functions for _ in rows]
+        self._found += [[None] * len(self._functions) for _ in rows]
         if rows:
             self._workers.put([Unit(self, index) for index in range(first, len(self.rows))])
 
@@ -107,7 +131,14 @@ class Scoring:
         failed = list(filter(None, map(_failed, self._found)))
         self.num_timeouts = sum(one.is_late for one in failed)
         self.num_errors = len(failed) - self.num_timeouts
-        return [_together(of_row) for of_row in self._found]
+        several = self._told_by_several()
+        return [_together(of_row, self._functions, several) for of_row in self._found]
+
+    def _told_by_several(self) -> set[str]:
+        """The names of parts that more than one function has told."""
+        of_functions = zip(*self._found, strict=True)
+        told = Counter(chain.from_iterable({name for one in found for name in _parts(one)} for found in of_functions))
+        return {name for name, count in told.items() if count > 1}
 
     def settle(self, unit: Unit, function: int, found: Graded | Failed) -> None:
         """Note what a function has found of a row."""
@@ -119,12 +150,21 @@ def _failed(of_functions: Sequence[Any]) -> Failed | None:
     return next((one for one in of_functions if isinstance(one, Failed)), None)
 
 
-def _together(of_functions: Sequence[Any]) -> Graded:
+def _parts(found: Any) -> Mapping[str, float]:
+    return found.parts if isinstance(found, Graded) else {}
+
+
+def _together(of_functions: Sequence[Any], names: Sequence[str], told_by_several: Set[str]) -> Graded:
     if _failed(of_functions) is not None:
         return Graded([], {}, failed=True)
     scores = [score for one in of_functions for score in one.scores]
     answer = next((one.answer for one in of_functions if one.answer is not None), None)
-    return Graded(scores, reduce(or_, [one.parts for one in of_functions]), answer)
+    parts = {
+        f"{function}/{name}" if name in told_by_several else name: part
+        for function, one in zip(names, of_functions, strict=True)
+        for name, part in one.parts.items()
+    }
+    return Graded(scores, parts, answer)
 
 
 @dataclass

@@ -67,6 +67,16 @@ def test_of_rows_in_one_call_each_is_asked_about_alone(tmp_path: Path, harm: str
         assert "it was scoring 3 responses, of which the first is '3' to prompt 'p3' (record 13)" in scoring.failure
 
 
+def test_a_function_of_lists_that_fails_for_all_rows_is_given_up(tmp_path: Path):
+    """After one call and three rows, not after twenty more; one that fails at once is asked about every row."""
+    with load(tmp_path, LISTS, timeout_seconds=0.4, on_error="zero") as pool:
+        start, scoring = time.monotonic(), pool.begin()
+        assert scored(scoring, rows(*["hangs"] * 20)) == [[]] * 20 and scoring.num_timeouts == 20
+        assert time.monotonic() - start < 8, "four time limits, and as many workers to start"
+        scoring = pool.begin()
+        assert scored(scoring, rows(*["nonsense"] * 9, "well")) == [[]] * 9 + [[109.0]]
+
+
 @pytest.mark.parametrize(
     ("body", "told"), [(HARMFUL, "response '1'"), (LISTS, "2 responses, of which the first is '0'")]
 )

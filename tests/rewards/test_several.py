@@ -93,6 +93,20 @@ def test_other_numbers_of_a_dictionary_are_told_and_count_nothing(file):
     ]
 
 
+def test_numbers_of_one_name_are_told_of_each_function(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def first(responses):\n    return [{'score': 0, 'acc': 1, 'own': 5} for _ in responses]\n"
+        "def second(responses):\n    return [{'score': 0, 'acc': 0.5} if one else 0 for one in responses]\n"
+    )
+    specs = {f"{tmp_path}/mine.py:{name}": 1.0 for name in ("first", "second")}
+    with load_reward(specs, num_workers=1, timeout_seconds=20) as pool:
+        graded = pool.score(["x"] * 2, ["7", ""], ["7"] * 2)
+    assert [one.parts for one in graded] == [
+        {"first/acc": 1.0, "own": 5.0, "second/acc": 0.5},
+        {"first/acc": 1.0, "own": 5.0},
+    ]
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -102,6 +116,7 @@ def test_other_numbers_of_a_dictionary_are_told_and_count_nothing(file):
             "{'score': 1.0, 5: 1.0}",
             "returned 1 numbers beside 'score' .value 0.: 5; expected at most 32, with names of",
         ),
+        ("{'score': 1.0, 'half \\ud800': 1.0}", "with names of at most 64 printable characters"),
         ("dict.fromkeys(map(str, range(33)), 1) | {'score': 1.0}", "returned 33 numbers beside 'score'"),
         ("{'score': {'score': 1.0}}", "returned {'score': 1.0} .value 0., a dict; expected a number"),
     ],
@@ -158,7 +173,7 @@ def test_plan_tries_them_together(tmp_path, file):
 
 PREDICTIONS = """
 def verl(solution_str, ground_truth):
-    return {"score": 0.0, "pred": {"none": None, "list": [7]}.get(solution_str, 7.5)}
+    return {"score": 0.0, "pred": {"none": None, "list": [7], "half": "\\ud800"}.get(solution_str, 7.5)}
 
 
 def silent(responses):
@@ -169,7 +184,7 @@ def silent(responses):
 @pytest.mark.parametrize(
     ("specs", "responses", "answers"),
     [
-        (("verl",), ["x", "none", "list"], ["7.5", None, None]),
+        (("verl",), ["x", "none", "list", "half"], ["7.5", None, None, "?"]),
         (("silent",), ["x"], [None]),
         (("silent", "gsm8k", "verl"), ["#### $1,200.0", "no mark"], ["1200", "7.5"]),
         (("exact_match",), [" 42 \n", "x" * 300], ["42", "x" * 200]),
