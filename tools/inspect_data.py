@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import eval_sets
 from megappo.config.loading import load_config
-from megappo.config.schema import Config, Data
+from megappo.config.schema import Config, Data, Reward
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
 from megappo.environments.pool import load_environments
@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--records", type=_count, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
     )
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def _count(text: str) -> int:
@@ -83,11 +83,13 @@ def _count(text: str) -> int:
 
 def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
-    (takes, tools), vocab_size = _taken(config), shared_vocabulary(config)
-    files = [("data.train_files", file, config.data, config.data.order_by) for file in config.data.files]
-    files += [(one.key, file, one.data, None) for one in eval_sets(config).values() for file in one.files]
+    (of_training, of_sets, tools), vocab_size = _taken(config), shared_vocabulary(config)
+    files = [("data.train_files", file, config.data, config.data.order_by, of_training) for file in config.data.files]
+    files += [
+        (one.key, file, one.data, None, of_sets[name]) for name, one in eval_sets(config).items() for file in one.files
+    ]
     num_wrong = 0
-    for key, file, data, order_by in files:
+    for key, file, data, order_by, takes in files:
         dataset = PromptDataset(
             [file], tokenizer, data, config.trainer.seed, key, takes, order_by=order_by, tools=tools
         )
@@ -143,23 +145,38 @@ class Seen:
         return [*self._first, *more]
 
 
-def _taken(config: Config) -> tuple[Takes, Sequence[dict[str, Any]]]:
-    """What reward function and environment take of a record; what the chat template is to tell of tools."""
-    takes, tools = NOTHING, []
+def _taken(config: Config) -> tuple[Takes, dict[str, Takes], Sequence[dict[str, Any]]]:
+    """What is taken of a record by reward function and environment in training, and of one of each evaluation set; what
+    the chat template is to tell of tools."""
+    of_environment, tools = NOTHING, []
     try:
-        if config.reward.weights:
-            with load_configured(config.reward, num_workers=1) as pool:
-                takes = pool.takes
         if config.has_environment:
             with load_environments(config, num_workers=1) as environments:
-                takes, tools = takes | environments.takes, environments.tools
+                of_environment, tools = environments.takes, environments.tools
     except ValueError as error:  # nothing is named like this
         raise ConfigError(str(error)) from error
-    except RewardError as error:
-        raise ConfigError(f"reward.function: {error}") from error
     except EnvironmentFault as error:
         raise ConfigError(f"rollout.environment: {error}") from error
-    return takes, tools
+    of_training = _taken_by("reward.function", config.reward) | of_environment
+    of_sets = {
+        name: of_training
+        if one.reward == config.reward
+        else _taken_by(f"{one.section}.reward", one.reward) | of_environment
+        for name, one in eval_sets(config).items()
+    }
+    return of_training, of_sets, tools
+
+
+def _taken_by(key: str, reward: Reward) -> Takes:
+    if not reward.weights:
+        return NOTHING
+    try:
+        with load_configured(reward, num_workers=1) as pool:
+            return pool.takes
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except RewardError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _spread(size: int, most: int) -> Sequence[int]:

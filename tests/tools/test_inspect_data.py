@@ -60,6 +60,15 @@ def test_what_is_wrong_is_told_with_the_exit_code(folder):
     assert lines.count("  source: 'ones'") == 3
 
 
+def test_an_evaluation_set_has_the_fields_of_its_own_function(folder):
+    (folder / "reward.py").write_text("def f(responses, source): return [0.0] * len(responses)\n")
+    own = "eval.datasets.plain={files: train.jsonl, reward: exact_match}"
+    data = ("data.train_files=val.jsonl", "data.val_files=[]", "data.too_long=skip", "trainer.eval_interval=1", own)
+    done = inspect(folder, "--show", "0", "reward.function=reward.py:f", *data)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "eval.datasets.plain.files: train.jsonl: 300 records, of which 300 were looked at" in done.stdout
+
+
 def test_lines_that_are_no_prompts_do_not_hide_the_others(folder):
     with (folder / "train.jsonl").open("a") as file:
         file.write("{\n")
