@@ -15,7 +15,9 @@ from megappo.config.schema import Config
 from megappo.placement.components import COMPONENTS, ComponentSpec, Setting
 
 CONFIGS = {path.name: yaml.safe_load(path.read_text()) for path in (REPOSITORY / "configs").glob("*.yaml")}
-RECIPES = [name for name, values in CONFIGS.items() if not values["model"]["path"].startswith("outputs/")]
+RECIPES = [
+    name for name, values in CONFIGS.items() if not values.get("model", {}).get("path", "").startswith("outputs/")
+]
 """Those of published models; the others make their own."""
 TABLE = re.compile(r"^  together +([-\d., ]+)$", re.MULTILINE)
 MISFIT = "error: [^ ]+placement: this run does not fit "
