@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from megappo.sync.in_place import Listing, Shards
+from megappo.sync.in_place import Shards
 from megappo.sync.transport import Receiver, Sender
 from megappo.weights.buckets import Bucket, TensorSpec, all_finite, into_buckets, num_bytes, views
 
@@ -100,11 +100,10 @@ class WeightSync:
         wanted = {tensor.name for tensor in tensors}
         leaving = [tensor.name for tensor in self.tensors if tensor.name not in wanted]
         with self._threads() as threads:
-            opened = [threads.submit(sender.open) for sender in self.senders]
+            pending = [threads.submit(sender.open) for sender in self.senders]
             listing = self.shards.listing()
-            opened_senders = zip(opened, self.senders, strict=True)
-            pending = [threads.submit(_read, *one, listing, leaving) for one in opened_senders]
-            # It begins before they copy, as long as the memory is this rank's alone.
+            wait_for(pending)
+            pending = [threads.submit(sender.read, listing, leaving) for sender in self.senders]
             check_each_finite((part.name, part.tensor) for part in self.shards.parts())
             refusals = [future.result() for future in pending]
             for sender in self.senders:
@@ -155,12 +154,6 @@ class WeightSync:
         if self.senders:
             check_finite(bucket, flat)
         return flat
-
-
-def _read(opened: Future, sender: Sender, listing: Listing, leaving: Sequence[str]) -> str:
-    """`Sender.read`, once it is open."""
-    opened.result()
-    return sender.read(listing, leaving)
 
 
 def wait_for(futures: Sequence[Future]) -> None:
