@@ -7,13 +7,10 @@ its samples often reach the goal. The pupil with the calculator guesses with pro
 held-out game or product is used in training.
 """
 
-import argparse
 import itertools
 import json
 import random
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +25,6 @@ import make_quickstart as quickstart
 from grid_environment import SIZE, STEPS, shown
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-from transformers.utils import logging
 
 PAD, EOS, UNKNOWN = quickstart.PAD, quickstart.EOS, quickstart.UNKNOWN
 TOOLS = "<s>"
@@ -152,20 +148,16 @@ def _escaped(token: str) -> str:
 
 
 def warm_start(model: Qwen2ForCausalLM, tokenizer: Tokenizer, example: Example, dialogues: Iterator[Turns]) -> None:
-    """Supervised steps (Adam, linear warm-up, cosine decay); the loss counts what the player says."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=quickstart.PEAK_LR, betas=(0.9, 0.99))
-    for step in range(1, example.num_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = quickstart.PEAK_LR * quickstart.lr_factor(step, example.num_steps)
+    """Supervised steps; the loss counts what the player says."""
+
+    def batch(*_: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [_labelled(tokenizer, example.prefix, turns) for turns in itertools.islice(dialogues, BATCH_SIZE)]
         tokens, labels = (torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in zip(*rows, strict=True))
-        loss = model(input_ids=tokens, labels=labels.masked_fill(labels == 0, quickstart.IGNORED), use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 100 == 0:
-            print(f"supervised step {step}/{example.num_steps}  loss {loss.item():.3f}", flush=True)
+        return tokens, labels.masked_fill(labels == 0, quickstart.IGNORED)
+
+    num_steps = example.num_steps
+    batches = map(batch, itertools.count())
+    quickstart.supervise(model, batches, num_steps, lambda step: quickstart.lr_factor(step + 1, num_steps))
 
 
 def _labelled(tokenizer: Tokenizer, prefix: str, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,32 +195,11 @@ def build(folder: Path, example: Example, seed: int) -> None:
 EXAMPLES = {"grid": grid, "calculator": calculator}
 
 
-def parse_args() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("example", choices=EXAMPLES)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write: train.jsonl, val.jsonl, model")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the model and its training (default: 0)")
-    parser.add_argument("--force", action="store_true", help="replace these parts if the folder exists")
-    args = parser.parse_args()
-    if args.output.exists() and not args.force:
-        parser.error(f"{args.output} exists: choose another --output, or replace its parts with --force")
-    return args
-
-
 def main() -> None:
-    """Build next to the output, then rename."""
-    args = parse_args()
-    start = time.monotonic()
-    torch.set_num_threads(1)  # so that the result does not depend on the number of cores
-    logging.disable_progress_bar()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=f".{args.output.name}.") as temporary:
-        folder = Path(temporary) / args.output.name
-        folder.mkdir()
+    """Build what is asked for."""
+    args = quickstart.parse_args(__doc__, example=EXAMPLES)
+    with quickstart.building(args.output) as folder:
         build(folder, EXAMPLES[args.example](), args.seed)
-        quickstart.publish(folder, args.output)
-    print(f"wrote {args.output} in {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

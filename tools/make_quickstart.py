@@ -7,6 +7,7 @@ order of its numbers, is used in training.
 """
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -14,7 +15,10 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -120,11 +124,26 @@ def new_model() -> Qwen2ForCausalLM:
 
 
 def warm_start(model: Qwen2ForCausalLM, questions: list[tuple[int, int]], rng: random.Random) -> None:
-    """Supervised steps (Adam, linear warm-up, cosine decay) on the careless pupil's answers."""
+    """Supervised steps on the careless pupil's answers."""
+    batches = (_supervised_batch(rng.choices(questions, k=BATCH_SIZE), rng) for _ in itertools.count())
+    supervise(model, batches, STEPS, lr_factor)
+
+
+def supervise(
+    model: Qwen2ForCausalLM,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    num_steps: int,
+    factor: Callable[[int], float],
+) -> None:
+    """Supervised steps (Adam).
+
+    Args:
+        batches: tokens and labels [batch, tokens].
+        factor: of the learning rate, by the number of steps done.
+    """
     optimizer = torch.optim.Adam(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
-    for step in range(1, STEPS + 1):
-        tokens, labels = _supervised_batch(rng.choices(questions, k=BATCH_SIZE), rng)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    for step, (tokens, labels) in enumerate(itertools.islice(batches, num_steps), start=1):
         loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
@@ -132,7 +151,7 @@ def warm_start(model: Qwen2ForCausalLM, questions: list[tuple[int, int]], rng: r
         optimizer.step()
         schedule.step()
         if step % 100 == 0:
-            print(f"supervised step {step}/{STEPS}  loss {loss.item():.3f}", flush=True)
+            print(f"supervised step {step}/{num_steps}  loss {loss.item():.3f}", flush=True)
 
 
 def lr_factor(step: int, num_steps: int = STEPS) -> float:
@@ -192,9 +211,15 @@ def publish(folder: Path, output: Path) -> None:
         (folder / part).replace(target)
 
 
-def parse_args() -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_args(description: str | None, **more: Any) -> argparse.Namespace:
+    """Command line.
+
+    Args:
+        more: names of further arguments, with what they choose from.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, choices in more.items():
+        parser.add_argument(name, choices=choices)
     parser.add_argument("--output", type=Path, required=True, help=f"folder to write: {', '.join(PARTS)}")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the model and its training (default: 0)")
     parser.add_argument("--force", action="store_true", help="replace these parts if the folder exists")
@@ -204,21 +229,28 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Build next to the output, report how well the model answers, then rename."""
-    args = parse_args()
+@contextmanager
+def building(output: Path) -> Iterator[Path]:
+    """A folder next to the output, for the PARTS, which takes its place in the end."""
     start = time.monotonic()
     torch.set_num_threads(1)  # so that the result does not depend on the number of cores
     logging.disable_progress_bar()
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.output.parent, prefix=f".{args.output.name}.") as temporary:
-        folder = Path(temporary) / args.output.name
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+        folder = Path(temporary) / output.name
         folder.mkdir()
+        yield folder
+        publish(folder, output)
+    print(f"wrote {output} in {time.monotonic() - start:.0f} s")
+
+
+def main() -> None:
+    """Build, and report how well the model answers."""
+    args = parse_args(__doc__)
+    with building(args.output) as folder:
         build(folder, args.seed)
         greedy, sampled = (accuracy(folder / "model", folder / "val.jsonl", sample=sample) for sample in (False, True))
-        publish(folder, args.output)
-    print(f"held-out accuracy: {greedy:.1%} greedy, {sampled:.1%} sampled at temperature 1")
-    print(f"wrote {args.output} in {time.monotonic() - start:.0f} s")
+        print(f"held-out accuracy: {greedy:.1%} greedy, {sampled:.1%} sampled at temperature 1")
 
 
 if __name__ == "__main__":
