@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from megappo.observe.life import LIFE
-from megappo.rewards.frames import LENGTH, FrameError, receive
+from megappo.rewards.frames import FrameError, read, receive, write
 from megappo.rewards.process import end, start
 
 MAX_REPLY_BYTES = 2**26
@@ -120,17 +120,13 @@ class Worker:
         if not self.is_up:
             raise EpisodeLost("its process ended")
         self._num_owed += 1
-        data = json.dumps(message).encode()
-        self._writer.write(LENGTH.pack(len(data)) + data)
+        write(self._writer, json.dumps(message).encode())
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand out the answers until the process ends."""
         with suppress(asyncio.IncompleteReadError, OSError, FrameError, ValueError, LookupError, TypeError):
             while True:
-                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                if size > MAX_REPLY_BYTES:
-                    raise FrameError(f"announced {size} bytes")
-                reply = json.loads(await reader.readexactly(size))
+                reply = json.loads(await read(reader, MAX_REPLY_BYTES))
                 self._num_owed -= 1
                 answer = self._pending.get(reply["call"])
                 if answer is not None and not answer.done():

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megappo.rewards.forms import BadFunction, Takes
-from megappo.rewards.frames import LENGTH
+from megappo.rewards.frames import read, write
 from megappo.rewards.user_code import attempt, limit_memory, load, own_connection, told
 
 METHODS = ("reset", "step")
@@ -48,8 +48,7 @@ async def _serve(connection: Any, make: Callable[[], Any], error: str, seconds: 
     host.send({"error": error} if error else {"takes": asdict(_takes(make)), "tools": getattr(make, "tools", [])})
     try:
         while not error:
-            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-            host.take(json.loads(await reader.readexactly(size)))
+            host.take(json.loads(await read(reader)))
         await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):  # the owner went: so does the worker
         pass
@@ -86,8 +85,7 @@ class Host:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Tell the owner something."""
-        data = json.dumps(message).encode()
-        self.writer.write(LENGTH.pack(len(data)) + data)
+        write(self.writer, json.dumps(message).encode())
 
     def take(self, request: Mapping[str, Any]) -> None:
         """Begin with a request."""

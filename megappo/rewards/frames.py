@@ -7,6 +7,10 @@ import math
 import socket
 import struct
 import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncio import StreamReader, StreamWriter
 
 LENGTH = struct.Struct("!Q")
 CHUNK_BYTES = 2**20
@@ -28,6 +32,21 @@ def send(connection: socket.socket, message: bytes, deadline: float = math.inf) 
         connection.sendall(part)  # its timeout is for all of it
 
 
+def write(writer: "StreamWriter", message: bytes) -> None:
+    """As `send`, in an event loop, which sends it by and by."""
+    writer.write(LENGTH.pack(len(message)) + message)
+
+
+async def read(reader: "StreamReader", max_bytes: float = math.inf) -> bytes:
+    """As `receive`, in an event loop.
+
+    Raises:
+        IncompleteReadError: the other side has ended.
+        FrameError: a message of more than max_bytes was announced.
+    """
+    return await reader.readexactly(_checked(await reader.readexactly(LENGTH.size), max_bytes))
+
+
 def receive(connection: socket.socket, max_bytes: int, deadline: float = math.inf) -> bytes:
     """The next message.
 
@@ -37,10 +56,15 @@ def receive(connection: socket.socket, max_bytes: int, deadline: float = math.in
         OSError: it has ended.
         FrameError: a message of more than max_bytes was announced.
     """
-    (size,) = LENGTH.unpack(_exactly(connection, LENGTH.size, deadline))
+    return _exactly(connection, _checked(_exactly(connection, LENGTH.size, deadline), max_bytes), deadline)
+
+
+def _checked(announced: bytes, max_bytes: float) -> int:
+    """A message's length."""
+    (size,) = LENGTH.unpack(announced)
     if size > max_bytes:
         raise FrameError(f"announced {size} bytes, expected at most {max_bytes}")
-    return _exactly(connection, size, deadline)
+    return size
 
 
 def _exactly(connection: socket.socket, size: int, deadline: float) -> bytes:
