@@ -1,5 +1,6 @@
 """Moving rows of the batch between ranks: each row goes only where it is needed, and only its own tokens travel."""
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,6 +19,11 @@ RankRows = tuple[tuple[int, ...], ...]
 
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 """How a collective says that another rank has ended."""
+
+
+HEAD_BYTES = 256
+"""Of a value that is shared, to go with its length: most have no more, and then one collective is all."""
+LENGTH_BYTES = 8
 
 
 class OtherRankError(RuntimeError):
@@ -89,9 +95,22 @@ class Exchange:
 
     def share(self, value: object) -> list:
         """Every rank's value, on every rank. For small things: lengths, metrics, errors."""
-        values: list = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        mine = pickle.dumps(value)
+        length = len(mine).to_bytes(LENGTH_BYTES, "little")
+        heads = self._all_gather(length + mine[:HEAD_BYTES], LENGTH_BYTES + HEAD_BYTES)
+        lengths = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in heads]
+        rests = self._all_gather(mine[HEAD_BYTES:], max(lengths) - HEAD_BYTES)
+        parts = zip(heads, rests, lengths, strict=True)
+        return [pickle.loads((head[LENGTH_BYTES:] + rest)[:length]) for head, rest, length in parts]
+
+    def _all_gather(self, mine: bytes, size: int) -> list[bytes]:
+        """Every rank's bytes, filled up to `size`, which is the same on every rank."""
+        if size <= 0:
+            return [b""] * self.world_size
+        sent = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
+        received = sent.new_empty(self.world_size * size)
+        dist.all_gather_into_tensor(received, sent, group=self.group)
+        return [row.tobytes() for row in received.view(self.world_size, size).numpy()]
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank has an error, so that none waits for one that left."""

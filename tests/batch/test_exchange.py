@@ -1,5 +1,6 @@
 """Moving rows between ranks, against a dictionary from row number to what that row holds."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spawn import run_ranks
 
-from megappo.batch.exchange import Exchange, RankRows, RowTable, output_sources, shard_destinations
+from megappo.batch.exchange import HEAD_BYTES, Exchange, RankRows, RowTable, output_sources, shard_destinations
 from megappo.batch.fields import FIELDS, Field
 from megappo.batch.rows import Rows
 from megappo.placement.layout import Layout
@@ -219,6 +220,17 @@ def errors_reach_everybody(rank: int, world_size: int) -> None:
 
 def test_an_error_on_one_rank_is_raised_on_all() -> None:
     run_ranks(3, errors_reach_everybody)
+
+
+def values_of_all_lengths(rank: int, world_size: int) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    for lengths in itertools.product((0, HEAD_BYTES - 30, HEAD_BYTES, 10 * HEAD_BYTES), repeat=world_size):
+        values = [(of_rank, "x" * length) for of_rank, length in enumerate(lengths)]
+        assert exchange.share(values[rank]) == values
+
+
+def test_values_of_any_length_are_shared() -> None:
+    run_ranks(3, values_of_all_lengths)
 
 
 # --- who holds what: plain arithmetic ---
