@@ -39,6 +39,7 @@ def load_config(
         layer = read_override(override).over(layer)
     errors, origins = list(layer.errors), Origins(str(path), layer.origins)
     errors += map(origins.located, run_extensions(layer.values, before_extensions))
+    keys.cache_clear()  # there may be more values to choose from now
     try:
         config = Config.written(layer.values, origins)
     except ValidationError as error:

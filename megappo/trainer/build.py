@@ -40,7 +40,7 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     gpu_bytes = platform.gpu_bytes()
     config = settled(asked, Cluster(exchange.world_size, gpu_bytes) if gpu_bytes else None)
     layouts = placement_layouts(config, exchange.world_size)
-    progress = Progress(config, exchange)
+    progress = Progress(asked, exchange)
     replayed = config.trainer.replay_rollouts
     own = start_engine(config, layouts["rollout"], cleanup) if replayed is None else OwnEngine()
     datasets = load_datasets(config, own, exchange)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.batch.exchange import LOST_RANK, OtherRankError
+from megappo.batch.files import RowsFileError
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
@@ -27,7 +28,7 @@ from megappo.weights.safetensors_io import WeightsError
 
 EXPLAINED = (
     *(ConfigError, TextFileError, WeightsError, CheckpointError, EngineError, RewardError, EnvironmentFault),
-    *(FloatingPointError, MemoryError),
+    *(RowsFileError, FloatingPointError, MemoryError),
 )
 """Errors whose message says all; others come with a traceback."""
 MEMORY = "lower max_tokens_per_micro_batch, or see 'out of memory' in docs/troubleshooting.md"

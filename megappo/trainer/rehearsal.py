@@ -78,7 +78,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
             _look_at(dataset, vocab_size, findings, everything=everything)
         findings.errors += batch_errors(train)
         first_of = {f"eval.datasets.{name}.reward": dataset for name, dataset in val.items()}
-        first_of[REWARD] = train or next(iter(val.values()))
+        first_of[REWARD] = next(iter(val.values())) if train is None else train
         for key, pool in pools.items():
             try:
                 [prompt] = first_of[key].at(first_of[key].kept[:1])

@@ -30,6 +30,7 @@ def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
     extension = tmp_path / "mine.py"
     extension.write_text(REGISTERS.format(name="own"))
     code = "import sys; from megappo.config.loading import load_config as load\n"
+    code += "from megappo.config.help import config_help; config_help()\n"  # as a command's parser does first
     code += "for _ in range(2): assert load(sys.argv[1]).algorithm.adv_estimator == 'own'\n"
     code += "try: load(sys.argv[1], ['algorithm.adv_estimator=owm'])\nexcept Exception as error: print(error)"
     done = subprocess.run(

@@ -133,7 +133,7 @@ def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, cap
         observer.log(step, of_sets)
     told = {"dataset": "aime_24", "prompt": "1 < 2?", "label": "<b>", "scores": [1.0, 0.0]}
     observer.samples(2, [told | {"response": "x" * 30_000, "passed": True}, told | {"response": "&", "passed": False}])
-    observer.samples(2, [{"dataset": "b", "prompt": "p", "response": "r"}])
+    observer.samples(2, [{"dataset": "b", "prompt": "p", "response": "r\u2028\x85"}])
     printed = capsys.readouterr().out
     assert "-- step 2, aime_24, sample 1 of 2 ---" in printed and "passed" not in printed
     observer.finish()
@@ -152,7 +152,7 @@ def test_each_data_set_has_its_curve_its_numbers_and_its_responses(tmp_path, cap
     assert ["maj@4", "0.750"] in [[cell.text for cell in row] for row in body.iter("tr")]
     first, second, other = [one for one in body.iter("details") if one.find("pre") is not None]
     assert [one.find("summary/span").get("class") for one in (first, second)] == ["right", "wrong"]
-    assert other.find("summary/span") is None and [pre.text for pre in other.iter("pre")] == ["p", "r"]
+    assert other.find("summary/span") is None and [pre.text for pre in other.iter("pre")] == ["p", "r\u2028\x85"]
     assert [pre.text for pre in second.iter("pre")] == ["1 < 2?", "<b>", "[1.0, 0.0]", "&"]
     assert "10,000 more characters" in [pre.text for pre in first.iter("pre")][3]
 

@@ -3,12 +3,14 @@
 import errno
 import os
 import resource
+import tempfile
 from pathlib import Path
 
 import httpx
 import pytest
 import torch.distributed as dist
 
+from megappo.batch.files import RowsFile
 from megappo.config.errors import ConfigError
 from megappo.trainer.failure import report
 
@@ -40,12 +42,19 @@ def engine_garbage():
     httpx.get("http://127.0.0.1:1", trust_env=False)
 
 
+def rows_cut_short():
+    path = Path(tempfile.mkdtemp(), "step_1.safetensors")
+    path.write_bytes(b"\x10")
+    RowsFile(path)
+
+
 SAID = {
     too_long: ("File name too long: /xxx", "choose a shorter path"),
     a_folder: ("Is a directory: /",),
     without_a_path: ("No space left on device: in without_a_path, ", "make room on that disk"),
     wrapped: ("No space left on device: in without_a_path, ", "(RuntimeError: writing failed)"),
     stale: ("Stale file handle: /data/prompts.jsonl", "mount it again"),
+    rows_cut_short: ("/", "step_1.safetensors"),
     engine_garbage: ("talking to an SGLang engine failed (ConnectError", "engine_N.log"),
 }
 
