@@ -39,7 +39,10 @@ FIELDS: Table[Field] = Table(
         "episodes": Field(False, "the rollout", "with an environment: which of the prompt's episodes the row is of"),
         "segments": Field(False, "the rollout", "which of the episode's segments it is, from 0"),
         "turns": Field(True, "the rollout", "which turn of the policy's a token is of, from 1; 0 on an environment's"),
-        "turn_rewards": Field(True, "the rollout", "the environment's rewards, of a turn on its last token"),
+        "turn_rewards": Field(
+            True, "the rollout", "rewards that are part of the scores: an environment's, of steps of the response"
+        ),
+        "loss_weights": Field(False, "the rollout", "what the row's losses are multiplied by"),
         "baselines": Field(False, "the rollout", "the shaped score of the greedy response to the prompt"),
         "old_log_probs": Field(True, "the actor's forward pass", "log-probs before the step's updates"),
         "full_kl": Field(True, "the actor's forward pass", "KL to the reference, over the whole vocabulary"),

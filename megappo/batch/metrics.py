@@ -52,6 +52,7 @@ ROW_METRICS = Table(
     {
         "reward/score": RowMetric(of_rows("scores")),
         "reward/score_component": RowMetric(of_rows("score_components")),
+        "reward/loss_weight": RowMetric(of_rows("loss_weights")),
         "reward/shaped": RowMetric(of_rows("shaped_scores")),
         "reward/baseline": RowMetric(of_rows("baselines")),
         "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),

@@ -152,6 +152,23 @@ def num_scores_errors(config: Config, num_scores: int) -> list[str]:
     ]
 
 
+def step_scores_errors(config: Config) -> list[str]:
+    """Why scores of steps do not go with the config; found once reward.function has been called."""
+    return [
+        f"{key} changes the score of a response, not those of its steps, which reward.function "
+        f"{config.reward.function} gives (step_scores): drop it, and have the function do it"
+        for key in _of_sums(config)
+    ]
+
+
+def _of_sums(config: Config) -> Iterator[str]:
+    """What is set that changes a score, and so cannot be told of rewards of tokens that are part of it."""
+    reward = config.reward
+    for key in ("clip", "normalize"):
+        if (value := getattr(reward, key)) != type(reward).model_fields[key].default:
+            yield f"reward.{key} {show(value)}"
+
+
 def _warmup(config: Config) -> Iterator[str]:
     warmup, total = config.critic.warmup_steps, config.trainer.total_steps
     if config.has_critic and warmup >= total:
@@ -172,11 +189,11 @@ def _rewards(config: Config) -> Iterator[str]:
     for function in sorted(set(reward.options) - set(reward.weights) - set(of_sets)):
         named = ", ".join(reward.weights)
         yield f"reward.options are of {shorten(repr(function))}, which reward.function does not name: it names {named}"
-    for key in ("clip", "normalize") if config.rollout.environment is not None else ():
-        if (value := getattr(reward, key)) != type(reward).model_fields[key].default:
+    if config.rollout.environment is not None:
+        for key in _of_sums(config):
             yield (
-                f"reward.{key} {show(value)} changes the sum of an episode's rewards, not those of its turns, which "
-                "rollout.environment gives: drop it, and have the environment do it"
+                f"{key} changes the sum of an episode's rewards, not those of its turns, which rollout.environment "
+                "gives: drop it, and have the environment do it"
             )
     if reward.length_penalty == "overlong" and reward.overlong_buffer > limit:
         yield (

@@ -41,7 +41,12 @@ def agg_mode(config: Any, conventions: Conventions, method_mode: str | None = No
 
 
 def aggregate(
-    loss: torch.Tensor, mask: torch.Tensor, mode: str, *, normaliser: Normaliser | None = None
+    loss: torch.Tensor,
+    mask: torch.Tensor,
+    mode: str,
+    *,
+    normaliser: Normaliser | None = None,
+    loss_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reduce token losses to this call's share of the mini-batch's loss.
 
@@ -52,6 +57,7 @@ def aggregate(
             seq-mean-token-mean = mean over sequences of the mean of its tokens;
             seq-mean-token-sum-norm = mean over sequences of (sum of its tokens / max_length), Dr. GRPO's.
         normaliser: of the mini-batch; None = counted from `mask`, with max_length R.
+        loss_weights: [B], what a row's losses are multiplied by; they change nothing that is divided by. None = 1.
 
     Returns:
         0-dim, of loss's dtype, summed in float64; 0 (still differentiable) where there is no token at all.
@@ -69,6 +75,8 @@ def aggregate(
     sums = torch.where(valid, loss, 0.0).sum(dim=1, dtype=torch.float64)
     if mode == "seq-mean-token-mean":
         sums = sums / valid.sum(dim=1).clamp(min=1)
+    if loss_weights is not None:
+        sums = sums * loss_weights
     divisor = {"token-mean": normaliser.num_tokens, "token-sum": 1}.get(mode, normaliser.num_sequences)
     divisor *= normaliser.max_length if mode == "seq-mean-token-sum-norm" else 1
     return (sums.sum() / max(divisor, 1)).to(loss.dtype)

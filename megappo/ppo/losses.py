@@ -3,8 +3,9 @@
 Normaliser: these and the policy losses, and their metrics, are divided by counts of the whole mini-batch, over all
 data-parallel ranks and micro-batches (`Normaliser`). What one call returns is then a partial sum: added up over ranks
 and micro-batches it is the mini-batch's mean, however that was cut into rows. normaliser=None counts this call's own
-mask. Metrics are means over tokens, whatever the loss's aggregation. Whatever stands where the mask is 0, NaN too,
-reaches neither loss nor gradient.
+mask. Metrics are means over tokens, whatever the loss's aggregation. loss_weights, [B], multiply the losses of a row
+and change nothing that is divided by: with 0 it has no gradient, and its tokens count. Whatever stands where the mask
+is 0, NaN too, reaches neither loss nor gradient.
 """
 
 from typing import Any
@@ -28,6 +29,7 @@ def policy_loss(
     selected: torch.Tensor | None = None,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
+    loss_weights: torch.Tensor | None = None,
 ) -> Result:
     """The loss that config.policy_loss names, called by hand; runs call it with `Tokens`.
 
@@ -51,6 +53,7 @@ def policy_loss(
         normaliser=normaliser,
         conventions=conventions,
         opsm_delta=config.opsm_delta,
+        loss_weights=loss_weights,
     )
     return config.method.function(tokens, config)
 
@@ -62,6 +65,7 @@ def entropy_loss(
     *,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
+    loss_weights: torch.Tensor | None = None,
 ) -> Result:
     """The entropy bonus as a loss to add: -config.entropy_coeff x aggregated entropy.
 
@@ -72,7 +76,8 @@ def entropy_loss(
     Returns:
         (loss, metrics): entropy, the mean per token.
     """
-    total = aggregate(entropy, response_mask, agg_mode(config, conventions), normaliser=normaliser)
+    mode = agg_mode(config, conventions)
+    total = aggregate(entropy, response_mask, mode, normaliser=normaliser, loss_weights=loss_weights)
     return -config.entropy_coeff * total, {"entropy": token_mean(entropy, response_mask, normaliser)}
 
 
@@ -86,6 +91,7 @@ def kl_loss(
     kl: torch.Tensor | None = None,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
+    loss_weights: torch.Tensor | None = None,
 ) -> Result:
     """The KL divergence to the reference as a loss to add: config.kl_loss_coef x aggregated estimate.
 
@@ -114,7 +120,8 @@ def kl_loss(
                 raise ValueError("kl_loss_unbiased needs old_log_probs")
             limit = conventions.log_ratio_bound
             kl = kl * (log_probs - torch.where(mask, old_log_probs.detach(), 0.0)).clamp(-limit, limit).exp()
-    total = aggregate(kl, mask, agg_mode(config, conventions), normaliser=normaliser)
+    mode = agg_mode(config, conventions)
+    total = aggregate(kl, mask, mode, normaliser=normaliser, loss_weights=loss_weights)
     return config.kl_loss_coef * total, {"kl_loss": total.detach().float()}
 
 
@@ -127,6 +134,7 @@ def value_loss(
     *,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
+    loss_weights: torch.Tensor | None = None,
 ) -> Result:
     """The error to the returns, squared or Huber's: the larger of the clipped and the unclipped prediction's.
 
@@ -151,7 +159,8 @@ def value_loss(
         worse = _error(clipped - returns, config.huber_delta, conventions)
     metrics: Metrics = {"vf_clipfrac": token_mean(worse > error, mask, normaliser)}
     loss = torch.maximum(error, worse)
-    return aggregate(loss, mask, agg_mode(config, conventions), normaliser=normaliser), metrics
+    mode = agg_mode(config, conventions)
+    return aggregate(loss, mask, mode, normaliser=normaliser, loss_weights=loss_weights), metrics
 
 
 def _error(difference: torch.Tensor, delta: float | None, conventions: Conventions) -> torch.Tensor:

@@ -30,6 +30,7 @@ class Tokens:
         normaliser: of the mini-batch; None = counted from response_mask.
         conventions: their log_ratio_clamp bounds the log-ratio before exp.
         opsm_delta: off-policy sequence masking, `_off_policy`; None = off.
+        loss_weights: see `aggregate`.
 
     They are cleaned before anything is computed from them: a NaN behind the mask would otherwise come back in the
     gradient, as 0 x NaN, however well the loss itself is masked.
@@ -46,6 +47,7 @@ class Tokens:
         normaliser: Normaliser | None = None,
         conventions: Conventions = DEFAULT,
         opsm_delta: float | None = None,
+        loss_weights: torch.Tensor | None = None,
     ):
         self.mask = response_mask.bool()
         self.log_probs = torch.where(self.mask, log_probs, 0.0)
@@ -55,6 +57,7 @@ class Tokens:
         self.selected = torch.zeros_like(self.mask) if selected is None else selected
         self.normaliser = normaliser
         self.conventions = conventions
+        self.loss_weights = loss_weights
         self.masked = None if opsm_delta is None else self._off_policy(opsm_delta)
         if self.masked is not None:
             self.weights = torch.where(self.masked, 0.0, 1.0 if self.weights is None else self.weights)
@@ -118,7 +121,8 @@ class Tokens:
             metrics["opsm_frac"] = token_mean(self.masked, self.mask, self.normaliser)
         shown_ratios = ratios.detach().masked_fill(~self.mask, -math.inf)
         metrics |= {"ppo_kl": self.policy_kl, "ratio_max": (shown_ratios, "max")}
-        return aggregate(loss, self.mask, mode, normaliser=self.normaliser), metrics
+        total = aggregate(loss, self.mask, mode, normaliser=self.normaliser, loss_weights=self.loss_weights)
+        return total, metrics
 
 
 def clip_range(config: PolicyConfig) -> tuple[float, float]:

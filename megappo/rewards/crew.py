@@ -219,7 +219,8 @@ class Crew:
             worker.call(function, rows_of(units), seconds)
             for part in parts:
                 since = started + LATE_SECONDS if way == "rows" else time.monotonic()
-                self._settle(function, part, worker.answer(len(part), since + seconds), retry)
+                found = worker.answer([unit.row.response for unit in part], since + seconds)
+                self._settle(function, part, found, retry)
                 done += 1
         except (WorkerError, TimeoutError) as error:
             failed = Failed(_reason(error, seconds, TASK), isinstance(error, TimeoutError))

@@ -4,9 +4,11 @@ Imported by the worker processes, so: the standard library alone.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -57,6 +59,10 @@ class Takes:
 NOTHING = Takes()
 
 
+Step = tuple[int, float]
+"""How many characters of a response there are where one of its steps ends, and the step's score."""
+
+
 class Graded(NamedTuple):
     """What reward functions found of a response.
 
@@ -65,12 +71,22 @@ class Graded(NamedTuple):
         parts: further numbers, by name, to be told.
         answer: what is voted on where several responses to a prompt are compared; None where there is none.
         failed: a function has.
+        loss_weight: what its losses are multiplied by; None where none is told.
+        steps: beside each of the scores, or the first of them, those of steps, by ascending ends.
     """
 
     scores: list[float]
     parts: dict[str, float]
     answer: str | None = None
     failed: bool = False
+    loss_weight: float | None = None
+    steps: Sequence[Sequence[Step]] = ()
+
+    @property
+    def totals(self) -> list[float]:
+        """The scores with those of their steps: what is trained on."""
+        both = zip_longest(self.scores, self.steps, fillvalue=())
+        return [math.fsum([outcome, *(score for _, score in steps)]) for outcome, steps in both]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -32,6 +33,8 @@ MAX_ERROR_BYTES = 2**18
 MAX_NUMBER_BYTES = 32
 MAX_CHARACTER_BYTES = 12
 """JSON writes a character as six, if it is not ASCII, and one beyond 16 bits as twice as many."""
+MAX_STEP_BYTES = 2 * MAX_NUMBER_BYTES
+"""Of a response there are at most as many steps as characters."""
 MAX_ROW_BYTES = (
     MAX_SCORES * MAX_NUMBER_BYTES
     + MAX_PARTS * (MAX_NUMBER_BYTES + MAX_CHARACTER_BYTES * MAX_NAME_CHARACTERS)
@@ -101,14 +104,15 @@ class Worker:
         except TimeoutError as error:
             raise TimeoutError("it did not read its rows") from error
 
-    def answer(self, count: int, deadline: float) -> list[Graded] | Failed:
-        """What it finds of the next so many rows; all numbers are finite. The worker is ready for more, but after an
-        exception."""
-        reply = self._reply(count, deadline)
+    def answer(self, responses: Sequence[str], deadline: float) -> list[Graded] | Failed:
+        """What it finds of the next rows, with these responses; all numbers are finite. The worker is ready for more,
+        but after an exception."""
+        count = len(responses)
+        reply = self._reply(count * MAX_ROW_BYTES + sum(map(len, responses)) * MAX_STEP_BYTES, deadline)
         if "error" in reply:
             return Failed(str(reply["error"]), reply.get("late") is True)
         graded = reply.get("graded")
-        if not isinstance(graded, list) or len(graded) != count or not all(map(_is_graded, graded)):
+        if not isinstance(graded, list) or len(graded) != count or not all(map(_is_graded, graded, responses)):
             raise WorkerError(f"answered with something else than scores of {count} responses")
         return [Graded(*one) for one in graded]
 
@@ -116,10 +120,10 @@ class Worker:
         with suppress(BrokenPipeError, ConnectionResetError):  # it died: its reply says so
             send(self.connection, json.dumps(message).encode(), deadline)
 
-    def _reply(self, count: int, deadline: float) -> dict[str, Any]:
-        """The next answer, to `count` rows. It is read as what user code may have written."""
+    def _reply(self, most_bytes: int, deadline: float) -> dict[str, Any]:
+        """The next answer, of so many bytes, or an error. It is read as what user code may have written."""
         try:
-            return _parsed(receive(self.connection, MAX_ERROR_BYTES + count * MAX_ROW_BYTES, deadline))
+            return _parsed(receive(self.connection, MAX_ERROR_BYTES + most_bytes, deadline))
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
@@ -222,14 +226,29 @@ def _ready(reply: Mapping[str, Any], num_functions: int) -> tuple[Takes, list[Wa
     raise WorkerError("answered with something else than what it takes")
 
 
-def _is_graded(value: object) -> bool:
+def _is_graded(value: object, response: str) -> bool:
     match value:
-        case [[_, *_] as scores, dict(parts), str() | None as answer, False]:
+        case [[_, *_] as scores, dict(parts), str() | None as answer, False, weight, [] | [list()] as steps]:
             is_short = len(scores) <= MAX_SCORES and len(parts) <= MAX_PARTS and all(map(is_part_name, parts))
-            numbers = (*scores, *parts.values())
-            is_finite = all(isinstance(one, float) and abs(one) <= LARGEST_FLOAT32 for one in numbers)
-            return is_short and is_finite and _is_answer(answer or "")
+            is_finite = all(map(_is_number, (*scores, *parts.values())))
+            is_weight = weight is None or (_is_number(weight) and weight >= 0)
+            return is_short and is_finite and is_weight and _is_answer(answer or "") and _are_steps(steps, response)
     return False
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) and abs(value) <= LARGEST_FLOAT32
+
+
+def _are_steps(steps: Sequence[Sequence[Any]], response: str) -> bool:
+    last = 0
+    for step in chain.from_iterable(steps):
+        match step:
+            case [int(end), score] if last < end <= len(response) and _is_number(score):
+                last = end
+            case _:
+                return False
+    return True
 
 
 def _is_answer(text: str) -> bool:

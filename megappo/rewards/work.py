@@ -5,7 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple, Protocol
 
 from megappo.rewards.builtin import BUILTIN, WAITING
@@ -159,12 +159,16 @@ def _together(of_functions: Sequence[Any], names: Sequence[str], told_by_several
         return Graded([], {}, failed=True)
     scores = [score for one in of_functions for score in one.scores]
     answer = next((one.answer for one in of_functions if one.answer is not None), None)
+    weights = [one.loss_weight for one in of_functions if one.loss_weight is not None]
+    steps = [of_score for one in of_functions for _, of_score in zip_longest(one.scores, one.steps, fillvalue=())]
     parts = {
         f"{function}/{name}" if name in told_by_several else name: part
         for function, one in zip(names, of_functions, strict=True)
         for name, part in one.parts.items()
     }
-    return Graded(scores, parts, answer)
+    return Graded(
+        scores, parts, answer, loss_weight=math.prod(weights) if weights else None, steps=steps if any(steps) else ()
+    )
 
 
 @dataclass

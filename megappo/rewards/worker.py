@@ -21,11 +21,11 @@ from functools import partial, reduce
 from importlib import import_module
 from itertools import islice
 from numbers import Rational
-from operator import or_
+from operator import index, or_
 from typing import Any, NamedTuple
 
 from megappo.rewards.builtin import ANSWERS
-from megappo.rewards.forms import BadFunction, Call, Graded, RewardFunction, Rows, awaited, recognised, runner
+from megappo.rewards.forms import BadFunction, Call, Graded, RewardFunction, Rows, Step, awaited, recognised, runner
 from megappo.rewards.frames import receive, send
 from megappo.rewards.user_code import attempt, limit_memory, load, named, own_connection
 
@@ -43,6 +43,8 @@ LATE = object()
 """In place of what an async call returns, that has had its time."""
 ANSWER = "pred"
 """Of a dictionary: the answer that was found in the response. verl's name."""
+SCORE, LOSS_WEIGHT, STEP_SCORES = "score", "loss_weight", "step_scores"
+"""Of a dictionary: what training depends on. Its other numbers are told."""
 
 
 class Weighted(NamedTuple):
@@ -159,19 +161,26 @@ def _grade(weighted: Weighted, call: Callable[[], Any], responses: Sequence[str]
     result = call()
     if result is LATE:
         return LATE
-    graded = _checked(result, answers)
-    scores = [[_number(weighted.weight * score, weighted.name) for score in one.scores] for one in graded]
-    return [one._replace(scores=of_row) for of_row, one in zip(scores, graded, strict=True)]
+    return [_scaled(one, weighted) for one in _checked(result, answers, responses)]
 
 
-def _checked(result: Any, answers: Sequence[Any]) -> list[Graded]:
-    """What a function has returned of so many rows."""
-    count = len(answers)
+def _scaled(graded: Graded, weighted: Weighted) -> Graded:
+    def scaled(score: float) -> float:
+        return _number(weighted.weight * score, weighted.name)
+
+    steps = [[(end, scaled(score)) for end, score in of_score] for of_score in graded.steps]
+    return graded._replace(scores=list(map(scaled, graded.scores)), steps=steps)
+
+
+def _checked(result: Any, answers: Sequence[Any], responses: Sequence[str]) -> list[Graded]:
+    """What a function has returned of these responses."""
+    count = len(responses)
     if isinstance(result, str | bytes | dict | set | frozenset) or not hasattr(result, "__len__"):
         raise BadFunction(f"returned {type(result).__name__}; expected a list of {count} numbers")
     if len(result) != count:
         raise BadFunction(f"returned {len(result)} values for {count} responses; expected one each")
-    graded = [_graded(value, i, answer) for i, (value, answer) in enumerate(zip(result, answers, strict=False))]
+    values = zip(result, answers, responses, strict=False)
+    graded = [_graded(value, i, answer, response) for i, (value, answer, response) in enumerate(values)]
     if len(graded) != count:
         raise BadFunction(f"returned a {type(result).__name__} that says it has {count} values and gives {len(graded)}")
     for i, of_response in enumerate(graded):
@@ -181,23 +190,58 @@ def _checked(result: Any, answers: Sequence[Any]) -> list[Graded]:
     return graded
 
 
-def _graded(value: Any, i: int, answer: Any) -> Graded:
-    """Of a dictionary "score" counts, and its other numbers are told; of what is no number the answer alone.
+def _graded(value: Any, i: int, answer: Any, response: str) -> Graded:
+    """Of a dictionary "score", "loss_weight" and "step_scores" count, and its other numbers are told; of what is no
+    number the answer alone.
 
     Args:
         answer: of a function that tells none itself.
     """
     if not isinstance(value, dict):
         return Graded(_numbers(value, i), {}, _as_answer(answer))
-    if "score" not in value:
+    if SCORE not in value:
         raise BadFunction(f"returned a dictionary without 'score': {value!r:.80}")
-    parts = {name: part for name, part in value.items() if name != "score" and hasattr(part, "__float__")}
+    own = (SCORE, LOSS_WEIGHT, STEP_SCORES)
+    parts = {name: part for name, part in value.items() if name not in own and hasattr(part, "__float__")}
     if len(parts) > MAX_PARTS or not all(map(is_part_name, parts)):
         found = f"{len(parts)} numbers beside 'score' (value {i}): {', '.join(map(str, parts)):.80}"
         expected = f"expected at most {MAX_PARTS}, with names of at most {MAX_NAME_CHARACTERS} printable characters"
         raise BadFunction(f"returned {found}; {expected}")
     numbers = {name: _number(part, f"value {i}, {name!r}") for name, part in parts.items()}
-    return Graded(_numbers(value["score"], i), numbers, _as_answer(value.get(ANSWER)))
+    graded = Graded(_numbers(value[SCORE], i), numbers, _as_answer(value.get(ANSWER)))
+    if LOSS_WEIGHT in value:
+        graded = graded._replace(loss_weight=_loss_weight(value[LOSS_WEIGHT], f"value {i}, {LOSS_WEIGHT!r}"))
+    return _with_steps(graded, value[STEP_SCORES], i, response) if STEP_SCORES in value else graded
+
+
+def _loss_weight(weight: Any, place: str) -> float:
+    number = _number(weight, place)
+    if number < 0:
+        raise BadFunction(f"returned {number} ({place}); expected 0 or more")
+    return number
+
+
+def _with_steps(graded: Graded, steps: Any, i: int, response: str) -> Graded:
+    place, length = f"value {i}, {STEP_SCORES!r}", len(response)
+    if len(graded.scores) > 1:
+        raise BadFunction(f"returned a list of {len(graded.scores)} scores beside steps ({place}); expected one score")
+    if not isinstance(steps, list | tuple):
+        raise BadFunction(f"returned {steps!r:.80} ({place}); expected a list of [end, score]")
+    found: list[Step] = []
+    for j, step in enumerate(steps):
+        found.append(_step(step, f"{place}, step {j}", found[-1][0] if found else 0, length))
+    _number(math.fsum([*graded.scores, *(score for _, score in found)]), f"{place}, their sum with the score")
+    return graded._replace(steps=[found])
+
+
+def _step(step: Any, place: str, last: int, length: int) -> Step:
+    """A step behind one that ends at `last`."""
+    if not isinstance(step, list | tuple) or len(step) != 2 or not hasattr(step[0], "__index__"):
+        raise BadFunction(f"returned {step!r:.80} ({place}); expected [end, score], with a whole number as end")
+    if not last < (end := index(step[0])) <= length:
+        expected = f"above {last}, where the step before ends, and at most {length}, the characters that there are"
+        raise BadFunction(f"returned a step that ends at {end} ({place}); expected an end {expected}")
+    return end, _number(step[1], place)
 
 
 def is_part_name(name: object) -> bool:

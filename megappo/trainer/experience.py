@@ -82,8 +82,8 @@ def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
 
 def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor) -> torch.Tensor:
     """Shaped scores on each response's last token, minus the KL penalty of each token where there is one. Rewards of an
-    environment, which are part of the scores, where it gave them, scaled as these are; so what else the scores have,
-    those of the reward function and a length penalty, is on the last token."""
+    environment and of steps, which are part of the scores, where they were given, scaled as these are; so what else the
+    scores have, the reward function's outcome and a length penalty, is on the last token."""
     turn_rewards = rows.fields.get("turn_rewards")
     if turn_rewards is not None:
         turn_rewards = turn_rewards * run.config.reward.scale

@@ -106,7 +106,7 @@ def _differing(samples: Sequence[Sample], graded: Sequence[Graded], metric: str)
 
 def _value(graded: Graded, metric: str) -> float:
     if metric == SCORE:
-        return sum(graded.scores)
+        return sum(graded.totals)
     if metric not in graded.parts:
         told = ", ".join(chain([SCORE], graded.parts))
         raise RewardError(

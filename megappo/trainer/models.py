@@ -22,6 +22,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.table import resolved
 from megappo.trainer.component import Batch, Component, Scattered
+from megappo.trainer.objectives import LOSS_WEIGHTS
 from megappo.trainer.train_engines import build_engines
 from megappo.weights.buckets import all_finite
 from megappo.weights.hf_folder import write_hf_folder
@@ -100,7 +101,8 @@ class Models:
     def scatter_fields(self, scattered: AtModels, owned: Rows, step: int) -> None:
         """Bring what the losses read to the components that are trained in the step."""
         for name in self.trained_in(step):
-            scattered[name].scatter_fields(owned, self.training[name].fields)
+            told = [LOSS_WEIGHTS] if LOSS_WEIGHTS in owned.fields else []
+            scattered[name].scatter_fields(owned, [*self.training[name].fields, *told])
             scattered[name].step = step
 
     def update(self, scattered: AtModels, step: int, phase: Phase) -> dict[str, list[OptimizerStep]]:

@@ -15,6 +15,8 @@ from megappo.ppo.surrogate import Tokens
 
 SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""
+LOSS_WEIGHTS = "loss_weights"
+"""Field of what each row's losses are multiplied by, where a reward function tells that."""
 
 Fields = dict[str, torch.Tensor]
 Part = tuple[torch.Tensor, dict[str, Metric]]
@@ -45,7 +47,7 @@ class ActorLoss:
     def __call__(self, outputs: Outputs, rows: Rows) -> Part:
         config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
         mask, fields = _on(log_probs.device, rows)
-        old = fields["old_log_probs"]
+        old, shared = fields["old_log_probs"], self._shared | _weights(fields)
         tokens = Tokens(
             log_probs,
             old,
@@ -54,23 +56,23 @@ class ActorLoss:
             rollout_is_weights=fields.get("rollout_is_weights"),
             selected=fields[SELECTED].bool() if SELECTED in fields else None,
             opsm_delta=actor.opsm_delta,
-            **self._shared,
+            **shared,
         )
         self._policy_kl.append(tokens.policy_kl.double())
         loss, found = actor.method.function(tokens, actor)
         found = {"pg_loss": loss, **found}
         # Without a bonus the entropy is only a metric: keep it out of the backward pass.
         entropy = outputs["entropy"] if actor.entropy_coeff else outputs["entropy"].detach()
-        parts = [entropy_loss(entropy, mask, actor, **self._shared)]
+        parts = [entropy_loss(entropy, mask, actor, **shared)]
         if actor.use_kl_loss:
             ref = fields.get("ref_log_probs", log_probs)
             full = outputs["full_kl"] if actor.kl_loss_type == "full" else None
-            parts.append(kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **self._shared))
+            parts.append(kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared))
         for part, of_part in parts:
             loss, found = loss + part, found | of_part
         metrics = _named("actor", found)
         if config.algorithm.shared_backbone:
-            part, of_values = _value_loss(config, outputs, mask, fields, self._shared)
+            part, of_values = _value_loss(config, outputs, mask, fields, shared)
             loss, metrics = loss + config.algorithm.value_coef * part, metrics | of_values
         return loss, metrics
 
@@ -80,7 +82,8 @@ def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
     shared = _shared(config, num_tokens, num_sequences)
 
     def loss_fn(outputs: Outputs, rows: Rows) -> Part:
-        return _value_loss(config, outputs, *_on(outputs["values"].device, rows), shared)
+        mask, fields = _on(outputs["values"].device, rows)
+        return _value_loss(config, outputs, mask, fields, shared | _weights(fields))
 
     return loss_fn
 
@@ -89,6 +92,11 @@ def _shared(config: Config, num_tokens: int, num_sequences: int) -> dict[str, An
     """What every loss of a mini-batch takes."""
     normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
     return {"normaliser": normaliser, "conventions": conventions(config)}
+
+
+def _weights(fields: Fields) -> Fields:
+    """What every loss of a micro-batch takes besides."""
+    return {LOSS_WEIGHTS: fields[LOSS_WEIGHTS]} if LOSS_WEIGHTS in fields else {}
 
 
 def _value_loss(config: Config, outputs: Outputs, mask: torch.Tensor, fields: Fields, shared: dict[str, Any]) -> Part:

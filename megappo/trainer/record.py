@@ -11,6 +11,7 @@ from megappo.batch.files import RowsFile, RowsFileError, write_rows
 from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
 from megappo.checkpoint.durable import put_durably
+from megappo.config.algorithm_checks import step_scores_errors
 from megappo.config.describe import show
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
@@ -159,6 +160,8 @@ class Replay:
             for key, value in _of_episodes(self.config).items()
             if file.facts.get(key, value) != value
         ]
+        if "turn_rewards" in file.names and (found := step_scores_errors(self.config)):
+            errors += found if file.field("turn_rewards").any() else []
         method = self.config.algorithm.method
         return errors + [
             f"trainer.replay_rollouts: {file.path} has no {field}, which algorithm.adv_estimator "

@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 
-from megappo.config.algorithm_checks import num_scores_errors
+from megappo.config.algorithm_checks import num_scores_errors, step_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config
@@ -17,7 +18,7 @@ from megappo.environments.pool import EnvironmentPool, load_environments
 from megappo.environments.process import EnvironmentFault, EpisodeLost
 from megappo.placement.components import shared_vocabulary
 from megappo.rewards import forms, user_code, worker
-from megappo.rewards.forms import NOTHING
+from megappo.rewards.forms import NOTHING, Graded
 from megappo.rewards.pool import RewardError, RewardPool, load_configured
 from megappo.rollout.episodes import row_of
 
@@ -85,9 +86,11 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
             except ValueError:  # it is among the errors, or was not looked at
                 continue
             with findings.noting(key):
-                num_scores = _score(pool, prompt, findings)
-                num_scores += environments is not None  # whose rewards are one more
-                findings.errors += num_scores_errors(config, num_scores) if key == REWARD else []
+                graded = _score(pool, prompt, findings)
+                num_scores = len(graded.scores) + (environments is not None)  # whose rewards are one more
+                if key == REWARD:
+                    findings.errors += num_scores_errors(config, num_scores)
+                    findings.errors += step_scores_errors(config) if any(graded.steps) else []
         if environments is not None:
             with findings.noting(), suppress(ValueError):
                 [prompt] = first_of[REWARD].at(first_of[REWARD].kept[:1])
@@ -128,16 +131,17 @@ def _pools(config: Config, findings: Findings, ending: ExitStack) -> dict[str, R
     return pools
 
 
-def _score(pool: RewardPool, prompt: Prompt, findings: Findings) -> int:
+def _score(pool: RewardPool, prompt: Prompt, findings: Findings) -> Graded:
     """Have the reward function score a response, twice in one call: the prompt's own label, where that is a text or a
-    number. How many scores it gives."""
+    number. What it found."""
     response = str(prompt.label) if isinstance(prompt.label, str | int | float) else ""
     graded, _ = pool.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2, [prompt.columns] * 2)
-    scores, parts = graded.scores, graded.parts
-    shown = ", ".join([" + ".join(f"{score:g}" for score in scores), *(f"{k} {v:g}" for k, v in parts.items())])
+    told = graded.parts | ({} if graded.loss_weight is None else {"loss_weight": graded.loss_weight})
+    shown = ", ".join([" + ".join(f"{score:g}" for score in graded.scores), *(f"{k} {v:g}" for k, v in told.items())])
+    shown += f", step_scores {[list(step) for step in chain(*graded.steps)]!s:.80}" if any(graded.steps) else ""
     given = f", given {', '.join(prompt.columns)}" if prompt.columns else ""
     findings.looked_at.append(f"{pool.spec}: scored {response!r:.40} for the first prompt{given}, {shown}")
-    return len(scores)
+    return graded
 
 
 def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]]:

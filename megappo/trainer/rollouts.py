@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -18,6 +19,7 @@ from megappo.listening import run_store
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
+from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError, RewardPool
 from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
 from megappo.rollout.episodes import Episodes, Player
@@ -28,6 +30,7 @@ from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
 from megappo.trainer.sample_rows import masked, sample_rows, summed
 from megappo.trainer.scoring import SampleScoring, Scored, episode_metrics
+from megappo.trainer.told import told_fields
 
 PROBE_TOKENS = 4
 
@@ -189,10 +192,10 @@ class Rollouts:
 
     def score(
         self, samples: Sequence[Sample], prompts: Sequence[Prompt], scoring: SampleScoring | Scored | None = None
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included;
-        before them the sum of the environment's rewards, where there is one.
-        And this rank's part of the means of what else it told of them, by name.
+    ) -> tuple[torch.Tensor, dict[str, Metric], list[Graded]]:
+        """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included,
+        with those of its steps; before them the sum of the environment's rewards, where there is one.
+        And this rank's part of the means of what else it told of them, by name; and all that it told.
 
         All ranks call it together.
 
@@ -207,12 +210,14 @@ class Rollouts:
             scoring.add(samples)
         graded = scoring.graded()
         num_scores = self._num_scores({len(one.scores) for one in graded if not one.failed})
-        found = [one.scores + [0.0] * (num_scores - len(one.scores)) for one in graded]
+        found = [one.totals + [0.0] * (num_scores - len(one.scores)) for one in graded]
         scores = torch.tensor(found, dtype=torch.float32).reshape(len(graded), num_scores)
         names = {name for one in graded for name in one.parts}
         values = {name: [one.parts[name] for one in graded if name in one.parts] for name in sorted(names)}
         parts = {f"part/{name}": Metric.of(torch.tensor(told), "mean") for name, told in values.items()}
-        return scores, scoring.counts() | parts
+        if of_steps := [sum(score for _, score in chain(*one.steps)) for one in graded if any(one.steps)]:
+            parts["step_scores"] = Metric.of(torch.tensor(of_steps), "mean")
+        return scores, scoring.counts() | parts, graded
 
     def _num_scores(self, found: set[int]) -> int:
         """K, from what workers, ranks and steps have found it to be."""
@@ -235,10 +240,11 @@ class Rollouts:
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
-        scores, parts = self.score(samples, prompts, responses.scoring)
+        scores, parts, graded = self.score(samples, prompts, responses.scoring)
         algorithm = self.config.algorithm
         without = masked(samples, compared=algorithm.method.compares_responses) if algorithm.mask_truncated else set()
-        rows = sample_rows(samples, prompts, scores, episodes=self.config.has_environment, without=without)
+        told = told_fields(self.config, samples, graded, self._decoder, self.exchange)
+        rows = sample_rows(samples, prompts, scores, **told, episodes=self.config.has_environment, without=without)
         batch = self._at_owners(rows)
         written = sum(one.num_policy_tokens for one in samples)
         found, num_tokens = map(sum, zip(*self.exchange.share((len(samples), written)), strict=True))
@@ -297,7 +303,7 @@ class Rollouts:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""
         greedy = responses.greedy
         indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
-        scores, _ = self.score(greedy, prompts, responses.greedy_scoring)
+        scores, _, _ = self.score(greedy, prompts, responses.greedy_scoring)
         shaped, _ = shape_scores(
             summed(scores),
             torch.tensor([one.num_policy_tokens for one in greedy], dtype=torch.int64),

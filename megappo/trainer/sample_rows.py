@@ -48,6 +48,8 @@ def sample_rows(
     prompts: Sequence[Prompt],
     scores: torch.Tensor,
     *,
+    step_rewards: Sequence[Sequence[float]] | None = None,
+    loss_weights: torch.Tensor | None = None,
     episodes: bool = False,
     without: Container[tuple[int, int]] = (),
 ) -> Rows:
@@ -55,6 +57,8 @@ def sample_rows(
 
     Args:
         scores: [b, K], of samples.
+        step_rewards: of each sample's tokens, where a reward function has told any.
+        loss_weights: [b], likewise.
         episodes: there is an environment; on ranks without samples, too.
         without: of these, by prompt_index and sample_index, nothing is trained on.
     """
@@ -72,12 +76,17 @@ def sample_rows(
     }
     if scores.shape[1] > 1:
         fields["score_components"] = scores[index]
+    if loss_weights is not None:
+        fields["loss_weights"] = loss_weights[index]
+    if step_rewards is not None:
+        fields["turn_rewards"] = _padded([step_rewards[part.of][part.start : part.stop] for part in parts])
     if episodes:
         segments = [part.sample.episode.segments[part.number] for part in parts]
         fields["episodes"] = torch.tensor([float(part.sample.sample_index) for part in parts])
         fields["segments"] = torch.tensor([float(part.number) for part in parts])
         fields["turns"] = _padded([segment.turns for segment in segments])
-        fields["turn_rewards"] = _padded([segment.rewards for segment in segments])
+        rewards = _padded([segment.rewards for segment in segments])
+        fields["turn_rewards"] = rewards + fields.get("turn_rewards", 0.0)
     most = max((part.number + 1 for part in parts), default=1)
     return Rows(
         ids=torch.tensor([part.sample.sample_index * most + part.number for part in parts], dtype=torch.int64),

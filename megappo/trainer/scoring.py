@@ -96,7 +96,7 @@ class Scored:
 
 def _with_return(sample: Sample, graded: Graded) -> Graded:
     rewards = (reward for segment in sample.episode.segments for reward in segment.rewards)
-    return graded._replace(scores=[math.fsum(rewards), *graded.scores])
+    return graded._replace(scores=[math.fsum(rewards), *graded.scores], steps=[(), *graded.steps])
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:

@@ -137,11 +137,12 @@ def _matches(
     reference: Path | None,
     expected: dict,
     lengths: Lengths,
+    weighted: bool,
 ) -> None:
     case = CASES[name]
     engine = build(folder, case, kind, reference)
     architecture = read_architecture(folder)
-    rows = make_rows(architecture.vocab_size, lengths)
+    rows = make_rows(architecture.vocab_size, lengths, weighted=weighted)
     mine = shard_of(rows, case.layout)
     _assert_outputs(engine, rows, mine, expected["outputs"])
     for norm in expected["grad_norms"]:
@@ -168,9 +169,17 @@ def _assert_outputs(engine: TrainedEngine, rows: Rows, mine: list[int], expected
             assert not found[len(reference) :].any(), "padding must be 0"
 
 
-def check(name: str, kind: str, folder: Path, reference: Path | None = None, lengths: Lengths = LENGTHS) -> None:
-    expected = hf_train(folder, kind, reference, num_steps=2, lengths=lengths)
-    run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected, lengths)
+def check(
+    name: str,
+    kind: str,
+    folder: Path,
+    reference: Path | None = None,
+    lengths: Lengths = LENGTHS,
+    *,
+    weighted: bool = False,
+) -> None:
+    expected = hf_train(folder, kind, reference, num_steps=2, lengths=lengths, weighted=weighted)
+    run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, reference, expected, lengths, weighted)
 
 
 OF_ACTOR = [name for name in CASES if name not in EXPERT_CASES | LONG_CASES | DEEP_CASES]
@@ -195,6 +204,12 @@ SHOWN_OF_CRITIC = ("one rank", "tp2 sp", "pp2 vpp2", "dp2", "cp2 tp2 sp", "cp2 p
 @pytest.mark.parametrize("name", slow_ones(OF_CRITIC, set(OF_CRITIC) - set(SHOWN_OF_CRITIC)))
 def test_critic_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
     check(name, "critic", with_score(hf_folder(tmp_path / "hf", "qwen2")))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("cp2", "shared"), pytest.param("dp2", "critic", marks=pytest.mark.slow)])
+def test_rows_count_by_their_weights(name: str, kind: str, tmp_path: Path) -> None:
+    """In the losses of policy and values, and in the bonus of entropy."""
+    check(name, kind, with_score(hf_folder(tmp_path / "hf", "qwen2")), weighted=True)
 
 
 @pytest.mark.parametrize("name", ["one rank", *LONG_CASES])

@@ -154,6 +154,18 @@ def test_several_scores_are_shown_and_one_is_refused_where_the_method_needs_seve
     )
 
 
+def test_scores_of_steps_and_a_weight_are_shown_and_what_would_clip_their_sum_is_refused(plan, run_folder):
+    told = "{'score': 1, 'step_scores': [[1, 0.5]], 'loss_weight': 2}"
+    (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {told}\n")
+    done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
+    assert done.returncode == 0 and "for the first prompt, 1, loss_weight 2, step_scores [[1, 0.5]]\n" in done.stdout
+    [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.clip=5"))
+    assert error == (
+        "error: reward.clip 5.0 changes the score of a response, not those of its steps, which reward.function "
+        "reward.py:f gives (step_scores): drop it, and have the function do it"
+    )
+
+
 def test_of_many_prompts_a_sample_is_looked_at_and_all_if_asked(plan, run_folder):
     lines = [LINE] * 50_000
     lines[1234] = "{\n"  # neither among the first ones nor at a round number

@@ -59,6 +59,14 @@ def test_aggregate_hand_computed():
         "seq-mean-token-mean": pytest.approx(6.5 / 4),
         "seq-mean-token-sum-norm": pytest.approx(18 / 4 / 8),
     }
+    results = {mode: float(aggregate(loss, mask, mode, loss_weights=torch.tensor([3.0, 0.5, 9.0]))) for mode in results}
+    assert results == {
+        "token-mean": pytest.approx((3 * 3 + 15 / 2) / 5),
+        "token-sum": pytest.approx(3 * 3 + 15 / 2),
+        "seq-mean-token-sum": pytest.approx((3 * 3 + 15 / 2) / 2),
+        "seq-mean-token-mean": pytest.approx((3 * 1.5 + 5.0 / 2) / 2),
+        "seq-mean-token-sum-norm": pytest.approx((3 * 3 + 15 / 2) / 2 / 4),
+    }
 
 
 def test_the_normaliser_of_a_mask_counts_tokens_and_rows_that_have_some():

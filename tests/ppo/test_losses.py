@@ -11,7 +11,7 @@ from ragged import CASES, Case, cases
 
 from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
-from megappo.ppo.aggregation import Normaliser
+from megappo.ppo.aggregation import AGGREGATIONS, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.surrogate import Tokens
 
@@ -103,6 +103,32 @@ def test_other_losses_hand_computed(name, advantage, loss, gradients):
     assert float(result.detach()) == pytest.approx(loss, rel=1e-6)
     if gradients is not None:
         torch.testing.assert_close(log_probs.grad, torch.tensor([gradients]), rtol=1e-6, atol=1e-6)
+
+
+@EVERY
+@pytest.mark.parametrize("mode", [None, *AGGREGATIONS])
+def test_a_rows_weight_scales_its_gradient_and_no_metric_but_the_loss(name: str, mode: str | None):
+    """Weights of 1 change nothing to the bit, and one of 0 leaves nothing of its row."""
+    case = Case(4, 12, 5)
+    inputs = Inputs.of(case, 0.1, True)
+    config = Actor(policy_loss=name, loss_agg_mode=mode)
+
+    def found(loss_weights: torch.Tensor | None) -> tuple[float, dict, torch.Tensor]:
+        log_probs = inputs.log_probs.clone().requires_grad_()
+        arguments = (log_probs, inputs.old_log_probs, inputs.advantages, case.mask, config)
+        loss, metrics = policy_loss(*arguments, rollout_is_weights=inputs.weights, loss_weights=loss_weights)
+        loss.backward()
+        return float(loss.detach()), numbers_of(metrics), log_probs.grad
+
+    loss, metrics, gradient = found(None)
+    same = found(torch.ones(4))
+    assert same[:2] == (loss, metrics) and same[2].equal(gradient)
+    of_rows = [found(torch.eye(4)[row])[0] for row in range(4)]
+    weights = torch.tensor([2.0, 0.0, 0.3, 1.0])
+    weighted = found(weights)
+    assert weighted[0] == pytest.approx(sum(w * x for w, x in zip(weights.tolist(), of_rows, strict=True)), rel=1e-5)
+    assert weighted[1] == metrics and gradient.any(dim=1).all()
+    torch.testing.assert_close(weighted[2], gradient * weights[:, None], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["clip", "gspo", "kl_cov", "dppo_tv", "dppo_kl", "dro"])

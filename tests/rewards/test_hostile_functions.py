@@ -69,33 +69,61 @@ SENDS = {
     "no JSON": (write(frame("b'{no json'")), "b'{no json' is not JSON"),
     "deep JSON": (write(frame("b'[' * 20000")), "is not JSON"),
     "no object": (write(frame("b'[1.0]'")), r"b'\[1.0\]' is no JSON object"),
-    "text as scores": (graded("[['1'], {}, None, False]"), "something else than scores of 3 responses"),
-    "too few scores": (graded("[[1.0], {}, None, False]", 1), "something else than scores of 3 responses"),
-    "no scores": (graded("[[], {}, None, False]"), "something else than scores of 3 responses"),
+    "text as scores": (graded("[['1'], {}, None, False, None, []]"), "something else than scores of 3 responses"),
+    "too few scores": (graded("[[1.0], {}, None, False, None, []]", 1), "something else than scores of 3 responses"),
+    "no scores": (graded("[[], {}, None, False, None, []]"), "something else than scores of 3 responses"),
     "numbers": (graded("1.0"), "something else than scores of 3 responses"),
-    "NaN": (graded("[[float('nan')], {}, None, False]"), "something else than scores of 3 responses"),
+    "NaN": (graded("[[float('nan')], {}, None, False, None, []]"), "something else than scores of 3 responses"),
     "NaN as a part": (
-        graded("[[1.0], {'acc': float('nan')}, None, False]"),
+        graded("[[1.0], {'acc': float('nan')}, None, False, None, []]"),
         "something else than scores of 3 responses",
     ),
-    "a score beyond float32": (graded("[[1e39], {}, None, False]"), "something else than scores of 3 responses"),
-    "too many scores": (graded("[[1.0] * 65, {}, None, False]"), "something else than scores of 3 responses"),
+    "a score beyond float32": (
+        graded("[[1e39], {}, None, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "too many scores": (graded("[[1.0] * 65, {}, None, False, None, []]"), "something else than scores of 3 responses"),
     "too many parts": (
-        graded("[[1.0], dict.fromkeys(range(33), 1.0), None, False]"),
+        graded("[[1.0], dict.fromkeys(range(33), 1.0), None, False, None, []]"),
         "something else than scores of 3",
     ),
-    "a long name": (graded("[[1.0], {'x' * 65: 1.0}, None, False]"), "something else than scores of 3 responses"),
+    "a long name": (
+        graded("[[1.0], {'x' * 65: 1.0}, None, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
     "a name that is no text": (
-        graded("[[1.0], {'\\ud800': 1.0}, None, False]"),
+        graded("[[1.0], {'\\ud800': 1.0}, None, False, None, []]"),
         "something else than scores of 3 responses",
     ),
     "an answer that is no text": (
-        graded("[[1.0], {}, '\\ud800', False]"),
+        graded("[[1.0], {}, '\\ud800', False, None, []]"),
         "something else than scores of 3 responses",
     ),
-    "a long answer": (graded("[[1.0], {}, 'x' * 201, False]"), "something else than scores of 3 responses"),
-    "an answer that is a number": (graded("[[1.0], {}, 7, False]"), "something else than scores of 3 responses"),
-    "parts that are a list": (graded("[[1.0], [], None, False]"), "something else than scores of 3 responses"),
+    "a long answer": (graded("[[1.0], {}, 'x' * 201, False, None, []]"), "something else than scores of 3 responses"),
+    "an answer that is a number": (
+        graded("[[1.0], {}, 7, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "a negative weight": (
+        graded("[[1.0], {}, None, False, -1.0, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "a step behind the end": (
+        graded("[[1.0], {}, None, False, None, [[[3, 1.0]]]]"),
+        "something else than scores of 3 responses",
+    ),
+    "steps that do not ascend": (
+        graded("[[1.0], {}, None, False, None, [[[2, 1.0], [2, 1.0]]]]"),
+        "something else than scores of 3 responses",
+    ),
+    "steps of characters": (
+        graded("[[1.0], {}, None, False, None, [['12']]]"),
+        "something else than scores of 3 responses",
+    ),
+    "parts that are a list": (
+        graded("[[1.0], [], None, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
     "closes everything": ("os.closerange(3, 64)\nreturn [0.0] * 3", "ended its process"),
     "closes everything and hangs": ("os.closerange(3, 64)\ntime.sleep(54321)", r"\(closed its connection\)"),
 }
@@ -146,7 +174,7 @@ def test_a_worker_that_does_not_read_ends_with_the_timeout(tmp_path: Path):
 
 
 def test_an_answer_too_many_is_not_taken_for_the_next_one(tmp_path: Path):
-    lines = graded("[[9.0], {}, None, False]").replace("time.sleep(54321)", "return [0.0] * 3")
+    lines = graded("[[9.0], {}, None, False, None, []]").replace("time.sleep(54321)", "return [0.0] * 3")
     pool = load(tmp_path, function(lines))
     score(pool)
     time.sleep(0.3)

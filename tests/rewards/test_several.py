@@ -107,6 +107,28 @@ def test_numbers_of_one_name_are_told_of_each_function(tmp_path):
     ]
 
 
+def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their_function(tmp_path):
+    """Neither is told as a number; the scores stay the outcomes'."""
+    (tmp_path / "mine.py").write_text(
+        "def first(solution_str, **kwargs):\n"
+        "    told = {'score': 1, 'loss_weight': 0.5, 'step_scores': [(2, 0.25), (3, -1)], 'acc': 1}\n"
+        "    return told if solution_str else 1\n"
+        "def second(responses):\n"
+        "    return [{'score': 2, 'loss_weight': 3, 'step_scores': [[1, 1]] if one else []} for one in responses]\n"
+        "def third(responses):\n    return [[5, 6] for _ in responses]\n"
+    )
+    specs = {f"{tmp_path}/mine.py:{name}": weight for name, weight in (("first", 2.0), ("third", 1), ("second", 0.5))}
+    with load_reward(specs, num_workers=1, timeout_seconds=20) as pool:
+        graded = pool.score(["x"] * 2, ["yes", ""], ["7"] * 2)
+    assert [one.scores for one in graded] == [[2.0, 5.0, 6.0, 1.0]] * 2
+    assert [one.totals for one in graded] == [[0.5, 5.0, 6.0, 1.5], [2.0, 5.0, 6.0, 1.0]]
+    assert [one.loss_weight for one in graded] == [1.5, 3.0] and [one.parts for one in graded] == [{"acc": 1.0}, {}]
+    assert [[list(map(list, steps)) for steps in one.steps] for one in graded] == [
+        [[[2, 0.5], [3, -2.0]], [], [], [[1, 0.5]]],
+        [],
+    ]
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
@@ -119,15 +141,57 @@ def test_numbers_of_one_name_are_told_of_each_function(tmp_path):
         ("{'score': 1.0, 'half \\ud800': 1.0}", "with names of at most 64 printable characters"),
         ("dict.fromkeys(map(str, range(33)), 1) | {'score': 1.0}", "returned 33 numbers beside 'score'"),
         ("{'score': {'score': 1.0}}", "returned {'score': 1.0} .value 0., a dict; expected a number"),
+        ("{'score': 1, 'loss_weight': -0.5}", r"returned -0.5 \(value 0, 'loss_weight'\); expected 0 or more"),
+        (
+            "{'score': 1, 'loss_weight': float('nan')}",
+            r"returned nan \(value 0, 'loss_weight'\); expected finite numbers",
+        ),
+        (
+            "{'score': 1, 'loss_weight': None}",
+            r"returned None \(value 0, 'loss_weight'\), a NoneType; expected a number",
+        ),
+        (
+            "{'score': 1, 'step_scores': 0.5}",
+            r"returned 0.5 \(value 0, 'step_scores'\); expected a list of \[end, score\]",
+        ),
+        (
+            "{'score': 1, 'step_scores': [[1.0, 2]]}",
+            r"returned \[1.0, 2\] .*, step 0\); .*, with a whole number as end",
+        ),
+        (
+            "{'score': 1, 'step_scores': [[0, 1]]}",
+            r"a step that ends at 0 .*step 0\); expected an end above 0, .* most 3, ",
+        ),
+        (
+            "{'score': 1, 'step_scores': [[2, 1], [4, 1]]}",
+            r"a step that ends at 4 .*step 1\); .* above 2, .* at most 3, ",
+        ),
+        (
+            "{'score': 1, 'step_scores': [[2, 1], [2, 1]]}",
+            r"a step that ends at 2 .*step 1\); expected an end above 2, ",
+        ),
+        (
+            "{'score': 1, 'step_scores': [[1, float('inf')]]}",
+            r"returned inf \(value 0, 'step_scores', step 0\); expected fin",
+        ),
+        (
+            "{'score': 3e38, 'step_scores': [[1, 3e38]]}",
+            r"returned 6e\+38 .*their sum with the score\), which is too large",
+        ),
+        (
+            "{'score': [1, 2], 'step_scores': []}",
+            r"a list of 2 scores beside steps \(value 0, 'step_scores'\); expected one",
+        ),
     ],
 )
 def test_dictionaries_that_tell_nonsense_are_errors(tmp_path, result, message):
     (tmp_path / "mine.py").write_text(f"def f(responses):\n    return [{result} for _ in responses]\n")
     with (
         load_reward(f"{tmp_path}/mine.py:f", num_workers=1, timeout_seconds=20) as pool,
-        pytest.raises(RewardError, match=message),
+        pytest.raises(RewardError, match=message) as raised,
     ):
-        pool.score(["x"], ["y"], [1])
+        pool.score(["x"], ["yes"], [1])
+    assert "it was scoring response 'yes' to prompt 'x'" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
             loss = torch.max(-advantage * ratio, -advantage * ratio.clamp(1 - ACTOR.clip_ratio, 1 + ACTOR.clip_ratio))
             if advantage < 0:
                 loss = torch.min(loss, -ACTOR.clip_ratio_c * advantage)
-            losses.append(loss - ACTOR.entropy_coeff * outputs["entropy"][row][t])
+            losses.append(weight_of(rows, row) * (loss - ACTOR.entropy_coeff * outputs["entropy"][row][t]))
     return torch.stack(losses).mean()
 
 
@@ -90,11 +90,18 @@ def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
         for t in rows.response_mask[row].nonzero().flatten().tolist():
             old, target = rows.fields["values"][row, t], rows.fields["returns"][row, t]
             clipped = old + (values[t] - old).clamp(-CRITIC.value_clip, CRITIC.value_clip)
-            losses.append(0.5 * torch.max((values[t] - target) ** 2, (clipped - target) ** 2))
+            error = torch.max((values[t] - target) ** 2, (clipped - target) ** 2)
+            losses.append(weight_of(rows, row) * 0.5 * error)
     return torch.stack(losses).mean()
 
 
-def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int, lengths: Lengths) -> dict:
+def weight_of(rows: Rows, row: int) -> float:
+    return float(rows.fields["loss_weights"][row]) if "loss_weights" in rows.fields else 1.0
+
+
+def hf_train(
+    folder: Path, kind: str, reference: Path | None, num_steps: int, lengths: Lengths, *, weighted: bool = False
+) -> dict:
     """Outputs before, gradient norms and parameters after some Adam steps."""
     oracle = Oracle(
         hf_model(folder),
@@ -102,7 +109,7 @@ def hf_train(folder: Path, kind: str, reference: Path | None, num_steps: int, le
         hf_model(reference) if reference else None,
         is_policy=HEADS[kind] != "value",
     )
-    rows = make_rows(oracle.model.config.vocab_size, lengths)
+    rows = make_rows(oracle.model.config.vocab_size, lengths, weighted=weighted)
     named = oracle.parameters()
     decayed = [parameter for parameter in named.values() if parameter.dim() > 1]
     others = [parameter for parameter in named.values() if parameter.dim() == 1]

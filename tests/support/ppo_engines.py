@@ -77,12 +77,19 @@ def make_loss(kind: str, rows: Rows) -> LossFn:
     return make(make_config(kind), int(rows.response_mask.sum()), int(rows.response_mask.any(dim=1).sum()))
 
 
-def make_rows(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS, rows_per_prompt: int = 1) -> Rows:
+def make_rows(
+    vocab_size: int,
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    rows_per_prompt: int = 1,
+    *,
+    weighted: bool = False,
+) -> Rows:
     """The same random rows on every rank, with every field the losses read; in longer ones an environment wrote a part.
 
     Args:
         lengths: (prompt, response) of each row.
         rows_per_prompt: as many in a row answer the same prompt.
+        weighted: each with a weight of its losses, that of the second 0.
     """
     generator = torch.Generator().manual_seed(1)
     prompts, responses = torch.tensor(lengths).T
@@ -99,6 +106,7 @@ def make_rows(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS, row
     # Old log-probs on both sides of the clipping range around those of an untrained model.
     old = (-torch.log(torch.tensor(float(vocab_size))) + 0.3 * random.pop("noise")) * is_response
     fields = {"response_mask": mask, "old_log_probs": old, **random}
+    fields |= {"loss_weights": torch.rand(len(lengths), generator=generator) * 2 * (ids != 1)} if weighted else {}
     return Rows(ids, ids // rows_per_prompt, prompts, responses, tokens, fields)
 
 

@@ -54,8 +54,11 @@ EXPECTED = {
 
 
 class ScoredByFirstToken(Rollouts):
-    def score(self, samples: Sequence[Sample], prompts: Sequence[Prompt], _: object) -> tuple[torch.Tensor, dict]:
-        return torch.tensor([[float(one.tokens[0])] for one in samples]).reshape(-1, 1), {}
+    def score(
+        self, samples: Sequence[Sample], prompts: Sequence[Prompt], _: object
+    ) -> tuple[torch.Tensor, dict, list[Graded]]:
+        scores = torch.tensor([[float(one.tokens[0])] for one in samples]).reshape(-1, 1)
+        return scores, {}, [Graded(of_sample, {}) for of_sample in scores.tolist()]
 
 
 def make_config(**algorithm: object) -> Config:
@@ -173,7 +176,7 @@ def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> Non
     with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
         datasets, own = replace(DATASETS, tokenizer=Tokenizer()), OwnEngine(rank, None, pool)
         rollouts = Rollouts(config, datasets, own, exchange, None, num_engines=1)
-        scores, metrics = rollouts.score(samples, PROMPTS)
+        scores, metrics, _ = rollouts.score(samples, PROMPTS)
     assert scores.tolist() == [[3.0, 0.25, 0.5], [3.0, 0.0, 0.0]]
     assert metrics["errors"].value == 1
 
