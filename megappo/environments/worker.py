@@ -36,38 +36,56 @@ def main() -> None:
     if limit:
         limit_memory(int(limit))
     threading.stack_size(STACK_BYTES)
-    make, error = attempt(_load, source, name, *arguments)
-    asyncio.run(_serve(connection, make, error, float(seconds)))
+    loaded, error = attempt(_load, source, name, *arguments)
+    make, ready = (None, {"error": error}) if error else loaded
+    asyncio.run(_serve(connection, make, ready, float(seconds)))
     sys.stdout.flush()
     os._exit(0)  # threads that hang would be waited for
 
 
-async def _serve(connection: Any, make: Callable[[], Any], error: str, seconds: float) -> None:
+async def _serve(connection: Any, make: Callable[[], Any] | None, ready: Mapping[str, Any], seconds: float) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
     host = Host(make, seconds, writer)
-    host.send({"error": error} if error else {"takes": asdict(_takes(make)), "tools": getattr(make, "tools", [])})
+    host.send(ready)
     try:
-        while not error:
+        while make is not None:
             host.take(json.loads(await read(reader)))
         await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):  # the owner went: so does the worker
         pass
 
 
-def _load(source: str, name: str, *arguments: str) -> Callable[[], Any]:
+def _load(source: str, name: str, *arguments: str) -> tuple[Callable[[], Any], dict[str, Any]]:
+    """What makes environments, and what its owner is to know."""
     make = load(source, name)
     for one in arguments:
         make = make(*json.loads(one))
     missing = [method for method in METHODS if not callable(getattr(make, method, None))]
     if missing:
         raise BadFunction(f"has no {' and no '.join(missing)}: expected a class with reset(row) and step(message)")
-    return make
+    return make, {"takes": asdict(_takes(make)), "tools": _tools(make)}
 
 
 def _takes(make: Callable[[], Any]) -> Takes:
     """What it needs of a record: the `columns` that it names; without any it gets all that there are."""
     columns = getattr(make, "columns", None)
-    return Takes(raw_prompts=True, welcome=None) if columns is None else Takes(tuple(columns), raw_prompts=True)
+    if columns is None:
+        return Takes(raw_prompts=True, welcome=None)
+    if not isinstance(columns, list | tuple) or not all(isinstance(name, str) for name in columns):
+        raise BadFunction(f"has columns = {columns!r:.80}; expected a tuple of names")
+    return Takes(tuple(columns), raw_prompts=True)
+
+
+def _tools(make: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The functions that it offers the policy, each as a JSON schema."""
+    tools = getattr(make, "tools", [])
+    try:
+        is_told = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools) and json.dumps(tools)
+    except (TypeError, ValueError, RecursionError):
+        is_told = False
+    if not is_told:
+        raise BadFunction(f"has tools = {tools!r:.200}; expected a list of JSON schemas")
+    return tools
 
 
 class Host:

@@ -121,6 +121,14 @@ class TooManyRewards(Counts):
         return "", [1.0] * 9, True
 
 
+class OneColumn(Counts):
+    columns = "number"
+
+
+class NoTools(Counts):
+    tools = [{"name": Counts}]
+
+
 class NoStep:
     async def reset(self, row):
         pass

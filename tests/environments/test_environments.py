@@ -126,7 +126,12 @@ def test_an_environment_that_is_left_while_it_is_made_is_closed(environments):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("Nothing", "does not exist: the file defines .*Counts"), ("NoStep", "has no step: expected a class")],
+    [
+        ("Nothing", "does not exist: the file defines .*Counts"),
+        ("NoStep", "has no step: expected a class"),
+        ("OneColumn", "has columns = 'number'; expected a tuple of names"),
+        ("NoTools", "has tools = .*; expected a list of JSON schemas"),
+    ],
 )
 def test_what_cannot_be_loaded_is_said_at_the_start(environments, name, message):
     with pytest.raises(EnvironmentFault, match=f"^environment {name} {message}"):

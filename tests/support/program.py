@@ -9,6 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -88,8 +89,12 @@ class Program:
     @property
     def ranks(self) -> list[psutil.Process]:
         """The ranks' processes, in order."""
-        children = psutil.Process(self.process.pid).children()
-        return sorted((p for p in children if "megappo.train" in p.cmdline()), key=lambda p: p.environ()["RANK"])
+        ranks = {}
+        for child in psutil.Process(self.process.pid).children():
+            with suppress(psutil.NoSuchProcess):  # it has ended since
+                if "megappo.train" in child.cmdline():
+                    ranks[child.environ()["RANK"]] = child
+        return [ranks[rank] for rank in sorted(ranks)]
 
     @property
     def listening(self) -> dict[str, str]:
