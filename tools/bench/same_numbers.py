@@ -43,6 +43,7 @@ from megappo.data.prompts import Prompt, share  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
+from megappo.rewards.forms import Graded  # noqa: E402
 from megappo.rollout.client import SamplingParams  # noqa: E402
 from megappo.rollout.sampler import Sample  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
@@ -184,10 +185,11 @@ class FixedRollouts(Rollouts):
                 samples.append(Sample(prompt.index, i, tokens, log_probs, reason))
         return samples
 
-    def score(self, samples: Sequence[Sample], *_: object) -> tuple[torch.Tensor, dict]:
-        scores = [(sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)) for one in samples]
+    def score(self, samples: Sequence[Sample], *_: object) -> tuple[torch.Tensor, dict, list[Graded]]:
         num_scores = 1 + self.config.algorithm.method.needs_score_components
-        return torch.tensor(scores, dtype=torch.float32).reshape(-1, 2)[:, :num_scores], {}
+        found = [[sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)][:num_scores] for one in samples]
+        scores = torch.tensor(found, dtype=torch.float32).reshape(-1, num_scores)
+        return scores, {}, [Graded(of_sample, {}) for of_sample in found]
 
 
 def build(config: Config) -> Run:
