@@ -100,6 +100,7 @@ class Host:
         self.environments: dict[int, Any] = {}
         self._left: set[int] = set()
         self._tasks: set[asyncio.Task] = set()
+        self._calls: dict[int, asyncio.Task] = {}
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Tell the owner something."""
@@ -126,14 +127,24 @@ class Host:
         if method == "close":
             if episode not in self.environments:  # it is being made
                 self._left.add(episode)
+            elif (call := self._calls.get(episode)) is not None:  # nobody waits for it any more
+                call.cancel()
+                await asyncio.wait([call])
             return await _closed(self.environments.pop(episode, None))
         if method == "reset":
             environment = await _in_thread(self.make)
             if episode in self._left:
                 return await _closed(environment)
             self.environments[episode] = environment
-            return messages_of(await called(self.environments[episode].reset, *arguments), "reset")
-        return _step(await called(self.environments[episode].step, *arguments))
+            return messages_of(await self._called(episode, environment.reset, *arguments), "reset")
+        return _step(await self._called(episode, self.environments[episode].step, *arguments))
+
+    async def _called(self, episode: int, function: Callable[..., Any], *arguments: Any) -> Any:
+        self._calls[episode] = asyncio.current_task()
+        try:
+            return await called(function, *arguments)
+        finally:
+            del self._calls[episode]
 
 
 async def _closed(environment: Any) -> None:

@@ -91,6 +91,22 @@ class Slow(Counts):
         type(self).closed += 1
 
 
+class Long(Counts):
+    ended = closed = 0
+
+    async def reset(self, row):
+        return f"{self.ended} ended, {self.closed} closed"
+
+    async def step(self, message):
+        try:
+            await asyncio.sleep(100)
+        finally:
+            type(self).ended += 1
+
+    async def close(self):
+        type(self).closed += self.ended > self.closed
+
+
 class ThreeOnly(Counts):
     async def step(self, message):
         return 3

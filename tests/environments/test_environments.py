@@ -124,6 +124,28 @@ def test_an_environment_that_is_left_while_it_is_made_is_closed(environments):
         assert asyncio.run(leave()) == [{"role": "user", "content": "2 made, 1 closed"}]
 
 
+def test_an_environment_that_is_left_in_a_step_is_closed_when_that_has_ended(environments):
+    """And its worker, which owes nothing any more, serves on in another event loop."""
+
+    async def leave():
+        async with pool.open():
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.5), pool.environment() as environment:
+                    await environment.reset({"number": 1})
+                    await environment.step(TURN)
+
+    async def look():
+        async with pool.open(), pool.environment() as environment:
+            [said] = await environment.reset({"number": 1})
+            return said["content"]
+
+    with pool_of(environments, "Long", seconds=60.0) as pool:
+        started = time.monotonic()
+        asyncio.run(leave())
+        assert time.monotonic() - started < 3.0
+        assert asyncio.run(look()) == "1 ended, 1 closed"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
