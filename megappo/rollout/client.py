@@ -3,17 +3,25 @@
 import asyncio
 import contextlib
 import json
-import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import httpx
 
 from megappo.observe.life import LIFE
+from megappo.rollout.generations import (
+    EngineError,
+    EngineFault,
+    Generation,
+    SamplingParams,
+    checked,
+    checked_all,
+    expecting_response,
+    generate_body,
+    stream_body,
+)
 
-FINISH_REASONS = ("stop", "length")
 ENDING_SECONDS = 3.0
 """How long a crashed engine may take, from the break of its connections, to end."""
 CONNECT_SECONDS = 10.0
@@ -33,49 +41,6 @@ OF_GROUPS = ("/init_weights_update_group", "/update_weights_from_distributed")
 WEIGHTS = ("weights",)
 WORKING_MEMORY = ("kv_cache", "cuda_graph")
 """SGLang's tags of what it frees asleep."""
-
-
-class EngineError(RuntimeError):
-    """An SGLang engine that does not start, has ended, or refuses a request."""
-
-
-class EngineFault(EngineError):
-    """One that has ended, hangs, or answers nonsense: started anew, it may do what it was asked for."""
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to sample; rollout's keys of the same names explain each. temperature 0 = greedy (log-probs as at 1)."""
-
-    max_response_length: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop_token_ids: tuple[int, ...] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """SGLang's spelling."""
-        return {
-            "max_new_tokens": self.max_response_length,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "stop_token_ids": list(self.stop_token_ids),
-        }
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One response.
-
-    tokens include the stop token. log_probs[t] is log p(tokens[t] | all before), after temperature, over the whole
-    vocabulary even where top_p or top_k cut it. num_cached tokens of the prompt needed no computing.
-    """
-
-    tokens: list[int]
-    log_probs: list[float]
-    finish_reason: Literal["stop", "length"]
-    num_cached: int = 0
 
 
 class EngineClient:
@@ -137,8 +102,8 @@ class EngineClient:
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """One response for each prompt (token ids), in order, in one request."""
-        reply = self.post("/generate", _generate_body(prompts, params))
-        return _generations(reply, len(prompts))
+        reply = self.post("/generate", generate_body(prompts, params))
+        return checked_all(reply, len(prompts))
 
     def sleep(self) -> None:
         """Free the GPU memory of weights, caches and CUDA graphs (on a CPU they stay). After wake() send the weights
@@ -188,12 +153,12 @@ class EngineClient:
         left = set(range(len(prompts)))
         try:
             with LIFE.waiting():
-                async with http.stream("POST", "/generate", json=_stream_body(prompts, params)) as response:
+                async with http.stream("POST", "/generate", json=stream_body(prompts, params)) as response:
                     async for event in self._events("/generate", response):
-                        with _expecting_response(event):
+                        with expecting_response(event):
                             if not event["meta_info"]["finish_reason"]:
                                 continue
-                            position, generation = event["index"], _generation(event)
+                            position, generation = event["index"], checked(event)
                             left.remove(position)
                         yield position, generation
         except httpx.TransportError as error:
@@ -215,7 +180,7 @@ class EngineClient:
 
     def _event(self, path: str, data: bytes) -> Any:
         event = self._parsed(path, data)
-        with _expecting_response(event):
+        with expecting_response(event):
             if "error" in event:  # found after the status had been sent
                 raise self._refusal(path, event["error"]["code"], data.decode())
         return event
@@ -337,50 +302,3 @@ class EngineClient:
         # What is wrong with the request itself would be so another time.
         kind = EngineFault if is_fault or status >= 500 else EngineError
         return kind(f"{self.url}{path} refused (HTTP {status}): {reply}")
-
-
-def _generate_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
-    return {"input_ids": list(prompts), "sampling_params": params.as_json(), "return_logprob": True}
-
-
-def _stream_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
-    """For a stream of which only the first tokens and whole responses are sent."""
-    body = _generate_body(prompts, params)
-    sampling = body["sampling_params"] | {"stream_interval": params.max_response_length + 1}
-    return body | {"sampling_params": sampling, "stream": True}
-
-
-def _generations(replies: Any, expected: int) -> list[Generation]:
-    if not isinstance(replies, list) or len(replies) != expected:
-        raise EngineFault(f"expected {expected} responses from the engine, got {str(replies)[:500]}")
-    return [_generation(reply) for reply in replies]
-
-
-def _generation(reply: Any) -> Generation:
-    with _expecting_response(reply):
-        return _checked_generation(reply["output_ids"], reply["meta_info"])
-
-
-@contextlib.contextmanager
-def _expecting_response(reply: Any) -> Iterator[None]:
-    """Takes what is not as it should be for the engine's fault."""
-    try:
-        yield
-    except (LookupError, TypeError) as error:
-        raise EngineFault(f"the engine's response is none ({error!r}): {str(reply)[:500]}") from error
-
-
-def _checked_generation(tokens: list[int], meta: dict[str, Any]) -> Generation:
-    end = meta["finish_reason"]
-    if end["type"] not in FINISH_REASONS:
-        kind = EngineFault if (end.get("status_code") or 500) >= 500 else EngineError
-        raise kind(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {end}")
-    if meta["completion_tokens"] != len(tokens):
-        raise EngineFault(f"expected all {meta['completion_tokens']} tokens of a response at once, got {len(tokens)}")
-    entries = meta["output_token_logprobs"]
-    log_probs = [entry[0] for entry in entries]
-    if [entry[1] for entry in entries] != tokens:
-        raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
-    if any(value is None or not math.isfinite(value) for value in log_probs):
-        raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
-    return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0))

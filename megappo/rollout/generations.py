@@ -1,0 +1,106 @@
+"""What an engine is asked to write, as SGLang spells it, and what it answers, which is checked."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FINISH_REASONS = ("stop", "length")
+
+
+class EngineError(RuntimeError):
+    """An SGLang engine that does not start, has ended, or refuses a request."""
+
+
+class EngineFault(EngineError):
+    """One that has ended, hangs, or answers nonsense: started anew, it may do what it was asked for."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample; rollout's keys of the same names explain each. temperature 0 = greedy (log-probs as at 1)."""
+
+    max_response_length: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """SGLang's spelling."""
+        return {
+            "max_new_tokens": self.max_response_length,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop_token_ids": list(self.stop_token_ids),
+        }
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    tokens include the stop token. log_probs[t] is log p(tokens[t] | all before), after temperature, over the whole
+    vocabulary even where top_p or top_k cut it. num_cached tokens of the prompt needed no computing.
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    finish_reason: Literal["stop", "length"]
+    num_cached: int = 0
+
+
+def generate_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
+    """Of a request for one response to each prompt."""
+    return {"input_ids": list(prompts), "sampling_params": params.as_json(), "return_logprob": True}
+
+
+def stream_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
+    """For a stream of which only the first tokens and whole responses are sent."""
+    body = generate_body(prompts, params)
+    sampling = body["sampling_params"] | {"stream_interval": params.max_response_length + 1}
+    return body | {"sampling_params": sampling, "stream": True}
+
+
+def checked_all(replies: Any, expected: int) -> list[Generation]:
+    """Of each reply its response.
+
+    Raises:
+        EngineError: it is none. EngineFault: by the engine's fault.
+    """
+    if not isinstance(replies, list) or len(replies) != expected:
+        raise EngineFault(f"expected {expected} responses from the engine, got {str(replies)[:500]}")
+    return [checked(reply) for reply in replies]
+
+
+def checked(reply: Any) -> Generation:
+    """Of one reply, as `checked_all`."""
+    with expecting_response(reply):
+        return _checked_generation(reply["output_ids"], reply["meta_info"])
+
+
+@contextlib.contextmanager
+def expecting_response(reply: Any) -> Iterator[None]:
+    """Takes what is not as it should be for the engine's fault."""
+    try:
+        yield
+    except (LookupError, TypeError) as error:
+        raise EngineFault(f"the engine's response is none ({error!r}): {str(reply)[:500]}") from error
+
+
+def _checked_generation(tokens: list[int], meta: dict[str, Any]) -> Generation:
+    end = meta["finish_reason"]
+    if end["type"] not in FINISH_REASONS:
+        kind = EngineFault if (end.get("status_code") or 500) >= 500 else EngineError
+        raise kind(f"expected a response to end by {' or '.join(FINISH_REASONS)}, got {end}")
+    if meta["completion_tokens"] != len(tokens):
+        raise EngineFault(f"expected all {meta['completion_tokens']} tokens of a response at once, got {len(tokens)}")
+    entries = meta["output_token_logprobs"]
+    log_probs = [entry[0] for entry in entries]
+    if [entry[1] for entry in entries] != tokens:
+        raise EngineFault(f"the engine's tokens {tokens} and those of its log-probs {entries} differ")
+    if any(value is None or not math.isfinite(value) for value in log_probs):
+        raise EngineFault(f"the engine returned a log-prob that is no number: {log_probs}; are its weights finite?")
+    return Generation(tokens, log_probs, end["type"], meta.get("cached_tokens", 0))
