@@ -161,11 +161,13 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
     """The step's totals, then how each component splits them."""
     splits = batch_splits(config, layouts)
     prompts, n = config.data.train_batch_size, config.rollout.n
+    drawn = config.data.draw_size
     totals = [
-        f"  {prompts:,} prompts x {counted(n, 'response')} = {prompts * n:,} trajectories",
+        f"  {prompts:,} prompts x {counted(n, 'response')} = {prompts * n:,} trajectories"
+        + (f", those that are finished first of {drawn:,} prompts" if drawn > prompts else ""),
         f"  at most {longest_row(config):,} tokens each ({config.data.max_prompt_length:,} prompt + "
         f"{config.rollout.max_response_length:,} response): {prompts * n * longest_row(config):,} tokens at worst",
-        f"  {layouts['rollout'].data} engine(s): about {prompts * n / layouts['rollout'].data:,.4g} trajectories each, "
+        f"  {layouts['rollout'].data} engine(s): about {drawn * n / layouts['rollout'].data:,.4g} trajectories each, "
         f"{config.rollout.max_running_requests:,} at once",
     ]
     rows = [["", *splits]] + [

@@ -135,8 +135,6 @@ def _filtered(config: Config) -> Iterator[str]:
     if config.algorithm.method.needs_greedy_baseline:
         estimator = config.algorithm.adv_estimator
         yield f"{found} has no greedy baselines, which algorithm.adv_estimator {estimator} needs: choose another one"
-    if trainer.rollout_only:
-        yield f"{found} takes prompts by what a step finds, and trainer.rollout_only by its number: set it to false"
     if trainer.replay_rollouts is not None:
         yield f"{found} has no effect on trainer.replay_rollouts, whose groups were chosen before: drop it"
 
@@ -167,6 +165,19 @@ def _of_sums(config: Config) -> Iterator[str]:
     for key in ("clip", "normalize"):
         if (value := getattr(reward, key)) != type(reward).model_fields[key].default:
             yield f"reward.{key} {show(value)}"
+
+
+def late_scores_errors(config: Config, *, waits_for_all: bool) -> list[str]:
+    """Why a rollout cannot end by its scores, which there are only when all is written; found once reward.function has
+    been loaded."""
+    over_samples = config.data.gen_batch_size is not None and config.algorithm.filter_groups.enable
+    if not over_samples or not waits_for_all:
+        return []
+    return [
+        f"data.gen_batch_size {config.data.gen_batch_size} ends a rollout by the scores of the responses written so "
+        f"far, but reward.function {config.reward.function} is called when all are written: set reward.batch_size, "
+        "such as 1"
+    ]
 
 
 def _warmup(config: Config) -> Iterator[str]:

@@ -129,6 +129,11 @@ def _engines(rollout: Rollout) -> Iterator[str]:
 def _data(config: Config) -> Iterator[str]:
     if not config.data.files:
         yield "data.train_files: every weight is 0: raise one"
+    if config.data.draw_size < config.data.train_batch_size:
+        yield (
+            f"data.gen_batch_size {config.data.gen_batch_size} is below data.train_batch_size "
+            f"{config.data.train_batch_size}, the prompts that a step trains on: raise it, or drop it"
+        )
     if config.data.order_by in ("", "-"):
         yield f"data.order_by {config.data.order_by!r} names no field: name one, or set it to null"
     if config.data.prompt_key == config.data.label_key:
@@ -143,6 +148,11 @@ def _record(config: Config) -> Iterator[str]:
         yield "trainer.rollout_only without trainer.record_rollouts keeps nothing: name a folder for the rollouts"
     if trainer.replay_rollouts is None:
         return
+    if config.data.gen_batch_size is not None:
+        yield (
+            f"data.gen_batch_size {config.data.gen_batch_size} has no effect on trainer.replay_rollouts, whose groups "
+            "were chosen before: drop it"
+        )
     for key in ("record_rollouts", "rollout_only"):
         if getattr(trainer, key):
             yield f"trainer.{key} writes rollouts, which trainer.replay_rollouts only reads: drop one of them"

@@ -130,6 +130,7 @@ class Data(Section):
     train_files: tuple[str, ...] | dict[str, NonNegativeFloat] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts; as {a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves one out that base names")
     val_files: tuple[str, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
     train_batch_size: Positive = Field(256, description="prompts per step, at most as many as train_files hold")
+    gen_batch_size: Positive | None = Field(None, description="prompts drawn at a time, at least train_batch_size: a step's rollout ends as soon as train_batch_size of them have all responses (with algorithm.filter_groups: as many as are still needed have scores that differ), and what the engines are at is dropped; null = train_batch_size, each of which is waited for")
     prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template; a dotted name leads into objects")
     label_key: str = Field("label", description="field passed to the reward function as the right answer; may be dotted, as reward_model.ground_truth")
     apply_chat_template: bool = Field(False, description="a prompt that is a string is a user's message, and put through the template like chat messages; false = it goes to the model as it is")
@@ -140,6 +141,11 @@ class Data(Section):
     on_bad_row: Literal["error", "skip"] = Field("error", description="a malformed record, or one without a field that is needed: an error that names its line, or left out and counted")
     shuffle: bool = Field(True, description="a new order each epoch, from trainer.seed")
     order_by: str | None = Field(None, description="field with a number, such as a difficulty, by which each epoch ascends, or with a - before it descends; shuffle is then of equal ones; null = none")
+
+    @property
+    def draw_size(self) -> int:
+        """Prompts that are drawn at a time."""
+        return self.gen_batch_size or self.train_batch_size
 
     @property
     def shares(self) -> dict[str, float]:

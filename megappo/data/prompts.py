@@ -96,25 +96,25 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self.kept)
 
-    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
-        """The train_batch_size prompts of a step, counted from 0: a pure function of (seed, step). Of several ranks
-        this one's share, a part of them behind each other.
+    def batch(self, number: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
+        """The prompts that are drawn at a time, as the steps do, counted from 0: a pure function of (seed, number). Of
+        several ranks this one's share, a part of them behind each other.
 
         Each epoch is a permutation of all prompts (their own order without shuffle), or of each file's where these have
         weights; a batch at its end runs on into the next epoch, so nothing is dropped.
         """
-        return self.at(share(self.indices(step), rank, world_size))
+        return self.at(share(self.indices(number), rank, world_size))
 
-    def indices(self, step: int) -> list[int]:
-        """The positions of a step's prompts in the dataset."""
-        size = self.config.train_batch_size
-        turns = self._turns.between(step * size, (step + 1) * size)
+    def indices(self, number: int) -> list[int]:
+        """The positions of such a batch's prompts in the dataset."""
+        size = self.config.draw_size
+        turns = self._turns.between(number * size, (number + 1) * size)
         return [self.kept[first + order[place]] for whose, place in turns for first, order in [self._orders[whose]]]
 
     def shares(self) -> list[tuple[str, int, int]]:
-        """Of each part that has epochs of its own: what it is, how many prompts it gives to a step at most, and has."""
+        """Of each part that has epochs of its own: what it is, its prompts of a batch at most, and in all."""
         names = [file.path for file in self.files] if self._weights else [self._key]
-        most = [self._turns.most(part, self.config.train_batch_size) for part in range(len(names))]
+        most = [self._turns.most(part, self.config.draw_size) for part in range(len(names))]
         return list(zip(names, most, map(len, self._parts()), strict=True))
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
@@ -246,12 +246,13 @@ def batch_errors(train: PromptDataset | None) -> list[str]:
     """Whether a step takes more prompts than there are."""
     if train is None or not len(train):  # which is told as such
         return []
-    size = train.config.train_batch_size
+    size = train.config.draw_size
+    key = f"data.{'train' if train.config.gen_batch_size is None else 'gen'}_batch_size"
     return [
-        f"data.train_batch_size {size} is more than the {there:,} prompts of data.train_files, so that a step would "
+        f"{key} {size} is more than the {there:,} prompts of data.train_files, so that a step would "
         "hold some twice: lower it, or name more files"
         if name == "data.train_files"
-        else f"data.train_files: {name} gives {most:,} of the data.train_batch_size {size:,} prompts of a step and has "
+        else f"data.train_files: {name} gives {most:,} of the {key} {size:,} prompts of a step and has "
         f"{there:,}, so that a step would hold some twice: lower its weight, or that"
         for name, most, there in train.shares()
         if most > there

@@ -88,6 +88,11 @@ class Crew:
         size = settings.batch_size
         self._lanes += [lane(way, size, spec) for way, spec in zip(ways, functions, strict=True)]
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether a function is called once all rows are there."""
+        return None in self._lanes
+
     def begin(self) -> Scoring:
         """Rows to be added as they come.
 

@@ -62,6 +62,11 @@ class RewardPool(AbstractContextManager):
         self._crew = Crew(functions, settings)
         self.spec, self.takes = self._crew.spec, self._crew.takes
 
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether there are no scores of any response before all have been written."""
+        return self._crew.waits_for_all
+
     def begin(self) -> Scoring:
         """Responses to score, to be added as they come.
 

@@ -131,19 +131,28 @@ class Scoring:
         failed = list(filter(None, map(_failed, self._found)))
         self.num_timeouts = sum(one.is_late for one in failed)
         self.num_errors = len(failed) - self.num_timeouts
-        several = self._told_by_several()
-        return [_together(of_row, self._functions, several) for of_row in self._found]
+        return self._graded(self._found)
 
-    def _told_by_several(self) -> set[str]:
-        """The names of parts that more than one function has told."""
-        of_functions = zip(*self._found, strict=True)
-        told = Counter(chain.from_iterable({name for one in found for name in _parts(one)} for found in of_functions))
-        return {name for name, count in told.items() if count > 1}
+    def known(self, indices: range) -> list[Graded] | None:
+        """Of these rows alone, if all of it is there by now."""
+        found = self._found[indices.start : indices.stop]
+        return None if any(one is None for of_row in found for one in of_row) else self._graded(found)
+
+    def _graded(self, found: Sequence[Sequence[Any]]) -> list[Graded]:
+        several = _told_by_several(found)
+        return [_together(of_row, self._functions, several) for of_row in found]
 
     def settle(self, unit: Unit, function: int, found: Graded | Failed) -> None:
         """Note what a function has found of a row."""
         self._found[unit.index][function] = found
         self.num_left -= 1
+
+
+def _told_by_several(rows: Sequence[Sequence[Any]]) -> set[str]:
+    """The names of parts that more than one function has told."""
+    of_functions = zip(*rows, strict=True)
+    told = Counter(chain.from_iterable({name for one in found for name in _parts(one)} for found in of_functions))
+    return {name for name, count in told.items() if count > 1}
 
 
 def _failed(of_functions: Sequence[Any]) -> Failed | None:

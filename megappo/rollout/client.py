@@ -36,6 +36,8 @@ HANG_SECONDS = 300.0
 """How long an engine that is asked for something may show no sign of life: SGLang's own watchdog_timeout."""
 WATCH_SECONDS = 5.0
 """Between two looks for one."""
+ABORT_SECONDS = 0.05
+"""Between two requests to abort everything: one finds what has reached the engine by then."""
 OF_GROUPS = ("/init_weights_update_group", "/update_weights_from_distributed")
 """Requests that are in vain, too, where another member of the group has ended."""
 WEIGHTS = ("weights",)
@@ -60,6 +62,7 @@ class EngineClient:
 
     _fault: EngineFault | None = None
     _keeps_fault = False
+    _aborts = False
 
     def __init__(
         self,
@@ -158,13 +161,29 @@ class EngineClient:
                         with expecting_response(event):
                             if not event["meta_info"]["finish_reason"]:
                                 continue
-                            position, generation = event["index"], checked(event)
+                            position, generation = event["index"], checked(event, may_abort=self._aborts)
                             left.remove(position)
                         yield position, generation
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
         if left:
             raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(left)}")
+
+    async def abort_all(self, http: httpx.AsyncClient, is_idle: Callable[[], bool]) -> None:
+        """Have the engine leave all that it is at: `generate_async` gives what there is of it, until all is idle."""
+        self._aborts = True
+        try:
+            while not is_idle():
+                await self._ask_async(http, "/abort_request", {"abort_all": True})
+                await asyncio.sleep(ABORT_SECONDS)
+        finally:
+            self._aborts = False
+
+    async def _ask_async(self, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
+        try:
+            return self._checked(path, await http.post(path, json=body))
+        except httpx.TransportError as error:
+            raise await asyncio.to_thread(self._unreachable, path, error) from error
 
     async def _events(self, path: str, response: httpx.Response) -> AsyncIterator[Any]:
         """The JSON of server-sent events."""

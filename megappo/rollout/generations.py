@@ -42,13 +42,14 @@ class SamplingParams:
 class Generation:
     """One response.
 
-    tokens include the stop token. log_probs[t] is log p(tokens[t] | all before), after temperature, over the whole
-    vocabulary even where top_p or top_k cut it. num_cached tokens of the prompt needed no computing.
+    tokens include the stop token; of an aborted one they are those so far, without log_probs. log_probs[t] is log
+    p(tokens[t] | all before), after temperature, over the whole vocabulary even where top_p or top_k cut it. num_cached
+    tokens of the prompt needed no computing.
     """
 
     tokens: list[int]
     log_probs: list[float]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "abort"]
     num_cached: int = 0
 
 
@@ -75,9 +76,15 @@ def checked_all(replies: Any, expected: int) -> list[Generation]:
     return [checked(reply) for reply in replies]
 
 
-def checked(reply: Any) -> Generation:
-    """Of one reply, as `checked_all`."""
+def checked(reply: Any, *, may_abort: bool = False) -> Generation:
+    """Of one reply, as `checked_all`.
+
+    Args:
+        may_abort: the engine may have been asked to leave it.
+    """
     with expecting_response(reply):
+        if may_abort and reply["meta_info"]["finish_reason"]["type"] == "abort":
+            return Generation(reply["output_ids"], [], "abort")
         return _checked_generation(reply["output_ids"], reply["meta_info"])
 
 

@@ -18,6 +18,8 @@ GATHERING_SECONDS = 0.005
 """Between a response that leaves room and the request that takes it: others end in the same batch of the engine."""
 STOP_SECONDS = 0.5
 """How often to ask whether to stop, and to tell of progress."""
+ENOUGH_SECONDS = 0.1
+"""How often to ask, besides, whether there is enough."""
 EPISODES_PER_PLACE = 4
 """Episodes begun for each sequence that an engine decodes at once: most of them may be with their environments."""
 Prompts = Sequence[tuple[int, list[int]]]
@@ -60,12 +62,14 @@ class Use:
     Attributes:
         seconds: since it was asked first; sequence_seconds: the same for each sequence that it had, of all together.
         prompt_tokens: of the sequences that it finished; cached_tokens: how many of them needed no computing.
+        written_tokens: of all sequences, in vain or not.
     """
 
     seconds: float = 0.0
     sequence_seconds: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    written_tokens: int = 0
 
     def __add__(self, other: "Use") -> "Use":
         return Use(*(mine + further for mine, further in zip(astuple(self), astuple(other), strict=True)))
@@ -104,6 +108,7 @@ def sample(
     on_prompts: Callable[[int], None] = lambda count: None,
     on_group: Callable[[Sequence[Sample]], None] = lambda samples: None,
     stop: Callable[[], bool] = lambda: False,
+    enough: Callable[[], bool] | None = None,
     play: Play | None = None,
 ) -> Sampled:
     """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
@@ -111,29 +116,29 @@ def sample(
     Every process with an engine calls this at once, with the same prompts; together they return each sample once.
 
     Args:
-        client: this process' engine.
-        take: a `store_counter` shared by all processes.
-        num_engines: engines of all processes together.
-        max_running_requests: sequences one engine decodes at once.
+        client: of this process. take: a `store_counter` shared by all.
+        num_engines: of all processes together. max_running_requests: sequences that each decodes at once.
         on_prompts: told now and then of how many more prompts this engine has finished all n samples.
         on_group: gets all samples of a prompt, as soon as they are there; in the order in which they are returned.
         stop: asked now and then; once it says so, the rest is left, and what is there returned.
+        enough: the same of a rest that is not wanted: asked more often, and the engine is idle when this returns.
         play: has episodes in place of single responses; may raise what is wrong with its environment.
     Raises:
         EngineError: the engine refused a request, or took too long for it.
     """
     share = n * (len(prompts) // num_engines)
-    at_once = max_running_requests * (EPISODES_PER_PLACE if play else 1)
-    room = max(n, min(at_once, share))
+    room = max(n, min(max_running_requests * (EPISODES_PER_PLACE if play else 1), share))
     asking = _Asking(prompts, n, params, client, take, room, asyncio.Semaphore(max_running_requests), on_group, play)
     tell = asking.teller(on_prompts)
 
-    async def watch(answers: asyncio.Task) -> None:
+    async def watch(answers: asyncio.Task, http: Any) -> None:
         try:
             while not answers.done():
                 if stop():
                     answers.cancel()
-                await asyncio.wait([answers], timeout=STOP_SECONDS)
+                elif enough is not None:
+                    await asking.end_if(enough, answers, http)
+                await asyncio.wait([answers], timeout=STOP_SECONDS if enough is None else ENOUGH_SECONDS)
                 tell()
         finally:
             tell()
@@ -141,7 +146,7 @@ def sample(
     async def work() -> None:
         async with asking.playing, client.open_async() as http, asyncio.TaskGroup() as tasks:
             answers = tasks.create_task(asking.all_answers(http))
-            tasks.create_task(watch(answers))
+            tasks.create_task(watch(answers, http))
             health = tasks.create_task(client.watch(http))
             await asyncio.wait([answers])
             health.cancel()
@@ -185,11 +190,12 @@ class _Asking:
         self._respond = self._answers if play is None else self._episodes
         self._room, self._num_open, self._has_room, self._places = room, 0, asyncio.Event(), places
         self._on_group = on_group
+        self._has_enough = False
 
     async def all_answers(self, http: Any) -> None:
         """Request, again and again, as many prompts as there is room for; until all are taken, and these answered."""
         async with asyncio.TaskGroup() as requests:
-            while True:
+            while not self._has_enough:
                 count = (self._room - self._num_open) // self._n
                 first = self._take(count)
                 if taken := self._prompts[first : first + count]:
@@ -201,6 +207,13 @@ class _Asking:
                     self._has_room.clear()
                     await self._has_room.wait()
                 await asyncio.sleep(GATHERING_SECONDS)
+
+    async def end_if(self, enough: Callable[[], bool], answers: asyncio.Task, http: Any) -> None:
+        """Where there is enough, ask for nothing more, have the engine leave what it is at, and end `all_answers`."""
+        if enough():
+            self._has_enough = True
+            await self._client.abort_all(http, lambda: not self._num_running)
+            answers.cancel()
 
     def teller(self, on_prompts: Callable[[int], None]) -> Callable[[], None]:
         """Tells how many more prompts are finished than when it was called before."""
@@ -222,13 +235,12 @@ class _Asking:
         self._now_running(len(repeated))
         async with contextlib.aclosing(self._client.generate_async(http, repeated, self._params)) as responses:
             async for position, response in responses:
-                group = groups[position // n]
-                group[position % n] = response
-                if len(group) == n:
-                    self.samples += (finished := _group(taken[position // n][0], group))
-                    self._on_group(finished)
-                self.use.prompt_tokens += len(repeated[position])
-                self.use.cached_tokens += response.num_cached
+                if self._is_whole(response, repeated[position]):
+                    group = groups[position // n]
+                    group[position % n] = response
+                    if len(group) == n:
+                        self.samples += (finished := _group(taken[position // n][0], group))
+                        self._on_group(finished)
                 self._now_running(-1)
                 self._is_over()
 
@@ -254,15 +266,26 @@ class _Asking:
         """A turn, as soon as the engine has a place for it."""
         params = replace(self._params, max_response_length=room)
         async with self._places:
+            if self._has_enough:
+                await _cancelled()
             self._now_running(1)
             try:
                 async with contextlib.aclosing(self._client.generate_async(http, [context], params)) as responses:
                     [(_, response)] = [one async for one in responses]
             finally:
                 self._now_running(-1)
-        self.use.prompt_tokens += len(context)
-        self.use.cached_tokens += response.num_cached
+        if not self._is_whole(response, context):
+            await _cancelled()
         return response
+
+    def _is_whole(self, response: Generation, prompt: list[int]) -> bool:
+        """Note what an engine has written; whether it has come to its end."""
+        self.use.written_tokens += len(response.tokens)
+        if response.finish_reason == "abort":
+            return False
+        self.use.prompt_tokens += len(prompt)
+        self.use.cached_tokens += response.num_cached
+        return True
 
     def _is_over(self) -> None:
         """A response."""
@@ -275,6 +298,11 @@ class _Asking:
         self.use.seconds += now - self._since
         self.use.sequence_seconds += self._num_running * (now - self._since)
         self._num_running, self._since = self._num_running + more, now
+
+
+async def _cancelled() -> None:
+    """Wait for it: of an episode nothing more is wanted."""
+    await asyncio.get_running_loop().create_future()
 
 
 def _group(prompt_index: int, responses: Mapping[int, Generation]) -> list[Sample]:

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.trainer.component import Batch
-from megappo.trainer.filtering import Chosen, choose_groups
+from megappo.trainer.filtering import Chosen, choose_finished, choose_groups
 from megappo.trainer.record import Record
 from megappo.trainer.rollouts import Rollouts
 
@@ -65,19 +66,24 @@ class SampledBatches:
         metrics |= chosen.metrics | {"rollout/num_tokens": num_tokens}
         if self.record is not None:
             with phase("record"):
-                self.record.write(step, batch, chosen.prompts, num_tokens)
+                self.record.write(step, batch, chosen.prompts, num_tokens, self.num_drawn)
         return batch, metrics | {"rollout/tokens_per_second": num_tokens / phase.seconds("rollout")}
 
     def _chosen(self, phase: Phase, when_sampled: Callable[[], None]) -> Chosen:
         """Responses to a batch of prompts, or to what is chosen of several."""
         config = self.rollouts.config
+        size, over_samples = config.data.train_batch_size, config.data.gen_batch_size is not None
         if config.algorithm.filter_groups.enable:
             settings = config.algorithm.filter_groups
-            size = config.data.train_batch_size
-            return choose_groups(self.rollouts, self._draw, settings, size, phase, when_sampled)
+            draw = self._draw
+            return choose_groups(self.rollouts, draw, settings, size, phase, when_sampled, over_samples=over_samples)
         with phase("rollout"):
             prompts = self._draw()
-            return Chosen(self.rollouts.respond(prompts), prompts, 0, {})
+            if over_samples:
+                chosen = choose_finished(self.rollouts, prompts, size)
+            else:
+                chosen = Chosen(self.rollouts.respond(prompts), prompts, 0, {})
+            return replace(chosen, responses=self.rollouts.with_greedy(chosen.responses, chosen.prompts))
 
     def _draw(self) -> list[Prompt]:
         """The next batch of prompts; the one after it is prepared while the engines are at work."""

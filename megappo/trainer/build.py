@@ -88,7 +88,8 @@ def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
     for line in left_out:
         observer.message(line)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
-    batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record, num_drawn=num_written)
+    num_drawn = record.num_drawn(num_written) if num_written else 0
+    batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record, num_drawn=num_drawn)
     return RollingOut(config.trainer, num_written, exchange, batches, observer, Timers())
 
 

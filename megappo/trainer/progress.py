@@ -31,7 +31,8 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last that is finished.
         in_flight: the next one, if its rows have their advantages.
-        num_drawn: batches of prompts that the steps so far have taken, the one in flight among them.
+        num_drawn: batches of prompts (of data.gen_batch_size) that the steps so far have taken, the one in flight among
+            them.
         is_overdue: the last save has failed, by `has_failed`. failed_saves: how many have, in this process.
         notice: what of the checkpoint could not be restored; "" if all was.
         kl: the KL coefficient's controller.

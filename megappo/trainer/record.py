@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,13 @@ class Record:
         self._reward_file = _digest(spec for spec in config.reward.weights if spec not in BUILTIN)
         self._environment_file = _digest(filter(None, (config.rollout.environment, *config.rollout.tools)))
 
-    def write(self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int) -> None:
+    def write(
+        self, step: int, batch: Batch, prompts: Sequence[Prompt], num_tokens: int, num_drawn: int | None = None
+    ) -> None:
         """Write a step's rows, from wherever they are; all ranks together.
+
+        Args:
+            num_drawn: batches of prompts that the steps so far have taken; None: as many as there are of them.
 
         Labels are kept to be shown; the other fields that the reward function takes, which may be large, are where the
         prompts' numbers lead to in the data.
@@ -55,6 +61,7 @@ class Record:
         facts = {
             **self._facts(step, [prompt.index for prompt in prompts]),
             "num_tokens": num_tokens,
+            "num_drawn": step if num_drawn is None else num_drawn,
             "labels": [prompt.label for prompt in prompts],
         }
         self.exchange.on_rank_0(lambda: self._put(rows_file(self.folder, step), rows, facts))
@@ -64,8 +71,12 @@ class Record:
         it is there, depends on that has changed since; all ranks together."""
 
         def look() -> tuple[int, list[str]]:
+            num_drawn = 0
             for step in range(1, self.config.trainer.total_steps + 1):
-                found, facts = self._found(step), self._facts(step, prompts.indices(step - 1))
+                found = self._found(step)
+                first, num_drawn = num_drawn, found.get("num_drawn", step)
+                drawn = list(chain.from_iterable(map(prompts.indices, range(first, num_drawn))))
+                facts = self._facts(step, self._as_chosen(found.get("prompts", []), drawn))
                 # What a record of an earlier version does not tell counts as unchanged.
                 changed = [name for name, value in facts.items() if found.get(name, value) != value]
                 if changed or not found:
@@ -73,6 +84,15 @@ class Record:
             return self.config.trainer.total_steps, []
 
         return self.exchange.on_rank_0(look)
+
+    def num_drawn(self, step: int) -> int:
+        """How many batches of prompts the steps to this one, which it has, have taken; all ranks together."""
+        return self.exchange.on_rank_0(lambda: self._found(step).get("num_drawn", step))
+
+    def _as_chosen(self, found: list[int], drawn: list[int]) -> list[int]:
+        """A step's prompts: all that it has drawn, or those found on record, where they may be a choice of these."""
+        is_choice = self._facts(0, [])["choice"] != [None, None]
+        return found if is_choice and set(found) <= set(drawn) else drawn
 
     def _found(self, step: int) -> dict[str, Any]:
         """A step's facts; none where it is missing or damaged."""
@@ -84,12 +104,13 @@ class Record:
 
     def _facts(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
         """What a step's rollouts depend on; `indices` are of its prompts."""
-        data = self.config.data
+        data, groups = self.config.data, self.config.algorithm.filter_groups
         return {
             "step": step,
             "weights_step": 0 if self.config.trainer.rollout_only else step - 1,
             "model": self.config.model.path,
             "sampling": _sampling(self.config),
+            "choice": [data.gen_batch_size, groups.model_dump() if groups.enable else None],
             "stop": list(self.config.rollout.stop),
             "reward": self.config.reward.function,
             "reward_file": self._reward_file,

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 
-from megappo.config.algorithm_checks import num_scores_errors, step_scores_errors
+from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors, step_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import eval_sets
 from megappo.config.schema import Config
@@ -65,6 +65,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         with findings.noting():
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
         pools = _pools(config, findings, ending)
+        waits_for_all = REWARD in pools and pools[REWARD].waits_for_all
+        findings.errors += late_scores_errors(config, waits_for_all=waits_for_all)
         environments = None
         with findings.noting():
             if config.has_environment:

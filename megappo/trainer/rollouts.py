@@ -10,7 +10,7 @@ import torch
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
-from megappo.config.algorithm_checks import num_scores_errors
+from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
@@ -26,10 +26,11 @@ from megappo.rollout.episodes import Episodes, Player
 from megappo.rollout.sampler import Sample, Sampled, Use, sample, store_counter
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
+from megappo.trainer.over_sampling import Enough, Wanted
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
 from megappo.trainer.sample_rows import masked, sample_rows, summed
-from megappo.trainer.scoring import SampleScoring, Scored, episode_metrics
+from megappo.trainer.scoring import PartlyWanted, SampleScoring, Scored, episode_metrics
 from megappo.trainer.told import told_fields
 
 PROBE_TOKENS = 4
@@ -40,7 +41,7 @@ class Responses:
     """This rank's share of a step's responses.
 
     Attributes:
-        sampled: rollout.n to each prompt, to train on.
+        sampled: rollout.n to each prompt, to train on; where only so many groups were wanted, to each that has as many.
         greedy: one to each prompt, where the estimator needs its score; else none.
         scoring, greedy_scoring: of them, where it has begun.
         use: of this rank's engine meanwhile.
@@ -48,7 +49,7 @@ class Responses:
 
     sampled: list[Sample]
     greedy: list[Sample]
-    scoring: SampleScoring | Scored | None = None
+    scoring: SampleScoring | PartlyWanted | Scored | None = None
     greedy_scoring: SampleScoring | None = None
     use: Use = field(default_factory=Use)
 
@@ -75,6 +76,9 @@ class Rollouts:
         self.tokenizer = datasets.tokenizer
         self.client = own.wait_ready()
         self.rewards, self.eval_rewards = own.rewards, own.eval_rewards
+        waits_for_all = self.rewards is not None and self.rewards.waits_for_all
+        if errors := late_scores_errors(config, waits_for_all=waits_for_all):
+            raise ConfigError(*errors)
         self._decoder = copy.deepcopy(datasets.tokenizer)  # of its own: tokenizers serve one thread at a time
         self._player = Player(config, own.environments, self._decoder) if own.environments else None
         self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
@@ -92,16 +96,26 @@ class Rollouts:
         self._nums_scores: set[int] = set()
         self._use = Use()
 
-    def respond(self, prompts: Sequence[Prompt]) -> Responses:
-        """This rank's share of a step's responses; all ranks call it and return together."""
+    def respond(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Responses:
+        """This rank's share of a step's responses; all ranks call it and return together.
+
+        Args:
+            wanted: with so many groups it is enough; None: all prompts'.
+        """
         self._use = Use()
         scoring = self.scoring(prompts, self.rewards)
-        sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout", scoring)
+        enough = None if wanted is None else Enough(wanted, scoring, self._new_counter())
+        sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout", scoring, enough)
+        return Responses(sampled, [], scoring, use=self._use)
+
+    def with_greedy(self, responses: Responses, prompts: Sequence[Prompt]) -> Responses:
+        """The same with a greedy response to each prompt, where the estimator needs it; all ranks together, behind
+        `respond`."""
         if not self.config.algorithm.method.needs_greedy_baseline:
-            return Responses(sampled, [], scoring, use=self._use)
-        of_greedy = self.scoring(prompts, self.rewards)
-        greedy = self.sample(prompts, 1, self.greedy, "baselines", of_greedy)
-        return Responses(sampled, greedy, scoring, of_greedy, self._use)
+            return responses
+        scoring = self.scoring(prompts, self.rewards)
+        greedy = self.sample(prompts, 1, self.greedy, "baselines", scoring)
+        return replace(responses, greedy=greedy, greedy_scoring=scoring, use=self._use)
 
     def sample(
         self,
@@ -110,6 +124,7 @@ class Rollouts:
         params: SamplingParams,
         label: str,
         scoring: SampleScoring | None = None,
+        enough: Enough | None = None,
     ) -> list[Sample]:
         """This rank's share of n responses to each prompt; `prompt_index` counts in `prompts`.
 
@@ -119,6 +134,7 @@ class Rollouts:
 
         Args:
             scoring: gets the samples, in their order, as they are written.
+            enough: says when prompts may be left without an answer; of `scoring`.
         Raises:
             Interrupted: any rank is to end; what has been sampled is lost.
             EngineError: an engine refused a request, or failed too often.
@@ -128,13 +144,22 @@ class Rollouts:
         finished = self._new_counter()
         progress = self.observer.progress(label, len(prompts)) if self.client is not None else lambda done: None
         samples: list[Sample] = []
-        on_group = scoring.add if scoring is not None else lambda group: None
+
+        def on_group(group: Sequence[Sample]) -> None:
+            if scoring is not None:
+                positions = scoring.add(group)
+                if enough is not None:
+                    enough.add(positions)
+
         while left:
-            sampled = self._round(left, n, params, play, lambda count: progress(finished(count) + count), on_group)
+            tell = lambda count: progress(finished(count) + count)  # noqa: E731
+            sampled = self._round(left, n, params, play, tell, on_group, enough)
             samples += sampled.samples
             self._use += sampled.use
             raise_if_interrupted(self.exchange)
             if not self.restarts.were_needed(sampled.fault):
+                break
+            if enough is not None and any(self.exchange.share(enough())):
                 break
             done = set().union(*self.exchange.share({one.prompt_index for one in samples}))
             left = [prompt for prompt in left if prompt[0] not in done]
@@ -152,6 +177,7 @@ class Rollouts:
         play: Episodes | None,
         on_prompts: Callable[[int], None],
         on_group: Callable[[Sequence[Sample]], None],
+        enough: Enough | None,
     ) -> Sampled:
         """What this rank's engine gets to of prompts that have no responses yet."""
         take = self._new_counter()
@@ -168,6 +194,7 @@ class Rollouts:
             on_prompts=on_prompts,
             on_group=on_group,
             stop=self._is_interrupted,
+            enough=enough,
             play=play,
         )
 
@@ -191,7 +218,10 @@ class Rollouts:
         return SampleScoring(rewards, self._decoder, prompts)
 
     def score(
-        self, samples: Sequence[Sample], prompts: Sequence[Prompt], scoring: SampleScoring | Scored | None = None
+        self,
+        samples: Sequence[Sample],
+        prompts: Sequence[Prompt],
+        scoring: SampleScoring | PartlyWanted | Scored | None = None,
     ) -> tuple[torch.Tensor, dict[str, Metric], list[Graded]]:
         """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included,
         with those of its steps; before them the sum of the environment's rewards, where there is one.
@@ -248,8 +278,9 @@ class Rollouts:
         batch = self._at_owners(rows)
         written = sum(one.num_policy_tokens for one in samples)
         found, num_tokens = map(sum, zip(*self.exchange.share((len(samples), written)), strict=True))
-        if found != n * len(prompts):
-            raise EngineError(f"expected {n} responses to each of {len(prompts)} prompts, got {found} in all")
+        num_prompts = self.config.data.train_batch_size
+        if found != n * num_prompts:
+            raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {found} in all")
         if not batch.table.policy_lengths.any():
             raise ConfigError(
                 "algorithm.mask_truncated leaves nothing to train on, as every response of the step was cut off: raise "

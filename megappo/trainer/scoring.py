@@ -32,11 +32,13 @@ class SampleScoring:
         self._scoring = rewards.begin() if rewards is not None else None
         self._samples: list[Sample] = []
 
-    def add(self, samples: Sequence[Sample]) -> None:
-        """Have their whole texts scored, an environment's turns included; workers may begin at once."""
+    def add(self, samples: Sequence[Sample]) -> range:
+        """Have their whole texts scored, an environment's turns included; workers may begin at once. Their positions
+        among all samples."""
+        positions = range(len(self._samples), len(self._samples) + len(samples))
         self._samples += samples
         if self._scoring is None or not samples:  # of no texts the tokenizer would decode one
-            return
+            return positions
         texts = self._tokenizer.batch_decode([one.tokens for one in samples], skip_special_tokens=True)
         of_sample = [self._prompts[one.prompt_index] for one in samples]
         self._scoring.add(
@@ -45,6 +47,13 @@ class SampleScoring:
                 for prompt, text in zip(of_sample, texts, strict=True)
             ]
         )
+        return positions
+
+    def known(self, positions: range) -> list[Graded] | None:
+        """As `graded`, of these samples alone, if it is there by now."""
+        samples = self._samples[positions.start : positions.stop]
+        graded = [Graded([], {})] * len(samples) if self._scoring is None else self._scoring.known(positions)
+        return None if graded is None else _with_returns(samples, graded)
 
     def end(self) -> None:
         """Say that all samples are there."""
@@ -60,15 +69,12 @@ class SampleScoring:
             RewardError: the function failed, and reward.on_error is raise.
         """
         if self._scoring is None:
-            return [_with_return(one, Graded([], {})) for one in self._samples if one.episode is not None]
+            return _with_returns(self._samples, [Graded([], {})] * len(self._samples))
         graded = self._scoring.results()
         if failure := self._scoring.failure:
             failed = sum(one.failed for one in graded)
             print(f"WARNING (rank {dist.get_rank()}): {failed} responses have score 0: {failure}", flush=True)
-        return [
-            one if sample.episode is None else _with_return(sample, one)
-            for sample, one in zip(self._samples, graded, strict=True)
-        ]
+        return _with_returns(self._samples, graded)
 
     def counts(self) -> dict[str, Metric]:
         """Of how many samples a function failed, and of how many as a call took too long; where that ends no run."""
@@ -76,6 +82,23 @@ class SampleScoring:
             return {}
         numbers = {"errors": self._scoring.num_errors, "timeouts": self._scoring.num_timeouts}
         return {name: Metric.of(number, "sum") for name, number in numbers.items()}
+
+
+@dataclass(frozen=True)
+class PartlyWanted:
+    """Some of the samples of a scoring, by their positions; as `SampleScoring`."""
+
+    _scoring: SampleScoring
+    _positions: Sequence[int]
+
+    def graded(self) -> list[Graded]:
+        """Of each of these samples, in order; waits for all."""
+        graded = self._scoring.graded()
+        return [graded[position] for position in self._positions]
+
+    def counts(self) -> dict[str, Metric]:
+        """See `SampleScoring`; of all."""
+        return self._scoring.counts()
 
 
 @dataclass(frozen=True)
@@ -92,6 +115,13 @@ class Scored:
     def counts(self) -> dict[str, Metric]:
         """See `SampleScoring`."""
         return self._counts
+
+
+def _with_returns(samples: Sequence[Sample], graded: Sequence[Graded]) -> list[Graded]:
+    return [
+        one if sample.episode is None else _with_return(sample, one)
+        for sample, one in zip(samples, graded, strict=True)
+    ]
 
 
 def _with_return(sample: Sample, graded: Graded) -> Graded:

@@ -39,6 +39,9 @@ CONTRADICTIONS = {
     "algorithm.filter_groups.enable=true rollout.n=2 algorithm.adv_estimator=remax": (
         "algorithm.filter_groups.enable true has no greedy baselines, which algorithm.adv_estimator remax needs: "
     ),
+    "data.gen_batch_size=255": (
+        "data.gen_batch_size 255 is below data.train_batch_size 256, the prompts that a step trains on: raise it, or "
+    ),
     "algorithm.filter_groups.metric=acc": (
         'algorithm.filter_groups.metric "acc" has no effect, as algorithm.filter_groups.enable is false: drop it'
     ),

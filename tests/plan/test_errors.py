@@ -117,6 +117,19 @@ def test_data_of_which_nothing_is_left_are_told_of_before_the_reward_is_tried(pl
     ]
 
 
+def test_a_rollout_that_ends_by_its_scores_needs_them_before_it_has_ended(plan, run_folder):
+    (run_folder / "reward.py").write_text("def f(prompts, responses, labels):\n    return [0.0] * len(labels)\n")
+    settings = ("rollout.n=2", "algorithm.filter_groups.enable=true", "reward.function=reward.py:f")
+    assert errors_of(plan(run_folder, "run.yaml", *settings, "data.gen_batch_size=301")) == [
+        "error: data.gen_batch_size 301 ends a rollout by the scores of the responses written so far, but "
+        "reward.function reward.py:f is called when all are written: set reward.batch_size, such as 1",
+        "error: data.gen_batch_size 301 is more than the 300 prompts of data.train_files, so that a step would hold "
+        "some twice: lower it, or name more files",
+    ]
+    found = plan(run_folder, "run.yaml", *settings, "data.gen_batch_size=300", "reward.batch_size=1").stdout
+    assert "trajectories, those that are finished first of 300 prompts\n" in found
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -1,8 +1,9 @@
 """Which groups are chosen, compared with a plain loop over all responses of all ranks."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import astuple
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,12 +17,15 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
 from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError
-from megappo.rollout.sampler import Sample, Use
-from megappo.trainer.filtering import choose_groups
+from megappo.rewards.work import Scoring, Unit
+from megappo.rollout.sampler import Sample, Use, store_counter
+from megappo.trainer.filtering import _differ, choose_finished, choose_groups
+from megappo.trainer.over_sampling import Enough, Wanted
 from megappo.trainer.rollouts import Responses
-from megappo.trainer.scoring import Scored
+from megappo.trainer.scoring import SampleScoring, Scored
 
 SIZE, NUM_ROUNDS, N = 6, 4, 3
+PROMPTS = [Prompt(i, [1], "", None) for i in range(SIZE)]
 
 
 def scores_of(seed: int) -> list[list[list[float]]]:
@@ -50,7 +54,7 @@ def choose(rank: int, world_size: int) -> None:
             asked.append([Prompt(100 * len(asked) + i, [1], "", None) for i in range(SIZE)])
             return asked[-1]
 
-        def respond(prompts: list[Prompt], scores: list = scores) -> Responses:
+        def respond(prompts: list[Prompt], wanted: None, scores: list = scores) -> Responses:
             mine = [i for i in range(SIZE) if 1 + i % 2 == rank]
             samples = [
                 Sample(i, j, [prompts[i].index, j], [-1.0, None], "stop") for i in reversed(mine) for j in range(N)
@@ -58,7 +62,7 @@ def choose(rank: int, world_size: int) -> None:
             of_round = scores[prompts[0].index // 100]
             graded = [Graded([of_round[one.prompt_index][one.sample_index]], {}) for one in samples]
             counts = {"errors": Metric.of(1, "sum")} if rank else {}
-            return Responses(samples, [], Scored(graded, counts), use=Use(1.0, 2.0, 3, rank))
+            return Responses(samples, [], Scored(graded, counts), use=Use(1.0, 2.0, 3, rank, len(samples)))
 
         rollouts = SimpleNamespace(respond=respond, exchange=exchange)
         order = []
@@ -71,7 +75,8 @@ def choose(rank: int, world_size: int) -> None:
                 (expected if len(set(group)) > 1 else others).append((rounds, i))
             rounds += 1
         assert order == ["rollout", "after rollout", "sampled", "reward", "after reward"] * rounds
-        assert chosen.responses.use == Use(rounds, 2.0 * rounds, 3 * rounds, rank * rounds), "of all rounds"
+        use = chosen.responses.use
+        assert astuple(use)[:4] == (rounds, 2.0 * rounds, 3 * rounds, rank * rounds), "of all rounds"
         taken = (expected + others)[:SIZE]
         assert [prompt.index for prompt in chosen.prompts] == [100 * number + i for number, i in taken]
         assert chosen.metrics == {
@@ -105,7 +110,7 @@ def choose_by_part(rank: int, world_size: int) -> None:
             Graded([float(i)], of_sample) if of_sample else Graded([], {}, failed=True)
             for i, of_sample in enumerate(of_samples)
         ]
-        respond = lambda prompts: Responses(samples, [], Scored(graded, {}))  # noqa: E731
+        respond = lambda prompts, wanted: Responses(samples, [], Scored(graded, {}))  # noqa: E731
         rollouts = SimpleNamespace(respond=respond, exchange=Exchange(dist.group.WORLD))
         prompts = [Prompt(i, [1], "", None) for i in range(2)]
         settings = FilterGroups(metric=metric, max_num_gen_batches=1)
@@ -123,3 +128,84 @@ def choose_by_part(rank: int, world_size: int) -> None:
 
 def test_a_number_beside_the_score_may_be_what_differs():
     run_ranks(1, choose_by_part)
+
+
+class Tokenizer:
+    def batch_decode(self, tokens: Sequence[list[int]], *, skip_special_tokens: bool) -> list[str]:
+        return [str(one) for one in tokens]
+
+
+class Workers:
+    """Stands where those of a reward function are: tests settle what they find."""
+
+    def put(self, units: Sequence[Unit]) -> None:
+        pass
+
+
+def known(rank: int, world_size: int) -> None:
+    """Groups of two, at both ranks, are scored one after the other."""
+    scorings = [Scoring(Workers(), names) for names in (["f"], ["f", "g"])]
+    store = dist.distributed_c10d._get_default_store()
+    for number, scoring in enumerate(scorings):
+        samples = SampleScoring(SimpleNamespace(begin=lambda scoring=scoring: scoring), Tokenizer(), PROMPTS)
+        wanted = Wanted(3, partial(_differ, ("score", "acc")[number]))
+        enough = Enough(wanted, samples, store_counter(store, f"enough {number}"))
+        for i in range(2):
+            enough.add(samples.add([Sample(i, j, [1], [-1.0], "stop") for j in range(2)]))
+
+        def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
+            for function in range(len(scoring._functions)):
+                scoring.settle(Unit(scoring, row), function, Graded([score], {"acc": score} if function else {}))
+
+        assert not enough()
+        for row, score in ((0, 0.0), (1, 1.0), (2, 0.5)):
+            settle(row, score)
+        assert not enough() and not enough(), "two at most differ, each counted once"
+        dist.barrier()
+        if rank == 0:
+            settle(3, 0.5)
+            assert not enough(), "equal ones do not count"
+        dist.barrier()
+        if rank == 1:
+            settle(3, 0.25)
+            assert enough()
+        dist.barrier()
+        assert enough(), "on all ranks"
+        dist.barrier()
+
+
+def test_there_is_enough_once_so_many_groups_of_all_ranks_are_known_to_differ():
+    run_ranks(2, known)
+
+
+def choose_early(rank: int, world_size: int) -> None:
+    """Of six prompts the engines have finished four, behind each other on two ranks; one token was written in vain."""
+    finished = {0: [5, 1], 1: [3, 0]}[rank]
+    samples = [Sample(i, j, [i, j], [-1.0, None], "stop") for i in finished for j in range(N)]
+    scoring = Scored([Graded([float(10 * one.prompt_index + one.sample_index)], {}) for one in samples], {})
+    prompts = [Prompt(100 + i, [1], "", None) for i in range(SIZE)]
+    asked = []
+
+    def respond(prompts: list[Prompt], wanted: Wanted) -> Responses:
+        asked.append(wanted.num_groups)
+        return Responses(samples, [], scoring, use=Use(written_tokens=len(samples) + rank))
+
+    rollouts = SimpleNamespace(respond=respond, exchange=Exchange(dist.group.WORLD))
+    chosen = choose_finished(rollouts, prompts, 3)
+    assert asked == [3] and [prompt.index for prompt in chosen.prompts] == [100, 101, 103]
+    counts = {"over_sampling/unfinished_groups": 2, "over_sampling/dropped_tokens": N + 1}
+    assert chosen.metrics == {"over_sampling/surplus_groups": 1} | counts and chosen.num_dropped_tokens == N + 1
+    graded = chosen.responses.scoring.graded()
+    for sample, one in zip(chosen.responses.sampled, graded, strict=True):
+        index = [0, 1, 3][sample.prompt_index]
+        assert sample.tokens[0] == index and one.scores == [10 * index + sample.sample_index]
+    assert len(graded) == (N if rank == 0 else 2 * N)
+    settings = FilterGroups(max_num_gen_batches=1)
+    chosen = choose_groups(rollouts, lambda: prompts, settings, 3, nullcontext, over_samples=True)
+    assert [prompt.index for prompt in chosen.prompts] == [100, 101, 103]
+    found = {"num_gen_batches": 1, "equal_groups": 0, "equal_groups_kept": 0, "surplus_groups": 1}
+    assert chosen.metrics == {f"filter_groups/{name}": count for name, count in found.items()} | counts
+
+
+def test_of_the_groups_that_are_finished_the_first_are_chosen():
+    run_ranks(2, choose_early)

@@ -106,7 +106,7 @@ class Scores:
     """Stands where a pool of workers is: of each text as many scores as it has numbers, with their order. It tells of
     some that there are large ones."""
 
-    on_error, failure = "raise", ""
+    on_error, failure, waits_for_all = "raise", "", False
 
     def begin(self) -> "Scores":
         self.texts = []

@@ -1,0 +1,100 @@
+"""More prompts than are wanted: the engine leaves the rest at once, is idle then, and goes on to write well."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from megappo.rollout.client import SamplingParams
+from megappo.rollout.conversation import Segment
+from megappo.rollout.episodes import Episode
+from megappo.rollout.sampler import Sampled, sample, store_counter
+
+N = 2
+LONG, SHORT = 110, 4
+PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(12)]
+
+
+class Turns:
+    """Plays episodes of short turns; those of some prompts go on for long. Tells which of them were cut."""
+
+    def __init__(self) -> None:
+        self.cut: list[int] = []
+
+    def open(self):
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    async def __call__(self, prompt_index, generate):
+        segment = Segment([prompt_index - 98], "")
+        ended = False
+        try:
+            for turn in range(1, 2 if prompt_index < 104 else 25):
+                segment.write(await generate(segment.context, SHORT), "", turn)
+            ended = True
+        finally:
+            self.cut += [] if ended else [prompt_index]
+        return Episode([segment], "done", {})
+
+
+def sampled_until(client, params, num_groups, **options) -> tuple[Sampled, float]:
+    """And how long it took from when there were enough."""
+    groups, since = [], []
+
+    def enough() -> bool:
+        if len(groups) >= num_groups and not since:
+            since.append(time.monotonic())
+        return bool(since)
+
+    take = store_counter(dist.HashStore(), "step 1")
+    settings = {"num_engines": 1, "max_running_requests": 8, "on_group": groups.append, "enough": enough} | options
+    found = sample(PROMPTS, N, params, client, take, **settings)
+    return found, time.monotonic() - since[0]
+
+
+def idle(client) -> bool:
+    client.hang_seconds = 300.0
+    client.post("/flush_cache?timeout=0", {})  # refused while a request runs
+    return True
+
+
+def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(client, oracle):
+    found, seconds = sampled_until(client, SamplingParams(LONG), 3)
+    assert idle(client) and seconds < 1.5 and found.fault is None
+    whole = {one.prompt_index for one in found.samples}
+    assert 3 <= len(whole) < len(PROMPTS) and len(found.samples) == N * len(whole)
+    assert all(one.finish_reason == "length" and len(one.tokens) == LONG for one in found.samples)
+    of_samples = LONG * len(found.samples)
+    assert of_samples < found.use.written_tokens < LONG * N * len(PROMPTS), "what was left in the middle, too"
+    take = store_counter(dist.HashStore(), "step 2")
+    again = sample(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
+    assert len(again.samples) == N * len(PROMPTS)
+    assert again.use.written_tokens == SHORT * N * len(PROMPTS)
+    tokens_of = dict(PROMPTS)
+    for one in (found.samples[0], again.samples[-1]):
+        assert one.log_probs == pytest.approx(oracle(tokens_of[one.prompt_index], one.tokens), abs=1e-4)
+
+
+def test_episodes_that_are_not_wanted_any_more_are_left(client):
+    playing = Turns()
+    found, seconds = sampled_until(client, SamplingParams(LONG), 4, play=playing, max_running_requests=24)
+    assert idle(client) and seconds < 1.5 and found.fault is None
+    assert {one.prompt_index for one in found.samples} == {100, 101, 102, 103}
+    assert sorted(set(playing.cut)) == list(range(104, 112)) and len(playing.cut) == 16
+    assert found.use.written_tokens > sum(one.num_policy_tokens for one in found.samples)
+
+
+def test_an_engine_that_ends_all_by_itself_is_not_asked_to(client, monkeypatch):
+    monkeypatch.setattr(client, "abort_all", None)
+    found = sample(
+        PROMPTS,
+        N,
+        SamplingParams(SHORT),
+        client,
+        store_counter(dist.HashStore(), "step 1"),
+        num_engines=1,
+        max_running_requests=8,
+        enough=lambda: False,
+    )
+    assert len(found.samples) == N * len(PROMPTS)
