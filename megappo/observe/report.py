@@ -15,7 +15,8 @@ from megappo.observe.sample_pages import sample_sections
 from megappo.observe.samples import ROLLOUTS_FOLDER, read_samples
 
 _REWARD = "reward/score/mean"
-_HELD_OUT_BOUND = re.compile("val/.*/score/(min|max)")
+_HELD_OUT_SCORE = re.compile("val/.*/score/mean")
+_SCORE_AND_PASSED = ("/score/mean", "/pass@1")
 _OUTPUTS = (
     ("metrics", METRICS_FILE),
     ("tensorboard", TENSORBOARD_FOLDER),
@@ -129,11 +130,15 @@ def _held_out(steps: list[dict[str, Any]]) -> Points:
 
 
 def _held_out_title(steps: list[dict[str, Any]]) -> str:
-    """Where every evaluation's worst and best score is 0 or 1, the mean is the share of right answers."""
-    bounds = [
-        value for metrics in steps for name, value in metrics.items() if _HELD_OUT_BOUND.fullmatch(name) is not None
+    """The mean score is the share of right answers where it is the share that passes, in every evaluation."""
+    pairs = [
+        (value, metrics.get(name.replace(*_SCORE_AND_PASSED)))
+        for metrics in steps
+        for name, value in metrics.items()
+        if _HELD_OUT_SCORE.fullmatch(name) is not None and value is not None
     ]
-    return "held-out accuracy" if all(bound in (0, 1) for bound in bounds) else "held-out score"
+    is_share = all(passed is not None and math.isclose(score, passed, abs_tol=1e-6) for score, passed in pairs)
+    return "held-out accuracy" if is_share else "held-out score"
 
 
 def _points(steps: list[dict[str, Any]], name: str) -> Points:

@@ -25,6 +25,9 @@ LATE_SECONDS = 1.0
 """How long a worker may take to say that an async call has had its time."""
 
 TASK = "score its responses"
+LATE = "took longer than"
+LACKED_MEMORY = ("MemoryError", "memory", "ended its process", "CalledProcessError")
+"""How the reason for a failure begins, or what it has in it, where a worker may have had too little."""
 
 
 class RewardError(RuntimeError):
@@ -264,7 +267,7 @@ class Crew:
         """Note that a call has found nothing of rows; of several, each is asked about alone, while there is hope."""
         reason = failed.reason or _reason(TimeoutError(), self.settings.timeout_seconds, TASK)
         if self.settings.on_error == "raise":
-            return self._fail(reason, units)
+            return self._fail(reason, units, "set reward.on_error to zero, which gives such responses 0")
         with self._changed:
             for unit in units:
                 told = f"reward function {self.spec} {reason}\n{shown(units)}"
@@ -288,15 +291,21 @@ class Crew:
             for other in chain.from_iterable(piece.units for piece in given_up):
                 other.scoring.settle(other, function, failed)
 
-    def _fail(self, reason: str, units: Sequence[Unit] = ()) -> None:
-        """Close with an error, unless it is closed."""
-        remedy = "fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds"
-        if self.settings.memory_limit_gib is not None:
-            remedy += f", (if it lacked memory) reward.memory_limit_gib ({self.settings.memory_limit_gib:g})"
+    def _fail(self, reason: str, units: Sequence[Unit] = (), remedy: str = "choose another reward.function") -> None:
+        """Close with an error, unless it is closed.
+
+        Args:
+            remedy: beside mending the function.
+        """
+        remedies = ["fix it", remedy]
+        if LATE in reason:
+            remedies.insert(1, f"raise reward.timeout_seconds ({self.settings.timeout_seconds:g})")
+        if self.settings.memory_limit_gib is not None and any(sign in reason for sign in LACKED_MEMORY):
+            remedies.insert(1, f"raise reward.memory_limit_gib ({self.settings.memory_limit_gib:g})")
         where = f"\n{shown(units)}" if units else ""
         with self._changed:
             if not self._is_closed:
-                self._error = RewardError(f"reward function {self.spec} {reason}{where}\n{remedy}")
+                self._error = RewardError(f"reward function {self.spec} {reason}{where}\n{', or '.join(remedies)}")
                 self._close(0.0)
 
 
@@ -305,4 +314,4 @@ def _reason(error: Exception, seconds: float, task: str) -> str:
     if not isinstance(error, TimeoutError):
         return str(error)
     detail = f" ({error})" if str(error) else ""
-    return f"took longer than {seconds:g} seconds to {task} and was stopped{detail}"
+    return f"{LATE} {seconds:g} seconds to {task} and was stopped{detail}"

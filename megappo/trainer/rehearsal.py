@@ -93,6 +93,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                 if key == REWARD:
                     findings.errors += num_scores_errors(config, num_scores)
                     findings.errors += step_scores_errors(config) if any(graded.steps) else []
+                if config.reward.on_error == "raise":
+                    _score_empty(pool, prompt, findings)
         if environments is not None:
             with findings.noting(), suppress(ValueError):
                 [prompt] = first_of[REWARD].at(first_of[REWARD].kept[:1])
@@ -144,6 +146,15 @@ def _score(pool: RewardPool, prompt: Prompt, findings: Findings) -> Graded:
     given = f", given {', '.join(prompt.columns)}" if prompt.columns else ""
     findings.looked_at.append(f"{pool.spec}: scored {response!r:.40} for the first prompt{given}, {shown}")
     return graded
+
+
+def _score_empty(pool: RewardPool, prompt: Prompt, findings: Findings) -> None:
+    """Warn if the reward function fails on an empty response, which models write; it is closed then."""
+    try:
+        pool.score([prompt.text] * 2, [""] * 2, [prompt.label] * 2, [prompt.columns] * 2)
+    except RewardError as error:
+        first, *_ = str(error).splitlines()
+        findings.looked_at.append(f"WARNING: of an empty response, which models write: {first}")
 
 
 def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]]:

@@ -86,10 +86,11 @@ def test_the_report_is_there_only_while_a_run_has_ended(tmp_path, capsys):
 
 def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
     observer = Observer(tmp_path, 2)
-    worst_and_best = {"val/a/score/min": 0.0, "val/a/score/max": 1.0}
-    observer.log(0, {"val/a/score/mean": 0.2, "val/b/score/mean": 0.4} | worst_and_best)
-    observer.log(1, STEP)
-    observer.log(2, STEP | {"reward/score/mean": 0.75, "val/a/score/mean": 0.9, "val/b/score/mean": 1.0})
+    for step, (of_a, of_b) in {0: (0.2, 0.4), 1: (None, None), 2: (0.9, 1.0)}.items():
+        metrics = STEP | {"reward/score/mean": 0.5 * step - 0.25} if step else {}
+        for name, value in {"a": of_a, "b": of_b}.items() if of_a is not None else ():
+            metrics |= {f"val/{name}/{told}": value for told in ("score/mean", "mean@1", "pass@1")}
+        observer.log(step, metrics)
     observer.samples(2, [{"response": "x"}])
     capsys.readouterr()
     observer.finish()
@@ -110,7 +111,7 @@ def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
         if "<svg" in part
         for part in [part[part.index("<svg") :]]
     ]
-    held_out, reward, shares = charts
+    held_out, _, _, reward, shares = charts  # one of each data set between them
     assert [circle[0].text for circle in held_out.iter("circle")] == ["step 0: 0.3", "step 2: 0.95"]
     assert [circle[0].text for circle in reward.iter("circle")] == ["step 1: 0.25", "step 2: 0.75"]
     assert [label.text for label in shares.iter("text")] == ["rollout 75.0 %", "other 25.0 %"]
@@ -118,7 +119,7 @@ def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):
 
 def test_scores_that_are_not_only_right_or_wrong_are_not_called_accuracy(tmp_path, capsys):
     observer = Observer(tmp_path, 1)
-    observer.log(0, {"val/a/score/mean": 0.2, "val/a/score/min": 0.1, "val/a/score/max": 1.0})
+    observer.log(0, {"val/a/score/mean": 0.2, "val/a/mean@1": 0.2, "val/a/pass@1": 0.04})
     observer.finish()
     observer.close()
     rows = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())

@@ -103,8 +103,7 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
         "error: data.train_batch_size 320 is more than the 300 prompts of data.train_files, so that a step would hold "
         "some twice: lower it, or name more files",
         f"error: reward.function: reward function reward.py:f raised IndexError: list index out of range ({run_folder}/"
-        "reward.py line 2): fix it, choose another reward.function, or (if it was slow) raise reward.timeout_seconds, "
-        "(if it lacked memory) reward.memory_limit_gib (16)",
+        "reward.py line 2): fix it, or set reward.on_error to zero, which gives such responses 0",
     ]
 
 
@@ -150,6 +149,15 @@ def test_a_reward_function_that_cannot_score_is_told(plan, run_folder, body, mes
     [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.timeout_seconds=0.5"))
     assert error.startswith("error: reward.function: reward function reward.py:f ")
     assert message.replace("FOLDER", str(run_folder)) in error
+
+
+def test_a_function_that_fails_on_empty_responses_is_warned_of(plan, run_folder):
+    (run_folder / "reward.py").write_text("def f(p, r, l):\n    return [float(int(one) == 2) for one in r]\n")
+    done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
+    raised = "reward function reward.py:f raised ValueError: invalid literal for int() with base 10: ''"
+    assert done.returncode == 0 and f"  WARNING: of an empty response, which models write: {raised}\n" in done.stdout
+    kept_on = plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.on_error=zero")
+    assert kept_on.returncode == 0 and "WARNING" not in kept_on.stdout
 
 
 GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.use_kl_in_reward=false", "reward.function=reward.py:f")

@@ -84,7 +84,7 @@ def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, told: 
     pool = load(tmp_path, body)
     with pytest.raises(RewardError, match="returned .*\nit was scoring " + told) as caught:
         scored(pool.begin(), rows("well", "nonsense"))
-    assert str(caught.value).splitlines()[-1].startswith("fix it, choose another")
+    assert str(caught.value).splitlines()[-1].startswith("fix it, or set reward.on_error to zero")
 
 
 def test_a_long_text_is_cut(tmp_path: Path):

@@ -222,7 +222,7 @@ TAKES = {
 def test_memory_beyond_the_limit_is_refused_with_the_remedy(tmp_path: Path, lines: str, message: str):
     with pytest.raises(RewardError, match=message) as caught:
         score(load(tmp_path, function(lines), memory_limit_gib=1.0))
-    assert str(caught.value).endswith(", (if it lacked memory) reward.memory_limit_gib (1)")
+    assert "raise reward.memory_limit_gib (1)" in str(caught.value).splitlines()[-1]
 
 
 def test_memory_within_the_limit_is_fine(tmp_path: Path):

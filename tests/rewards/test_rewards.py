@@ -149,7 +149,7 @@ def test_a_broken_function_gives_one_error_that_names_it_and_the_remedy(tmp_path
     with pytest.raises(RewardError, match=message) as caught:
         score(pool)
     assert str(caught.value).startswith(f"reward function {tmp_path}/reward.py:f ")
-    assert "fix it, choose another reward.function" in str(caught.value)
+    assert str(caught.value).splitlines()[-1].startswith("fix it, ")
     with pytest.raises(RewardError, match="is closed"):
         score(pool)
 
