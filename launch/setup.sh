@@ -104,7 +104,7 @@ install_cpu_torch() {
     else
         vision=${vision%+cpu}
         say "pip finds no CPU build of torchvision $vision beside torch $torch: taking the one for CUDA, which megappo" \
-            "can import all the same"
+            "can import all the same (own scripts with transformers: docs/troubleshooting.md)"
         pip_install --no-deps "torch==$torch" "torchvision===$vision"
     fi
 }
