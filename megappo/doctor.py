@@ -1,4 +1,4 @@
-"""Whether this machine can run megappo, in about a minute: python -m megappo.doctor [CHECK ...]
+"""Whether this machine can run megappo, in about a minute: .venv/bin/python -m megappo.doctor [CHECK ...]
 
 Prints a line per check, under a problem the remedy. Exits with 1 if there is a problem. Without a GPU, what the CPU
 takes in its place is checked.
@@ -227,7 +227,9 @@ CHECKS: dict[str, tuple[Callable[[], str], str]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table; 1 if there is a problem."""
-    parser = argparse.ArgumentParser("python -m megappo.doctor", description="Check whether this machine can train.")
+    parser = argparse.ArgumentParser(
+        ".venv/bin/python -m megappo.doctor", description="Check whether this machine can train."
+    )
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"some of {', '.join(CHECKS)} (default: all)")
     names = parser.parse_args(arguments).checks or list(CHECKS)
     if unknown := sorted(set(names) - CHECKS.keys()):

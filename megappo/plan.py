@@ -1,6 +1,7 @@
 """Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
 
-    python -m megappo.plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all] [--gpu h100 [--suggest]]
+    .venv/bin/python -m megappo.plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all]
+                                     [--gpu h100 [--suggest]]
 
 Where the config alone is right, it tries tokenizer, prompts and reward function. With --gpu it reckons the memory of
 each phase on GPUs of that type, and the seconds, and tells what would be on there of what makes passes faster. Exits
@@ -240,7 +241,7 @@ def _count(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     description = "Print what a config means, without GPU or torchrun, and everything that is wrong with it."
-    parser = config_parser("python -m megappo.plan", description)
+    parser = config_parser(".venv/bin/python -m megappo.plan", description)
     parser.add_argument(
         "--world-size", type=_count, metavar="N", help="ranks of the run (default: the fewest the placement names)"
     )

@@ -1,6 +1,6 @@
 """Serve a Hugging Face folder, such as a run's hf_actor, by stock SGLang over HTTP: on GPUs, or without any on a CPU.
 
-    python -m megappo.serve HF_FOLDER [SGLang's own arguments]
+    .venv/bin/python -m megappo.serve HF_FOLDER [SGLang's own arguments]
 
 It listens on 127.0.0.1:30000 unless --host and --port say otherwise. On a CPU it computes in fp32 unless --dtype says
 otherwise. Ctrl-C ends it, with its processes and their shared memory.
@@ -18,7 +18,7 @@ from megappo.config.text_files import TextFileError
 from megappo.rollout import launch
 from megappo.rollout.keeper import remove_traces
 
-USAGE = "usage: python -m megappo.serve HF_FOLDER [SGLang's arguments; --help lists them]"
+USAGE = "usage: .venv/bin/python -m megappo.serve HF_FOLDER [SGLang's arguments; --help lists them]"
 # SGLang's warm-up, a sentence, has no token at all in a small vocabulary such as the quickstart's, and must succeed.
 CPU_ARGUMENTS = launch.CPU_ARGUMENTS | {"dtype": "float32", "skip_server_warmup": True}
 OWN_TOKENIZER = ("--tokenizer-path", "--skip-tokenizer-init")

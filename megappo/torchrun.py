@@ -3,7 +3,7 @@
 It also says how ranks and nodes ended that could not say it themselves, and its stores listen on the address they are
 called by, not on all interfaces.
 
-usage: python -m megappo.torchrun TORCHRUN_ARGUMENTS
+usage: .venv/bin/python -m megappo.torchrun TORCHRUN_ARGUMENTS
 """
 
 import argparse

@@ -1,12 +1,14 @@
 """Convert weights between Hugging Face folders and Megatron's dist_checkpointing folders, compare, and reshard them.
 
-    python tools/convert.py hf-to-megatron --input HF_FOLDER --output FOLDER
-    python tools/convert.py megatron-to-hf --input RUN/checkpoints/step_X/actor --hf-config HF_FOLDER --output FOLDER
-    python tools/convert.py verify         --input FOLDER --output FOLDER
-    python tools/convert.py reshard        --input RUN/checkpoints/step_X --hf-config HF_FOLDER --output FOLDER
+    .venv/bin/python tools/convert.py COMMAND ..., one of
+    hf-to-megatron --input HF_FOLDER --output FOLDER
+    megatron-to-hf --input RUN/checkpoints/step_X/actor --hf-config HF_FOLDER --output FOLDER
+    verify         --input FOLDER --output FOLDER
+    reshard        --input RUN/checkpoints/step_X --hf-config HF_FOLDER --output FOLDER
 
 Works on the CPU, in one process. A model too large for that: --tensor T --pipeline P --expert E, under
-python -m megappo.torchrun --nproc-per-node N tools/convert.py ... with N = P x (least common multiple of T and E)
+.venv/bin/python -m megappo.torchrun --nproc-per-node N tools/convert.py ...
+with N = P x (least common multiple of T and E)
 """
 
 import argparse

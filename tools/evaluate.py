@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Evaluate a checkpoint of a run, or a Hugging Face folder, on a config's held-out data.
 
-python tools/evaluate.py CHECKPOINT_OR_HF_FOLDER CONFIG [key=value ...]
-python tools/evaluate.py outputs/quickstart/run configs/quickstart.yaml rollout.val_n=4 rollout.val_temperature=1
+.venv/bin/python tools/evaluate.py CHECKPOINT_OR_HF_FOLDER CONFIG [key=value ...]
+.venv/bin/python tools/evaluate.py outputs/quickstart/run configs/quickstart.yaml rollout.val_n=4
 
 The first argument is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face
 folder. CONFIG says what it is evaluated on (data.val_files, eval.datasets), how, and on which ranks; it may be the

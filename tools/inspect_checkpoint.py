@@ -1,6 +1,6 @@
 """Print what is in a checkpoint, without loading it: names, shapes, dtypes, layout, step.
 
-    python tools/inspect_checkpoint.py FOLDER
+    .venv/bin/python tools/inspect_checkpoint.py FOLDER
 
 FOLDER is a run's output folder, its checkpoints/, one step_XXXXXXXX, one component of it (step_XXXXXXXX/actor), a
 folder that convert.py wrote, or a Hugging Face folder.

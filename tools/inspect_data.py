@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Show the prompts of a config as its model will see them, how long they are, and what is wrong with them.
 
-python tools/inspect_data.py CONFIG [key=value ...]
-python tools/inspect_data.py configs/quickstart.yaml --show 1 --tokens
+.venv/bin/python tools/inspect_data.py CONFIG [key=value ...]
+.venv/bin/python tools/inspect_data.py configs/quickstart.yaml --show 1 --tokens
 
 Starts the reward function's process, to know which fields it takes, and neither a model nor an engine.
 """

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Turn GSM8K's published files into prompts for reward.function=gsm8k.
 
-python tools/prepare_gsm8k.py --input train.jsonl test.jsonl --output data/gsm8k
+.venv/bin/python tools/prepare_gsm8k.py --input train.jsonl test.jsonl --output data/gsm8k
 
 The files: grade_school_math/data/{train,test}.jsonl of https://github.com/openai/grade-school-math, or the parquet
 files in main/ of https://huggingface.co/datasets/openai/gsm8k. The label is the number behind the answer's ####.

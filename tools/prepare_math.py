@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Turn MATH's published files into prompts for reward.function=math.
 
-python tools/prepare_math.py --input MATH/train MATH/test --output data/math
+.venv/bin/python tools/prepare_math.py --input MATH/train MATH/test --output data/math
 
 Inputs: folders with a .json for each problem, in whatever folders below (the published archive of
 https://github.com/hendrycks/math), or .jsonl and .parquet files with "problem" and "solution", as on

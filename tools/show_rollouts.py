@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Show rollouts that a run has put on record (trainer.record_rollouts).
 
-python tools/show_rollouts.py FOLDER                what each step was like
-python tools/show_rollouts.py FOLDER --step 12      prompts, responses and scores of a step
-python tools/show_rollouts.py FILE --tokens --num 1 token by token
+.venv/bin/python tools/show_rollouts.py FOLDER                what each step was like
+.venv/bin/python tools/show_rollouts.py FOLDER --step 12      prompts, responses and scores of a step
+.venv/bin/python tools/show_rollouts.py FILE --tokens --num 1 token by token
 """
 
 import argparse

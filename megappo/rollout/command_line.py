@@ -25,7 +25,7 @@ def parse(command_line: list[str], defaults: dict[str, Any]) -> Any:
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
     parser = _Parser(
-        usage="python -m megappo.serve HF_FOLDER [SGLang's arguments]",
+        usage=".venv/bin/python -m megappo.serve HF_FOLDER [SGLang's arguments]",
         description="Serves a Hugging Face folder by stock SGLang, whose arguments follow; --model-path is the folder.",
     )
     ServerArgs.add_cli_args(parser)

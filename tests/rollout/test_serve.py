@@ -129,7 +129,7 @@ def refused(*arguments: object) -> str:
 @pytest.mark.slow  # beside it a refusal, of the same kind, of an argument
 def test_what_is_no_folder_of_a_model_is_refused(folder, tmp_path):
     assert "expected a folder first, found nothing" in refused()
-    assert "found --port; usage: python -m megappo.serve HF_FOLDER" in refused("--port", 1)
+    assert "found --port; usage: .venv/bin/python -m megappo.serve HF_FOLDER" in refused("--port", 1)
     assert f"no folder {tmp_path}/none" in refused(tmp_path / "none")
     assert "it has no config.json, no *.safetensors, no tokenizer_config.json" in refused(tmp_path)
     shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("tokenizer*"))
@@ -152,5 +152,5 @@ def test_a_taken_port_and_an_unknown_argument_are_refused_before_anything_is_loa
 
 def test_help_lists_sglangs_arguments():
     result = subprocess.run([*COMMAND, "--help"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0 and "usage: python -m megappo.serve HF_FOLDER" in result.stdout
+    assert result.returncode == 0 and "usage: .venv/bin/python -m megappo.serve HF_FOLDER" in result.stdout
     assert "--host" in result.stdout and "--max-total-tokens" in result.stdout

@@ -1,7 +1,7 @@
 """Run the benchmarks that find ratios, one after the other, and write one table of them.
 
-    python tools/bench/all.py
-    python tools/bench/all.py --only gae balance
+    .venv/bin/python tools/bench/all.py
+    .venv/bin/python tools/bench/all.py --only gae balance
 
 Writes Markdown, and the same as JSON. Ratios are of one run each, but the machine should have nothing else to
 do: what is compared need not suffer alike. Takes about 20 minutes.

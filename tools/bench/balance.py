@@ -1,6 +1,6 @@
 """How evenly megappo shares out ragged rows over ranks, and how full their micro-batches are.
 
-    python tools/bench/balance.py --rows 2048 --ranks 8 --max-tokens 8192
+    .venv/bin/python tools/bench/balance.py --rows 2048 --ranks 8 --max-tokens 8192
 
 Prompts and responses of two kinds: lengths drawn from one log-normal distribution, and from two, short answers and long
 ones that mostly are cut at the maximum. Measured in tokens, as the balance itself counts.

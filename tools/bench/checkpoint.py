@@ -1,7 +1,7 @@
 """How long a save holds training up: at once, and in the background (trainer.async_save), in one run.
 
-    python tools/bench/checkpoint.py --megabytes 2000
-    python -m megappo.torchrun --nproc-per-node 2 tools/bench/checkpoint.py
+    .venv/bin/python tools/bench/checkpoint.py --megabytes 2000
+    .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/checkpoint.py
 
 Real PPO steps of an actor and a critic on fixed rollouts; prints medians, and the range of what is compared. A save in
 the background holds training up while it copies, and when it is completed; besides, it takes processor time from the

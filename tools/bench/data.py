@@ -2,7 +2,7 @@
 what each holds in memory; how long a later step takes. Records are made up: a prompt of about 150 characters, a label
 and a field that nothing reads.
 
-    python tools/bench/data.py --rows 5000000
+    .venv/bin/python tools/bench/data.py --rows 5000000
 """
 
 import gzip

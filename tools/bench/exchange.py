@@ -1,6 +1,6 @@
 """Bytes that a rank sends in the exchange of a step's rows, in a small world and in one of four times the ranks.
 
-    python tools/bench/exchange.py --ranks 8 32 --rows 16
+    .venv/bin/python tools/bench/exchange.py --ranks 8 32 --rows 16
 
 Real ranks over gloo. Each has so many rows; all agree on the table of rows, each row goes to the ranks of one shard
 (two of them, tensor-parallel), tokens and mask, and values for its tokens come back. Bytes are what the process wrote,

@@ -1,6 +1,6 @@
 """Time megappo's GAE against the loop over tokens it replaces, in one run.
 
-    python tools/bench/gae.py --rows 1024 --tokens 8192 --repeats 5
+    .venv/bin/python tools/bench/gae.py --rows 1024 --tokens 8192 --repeats 5
 
 Both get the same float32 numbers and are called in turn; the figures are medians of the wall-clock time. On a machine
 that has other work too, set OMP_WAIT_POLICY=passive: threads that wait in a loop for one that has lost its core make

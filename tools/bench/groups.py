@@ -1,7 +1,7 @@
 """Time making the process groups of a run in a large world, and count those that a rank is in.
 
-    python tools/bench/groups.py --ranks 4096
-    python tools/bench/groups.py --processes 16
+    .venv/bin/python tools/bench/groups.py --ranks 4096
+    .venv/bin/python tools/bench/groups.py --processes 16
 
 By default one process stands for one rank of the world, whose other ranks are not there: torch's fake backend. With
 --processes all ranks are real, over gloo, and each group sums something up.

@@ -1,7 +1,7 @@
 """Measure what a policy's head takes over a large vocabulary: extra memory, and time against plain matrix products.
 
-    python tools/bench/head.py
-    python tools/bench/head.py --threads 1 --json FILE
+    .venv/bin/python tools/bench/head.py
+    .venv/bin/python tools/bench/head.py --threads 1 --json FILE
 
 A vocabulary of 151,936, hidden size 768, 8,192 tokens of which a quarter are of responses; fp32, on one rank. Compared:
 

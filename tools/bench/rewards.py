@@ -1,7 +1,7 @@
 """Time a reward function that takes a millisecond for each response against as many milliseconds, shared by workers.
 
-    python tools/bench/rewards.py
-    python tools/bench/rewards.py --rows 100000 --workers 2 --repeats 1
+    .venv/bin/python tools/bench/rewards.py
+    .venv/bin/python tools/bench/rewards.py --rows 100000 --workers 2 --repeats 1
 
 The function sleeps, so that the workers need no core of their own; what is over is the pool's. Once all rows are there
 at the beginning, once they come in groups of 8.

@@ -1,7 +1,7 @@
 """Time the responses to prompts of mixed lengths against SGLang's own serving benchmark's client.
 
-    python tools/bench/rollout.py
-    python tools/bench/rollout.py --prompts 128 --repeats 3 --json FILE
+    .venv/bin/python tools/bench/rollout.py
+    .venv/bin/python tools/bench/rollout.py --prompts 128 --repeats 3 --json FILE
 
 A random Llama of 10M parameters, 512 prompts of 4 to 64 tokens, greedy, at most 32 tokens each: a random part of the
 vocabulary ends a response, so that they are of mixed lengths. Compared, one after the other in each repeat, for one

@@ -1,8 +1,8 @@
 """Two PPO steps on fixed rollouts, for every method in several layouts: record their numbers before a change that must
 not alter them, and compare after it.
 
-    python tools/bench/same_numbers.py record FILE
-    python tools/bench/same_numbers.py compare FILE
+    .venv/bin/python tools/bench/same_numbers.py record FILE
+    .venv/bin/python tools/bench/same_numbers.py compare FILE
 
 FILE (JSON) holds every metric of the steps, and of every trained weight its sum, its norm and a hash. Only the engines
 are left out: their samples are fixed, so that all else is the program's own. Numbers are those of one machine: sums of

@@ -1,8 +1,8 @@
 """Time whole steps of whole runs: what of the quickstart's is neither models nor engines, and what of a larger model's
 is the products that its mathematics needs.
 
-    python tools/bench/step.py
-    python tools/bench/step.py --json FILE
+    .venv/bin/python tools/bench/step.py
+    .venv/bin/python tools/bench/step.py --json FILE
 
 Runs of megappo.train under torchrun, two ranks on a CPU, one thread each, as launch/local.sh starts them; figures are
 medians of the steps after the first.

@@ -1,7 +1,7 @@
 """Time weight syncs (ipc) into a real SGLang engine against a plain copy of the same bytes in memory, in one run.
 
-    python tools/bench/sync.py --megabytes 500
-    python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --tensor 2
+    .venv/bin/python tools/bench/sync.py --megabytes 500
+    .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --tensor 2
 
 Prints medians, and how much of the copy's rate a sync reaches; the engine shares the machine's cores with the ranks.
 The copy takes as many threads as a rank of the engine does: one, unless OMP_NUM_THREADS says more.

@@ -1,7 +1,7 @@
 """Time an update and a pass for log-probs against plain matrix products, and against a padded Hugging Face update.
 
-    python tools/bench/update.py
-    python tools/bench/update.py --threads 1 --json FILE
+    .venv/bin/python tools/bench/update.py
+    .venv/bin/python tools/bench/update.py --threads 1 --json FILE
 
 A Qwen2 of 110M parameters (12 layers, hidden size 768, 12 heads, a tied vocabulary of 32,000), fp32, on one rank. Rows
 of 22 to 181 tokens, 1,646 in all, of which 1,240 are of responses. Compared, one after the other in each repeat:

@@ -1,6 +1,6 @@
 """Measure how much memory each rank takes to load a Hugging Face folder, and to export it again.
 
-    python tools/bench/weights_memory.py --megabytes 500 --layouts 1x1 2x1 1x2 2x2 --dtypes fp32 bf16 fp32-bf16
+    .venv/bin/python tools/bench/weights_memory.py --megabytes 500 --layouts 1x1 2x1 1x2 2x2 --dtypes fp32 bf16
 
 Makes a random model of that size, starts the ranks of each layout (tensor x pipeline) one layout after the other, and
 samples every millisecond the memory that is this rank's alone (peak_memory.py). The figures are peaks above what the
