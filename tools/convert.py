@@ -26,12 +26,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the machine's memory is larger, and its GPUs may be training
 
-import torch.distributed as dist
-
 from megappo import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
+import torch.distributed as dist  # noqa: E402
 from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  # noqa: E402
 from conversion.verify import verify  # noqa: E402
 from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E402

@@ -16,8 +16,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.architecture.files import CONFIG_FILE
@@ -27,6 +25,9 @@ from megappo.checkpoint.metadata import is_component
 from megappo.config.errors import ConfigError, looked_in
 from megappo.config.loading import load_config
 from megappo.placement.ranks import smallest_world
+
+# isort: split
+import torch
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "configs"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import make_quickstart as quickstart
+import torch
 from grid_environment import SIZE, STEPS, shown
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM

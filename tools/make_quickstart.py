@@ -20,15 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
 define_torchvision_operators()  # importing a model of transformers needs them
 
+import torch  # noqa: E402
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import AutoTokenizer, GenerationConfig, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 

@@ -11,16 +11,20 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megappo.batch.fields import field_of
 from megappo.batch.files import RowsFile, RowsFileError
 from megappo.batch.folders import recorded_steps, rows_file
 from megappo.batch.rows import Rows
+from megappo.config.errors import ConfigError
+from megappo.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HEADER = ("step", "weights of", "prompts", "responses", "tokens", "mean score", "best", "worst", "truncated")
 RULE = "-" * 80
@@ -34,7 +38,7 @@ def main() -> int:
             print(line)
     except BrokenPipeError:  # of head, say
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    except (RowsFileError, OSError) as error:
+    except (ConfigError, RowsFileError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -59,7 +63,7 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
     if args.path.is_dir() and args.step not in (steps := recorded_steps(args.path)):
         raise RowsFileError(f"{args.path} has no step {args.step}: it has {', '.join(map(str, steps)) or 'none'}")
     with RowsFile(rows_file(args.path, args.step) if args.path.is_dir() else args.path) as file:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or file.facts["model"])
+        tokenizer = load_tokenizer(args.tokenizer or file.facts["model"])
         yield f"step {file.facts['step']}, by the weights after step {file.facts['weights_step']}"
         yield ", ".join(f"{key} {value}" for key, value in file.facts.get("sampling", {}).items())
         for row in _chosen(file, args):
@@ -99,7 +103,7 @@ def _chosen(file: RowsFile, args: argparse.Namespace) -> list[int]:
     return rows[: args.num]
 
 
-def _response(row: Rows, file: RowsFile, tokenizer: PreTrainedTokenizerBase, each_token: bool) -> Iterator[str]:
+def _response(row: Rows, file: RowsFile, tokenizer: "PreTrainedTokenizerBase", each_token: bool) -> Iterator[str]:
     prompt, [tokens], start = int(row.prompt_ids), row.input_ids, int(row.prompt_lengths)
     of_row = [f"{name} {values.squeeze(0).tolist()}" for name, values in row.fields.items() if not _per_token(name)]
     yield RULE
@@ -112,7 +116,7 @@ def _response(row: Rows, file: RowsFile, tokenizer: PreTrainedTokenizerBase, eac
         yield from _each_token(row, tokens[start:].tolist(), tokenizer)
 
 
-def _turns(row: Rows, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _turns(row: Rows, tokens: list[int], tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     """The response; of an episode turn by turn."""
     if "turns" not in row.fields:
         yield f"[response] {tokenizer.decode(tokens)}"
@@ -124,7 +128,7 @@ def _turns(row: Rows, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> 
         yield f"[{who}] {tokenizer.decode([tokens[i] for i in of_turn])}"
 
 
-def _each_token(row: Rows, tokens: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+def _each_token(row: Rows, tokens: list[int], tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
     """With everything that is known of it, such as the engine's log-prob."""
     known = {name: values[0].tolist() for name, values in row.fields.items() if _per_token(name)}
     yield "  ".join(["   token", *known, "text"])
