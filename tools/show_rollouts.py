@@ -73,6 +73,12 @@ def _lines(args: argparse.Namespace) -> Iterator[str]:
 def _overview(folder: Path) -> Iterator[str]:
     """A line per step."""
     steps = recorded_steps(folder)
+    if not steps and (samples := sorted(folder.glob("step_*.jsonl"))):
+        raise RowsFileError(
+            f"{folder} holds samples of evaluations as text, and no rollouts on record: read them as they are, or by "
+            f"python3 -m json.tool --json-lines {samples[-1]}; the rollouts of training go to trainer.record_rollouts, "
+            "if that is set"
+        )
     if not steps:
         raise RowsFileError(
             f"{folder} holds no rollouts: expected files step_XXXXXXXX.safetensors in it, which a run writes to its "

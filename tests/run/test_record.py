@@ -96,3 +96,14 @@ def test_what_cannot_be_replayed_is_said(config, run, folder):
     assert sampled in program.output
     assert "step_00000001.safetensors has no baselines, which algorithm.adv_estimator remax needs" in program.output
     assert "Traceback" not in program.output
+
+
+def test_samples_of_evaluations_are_no_record(tmp_path):
+    (tmp_path / "step_00000004.jsonl").write_text("{}\n")
+    command = [sys.executable, REPOSITORY / "tools" / "show_rollouts.py", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (
+        done.returncode == 1
+        and f"error: {tmp_path} holds samples of evaluations as text, and no rollouts" in done.stderr
+    )
+    assert f"--json-lines {tmp_path / 'step_00000004.jsonl'};" in done.stderr
