@@ -79,7 +79,8 @@ class Chat:
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError(
-                "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one"
+                "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one, "
+                "chat_template.jinja in the model's folder"
             )
         given = self._config.chat_template_kwargs
         try:

@@ -289,7 +289,7 @@ def test_tokens_that_a_model_does_not_know_are_refused(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one"),
+        (None, "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one, chat_t"),
         (
             "{{ raise_exception('roles must alternate') }}",
             "the chat template refuses the messages: Template",
