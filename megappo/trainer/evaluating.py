@@ -19,7 +19,7 @@ from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
-from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE, EVALUATIONS
+from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.metrics import Histogram
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.layout import Layout
@@ -32,6 +32,7 @@ from megappo.trainer.models import Models, build_models
 from megappo.trainer.own_engine import start_engine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
+from megappo.trainer.resuming import with_own_folder
 from megappo.trainer.rollouts import Rollouts
 
 
@@ -66,7 +67,7 @@ class Evaluating:
     def _write(self, metrics: Mapping[str, Any]) -> None:
         folder = Path(self.config.trainer.output_dir)
         numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
-        content = {"weights": str(self.weights), "step": self.step, "metrics": numbers}
+        content = {"weights": str(self.weights.resolve()), "step": self.step, "metrics": numbers}
         write_durably(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")
         write_durably(folder / CONFIG_FILE, dump_config(self.config))
 
@@ -109,15 +110,6 @@ def _checkpoint(config: Config, exchange: Exchange) -> Path | None:
     path = Path(config.trainer.eval_checkpoint).resolve()
     refuse_damaged(path, exchange)
     return path
-
-
-def with_own_folder(config: Config, weights: Path) -> Config:
-    """An evaluation writes into `evaluations/NAME` of output_dir, unless that is such a folder already: the files of a
-    run that has been in output_dir stay as they are."""
-    folder, own = Path(config.trainer.output_dir), Path(EVALUATIONS, weights.resolve().name)
-    if folder.resolve().parts[-2:] == own.parts:
-        return config
-    return config.changed("trainer.output_dir", str(folder / own))
 
 
 def _loaded(config: Config, layouts: Mapping[str, Layout], checkpoint: Path | None, exchange: Exchange) -> Models:

@@ -1,6 +1,7 @@
 """What a run finds in its output folder, as far as names and state.json tell. Without torch, so that the dry run tells
 it, too."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, candidates, is_checkpoint, position_of, read_state, step_of
 from megappo.config.errors import looked_in
 from megappo.config.schema import Config
-from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
+from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, HF_ACTOR, REPORT_FILE
 from megappo.placement.components import trained_in_words
 
 
 def resume_errors(config: Config) -> list[str]:
     """Why a run cannot go on from the checkpoint that is there."""
     if config.trainer.eval_only:
-        return list(_unfit_to_evaluate(config.trainer.eval_checkpoint))
+        return [*_unfit_to_evaluate(config.trainer.eval_checkpoint), *_other_evaluation(config)]
     try:
         checkpoint = _checkpoint(config)
     except CheckpointError as error:
@@ -54,6 +55,33 @@ def _unfit_to_evaluate(checkpoint: str | None) -> Iterator[str]:
         yield (
             f"trainer.eval_checkpoint: {path} is no checkpoint of a run: name a folder step_XXXXXXXX with state.json, "
             "or set model.path to a Hugging Face folder"
+        )
+
+
+def with_own_folder(config: Config, weights: Path) -> Config:
+    """An evaluation writes into `evaluations/NAME` of output_dir, unless that is such a folder already: the files of a
+    run that has been in output_dir stay as they are."""
+    folder, own = Path(config.trainer.output_dir), Path(EVALUATIONS, weights.resolve().name)
+    if folder.resolve().parts[-2:] == own.parts:
+        return config
+    return config.changed("trainer.output_dir", str(folder / own))
+
+
+def _other_evaluation(config: Config) -> Iterator[str]:
+    """Of other weights with the same name, in the folder that this one is to write into."""
+    try:
+        weights = Path(config.trainer.eval_checkpoint or _checkpoint(config) or config.model.path)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    file = Path(with_own_folder(config, weights).trainer.output_dir, EVALUATION_FILE)
+    if not file.exists():
+        return
+    found = json.loads(file.read_text())["weights"]
+    if Path(found).resolve() != weights.resolve():
+        yield (
+            f"trainer.output_dir: {file} is of {found}, and would be overwritten with that of {weights}: choose "
+            "another one (tools/evaluate.py: --output)"
         )
 
 

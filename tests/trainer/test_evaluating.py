@@ -1,11 +1,12 @@
-"""Where an evaluation writes: never among the files of a run."""
+"""Where an evaluation writes: never among the files of a run, nor over another evaluation."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from megappo.config.schema import Config
-from megappo.trainer.evaluating import with_own_folder
+from megappo.trainer.resuming import resume_errors, with_own_folder
 
 
 @pytest.mark.parametrize(
@@ -19,11 +20,25 @@ from megappo.trainer.evaluating import with_own_folder
     ],
 )
 def test_an_evaluation_has_a_folder_of_its_own(output_dir, weights, own):
-    config = Config.model_validate(
+    config = make_config(output_dir)
+    assert with_own_folder(config, Path(weights)).trainer.output_dir == own
+
+
+def make_config(output_dir: object) -> Config:
+    return Config.model_validate(
         {
             "model": {"path": "models/base"},
             "data": {"train_files": ["f"]},
-            "trainer": {"output_dir": output_dir, "eval_only": True},
+            "trainer": {"output_dir": str(output_dir), "eval_only": True},
         }
     )
-    assert with_own_folder(config, Path(weights)).trainer.output_dir == own
+
+
+def test_weights_of_the_same_name_have_no_folder_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for weights, errors in (("models/base", []), ("other/base", [f"is of {tmp_path}/other/base, and would be"])):
+        own = tmp_path / "out" / "evaluations" / "base"
+        own.mkdir(parents=True, exist_ok=True)
+        (own / "evaluation.json").write_text(json.dumps({"weights": str(tmp_path / weights)}))
+        found = [*resume_errors(make_config("out")), *resume_errors(make_config(own))]
+        assert len(found) == 2 * len(errors) and all(error in one for one in found for error in errors)
