@@ -12,6 +12,8 @@ SIGNAL = signal.SIGUSR1
 """What asks a rank to save and end."""
 EXIT_AGAIN = 75
 """Exit code of a run that has saved what it had before its last step: start it again (EX_TEMPFAIL of sysexits.h)."""
+EXIT_UNSAVED = 4
+"""Exit code of a rank that has ended as it was asked to, of a run that could only begin anew."""
 
 
 class Interrupted(Exception):
@@ -24,6 +26,7 @@ class Interruption:
     def __init__(self) -> None:
         self._reason = ""
         self._has_something_to_save = False
+        self._exit_code = EXIT_AGAIN
         self._deadline = float("inf")
 
     def listen(self) -> None:
@@ -40,6 +43,10 @@ class Interruption:
         self._has_something_to_save = True
         self._deadline = deadline
 
+    def never_saves(self) -> None:
+        """Of a run that could only begin anew: ended by the signal, it is not to be started again."""
+        self._exit_code = EXIT_UNSAVED
+
     def has_saved_all(self) -> None:
         """The signal ends this rank at once again."""
         self._has_something_to_save = False
@@ -54,7 +61,7 @@ class Interruption:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._reason = self._reason or "a signal"  # the launcher's, whichever it has had itself
         if not self._has_something_to_save:
-            os._exit(EXIT_AGAIN)  # what it has started ends with it
+            os._exit(self._exit_code)  # what it has started ends with it
 
 
 INTERRUPTION = Interruption()

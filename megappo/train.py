@@ -99,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
     # What a file of trainer.extensions imports may import megatron.core.
     config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
+    if config.trainer.eval_only:
+        INTERRUPTION.never_saves()
     if errors := check_run(config, world_size, int(os.environ["LOCAL_WORLD_SIZE"])):
         raise ConfigError(*errors)
     with config.locating():

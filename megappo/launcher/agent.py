@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from megappo import interruption
-from megappo.interruption import EXIT_AGAIN
+from megappo.interruption import EXIT_AGAIN, EXIT_UNSAVED
 from megappo.launcher.nodes import Nodes
 from megappo.launcher.signals import ASKING, ending_signals
 from megappo.lifetime import EXIT_CONFIG, EXIT_LOST_RANK, LAUNCHER
@@ -69,6 +69,9 @@ class Agent(LocalElasticAgent):
         if EXIT_AGAIN in self._codes().values() and not result.is_failed():
             raise StartAgain(f"ended by {self._asked}: started again, the run goes on" if self._asked else "")
         if result.is_failed():
+            if self._asked and EXIT_UNSAVED in self._codes().values():
+                self._leave(f"ended by {self._asked}")
+                raise SignalException(f"ended by {self._asked}", signal.Signals[self._asked])
             self._report()
             own = [local for local in self._ended if self._codes()[local] != EXIT_LOST_RANK] or self._ended
             first = {self._worker_group.workers[local].global_rank for local in own}

@@ -39,6 +39,10 @@ def generate():
 def save():
     signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.7 * (rank + 1)), os._exit(75)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+def evaluate():
+    from megappo.interruption import INTERRUPTION
+    INTERRUPTION.never_saves()
+    INTERRUPTION.listen()
 def ignore():
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -279,6 +283,15 @@ def test_further_signals_while_the_ranks_save_what_the_first_asked_for(launch):
     launcher.process.send_signal(signal.SIGTERM)
     assert second.is_running() and launcher.wait() == 75
     assert launcher.lines == ["ended by SIGUSR1: started again, the run goes on"]
+
+
+def test_ranks_that_could_only_begin_anew_are_not_to_be_started_again(launch):
+    launcher = launch(*ONE_NODE, "all=evaluate", can_save=True)
+    ranks = launcher.wait_for_ranks()
+    wait_until(lambda: all(map(handles_usr1, ranks)))
+    launcher.process.send_signal(signal.SIGTERM)
+    assert launcher.wait() == 128 + signal.SIGTERM
+    assert launcher.lines == ["ended by SIGTERM"]
 
 
 def handles_usr1(process: psutil.Process) -> bool:
