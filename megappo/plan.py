@@ -151,10 +151,11 @@ def config_summary(config: Config) -> str:
 
 def evaluation_summary(config: Config) -> str:
     """What each held-out data set is asked for."""
-    rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward")]
+    rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "environment")]
     for name, one in eval_sets(config).items():
         numbers = [one.n, one.temperature, one.top_p, one.top_k, one.max_response_length]
-        rows.append((name, *(f"{number:,g}" for number in numbers), " + ".join(one.reward.weights)))
+        played = [" + ".join(one.reward.weights), one.rollout.environment or ", ".join(one.rollout.tools)]
+        rows.append((name, *(f"{number:,g}" for number in numbers), *(part or "none" for part in played)))
     return aligned(rows)
 
 

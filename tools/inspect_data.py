@@ -13,25 +13,25 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.errors import ConfigError
-from megappo.config.eval_sets import eval_sets
+from megappo.config.eval_sets import TRAINING, eval_sets, training_task
 from megappo.config.loading import load_config
-from megappo.config.schema import Config, Data, Reward
+from megappo.config.schema import Config, Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.environments.pool import load_environments
 from megappo.environments.process import EnvironmentFault
+from megappo.environments.workers import start_workers
 from megappo.placement.components import shared_vocabulary
-from megappo.rewards.forms import NOTHING, Takes
-from megappo.rewards.pool import RewardError, load_configured
+from megappo.rewards.forms import Takes
+from megappo.rewards.pool import RewardError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,16 +82,15 @@ def _count(text: str) -> int:
 
 def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
-    (of_training, of_sets, tools), vocab_size = _taken(config), shared_vocabulary(config)
-    files = [("data.train_files", file, config.data, config.data.order_by, of_training) for file in config.data.files]
+    taken, vocab_size = _taken(config), shared_vocabulary(config)
+    data, order_by = config.data, config.data.order_by
+    files = [("data.train_files", file, data, order_by, taken[TRAINING]) for file in data.files]
     files += [
-        (one.key, file, one.data, None, of_sets[name]) for name, one in eval_sets(config).items() for file in one.files
+        (one.key, file, one.data, None, taken[name]) for name, one in eval_sets(config).items() for file in one.files
     ]
     num_wrong = 0
     for key, file, data, order_by, takes in files:
-        dataset = PromptDataset(
-            [file], tokenizer, data, config.trainer.seed, key, takes, order_by=order_by, tools=tools
-        )
+        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes, order_by=order_by)
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)
@@ -144,37 +143,21 @@ class Seen:
         return [*self._first, *more]
 
 
-def _taken(config: Config) -> tuple[Takes, dict[str, Takes], Sequence[dict[str, Any]]]:
-    """What is taken of a record by reward function and environment in training, and of one of each evaluation set; what
-    the chat template is to tell of tools."""
-    of_environment, tools = NOTHING, []
+def _taken(config: Config) -> dict[str, Takes]:
+    """What is taken of a record by reward function and environment, in training and of each evaluation set."""
+    single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
+    tasks = {TRAINING: training_task(single)} | eval_sets(single)
+    with ExitStack() as ending:
+        return {name: workers.takes for name, workers in start_workers(tasks, ending, _naming).items()}
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
     try:
-        if config.has_environment:
-            with load_environments(config, num_workers=1) as environments:
-                of_environment, tools = environments.takes, environments.tools
+        yield
     except ValueError as error:  # nothing is named like this
         raise ConfigError(str(error)) from error
-    except EnvironmentFault as error:
-        raise ConfigError(f"rollout.environment: {error}") from error
-    of_training = _taken_by("reward.function", config.reward) | of_environment
-    of_sets = {
-        name: of_training
-        if one.reward == config.reward
-        else _taken_by(f"{one.section}.reward", one.reward) | of_environment
-        for name, one in eval_sets(config).items()
-    }
-    return of_training, of_sets, tools
-
-
-def _taken_by(key: str, reward: Reward) -> Takes:
-    if not reward.weights:
-        return NOTHING
-    try:
-        with load_configured(reward, num_workers=1) as pool:
-            return pool.takes
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    except RewardError as error:
+    except (RewardError, EnvironmentFault) as error:
         raise ConfigError(f"{key}: {error}") from error
 
 

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from megappo.config.describe import show
 from megappo.config.errors import shorten
-from megappo.config.eval_sets import eval_sets
+from megappo.config.eval_sets import eval_sets, tasks
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Method
 from megappo.config.schema import Config
 
@@ -29,7 +29,7 @@ def algorithm_errors(config: Config) -> list[str]:
 
 def _turns(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
-    if algorithm.gae_level == "turn" and not config.has_environment:
+    if algorithm.gae_level == "turn" and not config.rollout.has_environment:
         yield "algorithm.gae_level turn needs several turns: name a rollout.environment or rollout.tools, or set token"
     if algorithm.mask_truncated and algorithm.bootstrap_truncated:
         yield "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
@@ -191,10 +191,8 @@ def _warmup(config: Config) -> Iterator[str]:
 
 def _rewards(config: Config) -> Iterator[str]:
     reward, limit = config.reward, config.rollout.max_response_length
-    if reward.function is None:
-        if config.rollout.environment is None:
-            yield "reward.function null leaves responses without a score: name one, or a rollout.environment"
-    elif not reward.weights:
+    yield from _unscored(config)
+    if reward.function is not None and not reward.weights:
         yield f"reward.function {reward.function} has no function of a weight but 0: name one"
     of_sets = (name for one in eval_sets(config).values() for name in one.reward.weights)
     for function in sorted(set(reward.options) - set(reward.weights) - set(of_sets)):
@@ -210,6 +208,19 @@ def _rewards(config: Config) -> Iterator[str]:
         yield (
             f"reward.overlong_buffer {reward.overlong_buffer} is longer than rollout.max_response_length {limit}: "
             "shorten it"
+        )
+
+
+def _unscored(config: Config) -> Iterator[str]:
+    """Where neither a function nor an environment gives a score; tools give none."""
+    unscored = [one for one in tasks(config).values() if one.reward.function is None and not one.rollout.environment]
+    own = [one for one in unscored if one.reward is not config.reward or one.rollout is not config.rollout]
+    if len(own) < len(unscored):
+        yield "reward.function null leaves responses without a score: name one, or a rollout.environment"
+    for one in own:
+        yield (
+            f"{one.reward_key} and {one.environment_key} leave responses without a score: name a function, or an "
+            "environment"
         )
 
 

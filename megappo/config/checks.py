@@ -8,7 +8,7 @@ from operator import itemgetter
 from megappo.config.algorithm_checks import algorithm_errors
 from megappo.config.errors import shorten
 from megappo.config.eval_checks import evaluation_errors
-from megappo.config.eval_sets import eval_sets
+from megappo.config.eval_sets import eval_sets, training_task
 from megappo.config.schema import Config, Rollout
 
 ADDRESS = re.compile(r"https?://[^/\s]+:\d+")
@@ -38,9 +38,9 @@ def context_errors(config: Config, key: str, limit: int, remedy: str) -> Iterato
     Source: SGLang 0.5.23, scheduler.py and tp_worker.py: a response gets at most limit - prompt - 2 tokens, and prompts
     of limit - 6 tokens or more are refused.
     """
-    for (prompt_key, prompt), (response_key, response) in requests(config):
+    for (prompt_key, prompt), (response_key, response), is_episode in requests(config):
         longest, prompts = prompt, "the prompt"
-        if config.has_environment:
+        if is_episode:
             longest, prompts = prompt + response - 1, "what precedes an episode's last token"
         needed = max(prompt + response + 2, longest + 7)
         if limit < needed:
@@ -54,23 +54,25 @@ Length = tuple[str, int]
 """A key, and its tokens."""
 
 
-def requests(config: Config) -> Iterator[tuple[Length, Length]]:
-    """How long the prompts and responses may be that engines are asked for: of rollouts and, where they may be longer,
-    of evaluations. Episodes of evaluations have room for segments with a prompt as long as training's."""
+def requests(config: Config) -> Iterator[tuple[Length, Length, bool]]:
+    """How long the prompts and responses may be that engines are asked for, and whether these are episodes: of rollouts
+    and, where more may be needed, of evaluations. Episodes of evaluations have room for segments with a prompt as long
+    as training's."""
     prompt = ("data.max_prompt_length", config.data.max_prompt_length)
     response = ("rollout.max_response_length", config.rollout.max_response_length)
-    yield prompt, response
+    yield prompt, response, config.rollout.has_environment
     for name, one in eval_sets(config).items():
         own_prompt = (f"eval.datasets.{name}.max_prompt_length", one.data.max_prompt_length)
         own_response = (f"eval.datasets.{name}.max_response_length", one.max_response_length)
-        if own_prompt[1] > prompt[1] or own_response[1] > response[1]:
-            longest = max(prompt, own_prompt, key=itemgetter(1)) if config.has_environment else own_prompt
-            yield longest, own_response
+        is_episode = one.rollout.has_environment
+        if own_prompt[1] > prompt[1] or own_response[1] > response[1] or is_episode > config.rollout.has_environment:
+            longest = max(prompt, own_prompt, key=itemgetter(1)) if is_episode else own_prompt
+            yield longest, own_response, is_episode
 
 
 def longest_request(config: Config) -> int:
     """Tokens of the longest prompt and response that an engine may be asked for."""
-    return max(prompt + response for (_, prompt), (_, response) in requests(config))
+    return max(prompt + response for (_, prompt), (_, response), _ in requests(config))
 
 
 def nearest_divisors(number: int, size: int) -> str:
@@ -99,11 +101,13 @@ def _environment(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.environment is not None and rollout.tools:
         yield "rollout.environment and rollout.tools are both set: drop one; an environment makes its own calls"
-    if rollout.tools and rollout.tool_call_parser is None:
-        yield "rollout.tools needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
-    if not rollout.tools and rollout.tool_call_parser is not None:
+    found = [training_task(config), *eval_sets(config).values()]
+    with_tools = [one.environment_key for one in found if one.rollout.tools]
+    if with_tools and rollout.tool_call_parser is None:
+        yield f"{with_tools[0]} needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
+    if not with_tools and rollout.tool_call_parser is not None:
         yield f"rollout.tool_call_parser {rollout.tool_call_parser} has no effect without rollout.tools: drop it"
-    if config.has_environment:
+    if any(one.rollout.has_environment for one in found):
         if config.data.too_long == "truncate_left":
             yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
         return

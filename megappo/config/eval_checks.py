@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from megappo.config.errors import shorten
+from megappo.config.eval_section import NONE
 from megappo.config.eval_sets import EvalSet, eval_sets
 from megappo.config.schema import Config
 
@@ -72,7 +73,9 @@ def _own(config: Config, name: str, one: EvalSet) -> Iterator[str]:
         return
     if given.top_k == 0:
         yield f"{one.section}.top_k 0 keeps no token: set -1 (off) or at least 1"
-    if given.reward is not None and not one.reward.weights:
+    if given.environment is not None and given.tools:
+        yield f"{one.section}.environment and {one.section}.tools are both set: drop one"
+    if given.reward not in (None, NONE) and not one.reward.weights:
         yield f"{one.section}.reward {given.reward} has no function of a weight but 0: name one"
     if one.data.prompt_key == one.data.label_key != config.data.prompt_key:
         found = repr(one.data.prompt_key)

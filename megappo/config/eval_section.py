@@ -7,6 +7,9 @@ from pydantic import Field
 from megappo.config.kinds import NonNegativeFloat, Positive
 from megappo.config.section import Section
 
+NONE = "none"
+"""Of an environment or a reward function: there is to be none, whatever training has."""
+
 
 class EvalDataset(Section):
     """A held-out data set; what is null is as for data.val_files."""
@@ -20,9 +23,11 @@ class EvalDataset(Section):
     max_prompt_length: Positive | None = Field(None, description="null = data.max_prompt_length")
     prompt_key: str | None = Field(None, description="null = data.prompt_key")
     label_key: str | None = Field(None, description="null = data.label_key")
-    reward: str | dict[str, float] | None = Field(None, description="as reward.function, or several with their weights; null = reward.function")
+    reward: str | dict[str, float] | None = Field(None, description="as reward.function, which it is where this is null, or several with their weights; none = no function: an environment gives the rewards")
+    environment: str | None = Field(None, description="as rollout.environment, whose limits hold for it; none = one response to a prompt, without tools, too; null = as in training")
+    tools: tuple[str, ...] = Field((), description="as rollout.tools, in place of an environment; rollout.tool_call_parser finds the calls; [] = as environment says")
     pass_threshold: float = Field(1.0, description="score from which on a response passes, for pass@k")
 
 
 class Eval(Section):
-    datasets: dict[str, EvalDataset] = Field({}, description="held-out data besides data.val_files: name -> files, sampling, reward function; reported as val/NAME")
+    datasets: dict[str, EvalDataset] = Field({}, description="held-out data besides data.val_files: name -> files, sampling, reward function, environment; reported as val/NAME")

@@ -45,3 +45,8 @@ class Rollout(Section):
     num_environment_workers: Positive = Field(1, description="environment: processes, for each engine, each with any number of environments at once; they get the memory and the variables that the reward function's get")
     environment_timeout_seconds: PositiveFloat = Field(60.0, description="environment: how long a reset or step may take; an episode in which one takes longer is truncated and counted")
     sync: Sync = Field(Sync(), description="weight hand-over after each update")
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether responses are episodes."""
+        return self.environment is not None or bool(self.tools)

@@ -254,11 +254,6 @@ class Config(Section):
         return _changed(self, key.split("."), value)
 
     @property
-    def has_environment(self) -> bool:
-        """Whether responses are episodes."""
-        return self.rollout.environment is not None or bool(self.rollout.tools)
-
-    @property
     def has_values(self) -> bool:
         """Whether the estimator needs values."""
         return self.algorithm.method.needs_values

@@ -31,7 +31,8 @@ class Chat:
         self._config = config
         self._tools = list(tools) or None
         if tools and "tools" not in (tokenizer.get_chat_template() if tokenizer.chat_template else ""):
-            raise ConfigError("rollout.tools: the tokenizer's chat template does not tell of tools: use one that does")
+            keys = "rollout.tools, or eval.datasets.NAME.tools"
+            raise ConfigError(f"{keys}: the tokenizer's chat template does not tell of tools: use one that does")
         self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs)
         if config.chat_template_kwargs:
             _refuse_unread(tokenizer, config.chat_template_kwargs)

@@ -58,11 +58,15 @@ class Fields:
             keys["data.order_by"] = self.order_by.removeprefix("-")
         of_function = "reward.function" if self.section == "data" else f"{self.section}.reward"
         remedy = "rename its parameter, give it a default, or add the field"
-        of_environment = self.takes.by_environment
+        environment, of_environment = "rollout.environment", self.takes.by_environment
+        of_columns = "correct its columns, or add the field"
+        if self.section != "data":
+            environment = f"{self.section}.environment"
+            of_columns += ", or set that to none, or another one"
         return (
             *(Wanted(key, name, f"set {key}") for key, name in keys.items()),
             *(Wanted(of_function, name, remedy) for name in self.takes.needed if name not in of_environment),
-            *(Wanted("rollout.environment", name, "correct its columns, or add the field") for name in of_environment),
+            *(Wanted(environment, name, of_columns) for name in of_environment),
         )
 
     @property

@@ -3,6 +3,7 @@
 import bisect
 import itertools
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,9 +11,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.errors import ConfigError
-from megappo.config.eval_sets import eval_sets
+from megappo.config.eval_sets import TRAINING, eval_sets
 from megappo.config.schema import Config, Data
-from megappo.data.chat import Chat, Tools
+from megappo.data.chat import Chat
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import BEGINNINGS, Check, DataFile, Done, check_lines
 from megappo.data.fields import Fields
@@ -55,8 +56,8 @@ class PromptDataset:
         config: the data section, but for its files.
         seed: of the order (trainer.seed).
         key: that names the files, for messages.
-        takes: what the reward function takes besides prompt and label.
-        unpack: see `open_records`. tools: see `Chat`.
+        takes: what reward function and environment take besides prompt and label.
+        unpack: see `open_records`.
         weights: of the files, each of which has epochs of its own then; none: they are one.
         order_by: see data.order_by; in this order prompts are taken once all have been looked at.
 
@@ -78,13 +79,12 @@ class PromptDataset:
         unpack: Unpack = unpacked,
         weights: Sequence[float] = (),
         order_by: str | None = None,
-        tools: Tools = (),
     ):
         self.config = config
         self.seed = seed
         self._key = key
         self._tokenizer = tokenizer
-        self._chat = Chat(tokenizer, config, tools)
+        self._chat = Chat(tokenizer, config, takes.tools)
         self._fields = Fields(config.prompt_key, config.label_key, takes, key.rpartition(".")[0], order_by)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
@@ -213,30 +213,25 @@ class PromptDataset:
 def open_datasets(
     config: Config,
     tokenizer: "PreTrainedTokenizerBase",
-    takes: Takes = NOTHING,
-    eval_takes: Mapping[str, Takes] = MappingProxyType({}),
+    takes: Mapping[str, Takes] = MappingProxyType({}),
     unpack: Unpack = unpacked,
-    tools: Tools = (),
 ) -> tuple[PromptDataset | None, dict[str, PromptDataset]]:
     """Training prompts, None where there are only evaluations, and held-out ones by the name of each of `eval_sets`.
 
     Args:
-        takes: what the reward function takes of a record besides prompt and label. eval_takes: the same of those that
-            held-out data have of their own.
-        unpack: see `open_records`. tools: see `Chat`.
+        takes: what reward function and environment of each of `tasks` take of a record besides prompt and label.
+        unpack: see `open_records`.
     Raises:
         ConfigError: a file is missing, empty, or of another kind.
     """
     data, seed = config.data, config.trainer.seed
-    opened: dict[str, Any] = {"unpack": unpack, "tools": tools}
+    taken = defaultdict(lambda: NOTHING, takes)
     train = None
     if not config.trainer.eval_only:
-        weights = tuple(data.shares.values())
-        train = PromptDataset(
-            data.files, tokenizer, data, seed, takes=takes, weights=weights, order_by=data.order_by, **opened
-        )
+        own: dict[str, Any] = {"weights": tuple(data.shares.values()), "order_by": data.order_by}
+        train = PromptDataset(data.files, tokenizer, data, seed, takes=taken[TRAINING], unpack=unpack, **own)
     val = {
-        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, eval_takes.get(name, takes), **opened)
+        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken[name], unpack)
         for name, one in eval_sets(config).items()
     }
     return train, val

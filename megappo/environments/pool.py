@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
-from megappo.config.schema import Config
+from megappo.config.rollout_section import Rollout
+from megappo.config.schema import Reward
 from megappo.environments.process import EnvironmentFault, Worker
 from megappo.rewards.forms import Takes
 from megappo.rewards.spec import parse_spec
@@ -57,15 +58,14 @@ class Environment:
             raise self._tell(error) from error
 
 
-def load_environments(config: Config, num_workers: int | None = None) -> "EnvironmentPool":
-    """The workers of what rollout.environment names, once they have loaded it.
+def load_environments(rollout: Rollout, reward: Reward) -> "EnvironmentPool":
+    """The workers of what `rollout` names, environment or tools, once they have loaded it.
 
     Args:
-        num_workers: None: as the config says.
+        reward: its functions' limits hold for environments, too.
     Raises:
         EnvironmentFault: the file cannot be imported, or defines no such class.
     """
-    rollout, reward = config.rollout, config.reward
     if rollout.environment is not None:
         found = parse_spec(rollout.environment, "rollout.environment", {})
         spec, words = rollout.environment, [found.module or found.file, found.name]
@@ -77,7 +77,7 @@ def load_environments(config: Config, num_workers: int | None = None) -> "Enviro
     return EnvironmentPool(
         spec,
         words,
-        num_workers=num_workers or rollout.num_environment_workers,
+        num_workers=rollout.num_environment_workers,
         timeout_seconds=rollout.environment_timeout_seconds,
         memory_limit_gib=reward.memory_limit_gib,
         pass_env=reward.pass_env,
@@ -97,7 +97,7 @@ class EnvironmentPool(AbstractContextManager):
         timeout_seconds: how long a call may take.
         memory_limit_gib, pass_env: as of `rewards.pool.load_reward`.
     Attributes:
-        takes: what it takes of a record. tools: JSON schemas of the functions that it offers the policy.
+        takes: what it takes of a record, and offers the policy.
     """
 
     def __init__(
@@ -118,8 +118,7 @@ class EnvironmentPool(AbstractContextManager):
         takes = loaded["takes"]
         welcome = None if takes["welcome"] is None else tuple(takes["welcome"])
         needed = tuple(takes["needed"])
-        self.takes = Takes(needed, welcome, takes["raw_prompts"], by_environment=needed)
-        self.tools: list[dict[str, Any]] = loaded["tools"]
+        self.takes = Takes(needed, welcome, takes["raw_prompts"], by_environment=needed, tools=tuple(loaded["tools"]))
 
     def _loaded(self, worker: Worker) -> dict[str, Any]:
         try:

@@ -35,12 +35,14 @@ class Takes:
         by_environment: those of them that an environment needs.
         welcome: fields that it gets where there are any; None: all.
         raw_prompts: the prompt as the file has it, too, a string or chat messages.
+        tools: JSON schemas of functions that an environment offers, of which the chat template is to tell.
     """
 
     needed: tuple[str, ...] = ()
     welcome: tuple[str, ...] | None = ()
     raw_prompts: bool = False
     by_environment: tuple[str, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
 
     def names(self, field: str) -> bool:
         """Whether it gets a field of this name."""
@@ -53,7 +55,8 @@ class Takes:
         if self.welcome is not None and other.welcome is not None:
             welcome = tuple(name for name in dict.fromkeys((*self.welcome, *other.welcome)) if name not in needed)
         by_environment = self.by_environment + other.by_environment
-        return Takes(needed, welcome, self.raw_prompts or other.raw_prompts, by_environment)
+        raw_prompts, tools = self.raw_prompts or other.raw_prompts, self.tools + other.tools
+        return Takes(needed, welcome, raw_prompts, by_environment, tools)
 
 
 NOTHING = Takes()

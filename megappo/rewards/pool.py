@@ -30,11 +30,11 @@ def load_reward(specs: str | Mapping[str, float], **settings: Any) -> "RewardPoo
     return RewardPool({specs: 1.0} if isinstance(specs, str) else specs, Settings(**settings))
 
 
-def load_configured(reward: Reward, *, num_workers: int) -> "RewardPool":
+def load_configured(reward: Reward) -> "RewardPool":
     """`load_reward` as the config's section says."""
     return load_reward(
         reward.weights,
-        num_workers=num_workers,
+        num_workers=reward.num_workers,
         timeout_seconds=reward.timeout_seconds,
         memory_limit_gib=reward.memory_limit_gib,
         pass_env=reward.pass_env,

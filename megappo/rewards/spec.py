@@ -1,4 +1,4 @@
-"""What `reward.function` and `rollout.environment` name, as far as that can be told without running it."""
+"""What `reward.function`, `rollout.environment` and their like name, as far as that can be told without running it."""
 
 import ast
 import symtable
@@ -42,7 +42,7 @@ def parse_spec(spec: str, key: str = "reward.function", builtin: Mapping[str, st
     if name.isidentifier() and all(part.isidentifier() for part in source.split(".")):
         return Spec(name, _file_of(source), source)
     names = "".join(f"{name}, " for name in builtin)
-    kind = "CLASS" if key == "rollout.environment" else "FUNCTION"
+    kind = "CLASS" if key.endswith(".environment") else "FUNCTION"
     raise ValueError(f"{key} {spec!r}: expected {names}FILE.py:{kind} or package.module:{kind}")
 
 

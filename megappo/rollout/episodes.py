@@ -126,20 +126,18 @@ class Episodes:
         return EnvironmentFault(f"environment {self.environments.spec} {found}")
 
 
-@dataclass(frozen=True)
-class Player:
-    """Has episodes played as the config says; `tokenizer` serves one thread at a time."""
-
-    config: Config
-    environments: EnvironmentPool
-    tokenizer: "PreTrainedTokenizerBase"
-
-    def __call__(self, prompts: Sequence[Prompt], max_response_length: int) -> Episodes:
-        """Those of some prompts."""
-        longest = max([self.config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
-        room = (max_response_length, longest + max_response_length)
-        chat = Chat(self.tokenizer, self.config.data, self.environments.tools)
-        return Episodes(prompts, self.environments, chat, self.tokenizer, room, self.config.rollout.max_turns)
+def episodes_of(
+    prompts: Sequence[Prompt],
+    environments: EnvironmentPool,
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_response_length: int,
+) -> Episodes:
+    """Those of some prompts, as the config says; `tokenizer` serves one thread at a time."""
+    longest = max([config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
+    room = (max_response_length, longest + max_response_length)
+    chat = Chat(tokenizer, config.data, environments.takes.tools)
+    return Episodes(prompts, environments, chat, tokenizer, room, config.rollout.max_turns)
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:

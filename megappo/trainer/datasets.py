@@ -15,7 +15,6 @@ from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datas
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.data.unpacking import Write, unpacked
 from megappo.placement.components import shared_vocabulary
-from megappo.rewards.forms import NOTHING
 from megappo.trainer.own_engine import OwnEngine
 
 
@@ -68,17 +67,15 @@ def load_datasets(config: Config, own: OwnEngine, exchange: Exchange) -> Dataset
     """The prompts of a run, which are yet to be checked; all ranks together.
 
     Args:
-        own: has reward functions and an environment, on some ranks; what these take of the records is read on all.
+        own: has reward functions and environments, on some ranks; what these take of the records is read on all.
     Raises:
         ConfigError: the tokenizer or a file cannot be used.
     """
-    of_sets = {name: own.takes(rewards) for name, rewards in own.eval_rewards.items()}
-    tools = own.environments.tools if own.environments is not None else []
-    of_ranks = exchange.share((own.takes(own.rewards), of_sets, tools) if own.number is not None else None)
-    takes, eval_takes, tools = next(filter(None, of_ranks), (NOTHING, {}, []))
+    of_ranks = exchange.share({name: workers.takes for name, workers in own.workers.items()})
+    takes = next(filter(None, of_ranks), {})
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
-    datasets = open_datasets(config, tokenizer, takes, eval_takes, partial(unpacked_once, exchange), tools)
+    datasets = open_datasets(config, tokenizer, takes, partial(unpacked_once, exchange))
     return Datasets(tokenizer, ends, shared_vocabulary(config), *datasets)
 
 

@@ -18,6 +18,7 @@ from megappo.rollout.sampler import Sample
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.eval_statistics import names, of_prompt
 from megappo.trainer.rollouts import Rollouts
+from megappo.trainer.scoring import episode_metrics
 from megappo.trainer.statistics import value_parts
 
 
@@ -66,10 +67,11 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
 def _answered(
     rollouts: Rollouts, prompts: Sequence[Prompt], name: str, one: EvalSet
 ) -> tuple[dict[int, Answered], dict[str, Metric]]:
-    """This rank's share of the prompts of a data set, by their places in it; and its part of `SampleScoring.counts`."""
+    """This rank's share of the prompts of a data set, by their places in it; and its part of
+    `SampleScoring.counts` and of what is told of episodes."""
     params = rollouts.params(one.max_response_length, one.temperature, one.top_p, one.top_k)
-    scoring = rollouts.scoring(prompts, rollouts.eval_rewards.get(name))
-    samples = rollouts.sample(prompts, one.n, params, f"evaluate {name}", scoring)
+    scoring = rollouts.scoring(prompts, name)
+    samples = rollouts.sample(prompts, one.n, params, f"evaluate {name}", scoring, task=name)
     graded = scoring.graded()
     of_prompts: dict[int, list[tuple[Sample, Graded]]] = defaultdict(list)
     for pair in sorted(zip(samples, graded, strict=True), key=lambda pair: pair[0].sample_index):
@@ -78,7 +80,7 @@ def _answered(
         index: Answered(prompts[index], [sample for sample, _ in pairs], [found for _, found in pairs])
         for index, pairs in of_prompts.items()
     }
-    return answered, scoring.counts()
+    return answered, scoring.counts() | episode_metrics(samples)
 
 
 def _parts(answered: Sequence[Answered], one: EvalSet, *, has_spread: bool) -> dict[str, Metric]:

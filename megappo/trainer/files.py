@@ -91,7 +91,7 @@ def _misfits(config: Config, key: str, architecture: Architecture, specs: list[C
     file, window = architecture.file, architecture.sliding_window
     positions = architecture.max_positions
     yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
-    for (prompt_key, prompt), (response_key, response) in requests(config):
+    for (prompt_key, prompt), (response_key, response), _ in requests(config):
         if window and prompt + response > window:
             yield (
                 f"{key}: {file}'s sliding_window {window} is below {prompt_key} {prompt} + {response_key} {response}: "

@@ -1,24 +1,20 @@
 """The inference engine that a rank owns, if it is the first rank of an engine's group."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from pathlib import Path
 
 import torch.distributed as dist
 
 from megappo import platform
-from megappo.config.eval_sets import eval_sets
-from megappo.config.schema import Config, Reward
-from megappo.environments.pool import EnvironmentPool, load_environments
+from megappo.config.eval_sets import tasks
+from megappo.config.schema import Config
+from megappo.environments.workers import Workers, start_workers
 from megappo.listening import node_address, run_store
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
-from megappo.rewards.forms import NOTHING, Takes
-from megappo.rewards.pool import RewardPool, load_configured
 from megappo.rollout.client import EngineClient
 from megappo.rollout.external import ExternalEngine
 from megappo.rollout.inference_engine import Engine
@@ -31,24 +27,16 @@ class OwnEngine:
 
     Attributes:
         number: of the engine, among all.
-        rewards: workers of the reward function, which score what the engine writes; None where there is none.
-        eval_rewards: of each held-out data set; the same workers where the function is the same.
-        environments: workers of the environment, where there is one.
+        workers: which answer and score what the engine writes, of each of `tasks` by its name.
         part: this node's, of an engine that is on several nodes and which a rank of another owns.
         part_of: that engine's number.
     """
 
     number: int | None = None
     engine: Engine | ExternalEngine | None = None
-    rewards: RewardPool | None = None
-    environments: EnvironmentPool | None = None
+    workers: Mapping[str, Workers] = field(default_factory=dict)
     part: Engine | None = None
     part_of: int | None = None
-    eval_rewards: Mapping[str, RewardPool | None] = field(default_factory=dict)
-
-    def takes(self, rewards: RewardPool | None) -> Takes:
-        """What a reward function, if there is one, and the environment take of records."""
-        return reduce(or_, [one.takes for one in (rewards, self.environments) if one is not None], NOTHING)
 
     def wait_ready(self) -> EngineClient | None:
         """Its client, once it is up."""
@@ -68,7 +56,7 @@ class OwnEngine:
 
 
 def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngine:
-    """Start this rank's SGLang engine and reward workers, if it is to own any; does not wait for them. An engine of
+    """Start this rank's SGLang engine, if it is to own one, without waiting for it, and its workers. An engine of
     rollout.engines runs already. Of one that is on several nodes, the first rank on each starts that node's part."""
     rank = dist.get_rank()
     number = layout.shard_of(rank)
@@ -83,24 +71,7 @@ def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngin
         engine.start()
         if rank != layout.output_rank(number):
             return OwnEngine(part=engine, part_of=number)
-    rewards, *of_sets = _pools([config.reward, *(one.reward for one in eval_sets(config).values())], cleanup)
-    environments = None
-    if config.has_environment:
-        environments = load_environments(config)
-        cleanup.callback(environments.close)
-    of_sets = dict(zip(eval_sets(config), of_sets, strict=True))
-    return OwnEngine(number, engine, rewards, environments, eval_rewards=of_sets)
-
-
-def _pools(rewards: Sequence[Reward], cleanup: ExitStack) -> list[RewardPool | None]:
-    """The workers of each; those with the same function share theirs."""
-    found: dict[tuple, RewardPool | None] = {(): None}
-    for reward in rewards:
-        functions = tuple(reward.weights.items())
-        if functions not in found:
-            found[functions] = pool = load_configured(reward, num_workers=reward.num_workers)
-            cleanup.callback(pool.close)
-    return [found[tuple(reward.weights.items())] for reward in rewards]
+    return OwnEngine(number, engine, start_workers(tasks(config), cleanup))
 
 
 def _starting(layout: Layout, number: int) -> list[int]:

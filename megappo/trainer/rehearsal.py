@@ -1,28 +1,29 @@
-"""What a run meets at its start, tried without starting it: tokenizer, prompts, one call of the reward function."""
+"""What a run meets at its start, tried without starting it: tokenizer, prompts, one call of each reward function and of
+each environment."""
 
 import asyncio
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
 from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors, step_scores_errors
 from megappo.config.errors import ConfigError
-from megappo.config.eval_sets import eval_sets
+from megappo.config.eval_sets import TRAINING, Task, tasks
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.environments import worker as environment_worker
-from megappo.environments.pool import EnvironmentPool, load_environments
+from megappo.environments.pool import EnvironmentPool
 from megappo.environments.process import EnvironmentFault, EpisodeLost
+from megappo.environments.workers import Workers, start_workers
 from megappo.placement.components import shared_vocabulary
 from megappo.rewards import forms, user_code, worker
-from megappo.rewards.forms import NOTHING, Graded
-from megappo.rewards.pool import RewardError, RewardPool, load_configured
+from megappo.rewards.forms import Graded
+from megappo.rewards.pool import RewardError, RewardPool
 from megappo.rollout.episodes import row_of
 
-REWARD = "reward.function"
 SAMPLE = 1000
 """Records looked at from a file's beginning on, and as many spread over all of it."""
 TRACE_LINE = re.compile(r'^ *File "(?P<file>.*)", (?P<line>line \d+)', re.MULTILINE)
@@ -30,26 +31,25 @@ TRACE_LINE = re.compile(r'^ *File "(?P<file>.*)", (?P<line>line \d+)', re.MULTIL
 
 @dataclass
 class Findings:
-    """What a rehearsal found wrong, and what it looked at, one line each."""
+    """What a rehearsal found wrong, and what it looked at, one line each; and which workers it has tried."""
 
     errors: list[str] = field(default_factory=list)
     looked_at: list[str] = field(default_factory=list)
+    tried: set[RewardPool | EnvironmentPool | None] = field(default_factory=set)
 
     @contextmanager
-    def noting(self, key: str = REWARD) -> Iterator[None]:
+    def noting(self, key: str = "") -> Iterator[None]:
         """Go on behind the block with its error noted.
 
         Args:
-            key: of the reward function that is called in it.
+            key: of the reward function or environment that is called in it.
         """
         try:
             yield
         except ConfigError as error:
             self.errors += error.errors
-        except RewardError as error:
+        except (RewardError, EnvironmentFault) as error:
             self.errors.append(f"{key}: {_in_a_line(error)}")
-        except EnvironmentFault as error:
-            self.errors.append(f"rollout.environment: {_in_a_line(error)}")
 
 
 def rehearse(config: Config, *, everything: bool) -> Findings:
@@ -64,42 +64,29 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         findings.looked_at.append(f"tokenizer of {config.model.path}")
         with findings.noting():
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
-        pools = _pools(config, findings, ending)
-        waits_for_all = REWARD in pools and pools[REWARD].waits_for_all
+        single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
+        found = tasks(single.changed("reward.on_error", "raise"))
+        workers = start_workers(found, ending, findings.noting)
+        rewards = workers[TRAINING].rewards if TRAINING in workers else None
+        waits_for_all = rewards is not None and rewards.waits_for_all
         findings.errors += late_scores_errors(config, waits_for_all=waits_for_all)
-        environments = None
-        with findings.noting():
-            if config.has_environment:
-                environments = ending.enter_context(load_environments(config, num_workers=1))
-        of_environment = environments.takes if environments else NOTHING
-        taken = {key: pool.takes | of_environment for key, pool in pools.items()}
-        takes = taken.get(REWARD, of_environment)
-        of_sets = {name: taken.get(f"{one.section}.reward", takes) for name, one in eval_sets(config).items()}
-        train, val = open_datasets(config, tokenizer, takes, of_sets, tools=environments.tools if environments else ())
+        takes = {name: of_task.takes for name, of_task in workers.items()}
+        train, val = open_datasets(config, tokenizer, takes)
         vocab_size = shared_vocabulary(config)
-        for dataset in filter(None, (train, *val.values())):
+        datasets = val if train is None else {TRAINING: train} | val
+        for dataset in datasets.values():
             _look_at(dataset, vocab_size, findings, everything=everything)
         findings.errors += batch_errors(train)
-        first_of = {f"eval.datasets.{name}.reward": dataset for name, dataset in val.items()}
-        first_of[REWARD] = next(iter(val.values())) if train is None else train
-        for key, pool in pools.items():
+        for name, dataset in datasets.items():
             try:
-                [prompt] = first_of[key].at(first_of[key].kept[:1])
+                [prompt] = dataset.at(dataset.kept[:1])
             except ValueError:  # it is among the errors, or was not looked at
                 continue
-            with findings.noting(key):
-                graded = _score(pool, prompt, findings)
-                num_scores = len(graded.scores) + (environments is not None)  # whose rewards are one more
-                if key == REWARD:
-                    findings.errors += num_scores_errors(config, num_scores)
-                    findings.errors += step_scores_errors(config) if any(graded.steps) else []
-                if config.reward.on_error == "raise":
-                    _score_empty(pool, prompt, findings)
-        if environments is not None:
-            with findings.noting(), suppress(ValueError):
-                [prompt] = first_of[REWARD].at(first_of[REWARD].kept[:1])
-                said = f"{_reset(environments, prompt)!r:.200}"
-                findings.looked_at.append(f"{environments.spec}: reset for the first prompt, {said}")
+            graded = _try(config, found[name], workers[name], prompt, findings)
+            if name == TRAINING and graded is not None:
+                num_scores = len(graded.scores) + config.rollout.has_environment  # whose rewards are one more
+                findings.errors += num_scores_errors(config, num_scores)
+                findings.errors += step_scores_errors(config) if any(graded.steps) else []
     return findings
 
 
@@ -119,20 +106,21 @@ def _sample(size: int) -> Sequence[int]:
     return sorted({*range(min(size, SAMPLE)), *range(0, size, max(1, size // SAMPLE))})
 
 
-def _pools(config: Config, findings: Findings, ending: ExitStack) -> dict[str, RewardPool]:
-    """The reward functions that can be loaded, by the keys that name them."""
-    rewards = {REWARD: config.reward}
-    rewards |= {
-        f"{one.section}.reward": one.reward for one in eval_sets(config).values() if one.reward != config.reward
-    }
-    pools = {}
-    for key, reward in rewards.items():
-        if not reward.weights:
-            continue
-        with findings.noting(key):
-            strict = reward.model_copy(update={"on_error": "raise"})
-            pools[key] = ending.enter_context(load_configured(strict, num_workers=1))
-    return pools
+def _try(config: Config, task: Task, workers: Workers, prompt: Prompt, findings: Findings) -> Graded | None:
+    """Have what of a task has not been tried yet score a response to a prompt, and begin an episode with it. What was
+    found of the response."""
+    rewards, environments, graded = workers.rewards, workers.environments, None
+    if rewards is not None and rewards not in findings.tried:
+        with findings.noting(task.reward_key):
+            graded = _score(rewards, prompt, findings)
+            if config.reward.on_error == "raise":
+                _score_empty(rewards, prompt, findings)
+    if environments is not None and environments not in findings.tried:
+        with findings.noting(task.environment_key):
+            said = f"{_reset(environments, prompt)!r:.200}"
+            findings.looked_at.append(f"{environments.spec}: reset for the first prompt, {said}")
+    findings.tried |= {rewards, environments}
+    return graded
 
 
 def _score(pool: RewardPool, prompt: Prompt, findings: Findings) -> Graded:

@@ -12,17 +12,19 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors
 from megappo.config.errors import ConfigError
+from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.environments.workers import Workers
 from megappo.interruption import INTERRUPTION, Interrupted
 from megappo.listening import run_store
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
 from megappo.rewards.forms import Graded
-from megappo.rewards.pool import RewardError, RewardPool
+from megappo.rewards.pool import RewardError
 from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
-from megappo.rollout.episodes import Episodes, Player
+from megappo.rollout.episodes import Episodes, episodes_of
 from megappo.rollout.sampler import Sample, Sampled, Use, sample, store_counter
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
@@ -75,12 +77,11 @@ class Rollouts:
         self.config = config
         self.tokenizer = datasets.tokenizer
         self.client = own.wait_ready()
-        self.rewards, self.eval_rewards = own.rewards, own.eval_rewards
-        waits_for_all = self.rewards is not None and self.rewards.waits_for_all
-        if errors := late_scores_errors(config, waits_for_all=waits_for_all):
+        self._workers = own.workers
+        rewards = self._workers_of(TRAINING).rewards
+        if errors := late_scores_errors(config, waits_for_all=rewards is not None and rewards.waits_for_all):
             raise ConfigError(*errors)
         self._decoder = copy.deepcopy(datasets.tokenizer)  # of its own: tokenizers serve one thread at a time
-        self._player = Player(config, own.environments, self._decoder) if own.environments else None
         self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
         self.exchange = exchange
         self.observer = observer
@@ -103,7 +104,7 @@ class Rollouts:
             wanted: with so many groups it is enough; None: all prompts'.
         """
         self._use = Use()
-        scoring = self.scoring(prompts, self.rewards)
+        scoring = self.scoring(prompts)
         enough = None if wanted is None else Enough(wanted, scoring, self._new_counter())
         sampled = self.sample(prompts, self.config.rollout.n, self.training, "rollout", scoring, enough)
         return Responses(sampled, [], scoring, use=self._use)
@@ -113,7 +114,7 @@ class Rollouts:
         `respond`."""
         if not self.config.algorithm.method.needs_greedy_baseline:
             return responses
-        scoring = self.scoring(prompts, self.rewards)
+        scoring = self.scoring(prompts)
         greedy = self.sample(prompts, 1, self.greedy, "baselines", scoring)
         return replace(responses, greedy=greedy, greedy_scoring=scoring, use=self._use)
 
@@ -125,6 +126,7 @@ class Rollouts:
         label: str,
         scoring: SampleScoring | None = None,
         enough: Enough | None = None,
+        task: str = TRAINING,
     ) -> list[Sample]:
         """This rank's share of n responses to each prompt; `prompt_index` counts in `prompts`.
 
@@ -135,12 +137,13 @@ class Rollouts:
         Args:
             scoring: gets the samples, in their order, as they are written.
             enough: says when prompts may be left without an answer; of `scoring`.
+            task: whose environment answers, if it has one.
         Raises:
             Interrupted: any rank is to end; what has been sampled is lost.
             EngineError: an engine refused a request, or failed too often.
         """
         left = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
-        play = self._player(prompts, params.max_response_length) if self._player else None
+        play = self._play(prompts, params, task)
         finished = self._new_counter()
         progress = self.observer.progress(label, len(prompts)) if self.client is not None else lambda done: None
         samples: list[Sample] = []
@@ -168,6 +171,17 @@ class Rollouts:
         if lost := [one.episode.lost for one in samples if one.episode and one.episode.lost]:
             print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
         return samples
+
+    def _play(self, prompts: Sequence[Prompt], params: SamplingParams, task: str) -> Episodes | None:
+        """Episodes where the task has an environment; None for single responses, and on ranks without an engine."""
+        environments = self._workers_of(task).environments
+        if environments is None:
+            return None
+        return episodes_of(prompts, environments, self.config, self._decoder, params.max_response_length)
+
+    def _workers_of(self, task: str) -> Workers:
+        """This rank's; none where it owns no engine."""
+        return self._workers.get(task, Workers())
 
     def _round(
         self,
@@ -209,13 +223,9 @@ class Rollouts:
             self._store.set("interrupted", INTERRUPTION.reason)
         return self._store.check(["interrupted"])
 
-    def scoring(self, prompts: Sequence[Prompt], rewards: RewardPool | None) -> SampleScoring:
-        """Of this rank's samples of these prompts.
-
-        Args:
-            rewards: this rank's workers of a reward function; None on ranks that have no samples.
-        """
-        return SampleScoring(rewards, self._decoder, prompts)
+    def scoring(self, prompts: Sequence[Prompt], task: str = TRAINING) -> SampleScoring:
+        """Of this rank's samples of these prompts, by the task's reward function."""
+        return SampleScoring(self._workers_of(task).rewards, self._decoder, prompts)
 
     def score(
         self,
@@ -236,7 +246,7 @@ class Rollouts:
             ConfigError: there is one, and the estimator needs several.
         """
         if scoring is None:
-            scoring = self.scoring(prompts, self.rewards)
+            scoring = self.scoring(prompts)
             scoring.add(samples)
         graded = scoring.graded()
         num_scores = self._num_scores({len(one.scores) for one in graded if not one.failed})
@@ -274,7 +284,8 @@ class Rollouts:
         algorithm = self.config.algorithm
         without = masked(samples, compared=algorithm.method.compares_responses) if algorithm.mask_truncated else set()
         told = told_fields(self.config, samples, graded, self._decoder, self.exchange)
-        rows = sample_rows(samples, prompts, scores, **told, episodes=self.config.has_environment, without=without)
+        is_played = self.config.rollout.has_environment
+        rows = sample_rows(samples, prompts, scores, **told, episodes=is_played, without=without)
         batch = self._at_owners(rows)
         written = sum(one.num_policy_tokens for one in samples)
         found, num_tokens = map(sum, zip(*self.exchange.share((len(samples), written)), strict=True))

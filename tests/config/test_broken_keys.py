@@ -254,6 +254,32 @@ CONTRADICTIONS = {
         "eval.datasets.a.label_key: val.jsonl has no field 'answer' in any of its 256 lines: set "
         "eval.datasets.a.label_key; the file has: prompt, label"
     ),
+    "eval.datasets={a: {files: val.jsonl, environment: json.decoder:JSONDecoder, tools: json:loads}} "
+    "rollout.tool_call_parser=qwen25": "eval.datasets.a.environment and eval.datasets.a.tools are both set: drop one",
+    "eval.datasets={a: {files: val.jsonl, tools: json:loads}}": (
+        "eval.datasets.a.tools needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
+    ),
+    "eval.datasets={a: {files: val.jsonl, environment: absent.py:Own}}": (
+        "eval.datasets.a.environment 'absent.py:Own': no file absent.py"
+    ),
+    "eval.datasets={a: {files: val.jsonl, environment: non}}": (
+        "eval.datasets.a.environment 'non': expected FILE.py:CLASS or package.module:CLASS"
+    ),
+    "eval.datasets={a: {files: val.jsonl, reward: none}}": (
+        "eval.datasets.a.reward and rollout.environment leave responses without a score: name a function, or an"
+    ),
+    "rollout.environment=json.decoder:JSONDecoder reward.function=null data.val_files=[] "
+    "eval.datasets={a: {files: val.jsonl, environment: none}}": (
+        "reward.function and eval.datasets.a.environment leave responses without a score: name a function, or an"
+    ),
+    "eval.datasets={a: {files: val.jsonl, environment: json.decoder:JSONDecoder}} rollout.max_total_tokens=2050": (
+        "rollout.max_total_tokens 2050 is below the 2054 tokens that an engine needs for data.max_prompt_length 1024 "
+        "and eval.datasets.a.max_response_length 1024 (their sum + 2, and what precedes an episode's last token + 7): "
+        "raise it"
+    ),
+    "eval.datasets={a: {files: val.jsonl, environment: json.decoder:JSONDecoder}} data.too_long=truncate_left": (
+        "data.too_long truncate_left would cut an episode's first messages: set it to skip"
+    ),
     "actor.optim.lr_warmup_steps=1 trainer.total_steps=1": (
         "actor.optim.lr_warmup_steps 1 must be below the run's 1 optimizer step: shorten it or raise"
     ),

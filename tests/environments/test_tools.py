@@ -63,8 +63,8 @@ def test_calls_are_made_until_there_are_none(tmp_path):
             return [await environment.step({"content": text, "token_ids": []}) for text in turns]
 
     with pool_of(tmp_path, "add", "fails") as pool:
-        assert [tool["function"]["name"] for tool in pool.tools] == ["add", "fails"]
-        assert pool.tools[0]["function"]["parameters"]["required"] == ["a"]
+        assert [tool["function"]["name"] for tool in pool.takes.tools] == ["add", "fails"]
+        assert pool.takes.tools[0]["function"]["parameters"]["required"] == ["a"]
         for (texts, calls, errors), (messages, reward, done, told) in zip(
             turns.values(), asyncio.run(play(pool)), strict=True
         ):

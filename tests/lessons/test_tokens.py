@@ -12,8 +12,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megappo.batch.exchange import Exchange
+from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.environments.workers import Workers
 from megappo.observe.observer import NullObserver
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -71,7 +73,7 @@ def hf_log_probs(model: torch.nn.Module, response: list[int], temperature: float
 
 def check_collected(rank: int, world_size: int, folder: Path, log_probs: list[list[float]]) -> None:
     datasets = Datasets(make_tokenizer(), (), 91, None, {})
-    own, exchange = OwnEngine(0, None, Rewards()), Exchange(dist.group.WORLD)
+    own, exchange = OwnEngine(0, None, {TRAINING: Workers(Rewards())}), Exchange(dist.group.WORLD)
     rollouts = Rollouts(make_config(), datasets, own, exchange, NullObserver(), num_engines=1)
     parts = enumerate(zip(SAMPLED, log_probs, strict=True))
     samples = [Sample(0, i, tokens, of_tokens, "stop") for i, (tokens, of_tokens) in parts]

@@ -1,5 +1,7 @@
 """The dry run of an environment."""
 
+import re
+
 import pytest
 from planning import errors_of
 
@@ -20,6 +22,44 @@ def test_its_first_words_are_shown(plan, run_folder):
     done = plan(run_folder, "run.yaml", "rollout.environment=mine.py:Own", "reward.function=null")
     assert errors_of(done) == []
     assert "  mine.py:Own: reset for the first prompt, [{'role': 'user', 'content': 'and so on'}]\n" in done.stdout
+
+
+GAME = ("eval.datasets={game: {files: val.jsonl, environment: mine.py:Own, reward: none}}", "trainer.eval_interval=1")
+
+
+def test_a_data_set_is_played_while_training_has_single_responses(plan, run_folder):
+    (run_folder / "mine.py").write_text(ENVIRONMENT)
+    (run_folder / "val.jsonl").write_text('{"prompt": "2", "label": 1}\n')
+    done = plan(run_folder, "run.yaml", "data.val_files=train.jsonl", *GAME)
+    assert errors_of(done) == []
+    assert re.search(r"^  game( +[\d.-]+){5}  none +mine.py:Own$", done.stdout, re.M)
+    assert re.search(r"^  train( +[\d.-]+){5}  exact_match  none$", done.stdout, re.M)
+    assert "  exact_match: scored '2' for the first prompt, 1\n  mine.py:Own: reset for the first" in done.stdout
+
+
+def test_what_is_tried_without_training_is_what_the_data_sets_name(plan, run_folder):
+    """Not the environment of training, which has no data here and would fail."""
+    (run_folder / "mine.py").write_text(ENVIRONMENT)
+    (run_folder / "val.jsonl").write_text('{"prompt": "2", "label": 1}\n')
+    of_training = ("rollout.environment=fails.py:Own", "reward.function=null", "trainer.eval_only=true")
+    (run_folder / "fails.py").write_text("class Own: pass")
+    single = "eval.datasets.single={files: val.jsonl, environment: none, reward: exact_match}"
+    done = plan(run_folder, "run.yaml", *of_training, *GAME, single)
+    assert errors_of(done) == []
+    assert "mine.py:Own: reset for the first prompt" in done.stdout
+    assert "exact_match: scored '1' for the first prompt, 1" in done.stdout
+
+
+def test_what_is_wrong_with_one_of_a_data_set_is_told_of_its_keys(plan, run_folder):
+    (run_folder / "val.jsonl").write_text('{"prompt": "2", "label": 1}\n')
+    (run_folder / "mine.py").write_text(ENVIRONMENT.replace('("label",)', '("size",)'))
+    [error] = errors_of(plan(run_folder, "run.yaml", *GAME))
+    remedy = "correct its columns, or add the field, or set that to none, or another one"
+    beginning = "error: eval.datasets.game.environment: val.jsonl has no field 'size' in any of its 1 lines"
+    assert error.startswith(beginning) and remedy in error
+    (run_folder / "mine.py").write_text(ENVIRONMENT.replace("step(", "stepp("))
+    [error] = errors_of(plan(run_folder, "run.yaml", *GAME))
+    assert error.startswith("error: eval.datasets.game.environment: environment mine.py:Own has no step: expected")
 
 
 @pytest.mark.parametrize(

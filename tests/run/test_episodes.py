@@ -57,9 +57,18 @@ def settings(config: Path, folder: Path) -> list[str]:
 
 
 def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, folder: Path, settings: list[str]):
-    """And of a record everything can be reckoned anew without the program: prompts, masks, rewards."""
+    """And of a record everything can be reckoned anew without the program: prompts, masks, rewards.
+
+    One data set is played otherwise, and one has single responses.
+    """
     adaptive = "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, target_kl: 0.1, horizon: 64}"
-    with Program(folder / "program", config, *settings, adaptive) as program:
+    (folder / "short.py").write_text(ENVIRONMENT.replace("self.turns == 5", "self.turns == 2"))
+    reward, files = f"{config.parent / 'reward.py'}:share_of_sevens", str(folder / "val.jsonl")
+    datasets = {
+        "short": {"files": files, "environment": f"{folder / 'short.py'}:Sevens", "temperature": 1.0},
+        "single": {"files": files, "environment": "none", "reward": reward},
+    }
+    with Program(folder / "program", config, *settings, adaptive, f"eval.datasets={json.dumps(datasets)}") as program:
         assert program.wait() == 0, program.output
     steps = [metrics for metrics in logged(folder / "out") if metrics["step"]]
     assert len(steps) == 3
@@ -71,7 +80,10 @@ def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, 
         assert 0 < metrics["rollout/log_prob_diff/max"] < 1e-4
         assert 4 < metrics["episode/turns"] <= 5 and 1.5 < metrics["episode/segments"] < 4.5
         assert metrics["episode/done_frac"] + metrics["episode/length_frac"] == 1
-    assert 0 <= steps[-1]["val/val/score/mean"] <= 5
+    last = steps[-1]
+    assert 0 <= last["val/val/score/mean"] <= 5
+    assert "val/val/episode/turns" in last and 1 < last["val/short/episode/turns"] <= 2
+    assert last["val/single/score/max"] <= 1 and not any(name.startswith("val/single/episode") for name in last)
     with safe_open(folder / "record" / "step_00000001.safetensors", framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     prompts, responses = tensors["prompt_lengths"], tensors["response_lengths"]

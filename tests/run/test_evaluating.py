@@ -13,6 +13,18 @@ from commands import run as run_tool
 from program import REPOSITORY, Program, logged
 
 EVALUATE = REPOSITORY / "tools" / "evaluate.py"
+GAME = """
+class Game:
+    columns = ("label",)
+
+    def reset(self, row):
+        self.turns = 0
+
+    def step(self, message):
+        self.turns += 1
+        tokens = len(message["token_ids"])
+        return "8=8=", tokens, self.turns == 3, {"tokens": tokens}
+"""
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -33,18 +45,33 @@ def held_out(metrics: dict) -> dict:
     return {name: value for name, value in metrics.items() if name.startswith("val/held_out/")}
 
 
-def responses(folder: Path) -> list[str]:
+def responses(folder: Path) -> list[dict]:
     [file] = (folder / "rollouts").iterdir()
-    return [json.loads(line)["response"] for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_a_checkpoint_is_evaluated_as_the_run_did(config, run, folder):
-    """Greedily: by the actor alone, from the checkpoint's weights, not from the model that training started from."""
-    checkpoint = run / "checkpoints" / "step_00000010"
-    found, own = evaluated(checkpoint, config, folder), folder / "out" / "evaluations" / checkpoint.name
+    """Greedily: by the actor alone, from the checkpoint's weights, not from the model that training started from.
+
+    And a game is played, in which that run had no part: a turn that ends is worth its length.
+    """
+    (folder / "game.py").write_text(GAME)
+    game = {"files": str(config.parent / "held_out.jsonl"), "environment": f"{folder / 'game.py'}:Game"}
+    game |= {"reward": "none", "n": 4, "temperature": 10.0, "max_response_length": 18}
+    checkpoint, words = run / "checkpoints" / "step_00000010", f"eval.datasets.game={json.dumps(game)}"
+    found, own = evaluated(checkpoint, config, folder, words), folder / "out" / "evaluations" / checkpoint.name
+    played = {name: value for name, value in found["metrics"].items() if name.startswith("val/game/")}
+    assert not any("episode" in name for name in held_out(found["metrics"]))
+    assert 1 < played["val/game/episode/turns"] <= 3 and played["val/game/score/max"] > 1
+    with_a_whole_turn = 32 * played["val/game/score/mean"] / played["val/game/episode/part/tokens"]
+    assert 1 <= round(with_a_whole_turn) <= 32 and with_a_whole_turn == pytest.approx(round(with_a_whole_turn))
     assert (found["weights"], found["step"]) == (str(checkpoint), 10)
     assert held_out(found["metrics"]) == held_out(logged(run)[-1]) == held_out(logged(own)[0])
-    assert responses(own) and set(responses(own)) <= {"7" * n for n in range(1, 7)}
+    shown = responses(own)
+    texts = [one["response"] for one in shown if one["dataset"] == "held_out"]
+    assert texts and set(texts) <= {"7" * n for n in range(1, 7)}
+    games = [one for one in shown if one["dataset"] == "game"]
+    assert len(games) == 8 and all(one["score"] > 0 for one in games if "8=8=" in one["response"])
 
 
 @pytest.mark.slow  # the checkpoint's has all but the other weights

@@ -10,6 +10,7 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.environments.workers import Workers
 from megappo.observe.observer import NullObserver
 from megappo.rewards.forms import Graded
 from megappo.rewards.work import Row
@@ -47,7 +48,9 @@ CONFIG = Config.model_validate(
 class FewSampled(Rollouts):
     """Its engines have written already."""
 
-    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str, scoring) -> list[Sample]:
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str, scoring, task
+    ) -> list[Sample]:
         self.asked = [*getattr(self, "asked", []), (n, params)]
         mine = [(i, j) for i in OF_RANKS[self.exchange.rank] for j in reversed(range(n))]
         samples = [Sample(i, j, [ANSWERS[i][j]], [-1.0], "length" if j == 3 else "stop") for i, j in mine]
@@ -103,7 +106,7 @@ class Shown(NullObserver):
 
 def evaluate_on(rank: int, world_size: int) -> None:
     pools = {"greedy": Answers("silent"), "own": Answers("gsm8k")} if rank else {}
-    own = OwnEngine(rank, None, pools.get("greedy"), eval_rewards=pools) if rank else OwnEngine()
+    own = OwnEngine(rank, None, {name: Workers(pool) for name, pool in pools.items()}) if rank else OwnEngine()
     datasets = Datasets(Tokenizer(), (1,), 30, None, {"greedy": Held(), "own": Held()})
     exchange, observer = Exchange(dist.group.WORLD), Shown()
     rollouts = FewSampled(CONFIG, datasets, own, exchange, observer, num_engines=2)

@@ -12,8 +12,10 @@ from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
+from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.environments.workers import Workers
 from megappo.observe.observer import NullObserver
 from megappo.rewards.forms import Graded
 from megappo.rewards.pool import RewardError
@@ -133,7 +135,7 @@ def score_by_components(rank: int, world_size: int) -> None:
     """Rank 0 has no engine, and takes rows all the same; that of rank 2 wrote nothing."""
     exchange = Exchange(dist.group.WORLD)
     config = make_config(adv_estimator="gdpo", use_kl_in_reward=False)
-    own = OwnEngine(rank, None, Scores()) if rank else OwnEngine()
+    own = OwnEngine(rank, None, {TRAINING: Workers(Scores())}) if rank else OwnEngine()
     rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
     samples = samples_of([1, 20], [2, 7], [3, 20], [4, 9])
     mine = ([], samples, [])[rank]
@@ -174,7 +176,7 @@ def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> Non
         Sample(0, i, one.tokens, one.log_probs, "stop", Episode([one], "done", {})) for i, one in enumerate(segments)
     ]
     with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
-        datasets, own = replace(DATASETS, tokenizer=Tokenizer()), OwnEngine(rank, None, pool)
+        datasets, own = replace(DATASETS, tokenizer=Tokenizer()), OwnEngine(rank, None, {TRAINING: Workers(pool)})
         rollouts = Rollouts(config, datasets, own, exchange, None, num_engines=1)
         scores, metrics, _ = rollouts.score(samples, PROMPTS)
     assert scores.tolist() == [[3.0, 0.25, 0.5], [3.0, 0.0, 0.0]]
