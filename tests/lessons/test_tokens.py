@@ -42,7 +42,7 @@ def make_config() -> Config:
     return Config.model_validate(
         {
             "model": {"path": "m"},
-            "data": {"train_files": ["f"]},
+            "data": {"train_files": ["f"], "train_batch_size": 1},
             "trainer": {"output_dir": "o"},
             "rollout": {"n": len(SAMPLED), "temperature": TEMPERATURE},
         }
@@ -52,7 +52,7 @@ def make_config() -> Config:
 class Rewards:
     """Stands where a pool of workers is, and reads what a reward function would."""
 
-    on_error, failure = "raise", ""
+    on_error, failure, waits_for_all = "raise", "", False
 
     def begin(self) -> "Rewards":
         return self
