@@ -34,7 +34,7 @@ class Interruption:
         signal.signal(SIGNAL, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # its launcher may have held it back until now
 
-    def has_something_to_save(self, deadline: float) -> None:
+    def begin_saving(self, deadline: float) -> None:
         """From now on a signal does not end this rank, and neither does the deadline: who asks `reason` must.
 
         Args:
@@ -47,7 +47,7 @@ class Interruption:
         """Of a run that could only begin anew: ended by the signal, it is not to be started again."""
         self._exit_code = EXIT_UNSAVED
 
-    def has_saved_all(self) -> None:
+    def end_saving(self) -> None:
         """The signal ends this rank at once again."""
         self._has_something_to_save = False
 

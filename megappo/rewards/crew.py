@@ -170,7 +170,7 @@ class Crew:
             while not self._is_closed:
                 worker = worker or self._start()
                 piece = self._next()
-                if piece is not None and not self._is_done(worker, piece):
+                if piece is not None and not self._run_piece(worker, piece):
                     self._end(worker, 0.0)
                     worker = None
         except (WorkerError, TimeoutError) as error:  # it does not start
@@ -216,8 +216,8 @@ class Crew:
                 self._changed.wait()
         return None
 
-    def _is_done(self, worker: Worker, piece: Piece) -> bool:
-        """Whether a worker has done a piece; else it is of no more use, and what is left of the piece waits again."""
+    def _run_piece(self, worker: Worker, piece: Piece) -> bool:
+        """Have a worker do a piece; whether it has. Else it is of no more use, and what is left of that waits again."""
         function, units, retry = piece
         _, ways = self._loaded[0]
         way, seconds = ways[function], self.settings.timeout_seconds

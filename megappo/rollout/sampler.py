@@ -228,11 +228,11 @@ class _Asking:
         return tell
 
     async def _answers(self, http: Any, taken: Prompts) -> None:
-        """To one request."""
+        """Have the engine answer one request."""
         n = self._n
         repeated = [tokens for _, tokens in taken for _ in range(n)]
         groups: list[dict[int, Generation]] = [{} for _ in taken]
-        self._now_running(len(repeated))
+        self._add_running(len(repeated))
         async with contextlib.aclosing(self._client.generate_async(http, repeated, self._params)) as responses:
             async for position, response in responses:
                 if self._is_whole(response, repeated[position]):
@@ -241,11 +241,11 @@ class _Asking:
                     if len(group) == n:
                         self.samples += (finished := _group(taken[position // n][0], group))
                         self._on_group(finished)
-                self._now_running(-1)
-                self._is_over()
+                self._add_running(-1)
+                self._response_ended()
 
     async def _episodes(self, http: Any, taken: Prompts) -> None:
-        """Of one request, all at once."""
+        """Play those of one request, all at once."""
         async with asyncio.TaskGroup() as prompts:
             for index, _ in taken:
                 prompts.create_task(self._episodes_of(http, index))
@@ -260,7 +260,7 @@ class _Asking:
         try:
             return await self._play(index, partial(self._generated, http))
         finally:
-            self._is_over()
+            self._response_ended()
 
     async def _generated(self, http: Any, context: list[int], room: int) -> Generation:
         """A turn, as soon as the engine has a place for it."""
@@ -268,12 +268,12 @@ class _Asking:
         async with self._places:
             if self._has_enough:
                 await _cancelled()
-            self._now_running(1)
+            self._add_running(1)
             try:
                 async with contextlib.aclosing(self._client.generate_async(http, [context], params)) as responses:
                     [(_, response)] = [one async for one in responses]
             finally:
-                self._now_running(-1)
+                self._add_running(-1)
         if not self._is_whole(response, context):
             await _cancelled()
         return response
@@ -287,13 +287,13 @@ class _Asking:
         self.use.cached_tokens += response.num_cached
         return True
 
-    def _is_over(self) -> None:
-        """A response."""
+    def _response_ended(self) -> None:
+        """Note that a response has: there is room for another."""
         self._num_open -= 1
         self._has_room.set()
 
-    def _now_running(self, more: int) -> None:
-        """The engine has so many sequences more than before."""
+    def _add_running(self, more: int) -> None:
+        """Note that the engine has so many sequences more than before."""
         now = time.perf_counter()
         self.use.seconds += now - self._since
         self.use.sequence_seconds += self._num_running * (now - self._since)

@@ -75,7 +75,7 @@ class WeightSync:
         started = time.perf_counter()
         tensors = self._stale(changed)
         if tensors:
-            if not self._is_read(tensors):
+            if not self._read_in_place(tensors):
                 self._send(tensors)
                 self.barrier()
             for receiver in self.receivers:
@@ -93,7 +93,7 @@ class WeightSync:
             return self.tensors
         return [tensor for tensor in self.tensors if not tensor.is_frozen] if changed else []
 
-    def _is_read(self, tensors: Sequence[TensorSpec]) -> bool:
+    def _read_in_place(self, tensors: Sequence[TensorSpec]) -> bool:
         """Have the engines read the shards where they are, if they can. All ranks wait until they have."""
         if self.shards is None:
             return False

@@ -63,7 +63,7 @@ class InferenceEngines:
         """
         if verify:
             self._prove(as_loaded)
-            while self._mended():
+            while self._restart_failed():
                 self._prove(as_loaded)
         else:
             self._send()
@@ -86,7 +86,7 @@ class InferenceEngines:
         has_failed = self.client is not None and self.client.has_failed
         failed = set(self.exchange.share(self.restarts.own.number if has_failed else None)) - {None}
         if failed:  # what is left of them, on all their nodes, may have memory; as they are to wake they start anew
-            self.restarts.stopped(failed)
+            self.restarts.stop(failed)
             self.exchange.share(None)
 
     def end(self) -> None:
@@ -155,12 +155,12 @@ class InferenceEngines:
 
     def _mend(self) -> None:
         """Have the engines that have failed started anew, and given the weights."""
-        while self._mended():
+        while self._restart_failed():
             pass
 
-    def _mended(self) -> bool:
-        """Whether there were any."""
-        return self.restarts.mended(None if self.client is None else self.client.take_fault())
+    def _restart_failed(self) -> bool:
+        """Start anew those that have; whether there were any."""
+        return self.restarts.restart_failed(None if self.client is None else self.client.take_fault())
 
     def _give_back(self, memory: Sequence[str]) -> None:
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have

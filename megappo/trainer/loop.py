@@ -48,12 +48,12 @@ class Trainer:
         gc.collect()
         gc.freeze()  # what is there by now stays, and a save, which collects, need not look at all of it
         run.phase.timers.restart()
-        INTERRUPTION.has_something_to_save(deadline(self.config.trainer.time_limit, self.config.trainer.grace_seconds))
+        INTERRUPTION.begin_saving(deadline(self.config.trainer.time_limit, self.config.trainer.grace_seconds))
         try:
             for step in range(run.progress.start_step + 1, total + 1):
                 run.check_interrupted()
                 self._step_with_all_around_it(step)
-            INTERRUPTION.has_saved_all()
+            INTERRUPTION.end_saving()
             run.check_interrupted()  # the export has time when the run is started again
         except (Interrupted, EngineLost, EngineLostElsewhere):
             run.save_if_needed()

@@ -33,7 +33,7 @@ class Progress:
         in_flight: the next one, if its rows have their advantages.
         num_drawn: batches of prompts (of data.gen_batch_size) that the steps so far have taken, the one in flight among
             them.
-        is_overdue: the last save has failed, by `has_failed`. failed_saves: how many have, in this process.
+        is_overdue: the last save has failed, by `note_failed_save`. failed_saves: how many have, in this process.
         notice: what of the checkpoint could not be restored; "" if all was.
         kl: the KL coefficient's controller.
         reward_moments: of all scores so far, for reward.normalize running.
@@ -131,8 +131,8 @@ class Progress:
         self.checkpoint = self.store.finish()
         return self.checkpoint
 
-    def has_failed(self) -> None:
-        """A save has."""
+    def note_failed_save(self) -> None:
+        """Note that a save has failed, so that the next is overdue."""
         self.is_overdue = True
         self.failed_saves += 1
 

@@ -40,21 +40,21 @@ class Restarts:
         count, self._count = self._count, 0
         return count
 
-    def were_needed(self, fault: EngineFault | None) -> bool:
-        """Whether any engine had failed in a rollout. On return all are up, with the same weights.
+    def restart_after_rollout(self, fault: EngineFault | None) -> bool:
+        """Start anew what engines have failed in a rollout; whether any had. Then all are up, with the same weights.
 
         Args:
             fault: of this rank's engine.
         Raises:
             EngineLost, EngineLostElsewhere: one has failed too often, or does not start.
         """
-        if self.mended(fault):
+        if self.restart_failed(fault):
             return True
         self._in_a_row = 0
         return False
 
-    def mended(self, fault: EngineFault | None) -> bool:
-        """The same at another time."""
+    def restart_failed(self, fault: EngineFault | None) -> bool:
+        """The same outside of a rollout."""
         lost = f"{fault}{self._tried()}" if fault is not None and self._in_a_row == self.limit else ""
         found, lost_anywhere = zip(*self.exchange.share((self._told(fault), lost)), strict=True)
         _raise_together(lost, lost_anywhere)
@@ -63,7 +63,7 @@ class Restarts:
             return False
         for _, text in told:
             self.observer.message(text)
-        is_mine = self.stopped(number for number, _ in told)  # all parts before the first would find an old one
+        is_mine = self.stop(number for number, _ in told)  # all parts before the first would find an old one
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
         lost = self._restart() if is_mine else ""
@@ -73,7 +73,7 @@ class Restarts:
         self.give_weights()
         return True
 
-    def stopped(self, engines: Iterable[int]) -> bool:
+    def stop(self, engines: Iterable[int]) -> bool:
         """End what this rank has of these engines, the whole of one or a part; whether there is any."""
         is_mine = not {self.own.number, self.own.part_of}.isdisjoint(engines)
         if is_mine:

@@ -35,13 +35,13 @@ class RollingOut:
             Interrupted: the run was asked to end, on any rank, or its time is over.
         """
         self.timers.restart()
-        INTERRUPTION.has_something_to_save(deadline(self.settings.time_limit, self.settings.grace_seconds))
+        INTERRUPTION.begin_saving(deadline(self.settings.time_limit, self.settings.grace_seconds))
         for step in range(self.num_written + 1, self.settings.total_steps + 1):
             raise_if_interrupted(self.exchange)
             batch, metrics = self.batches(step, self.timers)
             metrics |= row_metrics(self.exchange, batch.rows)
             timings, memory = self.timers.lap()
             self.observer.log(step, metrics | timings | reduce_ranks(self.exchange.share(memory)))
-        INTERRUPTION.has_saved_all()
+        INTERRUPTION.end_saving()
         self.exchange.share(None)
         self.observer.finish()

@@ -160,7 +160,7 @@ class Rollouts:
             samples += sampled.samples
             self._use += sampled.use
             raise_if_interrupted(self.exchange)
-            if not self.restarts.were_needed(sampled.fault):
+            if not self.restarts.restart_after_rollout(sampled.fault):
                 break
             if enough is not None and any(self.exchange.share(enough())):
                 break
@@ -322,7 +322,7 @@ class Rollouts:
             EngineError: an engine refused, or failed too often.
         """
         generations, fault = self._probed(prompts)
-        while self.restarts.mended(fault):
+        while self.restarts.restart_failed(fault):
             generations, fault = self._probed(prompts)
         samples = [
             Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)

@@ -87,7 +87,7 @@ class Run:
         except (CheckpointError, OtherRankError) as error:
             if not may_fail:
                 raise
-            self.progress.has_failed()
+            self.progress.note_failed_save()
             self.observer.message(f"WARNING: {error}: it is tried again")
 
     def save_if_needed(self) -> None:

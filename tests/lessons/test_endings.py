@@ -99,7 +99,7 @@ def test_the_time_limit_does_not_begin_with_training(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(began)))
     monkeypatch.setattr(interruption, "_STARTED", set_up)
     run, due = Interruption(), deadline(4 * HOUR, HOUR / 2)
-    run.has_something_to_save(due)
+    run.begin_saving(due)
     assert due == began + 3.5 * HOUR
     wrong = set_up + 3.5 * HOUR
     assert wrong == began + 4 * HOUR

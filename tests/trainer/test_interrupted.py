@@ -247,12 +247,12 @@ def test_the_time_limit_counts_from_the_allocations_start(monkeypatch: pytest.Mo
 
 def test_a_reason_is_the_signals_or_the_clocks() -> None:
     found = interruption.Interruption()
-    found.has_something_to_save(time.time() + 3600)
+    found.begin_saving(time.time() + 3600)
     assert found.reason == ""
     found._on_signal(signal.SIGUSR1, None)
     assert found.reason == "a signal"
     late = interruption.Interruption()
-    late.has_something_to_save(time.time() - 1)
+    late.begin_saving(time.time() - 1)
     assert late.reason == "the time limit"
     assert update.INTERRUPTION is INTERRUPTION and INTERRUPTION.reason == ""
 

@@ -77,9 +77,9 @@ def restarts(limit: int, told: list[str]) -> Restarts:
 def test_an_engine_that_fails_again_and_again_ends_the_run():
     told: list[str] = []
     found, fault = restarts(2, told), EngineFault("it ended")
-    assert found.were_needed(fault)
-    assert not found.were_needed(None), "a rollout that went well: the count begins anew"
-    assert found.were_needed(fault) and found.were_needed(fault)
+    assert found.restart_after_rollout(fault)
+    assert not found.restart_after_rollout(None), "a rollout that went well: the count begins anew"
+    assert found.restart_after_rollout(fault) and found.restart_after_rollout(fault)
     assert told[2:] == [
         "WARNING: engine 4 has failed (1 of 2 times in a row; rollout.max_engine_restarts): it ended",
         "restart",
@@ -87,9 +87,9 @@ def test_an_engine_that_fails_again_and_again_ends_the_run():
         "restart",
     ]
     with pytest.raises(EngineLost, match="^it ended\nengine 4 has been started anew 2 times"):
-        found.were_needed(fault)
+        found.restart_after_rollout(fault)
     with pytest.raises(EngineLost, match="^it ended$"):
-        restarts(0, told).were_needed(fault)
+        restarts(0, told).restart_after_rollout(fault)
     assert len(told) == 6
 
 
@@ -105,7 +105,7 @@ def restart_of_parts(rank: int, world_size: int) -> None:
     own = SimpleNamespace(number=(0, None, 1)[rank], part_of=(None, 0, None)[rank])
     own.stop, own.restart = (lambda: told.append("stop")), (lambda: told.append("restart"))
     found = Restarts(own, SimpleNamespace(share=share), NullObserver(), 3)
-    assert found.were_needed(EngineFault("it ended") if rank == 0 else None)
+    assert found.restart_after_rollout(EngineFault("it ended") if rank == 0 else None)
     assert told == (["meet"] * 3 if rank == 2 else ["meet", "stop", "meet", "restart", "meet"]), (
         "no part meets an old one"
     )
@@ -121,7 +121,7 @@ def lose(rank: int, world_size: int) -> None:
     found = Restarts(own, Exchange(dist.group.WORLD), NullObserver(), limit=1 - rank)
     for lost in (1, 0):
         with pytest.raises(EngineLost if rank == lost else EngineLostElsewhere, match="^(it ended|no start)$"):
-            found.mended(EngineFault("it ended") if rank == lost else None)
+            found.restart_failed(EngineFault("it ended") if rank == lost else None)
 
 
 def does_not_start() -> None:
