@@ -1,10 +1,14 @@
 """Names in a run's output folder that several parts of the program look for."""
 
+from pathlib import Path
+
+from megappo.config.bases import read_file
+
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"
 """The resolved config, in a run's folder and in each checkpoint."""
 HF_ACTOR = "hf_actor"
-"""The trained actor as a Hugging Face folder, written at the end of a run."""
+"""The trained actor as a Hugging Face folder, written at the end of a run; see `has_exported`."""
 
 EVALUATIONS = "evaluations"
 """The evaluations of a run's checkpoints, by trainer.eval_only: a folder each."""
@@ -12,3 +16,11 @@ EVALUATION_FILE = "evaluation.json"
 """What was evaluated, and its metrics."""
 REPORT_FILE = "report.html"
 """Written at the end of a run, and removed when it goes on: where it is, a run has done everything."""
+
+
+def has_exported(folder: Path) -> bool:
+    """Whether a run that has ended has exported its actor: one that went on without trainer.export_hf leaves the folder
+    of an earlier end as it is."""
+    config = folder / CONFIG_FILE
+    values = read_file(config).values if config.is_file() else {}
+    return (folder / HF_ACTOR).is_dir() and (values.get("trainer") or {}).get("export_hf", True)

@@ -9,7 +9,7 @@ from typing import Any
 from megappo.observe.charts import Points, line_chart, share_bar
 from megappo.observe.console import format_seconds, held_out_score
 from megappo.observe.evaluations import Estimate, evaluation_of, in_words, mean_of
-from megappo.observe.files import CHECKPOINTS, HF_ACTOR, REPORT_FILE
+from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, HF_ACTOR, REPORT_FILE, has_exported
 from megappo.observe.metrics import METRICS_FILE, TENSORBOARD_FOLDER, read_metrics
 from megappo.observe.sample_pages import sample_sections
 from megappo.observe.samples import ROLLOUTS_FOLDER, read_samples
@@ -18,6 +18,7 @@ _REWARD = "reward/score/mean"
 _HELD_OUT_SCORE = re.compile("val/.*/score/mean")
 _SCORE_AND_PASSED = ("/score/mean", "/pass@1")
 _OUTPUTS = (
+    ("evaluation", EVALUATION_FILE),
     ("metrics", METRICS_FILE),
     ("tensorboard", TENSORBOARD_FOLDER),
     ("samples", ROLLOUTS_FOLDER),
@@ -61,7 +62,8 @@ def summary(output_dir: str | Path, report: Path | None = None) -> str:
     rows += _before_and_after(_held_out_title(steps), _held_out(steps))
     rows += [(name, in_words(estimates)) for name, estimates in _last_evaluation(steps).items()]
     rows += _before_and_after("mean reward", _points(steps, _REWARD))
-    rows += [(name, str(folder / path)) for name, path in _OUTPUTS if (folder / path).exists()]
+    outputs = [(name, folder / path) for name, path in _OUTPUTS if path != HF_ACTOR or has_exported(folder)]
+    rows += [(name, str(path)) for name, path in outputs if path.exists()]
     rows += [("report", str(report))] if report else []
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

@@ -11,7 +11,7 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, candidates, is_checkpoint, position_of, read_state, step_of
 from megappo.config.errors import looked_in
 from megappo.config.schema import Config
-from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, HF_ACTOR, REPORT_FILE
+from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, REPORT_FILE, has_exported
 from megappo.placement.components import trained_in_words
 
 
@@ -126,7 +126,7 @@ def already_finished(config: Config) -> str:
         return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
     checkpoint = _checkpoint(config)
-    exported = (folder / HF_ACTOR).is_dir() or not config.trainer.export_hf
+    exported = not config.trainer.export_hf or has_exported(folder)
     if checkpoint is None or step_of(checkpoint) < total or not exported or not (folder / REPORT_FILE).is_file():
         return ""
     remedy = "raise trainer.total_steps to train on, or set another trainer.output_dir for a new run"

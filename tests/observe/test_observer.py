@@ -7,6 +7,7 @@ import pytest
 
 from megappo.observe.console import COLUMNS, Console
 from megappo.observe.observer import NullObserver, Observer
+from megappo.observe.report import summary
 from megappo.observe.samples import format_samples
 
 STEP = {
@@ -82,6 +83,15 @@ def test_the_report_is_there_only_while_a_run_has_ended(tmp_path, capsys):
     assert (tmp_path / "report.html").is_file()
     Observer(tmp_path, 4, resume_step=3).close()
     assert not (tmp_path / "report.html").exists()
+
+
+def test_the_summary_lists_an_evaluation_and_what_the_run_itself_has_exported(tmp_path):
+    for name in ("hf_actor", "evaluation.json"):
+        (tmp_path / name).mkdir()
+    expected = [f"evaluation  {tmp_path}/evaluation.json", f"HF actor    {tmp_path}/hf_actor"]
+    for exports in ("true", "false"):  # false: it went on from an end that did
+        (tmp_path / "config.yaml").write_text(f"trainer: {{export_hf: {exports}}}\n")
+        assert summary(tmp_path).splitlines() == expected[: 1 + (exports == "true")]
 
 
 def test_the_summary_and_the_report_tell_before_and_after(tmp_path, capsys):

@@ -284,6 +284,9 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     done = plan(run_folder, *finished)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1].startswith("already finished: out has all 7 steps; raise trainer.total_steps")
+    record = run_folder / "out" / "config.yaml"
+    record.write_text("trainer: {export_hf: false}\n")  # hf_actor is of an earlier end
+    assert plan(run_folder, *finished).stdout.splitlines()[-1].startswith("nothing is wrong")
     (run_folder / "out" / "checkpoints" / "latest").write_text("step_00000003\n")
     (run_folder / "out" / "checkpoints" / "step_00000007").rmdir()
     done = plan(run_folder, *finished)
