@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
         if config.trainer.eval_only or config.eval_interval:
             print(f"\nevaluation\n{evaluation_summary(config)}")
-    errors = check_run(config, world_size, ranks_per_node)
+    errors, warnings = check_run(config, world_size, ranks_per_node), list(config_warnings(config))
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
     if args.gpu and is_arranged:
@@ -94,9 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not errors:
         sys.stdout.flush()
         findings = rehearse(config, everything=args.all)
-        errors = config.located(findings.errors)
+        errors, warnings = config.located(findings.errors), warnings + findings.warnings
         print("\nlooked at", *findings.looked_at, f"not looked at: {', '.join(_left_out(config))}", sep="\n  ")
-    for warning in config_warnings(config):
+    for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if errors:
         return _fail(ConfigError(*errors))

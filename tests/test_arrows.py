@@ -65,6 +65,7 @@ WITHOUT_TORCH = (
     "megappo/data/fields.py",
     "megappo/data/file_heads.py",
     "megappo/data/json_lines.py",
+    "megappo/data/lost_text.py",
     "megappo/data/order.py",
     "megappo/data/parquet_rows.py",
     "megappo/data/prompts.py",

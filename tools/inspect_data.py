@@ -101,6 +101,7 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
         print(f"{key}: {file}: {len(dataset):,} records, of which {len(chosen):,} were looked at")
         lines = [
             *(f"wrong: {line}" for line in wrong),
+            *(f"warning: {line}" for line in dataset.warnings(parts)),
             *dataset.leave_out(parts),
             *_lengths(sorted(seen.lengths), data),
         ]

@@ -10,6 +10,7 @@ from megappo.config.schema import Data
 from megappo.data.chat import Chat
 from megappo.data.faults import Check, Done
 from megappo.data.fields import Fields, look_up
+from megappo.data.lost_text import lost_text
 from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
 from megappo.data.tokenizer import encode
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 MAX_NESTING = 100
 """Lists and objects within each other: Python's own limits, in reading, writing and passing on, lie above."""
 RECORDS_AT_ONCE = 1000
+LOOKED_AT_FOR_LOSS = 1000
+"""Records of a file whose tokens are made text again, where these may have lost some: it takes as long as the rest."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,11 @@ class Checker:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._bounds = TokenBounds(tokenizer)
+        self._may_lose = self._bounds.at_most("") == math.inf
         self._all_embedded = max(tokenizer.get_vocab().values()) < vocab_size
 
     def check(self, records: Records, numbers: Sequence[int]) -> Check:
-        """What is wrong with the records of these numbers, from 0."""
+        """What is wrong with the records of these numbers, from 0; of texts that the tokenizer loses, the first."""
         check = Check(len(numbers))
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
             LIFE.sign()
@@ -116,7 +120,8 @@ class Checker:
             if self._fields.order_by is not None:
                 check.ranks.extend(entries[number].rank if number in entries else math.nan for number in part)
             for number, fault, done in self._wrong_tokens(entries):
-                check.add(number, [fault], done)
+                if done != "warn" or done not in check.found:
+                    check.add(number, [fault], done)
         return check
 
     def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str, Done]]:
@@ -138,6 +143,10 @@ class Checker:
                 yield number, "the prompt is empty: it has no token", self._on_bad_row
             elif (len(tokens) <= limit or is_cut) and (largest := max(tokens[-limit:])) >= self._vocab_size:
                 yield number, _unknown(largest, self._vocab_size), "error"
+            if self._may_lose and tokens and number < LOOKED_AT_FOR_LOSS:
+                decoded = self._tokenizer.decode(tokens)
+                if lost := lost_text(entries[number].text, decoded, self._tokenizer.unk_token):
+                    yield number, lost, "warn"
 
     def _too_long(self, found: str) -> str:
         limit = f"{self._fields.section}.max_prompt_length {self._config.max_prompt_length}"

@@ -38,7 +38,7 @@ class Datasets:
 
     def check(self, exchange: Exchange) -> list[str]:
         """See that all prompts can be used, but for those to be left out; all ranks together, each of which looks at
-        its share. Gives what is left out or cut, one line for each reason.
+        its share. Gives what is left out or cut, one line for each reason, and warnings.
 
         Raises:
             ConfigError: what is wrong with them, on every rank.
@@ -48,6 +48,7 @@ class Datasets:
             mine = dataset.check(self.vocab_size, lambda size: share(range(size), exchange.rank, exchange.world_size))
             parts = exchange.share(mine)
             errors += dataset.errors(parts)
+            notes += [f"warning: {line}" for line in dataset.warnings(parts)]
             notes += dataset.leave_out(parts)
         errors += batch_errors(self.train)
         if errors:

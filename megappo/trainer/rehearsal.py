@@ -31,9 +31,10 @@ TRACE_LINE = re.compile(r'^ *File "(?P<file>.*)", (?P<line>line \d+)', re.MULTIL
 
 @dataclass
 class Findings:
-    """What a rehearsal found wrong, and what it looked at, one line each; and which workers it has tried."""
+    """What a rehearsal found wrong or odd, and what it looked at, one line each; and which workers it has tried."""
 
     errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     looked_at: list[str] = field(default_factory=list)
     tried: set[RewardPool | EnvironmentPool | None] = field(default_factory=set)
 
@@ -93,6 +94,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
 def _look_at(dataset: PromptDataset, vocab_size: int, findings: Findings, *, everything: bool) -> None:
     parts = dataset.check(vocab_size, range if everything else _sample)
     findings.errors += dataset.errors([parts])
+    findings.warnings += dataset.warnings([parts])
     left_out = dataset.leave_out([parts])
     for file, part in zip(dataset.files, parts, strict=True):
         of_all = f"all {part.looked_at:,}"

@@ -24,7 +24,9 @@ def gsm8k(run_folder: Path) -> tuple[str, ...]:
 
 def test_verls_parquet_and_function_work_as_they_are(plan, run_folder, gsm8k):
     done = plan(run_folder, *gsm8k)
-    assert errors_of(done) == []
+    [warning] = errors_of(done)  # of a tokenizer that knows digits alone
+    assert warning.startswith("warning: data.train_files: train.parquet row 1: the tokenizer loses 85 of the 85 charac")
+    assert done.returncode == 0
     assert "  prompts of train.parquet: all 200\n" in done.stdout
     assert (
         "  gsm8k.py:compute_score: scored '82' for the first prompt, given data_source, extra_info, 0\n" in done.stdout
