@@ -26,7 +26,7 @@ class EvalDataset(Section):
     reward: str | dict[str, float] | None = Field(None, description="as reward.function, which it is where this is null, or several with their weights; none = no function: an environment gives the rewards")
     environment: str | None = Field(None, description="as rollout.environment, whose limits hold for it; none = one response to a prompt, without tools, too; null = as in training")
     tools: tuple[str, ...] = Field((), description="as rollout.tools, in place of an environment; rollout.tool_call_parser finds the calls; [] = as environment says")
-    pass_threshold: float = Field(1.0, description="score from which on a response passes, for pass@k")
+    pass_threshold: float | None = Field(None, description="score from which on a response passes; null = rollout.val_pass_threshold")
 
 
 class Eval(Section):

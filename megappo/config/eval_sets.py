@@ -95,7 +95,7 @@ def _filled(config: Config, own: EvalDataset, section: str, key: str) -> EvalSet
         top_k=rollout.val_top_k if own.top_k is None else own.top_k,
         max_response_length=own.max_response_length or rollout.max_response_length,
         data=config.data.model_copy(update=changes),
-        pass_threshold=own.pass_threshold,
+        pass_threshold=rollout.val_pass_threshold if own.pass_threshold is None else own.pass_threshold,
     )
 
 

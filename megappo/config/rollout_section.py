@@ -28,6 +28,7 @@ class Rollout(Section):
     val_temperature: NonNegativeFloat = Field(0.0, description="sampling temperature of evaluations; 0 = greedy")
     val_top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="nucleus sampling of evaluations")
     val_top_k: int = Field(-1, ge=-1, description="top-k sampling of evaluations; -1 = off")
+    val_pass_threshold: float = Field(1.0, description="score from which on a response of evaluations passes, for pass@k")
     tensor_parallel: Ways = Field(1, description="GPUs per SGLang engine; placement's rollout ranks are cut into groups of this size, each on one node or on several with as many ranks on each")
     max_running_requests: Positive = Field(256, description="sequences an engine decodes at once")
     mem_fraction_static: OpenFraction = Field(0.5, description="share of GPU memory for the engine's weights and KV cache (GPU only)")
