@@ -3,7 +3,7 @@
 import sys
 from importlib.util import find_spec
 
-NEEDED = ("httpx", "megatron", "psutil", "pydantic", "safetensors", "torch", "transformers", "yaml")
+NEEDED = ("httpx", "psutil", "pydantic", "safetensors", "torch", "transformers", "yaml")
 
 if lacking := [name for name in NEEDED if find_spec(name) is None]:  # one line, where an import would be a traceback
     sys.exit(

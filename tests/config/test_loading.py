@@ -240,15 +240,8 @@ def test_help_is_aligned_and_fits_its_width():
     lines = config_help(140).splitlines()
     assert max(map(len, lines)) <= 140
     data = [line for line in lines if line.startswith("  data.")]
-    assert (
-        len(
-            {
-                line.index(word)
-                for line, word in zip(data, ["jsonl", "jsonl", "prompts per", "field with"], strict=False)
-            }
-        )
-        == 1
-    )
+    words = ["jsonl", "jsonl", "prompts per", "prompts drawn", "field with"]
+    assert len({line.index(word) for line, word in zip(data, words, strict=False)}) == 1
 
 
 def test_every_key_says_what_it_means():

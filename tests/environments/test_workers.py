@@ -30,9 +30,10 @@ def make_config(environments, *, eval_only: bool) -> Config:
 
 
 def test_what_is_the_same_is_shared_and_what_nobody_uses_is_not_started(environments):
+    before = set(psutil.Process().children(recursive=True))
     with ExitStack() as ending:
         found = start_workers(tasks(make_config(environments, eval_only=False)), ending)
-        started = psutil.Process().children(recursive=True)
+        started = set(psutil.Process().children(recursive=True)) - before
         training, same, other = found[TRAINING], found["same"], found["other"]
         assert found["as_training"] == training
         assert same.environments is training.environments and same.rewards is not training.rewards
