@@ -77,12 +77,14 @@ def _other_evaluation(config: Config) -> Iterator[str]:
     file = Path(with_own_folder(config, weights).trainer.output_dir, EVALUATION_FILE)
     if not file.exists():
         return
-    found = json.loads(file.read_text())["weights"]
-    if Path(found).resolve() != weights.resolve():
-        yield (
-            f"trainer.output_dir: {file} is of {found}, and would be overwritten with that of {weights}: choose "
-            "another one (tools/evaluate.py: --output)"
-        )
+    remedy = f"would be overwritten with that of {weights}: choose another one (tools/evaluate.py: --output)"
+    try:
+        found = Path(json.loads(file.read_text())["weights"])
+    except (OSError, ValueError, KeyError, TypeError):
+        yield f"trainer.output_dir: {file} is not what an evaluation writes there, and {remedy}"
+        return
+    if found.exists() and found.resolve() != weights.resolve():  # a run's folder may have been moved since
+        yield f"trainer.output_dir: {file} is of {found}, and {remedy}"
 
 
 def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> str:

@@ -36,9 +36,17 @@ def make_config(output_dir: object) -> Config:
 
 def test_weights_of_the_same_name_have_no_folder_together(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for weights, errors in (("models/base", []), ("other/base", [f"is of {tmp_path}/other/base, and would be"])):
-        own = tmp_path / "out" / "evaluations" / "base"
-        own.mkdir(parents=True, exist_ok=True)
-        (own / "evaluation.json").write_text(json.dumps({"weights": str(tmp_path / weights)}))
+    (tmp_path / "other" / "base").mkdir(parents=True)
+    own = tmp_path / "out" / "evaluations" / "base"
+    own.mkdir(parents=True)
+    written = [
+        json.dumps({"weights": str(tmp_path / weights)}) for weights in ("models/base", "gone/base", "other/base")
+    ]
+    other, foreign = (
+        f"is of {tmp_path}/other/base, and would be",
+        "is not what an evaluation writes there, and would be",
+    )
+    for content, errors in zip((*written, "", "[1]"), ([], [], [other], [foreign], [foreign]), strict=True):
+        (own / "evaluation.json").write_text(content)
         found = [*resume_errors(make_config("out")), *resume_errors(make_config(own))]
         assert len(found) == 2 * len(errors) and all(error in one for one in found for error in errors)
