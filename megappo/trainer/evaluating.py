@@ -54,11 +54,7 @@ class Evaluating:
     observer: Observer | NullObserver
 
     def run(self) -> None:
-        """All ranks together. Leaves metrics, samples, report and evaluation.json.
-
-        Raises:
-            Interrupted: the run was asked to end, on any rank.
-        """
+        """All ranks together. Leaves metrics, samples, report and evaluation.json."""
         metrics = evaluate(self.rollouts, self.datasets, self.observer, self.step)
         self.observer.log(self.step, metrics)
         self.rollouts.exchange.on_rank_0(lambda: self._write(metrics))
