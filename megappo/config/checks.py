@@ -8,7 +8,7 @@ from operator import itemgetter
 from megappo.config.algorithm_checks import algorithm_errors
 from megappo.config.errors import shorten
 from megappo.config.eval_checks import evaluation_errors
-from megappo.config.eval_sets import eval_sets, training_task
+from megappo.config.eval_sets import eval_sets, tasks
 from megappo.config.schema import Config, Rollout
 
 ADDRESS = re.compile(r"https?://[^/\s]+:\d+")
@@ -101,15 +101,16 @@ def _environment(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.environment is not None and rollout.tools:
         yield "rollout.environment and rollout.tools are both set: drop one; an environment makes its own calls"
-    found = [training_task(config), *eval_sets(config).values()]
+    found = tasks(config).values()
     with_tools = [one.environment_key for one in found if one.rollout.tools]
     if with_tools and rollout.tool_call_parser is None:
         yield f"{with_tools[0]} needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
-    if not with_tools and rollout.tool_call_parser is not None:
+    if not with_tools and not rollout.tools and rollout.tool_call_parser is not None:
         yield f"rollout.tool_call_parser {rollout.tool_call_parser} has no effect without rollout.tools: drop it"
-    if any(one.rollout.has_environment for one in found):
-        if config.data.too_long == "truncate_left":
-            yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
+    has_episodes = any(one.rollout.has_environment for one in found)
+    if has_episodes and config.data.too_long == "truncate_left":
+        yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
+    if has_episodes or rollout.has_environment:
         return
     for key in ("max_turns", "num_environment_workers", "environment_timeout_seconds"):
         if getattr(rollout, key) != Rollout.model_fields[key].default:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 from megappo.config.checks import config_errors
 from megappo.config.errors import ConfigError, shorten
-from megappo.config.eval_sets import eval_sets, training_task
+from megappo.config.eval_sets import tasks
 from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
 from megappo.placement.nodes import uneven_engines
@@ -47,11 +47,11 @@ def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | No
 
 
 def _user_code_errors(config: Config) -> Iterator[str]:
-    of_tasks = [training_task(config), *eval_sets(config).values()]
-    for key, weights in {one.reward_key: one.reward.weights for one in of_tasks}.items():
+    found = tasks(config).values()
+    for key, weights in {one.reward_key: one.reward.weights for one in found}.items():
         for spec in weights:
             yield from _missing(spec, key, BUILTIN)
-    for key, rollout in {one.environment_key: one.rollout for one in of_tasks}.items():
+    for key, rollout in {one.environment_key: one.rollout for one in found}.items():
         for spec in filter(None, (rollout.environment, *rollout.tools)):
             yield from _missing(spec, key, {})
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():

@@ -38,13 +38,12 @@ def test_a_data_set_is_played_while_training_has_single_responses(plan, run_fold
 
 
 def test_what_is_tried_without_training_is_what_the_data_sets_name(plan, run_folder):
-    """Not the environment of training, which has no data here and would fail."""
+    """Not the environment of training, which has no data here, and whose file is not there."""
     (run_folder / "mine.py").write_text(ENVIRONMENT)
     (run_folder / "val.jsonl").write_text('{"prompt": "2", "label": 1}\n')
-    of_training = ("rollout.environment=fails.py:Own", "reward.function=null", "trainer.eval_only=true")
-    (run_folder / "fails.py").write_text("class Own: pass")
+    of_training = ("rollout.environment=fails.py:Own", "rollout.max_turns=3", "reward.function=null")
     single = "eval.datasets.single={files: val.jsonl, environment: none, reward: exact_match}"
-    done = plan(run_folder, "run.yaml", *of_training, *GAME, single)
+    done = plan(run_folder, "run.yaml", *of_training, "trainer.eval_only=true", *GAME, single)
     assert errors_of(done) == []
     assert "mine.py:Own: reset for the first prompt" in done.stdout
     assert "exact_match: scored '1' for the first prompt, 1" in done.stdout
