@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\nplacement\n{picture}\n  {notes}\n\n{rank_table(layouts, world_size)}")
         if not config.trainer.eval_only:
             print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
-        if config.trainer.eval_only or config.eval_interval:
+        if config.evaluates:
             print(f"\nevaluation\n{evaluation_summary(config)}")
     errors, warnings = check_run(config, world_size, ranks_per_node), list(config_warnings(config))
     if not errors:

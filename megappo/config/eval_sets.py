@@ -63,6 +63,11 @@ def tasks(config: Config) -> dict[str, Task]:
     return of_training | eval_sets(config)
 
 
+def played_tasks(config: Config) -> dict[str, Task]:
+    """Those that the run plays: none of data sets where it never evaluates."""
+    return {name: one for name, one in tasks(config).items() if name == TRAINING or config.evaluates}
+
+
 def training_task(config: Config) -> Task:
     """How training's responses are, and those of data sets that say nothing else."""
     return Task(

@@ -270,6 +270,11 @@ class Config(Section):
         return (EVAL_INTERVAL if self.held_out_names else 0) if chosen is None else chosen
 
     @property
+    def evaluates(self) -> bool:
+        """Whether the run ever evaluates."""
+        return self.trainer.eval_only or (self.eval_interval > 0 and not self.trainer.rollout_only)
+
+    @property
     def held_out_names(self) -> tuple[str, ...]:
         """Under which each held-out data set is reported; see `eval_sets`."""
         return (*self.data.val_names, *self.eval.datasets)
@@ -286,9 +291,10 @@ class Config(Section):
             return ()
         method = "shared_backbone" if self.has_values else f"adv_estimator {self.algorithm.adv_estimator}"
         reason = "trainer.eval_interval is 0" if self.held_out_names else "data.val_files names none"
+        reason = "trainer.rollout_only" if self.trainer.rollout_only else reason
         return (
             *(() if self.has_critic else (f"critic: none (algorithm.{method})",)),
-            *(() if self.eval_interval else (f"evaluation: none ({reason})",)),
+            *(() if self.evaluates else (f"evaluation: none ({reason})",)),
         )
 
     @property

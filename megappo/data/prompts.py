@@ -225,7 +225,7 @@ def open_datasets(
     """Training prompts, None where there are only evaluations, and held-out ones by the name of each of `eval_sets`.
 
     Args:
-        takes: what reward function and environment of each of `tasks` take of a record besides prompt and label.
+        takes: what reward function and environment of each of `played_tasks` take of a record besides prompt and label.
         unpack: see `open_records`.
     Raises:
         ConfigError: a file is missing, empty, or of another kind.

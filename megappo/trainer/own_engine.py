@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megappo import platform
-from megappo.config.eval_sets import tasks
+from megappo.config.eval_sets import played_tasks
 from megappo.config.schema import Config
 from megappo.environments.workers import Workers, start_workers
 from megappo.listening import node_address, run_store
@@ -27,7 +27,7 @@ class OwnEngine:
 
     Attributes:
         number: of the engine, among all.
-        workers: which answer and score what the engine writes, of each of `tasks` by its name.
+        workers: which answer and score what the engine writes, of each of `played_tasks` by its name.
         part: this node's, of an engine that is on several nodes and which a rank of another owns.
         part_of: that engine's number.
     """
@@ -71,7 +71,7 @@ def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngin
         engine.start()
         if rank != layout.output_rank(number):
             return OwnEngine(part=engine, part_of=number)
-    return OwnEngine(number, engine, start_workers(tasks(config), cleanup))
+    return OwnEngine(number, engine, start_workers(played_tasks(config), cleanup))
 
 
 def _starting(layout: Layout, number: int) -> list[int]:

@@ -10,7 +10,7 @@ from itertools import chain
 
 from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors, step_scores_errors
 from megappo.config.errors import ConfigError
-from megappo.config.eval_sets import TRAINING, Task, tasks
+from megappo.config.eval_sets import TRAINING, Task, played_tasks
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
@@ -66,7 +66,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         with findings.noting():
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
         single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
-        found = tasks(single.changed("reward.on_error", "raise"))
+        found = played_tasks(single.changed("reward.on_error", "raise"))
         workers = start_workers(found, ending, findings.noting)
         rewards = workers[TRAINING].rewards if TRAINING in workers else None
         waits_for_all = rewards is not None and rewards.waits_for_all
@@ -78,12 +78,12 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         for dataset in datasets.values():
             _look_at(dataset, vocab_size, findings, everything=everything)
         findings.errors += batch_errors(train)
-        for name, dataset in datasets.items():
+        for name, task in found.items():
             try:
-                [prompt] = dataset.at(dataset.kept[:1])
+                [prompt] = datasets[name].at(datasets[name].kept[:1])
             except ValueError:  # it is among the errors, or was not looked at
                 continue
-            graded = _try(config, found[name], workers[name], prompt, findings)
+            graded = _try(config, task, workers[name], prompt, findings)
             if name == TRAINING and graded is not None:
                 num_scores = len(graded.scores) + config.rollout.has_environment  # whose rewards are one more
                 findings.errors += num_scores_errors(config, num_scores)
