@@ -25,9 +25,8 @@ LATE_SECONDS = 1.0
 """How long a worker may take to say that an async call has had its time."""
 
 TASK = "score its responses"
-LATE = "took longer than"
 LACKED_MEMORY = ("MemoryError", "memory", "ended its process", "CalledProcessError")
-"""How the reason for a failure begins, or what it has in it, where a worker may have had too little."""
+"""What the reason for a failure may have in it where a worker had too little."""
 
 
 class RewardError(RuntimeError):
@@ -130,6 +129,15 @@ class Crew:
             RewardError: a function failed, or the crew is gone.
         """
         self._wait(lambda: not scoring.num_left)
+
+    def check(self) -> None:
+        """See that there may be more results.
+
+        Raises:
+            RewardError: a function failed, or the crew is gone.
+        """
+        if self._is_closed:
+            self._wait(lambda: False)
 
     def close(self, timeout_seconds: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """End all workers and what they started. May be called again.
@@ -267,7 +275,10 @@ class Crew:
         """Note that a call has found nothing of rows; of several, each is asked about alone, while there is hope."""
         reason = failed.reason or _reason(TimeoutError(), self.settings.timeout_seconds, TASK)
         if self.settings.on_error == "raise":
-            return self._fail(reason, units, "set reward.on_error to zero, which gives such responses 0")
+            remedies = ["set reward.on_error to zero, which gives such responses 0"]
+            if failed.is_late or not failed.reason:
+                remedies.insert(0, f"raise reward.timeout_seconds ({self.settings.timeout_seconds:g})")
+            return self._fail(reason, units, *remedies)
         with self._changed:
             for unit in units:
                 told = f"reward function {self.spec} {reason}\n{shown(units)}"
@@ -291,17 +302,16 @@ class Crew:
             for other in chain.from_iterable(piece.units for piece in given_up):
                 other.scoring.settle(other, function, failed)
 
-    def _fail(self, reason: str, units: Sequence[Unit] = (), remedy: str = "choose another reward.function") -> None:
+    def _fail(self, reason: str, units: Sequence[Unit] = (), *remedies: str) -> None:
         """Close with an error, unless it is closed.
 
         Args:
-            remedy: beside mending the function.
+            remedies: beside mending the function.
         """
-        remedies = ["fix it", remedy]
-        if LATE in reason:
-            remedies.insert(1, f"raise reward.timeout_seconds ({self.settings.timeout_seconds:g})")
-        if self.settings.memory_limit_gib is not None and any(sign in reason for sign in LACKED_MEMORY):
-            remedies.insert(1, f"raise reward.memory_limit_gib ({self.settings.memory_limit_gib:g})")
+        remedies = ("fix it", *(remedies or ("choose another reward.function",)))
+        limit, first_line = self.settings.memory_limit_gib, reason.partition("\n")[0]
+        if limit is not None and any(sign in first_line for sign in LACKED_MEMORY):
+            remedies = (*remedies, f"raise reward.memory_limit_gib ({limit:g})")
         where = f"\n{shown(units)}" if units else ""
         with self._changed:
             if not self._is_closed:
@@ -314,4 +324,4 @@ def _reason(error: Exception, seconds: float, task: str) -> str:
     if not isinstance(error, TimeoutError):
         return str(error)
     detail = f" ({error})" if str(error) else ""
-    return f"{LATE} {seconds:g} seconds to {task} and was stopped{detail}"
+    return f"took longer than {seconds:g} seconds to {task} and was stopped{detail}"

@@ -46,6 +46,8 @@ class Workers(Protocol):
 
     def wait_for(self, scoring: "Scoring") -> None: ...
 
+    def check(self) -> None: ...
+
 
 class Unit(NamedTuple):
     """A row, the `index`th of its scoring, for one function."""
@@ -134,9 +136,16 @@ class Scoring:
         return self._graded(self._found)
 
     def known(self, indices: range) -> list[Graded] | None:
-        """Of these rows alone, if all of it is there by now."""
+        """Of these rows alone, if all of it is there by now.
+
+        Raises:
+            RewardError: as of `results`.
+        """
         found = self._found[indices.start : indices.stop]
-        return None if any(one is None for of_row in found for one in of_row) else self._graded(found)
+        if any(one is None for of_row in found for one in of_row):
+            self._workers.check()
+            return None
+        return self._graded(found)
 
     def _graded(self, found: Sequence[Sequence[Any]]) -> list[Graded]:
         several = _told_by_several(found)

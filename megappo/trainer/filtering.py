@@ -143,18 +143,16 @@ def _found(
 
 
 def _differ(metric: str, graded: Sequence[Graded]) -> bool:
-    """Whether a group's scores do, as far as these tell of it."""
-    told = [one for one in graded if not one.failed and (metric == SCORE or metric in one.parts)]
-    return len({_value(one, metric) for one in told}) > 1
+    """Whether a group's scores do; of one that failed nothing is known."""
+    return len({_value(one, metric) for one in graded if not one.failed}) > 1
 
 
 def _differing(samples: Sequence[Sample], graded: Sequence[Graded], metric: str) -> set[int]:
-    """The prompts of this rank's samples to which these differ; of one that failed nothing is known."""
-    values = defaultdict(set)
+    """The prompts of this rank's samples to which these do."""
+    groups = defaultdict(list)
     for sample, one in zip(samples, graded, strict=True):
-        if not one.failed:
-            values[sample.prompt_index].add(_value(one, metric))
-    return {index for index, of_group in values.items() if len(of_group) > 1}
+        groups[sample.prompt_index].append(one)
+    return {index for index, group in groups.items() if _differ(metric, group)}
 
 
 def _value(graded: Graded, metric: str) -> float:

@@ -1,9 +1,12 @@
 """More prompts than a step trains on: when the groups of responses that are there are enough."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megappo.observe.life import LIFE
 from megappo.rewards.forms import Graded
+from megappo.rollout.sampler import ENOUGH_SECONDS
 from megappo.trainer.scoring import SampleScoring
 
 
@@ -40,6 +43,13 @@ class Enough:
         self._undecided = [positions for positions, verdict in verdicts if verdict is None]
         num_new = sum(verdict is True for _, verdict in verdicts)
         return self._take(num_new) + num_new >= self._wanted.num_groups
+
+    def tell_all(self, stop: Callable[[], bool]) -> None:
+        """Until this rank has told of all its groups, whose scores may come late, or there is enough, or `stop` says
+        so: the engines of others go on meanwhile."""
+        while not self() and self._undecided and not stop():
+            with LIFE.waiting():
+                time.sleep(ENOUGH_SECONDS)
 
     def _counts(self, positions: range) -> bool | None:
         """None: its scores are not known yet."""

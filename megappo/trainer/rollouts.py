@@ -197,7 +197,7 @@ class Rollouts:
         take = self._new_counter()
         if self.client is None:
             return Sampled([], Use())
-        return sample(
+        sampled = sample(
             prompts,
             n,
             params,
@@ -211,6 +211,9 @@ class Rollouts:
             enough=enough,
             play=play,
         )
+        if enough is not None:
+            enough.tell_all(self._is_interrupted)
+        return sampled
 
     def _new_counter(self) -> Callable[[int], int]:
         """The same on all ranks."""

@@ -87,6 +87,15 @@ def test_an_error_that_is_raised_names_the_row(tmp_path: Path, body: str, told: 
     assert str(caught.value).splitlines()[-1].startswith("fix it, or set reward.on_error to zero")
 
 
+def test_what_is_known_so_far_is_an_error_once_the_function_has_failed(tmp_path: Path):
+    pool = load(tmp_path, HARMFUL)
+    scoring = pool.begin()
+    scoring.add(rows("nonsense", "well"))
+    with pytest.raises(RewardError, match="returned "):
+        while scoring.known(range(2)) is None:
+            time.sleep(0.01)
+
+
 def test_a_long_text_is_cut(tmp_path: Path):
     pool = load(tmp_path, "def f(responses):\n    return 1\n")
     with pytest.raises(RewardError, match=rf"response '{'x' * 200}'\.\.\. \(5000 characters\) to prompt 'p' \(r\)"):

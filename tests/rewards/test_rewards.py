@@ -167,9 +167,10 @@ def test_a_hanging_function_is_stopped_with_all_it_started(tmp_path: Path, hang:
     body = f"def f(prompts, responses, labels):\n    if 1 not in labels: return [0] * len(labels)\n    {hang}\n"
     pool = load(tmp_path, body, num_workers=3, timeout_seconds=1.0)  # one of three workers hangs
     start = time.monotonic()
-    with pytest.raises(RewardError, match="took longer than 1 seconds to score its responses and was stopped"):
+    with pytest.raises(RewardError, match="took longer than 1 seconds to score its responses and was stopped") as late:
         score(pool)
     assert time.monotonic() - start < 5
+    assert str(late.value).splitlines()[-1].startswith("fix it, or raise reward.timeout_seconds (1), or set reward.on")
 
 
 LOAD_ERRORS = {

@@ -1,14 +1,19 @@
 """More prompts than are wanted: the engine leaves the rest at once, is idle then, and goes on to write well."""
 
+import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 import torch.distributed as dist
 
+from megappo.rewards.forms import Graded
 from megappo.rollout.client import SamplingParams
 from megappo.rollout.conversation import Segment
 from megappo.rollout.episodes import Episode
 from megappo.rollout.sampler import Sampled, sample, store_counter
+from megappo.trainer.over_sampling import Enough, Wanted
 
 N = 2
 LONG, SHORT = 110, 4
@@ -16,10 +21,11 @@ PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(12)]
 
 
 class Turns:
-    """Plays episodes of short turns; those of some prompts go on for long. Tells which of them were cut."""
+    """Plays episodes of short turns; those of prompts from `long` on go on for long. Tells which of them were cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, long: int) -> None:
         self.cut: list[int] = []
+        self.long = long
 
     def open(self):
         import contextlib
@@ -30,8 +36,9 @@ class Turns:
         segment = Segment([prompt_index - 98], "")
         ended = False
         try:
-            for turn in range(1, 2 if prompt_index < 104 else 25):
+            for turn in range(1, 2 if prompt_index < self.long else 25):
                 segment.write(await generate(segment.context, SHORT), "", turn)
+                await asyncio.sleep(0.2 if prompt_index >= self.long else 0.0)
             ended = True
         finally:
             self.cut += [] if ended else [prompt_index]
@@ -77,7 +84,7 @@ def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(cl
 
 
 def test_episodes_that_are_not_wanted_any_more_are_left(client):
-    playing = Turns()
+    playing = Turns(long=104)
     found, seconds = sampled_until(client, SamplingParams(LONG), 4, play=playing, max_running_requests=24)
     assert idle(client) and seconds < 1.5 and found.fault is None
     assert {one.prompt_index for one in found.samples} == {100, 101, 102, 103}
@@ -98,3 +105,44 @@ def test_an_engine_that_ends_all_by_itself_is_not_asked_to(client, monkeypatch):
         enough=lambda: False,
     )
     assert len(found.samples) == N * len(PROMPTS)
+
+
+def test_an_engine_that_is_done_first_tells_of_its_groups_whose_scores_come_later(client):
+    """Two of them: the first takes the four short episodes, the other two that are short and two that are long."""
+    store, playing = dist.HashStore(), Turns(long=106)
+
+    class Scores:
+        """Known a second after the responses."""
+
+        def __init__(self) -> None:
+            self.since: list[float] = []
+
+        def known(self, positions: range) -> list[Graded] | None:
+            return [Graded([1.0], {})] if time.monotonic() > self.since[positions.start] + 1.0 else None
+
+    def engine(_: int) -> list[int]:
+        scores = Scores()
+        enough = Enough(Wanted(6, lambda graded: True), scores, store_counter(store, "enough"))
+
+        def on_group(group) -> None:
+            enough.add(range(len(scores.since), len(scores.since) + 1))
+            scores.since.append(time.monotonic())
+
+        found = sample(
+            PROMPTS[:8],
+            1,
+            SamplingParams(LONG),
+            client,
+            store_counter(store, "prompts"),
+            num_engines=2,
+            max_running_requests=4,
+            on_group=on_group,
+            enough=enough,
+            play=playing,
+        )
+        enough.tell_all(lambda: False)
+        return [one.prompt_index for one in found.samples]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = sorted(chain.from_iterable(threads.map(engine, range(2))))
+    assert found == [100, 101, 102, 103, 104, 105] and sorted(playing.cut) == [106, 107]

@@ -141,6 +141,9 @@ class Workers:
     def put(self, units: Sequence[Unit]) -> None:
         pass
 
+    def check(self) -> None:
+        pass
+
 
 def known(rank: int, world_size: int) -> None:
     """Groups of two, at both ranks, are scored one after the other."""
