@@ -106,7 +106,7 @@ def tell(rank: int, world_size: int) -> None:
     segments = [Segment([5], "", tokens[:3], [-1.0] * 3, [0.0, 0.0, 7.0], [1] * 3)]
     segments.append(Segment([5], "", tokens[3:], [-1.0], [1.0], [2]))
     sample = Sample(0, 0, tokens, [-1.0] * 4, "stop", Episode(segments, "done", {}))
-    graded = [Graded([8.0, 1.0], {}, steps=[(), [(2, 0.5), (4, 0.25)]]), Graded([8.0, 1.0], {}, loss_weight=0.5)][:2]
+    graded = [Graded([8.0, 1.0], {}, steps=[(), [(2, 0.5), (4, 0.25)]]), Graded([8.0, 1.0], {}, loss_weight=0.5)]
     mine = graded[rank : rank + 1]
     samples = [sample] * len(mine)
     fields = told_fields(make_config(), samples, mine, tokenizer, exchange)
