@@ -129,7 +129,7 @@ class Host:
                 self._left.add(episode)
             elif (call := self._calls.get(episode)) is not None:  # nobody waits for it any more
                 call.cancel()
-                await asyncio.wait([call])
+                await asyncio.wait([call], timeout=self.seconds / 2)  # one that is not cancelled leaves time to close
             return await _closed(self.environments.pop(episode, None))
         if method == "reset":
             environment = await _in_thread(self.make)
