@@ -44,7 +44,7 @@ class Rollout(Section):
     tool_call_parser: str | None = Field(None, description="SGLang's name of the parser for the calls, such as qwen25 or llama3")
     max_turns: Positive = Field(10, description="environment: turns of the policy before an episode is truncated; rollout.max_response_length bounds its tokens, observations included")
     num_environment_workers: Positive = Field(1, description="environment: processes, for each engine, each with any number of environments at once; they get the memory and the variables that the reward function's get")
-    environment_timeout_seconds: PositiveFloat = Field(60.0, description="environment: how long a reset or step may take; an episode in which one takes longer is truncated and counted")
+    environment_timeout_seconds: PositiveFloat = Field(60.0, description="environment: how long a reset, step or close may take; an episode in which a reset or step takes longer is truncated and counted")
     sync: Sync = Field(Sync(), description="weight hand-over after each update")
 
     @property

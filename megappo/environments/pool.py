@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
@@ -11,11 +12,16 @@ from typing import Any
 from megappo.config.rollout_section import Rollout
 from megappo.config.schema import Reward
 from megappo.environments.process import EnvironmentFault, Worker
+from megappo.observe.life import LIFE
 from megappo.rewards.forms import Takes
 from megappo.rewards.spec import parse_spec
 
 START_TIMEOUT_SECONDS = 120.0
 """How long a worker may take to import the user's file."""
+FAILED_SECONDS = 5.0
+"""How long a run that fails waits for environments to be closed."""
+OWED_SECONDS = 0.01
+"""Between two looks whether environments are still to be closed."""
 Messages = list[dict[str, str]]
 
 
@@ -110,7 +116,7 @@ class EnvironmentPool(AbstractContextManager):
         memory_limit_gib: float | None = None,
         pass_env: Collection[str] = (),
     ):
-        self.spec = spec
+        self.spec, self._seconds = spec, timeout_seconds
         self._start = partial(Worker, words, timeout_seconds, memory_limit_gib, pass_env)
         self._numbers = itertools.count()
         self._workers = [self._start() for _ in range(num_workers)]
@@ -136,12 +142,12 @@ class EnvironmentPool(AbstractContextManager):
         self._mending = asyncio.Lock()
         for worker in self._workers:
             if worker.is_up:
-                await worker.attach()
+                worker.attach()
         try:
             yield
         finally:
             for worker in self._workers:
-                await worker.detach()
+                worker.detach()
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[Environment]:
@@ -159,7 +165,6 @@ class EnvironmentPool(AbstractContextManager):
             for place, worker in enumerate(self._workers):
                 if not worker.is_up:
                     self._workers[place] = await self._another()
-                    await worker.detach()
                     await asyncio.to_thread(worker.end, 0.0)
         return min(self._workers, key=lambda worker: worker.num_episodes)
 
@@ -167,7 +172,7 @@ class EnvironmentPool(AbstractContextManager):
         new = self._start()  # by this thread, with which it ends
         try:
             await asyncio.to_thread(self._loaded, new)
-            await new.attach()
+            new.attach()
         except BaseException:  # cancelled, too
             new.stop()
             new.end(0.0)
@@ -183,4 +188,11 @@ class EnvironmentPool(AbstractContextManager):
             worker.end(timeout_seconds)
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        """End all, once the environments that were left are closed, or their time for it is over."""
+        limit = time.monotonic() + (self._seconds if error[0] is None else FAILED_SECONDS)
+        try:
+            with LIFE.waiting():
+                while [worker for worker in self._workers if worker.owes()] and time.monotonic() < limit:
+                    time.sleep(OWED_SECONDS)
+        finally:
+            self.close()

@@ -9,14 +9,12 @@ from contextlib import suppress
 from typing import Any
 
 from megappo.observe.life import LIFE
-from megappo.rewards.frames import FrameError, read, receive, write
+from megappo.rewards.frames import CHUNK_BYTES, FrameError, framed, receive, taken
 from megappo.rewards.process import end, start
 
 MAX_REPLY_BYTES = 2**26
 GRACE_SECONDS = 5.0
 """Beyond the time limit of a call, for the worker to say that it is over: one that does not is blocked."""
-OWED_SECONDS = 0.01
-"""Between two looks whether answers are still owed."""
 
 
 class EnvironmentFault(RuntimeError):
@@ -46,8 +44,9 @@ class Worker:
         self.is_up = True
         self._numbers = itertools.count()
         self._pending: dict[int, asyncio.Future] = {}
-        self._num_owed = 0
-        self._reading: asyncio.Task | None = None
+        self._owed: dict[int, float] = {}  # calls, also those that nobody waits for, and when it is blocked without
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._received, self._unsent = bytearray(), bytearray()  # kept from one event loop to the next
 
     def wait_ready(self, seconds: float) -> dict[str, Any]:
         """What it has loaded, in so many seconds.
@@ -65,26 +64,29 @@ class Worker:
             raise EnvironmentFault(reply["error"])
         return reply
 
-    async def attach(self) -> None:
-        """Have it answer in the running event loop, until `detach`."""
+    def attach(self) -> None:
+        """Have it answer in the running event loop, until `detach`. One that has been blocked meanwhile is stopped."""
         self.connection.setblocking(False)
-        reader, self._writer = await asyncio.open_connection(sock=self.connection.dup())
-        self._reading = asyncio.create_task(self._read(reader))
-
-    async def detach(self) -> None:
-        """Leave the event loop, if it is in one. A worker that goes on to owe answers, of which a part may be lost now,
-        is stopped."""
-        if self._reading is None:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_SECONDS):
-                while self._num_owed and self.is_up:
-                    await asyncio.sleep(OWED_SECONDS)
-        self._reading.cancel()
-        self._reading = None
-        if self._num_owed:
+        if self.owes() and min(self._owed.values()) < time.monotonic():
             self.stop()
-        self._writer.close()
+        if self.is_up:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self.connection, self._receive)
+            self._flush()
+
+    def detach(self) -> None:
+        """Leave the event loop, if it is in one; what the worker is at goes on."""
+        if self._loop is not None:
+            self._loop.remove_reader(self.connection)
+            self._loop.remove_writer(self.connection)
+            self._loop = None
+
+    def owes(self) -> bool:
+        """Whether there are calls that it has not answered, such as of `leave`."""
+        if self.is_up and self._owed:
+            self._flush()
+            self._receive()
+        return self.is_up and bool(self._owed)
 
     async def ask(self, episode: int, method: str, *arguments: Any) -> Any:
         """What a method of an environment returns.
@@ -96,7 +98,7 @@ class Worker:
         call = next(self._numbers)
         answer = self._pending[call] = asyncio.get_running_loop().create_future()
         try:
-            self._send({"call": call, "episode": episode, "method": method, "arguments": arguments})
+            self._send(call, episode, method, arguments)
             async with asyncio.timeout(self.seconds + GRACE_SECONDS):
                 with LIFE.waiting():
                     reply = await answer
@@ -113,28 +115,52 @@ class Worker:
 
     def leave(self, episode: int) -> None:
         """Have an environment closed, without waiting for it."""
-        with suppress(EpisodeLost, RuntimeError):  # the process, or the event loop, has ended
-            self._send({"call": next(self._numbers), "episode": episode, "method": "close", "arguments": ()})
+        with suppress(EpisodeLost):  # and it is gone
+            self._send(next(self._numbers), episode, "close", ())
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, call: int, episode: int, method: str, arguments: Sequence[Any]) -> None:
         if not self.is_up:
             raise EpisodeLost("its process ended")
-        self._num_owed += 1
-        write(self._writer, json.dumps(message).encode())
+        message = {"call": call, "episode": episode, "method": method, "arguments": arguments}
+        self._unsent += framed(json.dumps(message).encode())
+        self._owed[call] = time.monotonic() + self.seconds + GRACE_SECONDS
+        self._flush()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Hand out the answers until the process ends."""
-        with suppress(asyncio.IncompleteReadError, OSError, FrameError, ValueError, LookupError, TypeError):
-            while True:
-                reply = json.loads(await read(reader, MAX_REPLY_BYTES))
-                self._num_owed -= 1
+    def _flush(self) -> None:
+        """Send what the connection takes now, and the rest when it takes more."""
+        try:
+            del self._unsent[: self.connection.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.stop()
+        if self._loop is not None:
+            if self._unsent:
+                self._loop.add_writer(self.connection, self._flush)
+            else:
+                self._loop.remove_writer(self.connection)
+
+    def _receive(self) -> None:
+        """Hand out the answers that have come; to those of which nobody waits, nothing."""
+        try:
+            part = self.connection.recv(CHUNK_BYTES)
+            self._received += part
+            for message in taken(self._received, MAX_REPLY_BYTES):
+                reply = json.loads(message)
+                del self._owed[reply["call"]]
                 answer = self._pending.get(reply["call"])
                 if answer is not None and not answer.done():
                     answer.set_result(reply)
-        self.stop()
+        except BlockingIOError:
+            return
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # no answers
+            part = b""
+        if not part:
+            self.stop()
 
     def stop(self) -> None:
         """Have it end at once; its episodes are lost."""
+        self.detach()
         self.is_up = False
         self.process.terminate()
         for answer in self._pending.values():

@@ -7,6 +7,7 @@ import math
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,17 +35,36 @@ def send(connection: socket.socket, message: bytes, deadline: float = math.inf) 
 
 def write(writer: "StreamWriter", message: bytes) -> None:
     """As `send`, in an event loop, which sends it by and by."""
-    writer.write(LENGTH.pack(len(message)) + message)
+    writer.write(framed(message))
 
 
-async def read(reader: "StreamReader", max_bytes: float = math.inf) -> bytes:
+async def read(reader: "StreamReader") -> bytes:
     """As `receive`, in an event loop.
 
     Raises:
         IncompleteReadError: the other side has ended.
+    """
+    return await reader.readexactly(_checked(await reader.readexactly(LENGTH.size), math.inf))
+
+
+def framed(message: bytes) -> bytes:
+    """A message with its length before it."""
+    return LENGTH.pack(len(message)) + message
+
+
+def taken(received: bytearray, max_bytes: int) -> Iterator[bytes]:
+    """The messages that are whole, removed from what has been received.
+
+    Raises:
         FrameError: a message of more than max_bytes was announced.
     """
-    return await reader.readexactly(_checked(await reader.readexactly(LENGTH.size), max_bytes))
+    while len(received) >= LENGTH.size:
+        end = LENGTH.size + _checked(received[: LENGTH.size], max_bytes)
+        if len(received) < end:
+            return
+        message = bytes(received[LENGTH.size : end])
+        del received[:end]
+        yield message
 
 
 def receive(connection: socket.socket, max_bytes: int, deadline: float = math.inf) -> bytes:
@@ -59,7 +79,7 @@ def receive(connection: socket.socket, max_bytes: int, deadline: float = math.in
     return _exactly(connection, _checked(_exactly(connection, LENGTH.size, deadline), max_bytes), deadline)
 
 
-def _checked(announced: bytes, max_bytes: float) -> int:
+def _checked(announced: bytes | bytearray, max_bytes: float) -> int:
     """A message's length."""
     (size,) = LENGTH.unpack(announced)
     if size > max_bytes:

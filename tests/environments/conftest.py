@@ -107,6 +107,35 @@ class Long(Counts):
         type(self).closed += self.ended > self.closed
 
 
+class ClosesSlowly(Counts):
+    async def step(self, message):
+        await asyncio.sleep(100)
+
+    def close(self):
+        time.sleep(2)
+        with open(os.environ["CLOSED"], "a") as file:
+            file.write("x")
+
+
+class MadeSlowly(ClosesSlowly):
+    def __init__(self):
+        time.sleep(1)
+
+
+class NotCancelled(ClosesSlowly):
+    async def step(self, message):
+        while True:
+            try:
+                await asyncio.sleep(100)
+            except asyncio.CancelledError:
+                pass
+
+
+class SaysMuch(Counts):
+    async def step(self, message):
+        return "x" * 2**23, 0, True
+
+
 class ThreeOnly(Counts):
     async def step(self, message):
         return 3

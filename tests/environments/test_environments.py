@@ -1,6 +1,7 @@
 """Environments in worker processes: many at once, and whatever their code does, the trainer goes on or says why not."""
 
 import asyncio
+import contextlib
 import time
 
 import psutil
@@ -125,7 +126,7 @@ def test_an_environment_that_is_left_while_it_is_made_is_closed(environments):
 
 
 def test_an_environment_that_is_left_in_a_step_is_closed_when_that_has_ended(environments):
-    """And its worker, which owes nothing any more, serves on in another event loop."""
+    """And its worker serves on in another event loop."""
 
     async def leave():
         async with pool.open():
@@ -143,7 +144,47 @@ def test_an_environment_that_is_left_in_a_step_is_closed_when_that_has_ended(env
         started = time.monotonic()
         asyncio.run(leave())
         assert time.monotonic() - started < 3.0
+        time.sleep(1.0)
         assert asyncio.run(look()) == "1 ended, 1 closed"
+
+
+async def leave_after(pool: EnvironmentPool, seconds: float, count: int) -> None:
+    async with pool.open():
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(episode(pool) for _ in range(count)))
+
+
+@pytest.mark.parametrize("name", ["ClosesSlowly", "MadeSlowly", "NotCancelled"])
+def test_what_is_left_is_closed_later_and_before_its_worker_ends(environments, name, monkeypatch, tmp_path):
+    closed = tmp_path / "closed"
+    monkeypatch.setenv("CLOSED", str(closed))
+    with pool_of(environments, name, seconds=8.0) as pool:
+        before = workers()
+        for _ in range(2):
+            started = time.monotonic()
+            asyncio.run(leave_after(pool, 0.5, 3))
+            assert time.monotonic() - started < 1.5, "it does not wait for what is left"
+        assert workers() == before
+        assert not closed.exists()
+    assert closed.read_text() == "x" * 6
+    assert not workers()
+
+
+def test_answers_that_have_come_in_part_are_lost_to_no_other_event_loop(environments):
+    with pool_of(environments, "SaysMuch", seconds=60.0) as pool:
+        before = workers()
+        for tick in range(12):
+            asyncio.run(leave_after(pool, 0.01 * tick, 1))
+        [[_, ([said], _)]] = play(pool, 1)
+        assert said["content"] == "x" * 2**23
+        assert workers() == before
+
+
+def workers() -> set[int]:
+    """The pids of worker processes."""
+    found = psutil.Process().children(recursive=True)
+    return {one.pid for one in found if "megappo.environments.worker" in one.cmdline()}
 
 
 @pytest.mark.parametrize(
