@@ -96,19 +96,18 @@ class PromptDataset:
     def __len__(self) -> int:
         return len(self.kept)
 
-    def batch(self, number: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
-        """The prompts that are drawn at a time, as the steps do, counted from 0: a pure function of (seed, number). Of
-        several ranks this one's share, a part of them behind each other.
+    def batch(self, num_drawn: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
+        """The prompts that are drawn at a time, behind so many that were drawn before: a pure function of (seed,
+        num_drawn). Of several ranks this one's share, a part of them behind each other.
 
         Each epoch is a permutation of all prompts (their own order without shuffle), or of each file's where these have
         weights; a batch at its end runs on into the next epoch, so nothing is dropped.
         """
-        return self.at(share(self.indices(number), rank, world_size))
+        return self.at(share(self.indices(num_drawn), rank, world_size))
 
-    def indices(self, number: int) -> list[int]:
+    def indices(self, num_drawn: int) -> list[int]:
         """The positions of such a batch's prompts in the dataset."""
-        size = self.config.draw_size
-        turns = self._turns.between(number * size, (number + 1) * size)
+        turns = self._turns.between(num_drawn, num_drawn + self.config.draw_size)
         return [self.kept[first + order[place]] for whose, place in turns for first, order in [self._orders[whose]]]
 
     def shares(self) -> list[tuple[str, int, int]]:

@@ -29,9 +29,9 @@ class SampledBatches:
     Args:
         sleep: called once the engines have written all.
         record: gets each step's rows; None for none.
-        num_drawn: batches of prompts that steps before have taken.
+        num_drawn: prompts that steps before have drawn.
     Attributes:
-        num_drawn: the same, with those that were taken here.
+        num_drawn: the same, with those that were drawn here.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class SampledBatches:
         self.record = record
         self.num_drawn = num_drawn
         self._thread = ThreadPoolExecutor(1)
-        self._ahead: dict[int, Future[list[Prompt]]] = {}  # number of a batch -> this rank's share of it
+        self._ahead: dict[int, Future[list[Prompt]]] = {}  # num_drawn before a batch -> this rank's share of it
 
     def __call__(
         self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
@@ -91,6 +91,6 @@ class SampledBatches:
         part_of = partial(self.prompts.batch, rank=exchange.rank, world_size=exchange.world_size)
         ahead = self._ahead.get(self.num_drawn)
         mine = ahead.result() if ahead is not None else part_of(self.num_drawn)
-        self.num_drawn += 1
+        self.num_drawn += self.rollouts.config.data.draw_size
         self._ahead = {self.num_drawn: self._thread.submit(part_of, self.num_drawn)}
         return list(chain.from_iterable(exchange.share(mine)))

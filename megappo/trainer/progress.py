@@ -1,5 +1,6 @@
 """How far a run has come: the checkpoint that it goes on from, and what it saves besides its models."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, STATE, position_of, read_state, step_of
 from megappo.checkpoint.store import CheckpointStore
+from megappo.config.bases import read_file
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
@@ -31,8 +33,7 @@ class Progress:
         start_step: steps done before this process started, once it is restored.
         step: the last that is finished.
         in_flight: the next one, if its rows have their advantages.
-        num_drawn: batches of prompts (of data.gen_batch_size) that the steps so far have taken, the one in flight among
-            them.
+        num_drawn: prompts that the steps so far have drawn, the one in flight among them.
         is_overdue: the last save has failed, by `note_failed_save`. failed_saves: how many have, in this process.
         notice: what of the checkpoint could not be restored; "" if all was.
         kl: the KL coefficient's controller.
@@ -78,12 +79,12 @@ class Progress:
         self.notice = restore_random_states(self.checkpoint, self.exchange)
         self.in_flight = read_in_flight(self.checkpoint, self.exchange)
         begun = self.in_flight is not None
-        self.num_drawn = state.get("num_drawn", self.step + begun)  # before there was this, each step took one
+        self.num_drawn = prompts_drawn(self.checkpoint, state, self.step + begun)
         if begun:
             self._check_mini_batches(self.in_flight, models)
 
     def begin(self, flight: InFlight, num_drawn: int) -> None:
-        """A step's rows have their advantages, and all steps so far have taken so many batches of prompts."""
+        """A step's rows have their advantages, and all steps so far have drawn so many prompts."""
         self.in_flight, self.num_drawn = flight, num_drawn
 
     def finish(self, step: int) -> None:
@@ -111,7 +112,7 @@ class Progress:
             models.trained,
             {
                 "step": step,
-                "num_drawn": self.num_drawn,
+                "prompts_drawn": self.num_drawn,
                 **state,
                 "models": trained_in_words(self.config),
                 "optimizer_steps": models.num_steps(self.exchange),
@@ -179,6 +180,15 @@ class Progress:
                 "their date"
             )
         return ""
+
+
+def prompts_drawn(checkpoint: Path, state: Mapping[str, Any], num_begun: int) -> int:
+    """How many prompts the steps that a checkpoint has begun have drawn; earlier versions counted batches, or each step
+    drew one, of the size that its own config has."""
+    if "prompts_drawn" in state:
+        return state["prompts_drawn"]
+    data = read_file(checkpoint / CONFIG_FILE).values["data"]
+    return state.get("num_drawn", num_begun) * (data.get("gen_batch_size") or data["train_batch_size"])
 
 
 def _checked_state(checkpoint: Path, parts: dict[str, Stateful]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Record:
         """Write a step's rows, from wherever they are; all ranks together.
 
         Args:
-            num_drawn: batches of prompts that the steps so far have taken; None: as many as there are of them.
+            num_drawn: prompts that the steps so far have drawn; None: a batch for each.
 
         Labels are kept to be shown; the other fields that the reward function takes, which may be large, are where the
         prompts' numbers lead to in the data.
@@ -61,7 +61,7 @@ class Record:
         facts = {
             **self._facts(step, [prompt.index for prompt in prompts]),
             "num_tokens": num_tokens,
-            "num_drawn": step if num_drawn is None else num_drawn,
+            "prompts_drawn": step * self.config.data.draw_size if num_drawn is None else num_drawn,
             "labels": [prompt.label for prompt in prompts],
         }
         self.exchange.on_rank_0(lambda: self._put(rows_file(self.folder, step), rows, facts))
@@ -74,8 +74,9 @@ class Record:
             num_drawn = 0
             for step in range(1, self.config.trainer.total_steps + 1):
                 found = self._found(step)
-                first, num_drawn = num_drawn, found.get("num_drawn", step)
-                drawn = list(chain.from_iterable(map(prompts.indices, range(first, num_drawn))))
+                first, num_drawn = num_drawn, self._num_drawn(found, step)
+                places = range(first, num_drawn, self.config.data.draw_size)
+                drawn = list(chain.from_iterable(map(prompts.indices, places)))
                 facts = self._facts(step, self._as_chosen(found.get("prompts", []), drawn))
                 # What a record of an earlier version does not tell counts as unchanged.
                 changed = [name for name, value in facts.items() if found.get(name, value) != value]
@@ -86,8 +87,13 @@ class Record:
         return self.exchange.on_rank_0(look)
 
     def num_drawn(self, step: int) -> int:
-        """How many batches of prompts the steps to this one, which it has, have taken; all ranks together."""
-        return self.exchange.on_rank_0(lambda: self._found(step).get("num_drawn", step))
+        """How many prompts the steps to this one, which it has, have drawn; all ranks together."""
+        return self.exchange.on_rank_0(lambda: self._num_drawn(self._found(step), step))
+
+    def _num_drawn(self, found: dict[str, Any], step: int) -> int:
+        """By a step's facts, which have batches if they are of an earlier version: as large as now, or the step is
+        written anew."""
+        return found.get("prompts_drawn", found.get("num_drawn", step) * self.config.data.draw_size)
 
     def _as_chosen(self, found: list[int], drawn: list[int]) -> list[int]:
         """A step's prompts: all that it has drawn, or those found on record, where they may be a choice of these."""
@@ -139,7 +145,7 @@ class Replay:
         self.vocab_size = vocab_size
         self.exchange = exchange
         self.num_drawn = 0
-        """As of `SampledBatches`: one for each step."""
+        """As of `SampledBatches`: a batch for each step."""
 
     def __call__(
         self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
@@ -151,7 +157,7 @@ class Replay:
             RowsFileError: the file is damaged.
         """
         when_sampled()
-        self.num_drawn = step
+        self.num_drawn = step * self.config.data.draw_size
         with phase("replay"), RowsFile(rows_file(self.folder, step)) as file:
             if errors := self._errors(file):
                 raise ConfigError(*errors)

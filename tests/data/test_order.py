@@ -91,7 +91,7 @@ def opened(files: list[str], tokenizer: PreTrainedTokenizerBase, *weights: float
 
 def taken(dataset: PromptDataset, number: int) -> list[int]:
     size = dataset.config.train_batch_size
-    return list(islice((index for step in count() for index in dataset.indices(step)), number - number % size))
+    return list(islice((index for place in count(0, size) for index in dataset.indices(place)), number - number % size))
 
 
 def test_files_with_weights_have_epochs_of_their_own(folder, tokenizer):
@@ -108,7 +108,7 @@ def test_files_with_weights_have_epochs_of_their_own(folder, tokenizer):
         of_file = [index for index in indices if start <= index < start + size]
         orders = {tuple(of_file[size * epoch : size * (epoch + 1)]) for epoch in range(epochs)}
         assert len(orders) == epochs and all(sorted(order) == list(range(start, start + size)) for order in orders)
-    assert opened(files, tokenizer, 5, 4, 1, train_batch_size=10).indices(17) == steps[17]
+    assert opened(files, tokenizer, 5, 4, 1, train_batch_size=10).indices(170) == steps[17]
     assert batch_errors(data) == []
 
 

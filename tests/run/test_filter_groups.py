@@ -42,13 +42,13 @@ def test_steps_take_as_many_prompts_as_they_need_and_go_on_behind_them(config: P
         begun = num_drawn
         while sum(labels[index] % 2 == 0 for index in drawn) < 32:
             drawn += dataset.indices(num_drawn)
-            num_drawn += 1
+            num_drawn += 32
         even = [index for index in drawn if labels[index] % 2 == 0]
         with safe_open(record / f"step_{step:08d}.safetensors", framework="pt") as file:
             assert json.loads(file.metadata()["facts"])["prompts"] == even[:32]
             scores = file.get_tensor("fields.scores").reshape(32, 4)
         assert (scores.min(dim=1).values < scores.max(dim=1).values).all()
-        assert metrics["filter_groups/num_gen_batches"] == num_drawn - begun > 1
+        assert 32 * metrics["filter_groups/num_gen_batches"] == num_drawn - begun > 32
         assert metrics["filter_groups/equal_groups"] == len(drawn) - len(even)
         assert metrics["filter_groups/surplus_groups"] == len(even) - 32
         assert metrics["filter_groups/equal_groups_kept"] == 0

@@ -33,11 +33,11 @@ def settings(folder: Path, *further: str) -> list[str]:
 
 
 def drawn(config: Path, first: int, last: int) -> list[int]:
-    """The prompts of some batches, by their positions in the data."""
+    """The prompts from one place to another, by their positions in the data."""
     given = yaml.safe_load(config.read_text())
     data = Data(train_files=(given["data"]["train_files"],), train_batch_size=DRAWN)
     dataset = PromptDataset(data.train_files, load_tokenizer(given["model"]["path"]), data, 0)
-    return [index for number in range(first, last) for index in dataset.indices(number)]
+    return [index for place in range(first, last, DRAWN) for index in dataset.indices(place)]
 
 
 def recorded(folder: Path, step: int) -> dict:
@@ -54,7 +54,7 @@ def test_a_step_trains_on_the_prompts_that_are_finished_first(config: Path, fold
     with Program(folder / "program", config, *settings(folder, *greedy)) as program:
         assert program.wait() == 0, program.output
     for step, metrics in enumerate(logged(folder / "out"), start=1):
-        found, batch = recorded(folder, step), drawn(config, step - 1, step)
+        found, batch = recorded(folder, step), drawn(config, (step - 1) * DRAWN, step * DRAWN)
         assert len(found["prompts"]) == TAKEN
         places = [batch.index(prompt) for prompt in found["prompts"]]
         assert all(one < other for one, other in pairwise(places)) and places[-1] < DRAWN - 8
@@ -65,7 +65,7 @@ def test_a_step_trains_on_the_prompts_that_are_finished_first(config: Path, fold
         greedy_tokens = metrics["rollout/num_tokens"] - found["written"] - in_vain
         assert TAKEN <= greedy_tokens <= 20 * TAKEN
         assert metrics["rollout/engine_restarts"] == 0
-    assert step == 2 and found["num_drawn"] == 2
+    assert step == 2 and found["prompts_drawn"] == 2 * DRAWN
 
 
 @pytest.mark.slow  # the run above has what they share, tests/trainer/test_filtering.py the choice
@@ -81,8 +81,8 @@ def test_rollouts_alone_whose_scores_differ_go_on_where_they_were(config: Path, 
     for step, metrics in enumerate(logged(folder / "out")[-3:], start=1):
         found = recorded(folder, step)
         assert (found["scores"].min(dim=1).values < found["scores"].max(dim=1).values).all()
-        assert found["num_drawn"] - num_drawn == metrics["filter_groups/num_gen_batches"]
-        assert set(found["prompts"]) <= set(drawn(config, num_drawn, num_drawn := found["num_drawn"]))
+        assert found["prompts_drawn"] - num_drawn == DRAWN * metrics["filter_groups/num_gen_batches"]
+        assert set(found["prompts"]) <= set(drawn(config, num_drawn, num_drawn := found["prompts_drawn"]))
         groups = [f"filter_groups/{what}_groups" for what in ("equal", "surplus")] + ["over_sampling/unfinished_groups"]
         total = DRAWN * metrics["filter_groups/num_gen_batches"]
         assert sum(metrics[name] for name in groups) == total - TAKEN

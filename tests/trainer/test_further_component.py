@@ -36,7 +36,7 @@ def judge(config: Config, ranks: str = "1-2") -> ComponentSpec:
 
 def fields_of(run, step: int) -> dict[str, torch.Tensor]:
     """Of the rows that this rank owns in a step, once all models have been asked."""
-    prompts = run.datasets.train.batch(step - 1)
+    prompts = run.datasets.train.batch((step - 1) * run.config.data.train_batch_size)
     batch, _ = run.rollouts.collect(run.rollouts.respond(prompts), prompts)
     scattered = run.models.scatter(batch)
     return run.models.gather(scattered, run.models.forward(scattered, run.phase), batch.rows).fields

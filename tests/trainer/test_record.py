@@ -21,7 +21,7 @@ ROWS = Rows(
     {"response_mask": torch.ones(1, 1), "scores": torch.ones(1)},
 )
 BATCH = SimpleNamespace(at_rank_0=lambda exchange: ROWS)
-PROMPTS = SimpleNamespace(indices=lambda step: [2 * step, 2 * step + 1])
+PROMPTS = SimpleNamespace(indices=lambda num_drawn: [num_drawn, num_drawn + 1])
 
 
 def record(folder: Path, **settings: object) -> Record:
@@ -50,7 +50,7 @@ def make_config(
 
 def write(into: Record, *steps: int) -> None:
     for step in steps:
-        into.write(step, BATCH, [Prompt(i, [1], "", float("nan")) for i in PROMPTS.indices(step - 1)], 1)
+        into.write(step, BATCH, [Prompt(i, [1], "", float("nan")) for i in PROMPTS.indices(2 * (step - 1))], 1)
 
 
 def test_steps_from_the_first_on_count_that_are_as_the_run_would_write_them(tmp_path):

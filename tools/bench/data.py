@@ -97,11 +97,13 @@ def on_rank(rank: int, folder: str, file: str) -> dict[str, float]:
 
     took = seconds(start)
     [train] = found
-    texts = [prompt.text for step in range(1, 1 + STEPS) for prompt in train.batch(step)]
+    size = config.data.draw_size
+    places = range(size, size * (1 + STEPS), size)
+    texts = [prompt.text for place in places for prompt in train.batch(place)]
     return {
         "start": took,
         "bytes": max(exchange.share(memory.take())),
-        "step": seconds(lambda: [train.batch(step) for step in range(1, 1 + STEPS)]) / STEPS,
+        "step": seconds(lambda: [train.batch(place) for place in places]) / STEPS,
         "encode": seconds(lambda: encode(texts, tokenizer, special=True)) / STEPS,
     }
 

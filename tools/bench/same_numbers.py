@@ -159,8 +159,8 @@ def cases(folder: Path) -> Iterator[tuple[str, Config]]:
 class FixedPrompts:
     """The same prompts for each step."""
 
-    def batch(self, step: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
-        generator = torch.Generator().manual_seed(100 + step)
+    def batch(self, num_drawn: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
+        generator = torch.Generator().manual_seed(100 + num_drawn // PROMPTS)
         return share([self._prompt(i, generator) for i in range(PROMPTS)], rank, world_size)
 
     def _prompt(self, index: int, generator: torch.Generator) -> Prompt:
