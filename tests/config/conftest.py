@@ -41,7 +41,7 @@ def run_folder(tmp_path, monkeypatch) -> Path:
     model.mkdir()
     (model / "config.json").write_text(json.dumps(HF_CONFIG))
     (model / "model.safetensors").write_bytes(b"weights")
-    words = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1}, unk_token="[UNK]"))
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "1+1=": 2}, unk_token="[UNK]"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="[UNK]").save_pretrained(model)
     for name in ("train.jsonl", "val.jsonl"):
         (tmp_path / name).write_text('{"prompt": "1+1=", "label": "2"}\n' * 256)
