@@ -108,9 +108,9 @@ class Exchange:
         if size <= 0:
             return [b""] * self.world_size
         sent = torch.frombuffer(bytearray(mine.ljust(size, b"\0")), dtype=torch.uint8)
-        received = sent.new_empty(self.world_size * size)
-        dist.all_gather_into_tensor(received, sent, group=self.group)
-        return [row.tobytes() for row in received.view(self.world_size, size).numpy()]
+        received = [torch.empty_like(sent) for _ in range(self.world_size)]
+        dist.all_gather(received, sent, group=self.group)
+        return [part.numpy().tobytes() for part in received]
 
     def raise_together(self, error: BaseException | None) -> None:
         """Raise on every rank when any rank has an error, so that none waits for one that left."""
