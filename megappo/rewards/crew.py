@@ -276,7 +276,7 @@ class Crew:
         reason = failed.reason or _reason(TimeoutError(), self.settings.timeout_seconds, TASK)
         if self.settings.on_error == "raise":
             remedies = ["set reward.on_error to zero, which gives such responses 0"]
-            if failed.is_late or not failed.reason:
+            if failed.is_late:
                 remedies.insert(0, f"raise reward.timeout_seconds ({self.settings.timeout_seconds:g})")
             return self._fail(reason, units, *remedies)
         with self._changed:
