@@ -1,10 +1,12 @@
-"""Time weight syncs (ipc) into a real SGLang engine against a plain copy of the same bytes in memory, in one run.
+"""Time weight syncs into a real SGLang engine against a plain copy of the same bytes in memory, in one run.
 
     .venv/bin/python tools/bench/sync.py --megabytes 500
     .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --tensor 2
+    .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/sync.py --pipeline 2 --transport broadcast
 
-Prints medians, and how much of the copy's rate a sync reaches; the engine shares the machine's cores with the ranks.
-The copy takes as many threads as a rank of the engine does: one, unless OMP_NUM_THREADS says more.
+With broadcast the engine is on none of the actor's ranks. Prints medians, and how much of the copy's rate a sync
+reaches; the engine shares the machine's cores with the ranks. The copy takes as many threads as a rank of the engine
+does: one, unless OMP_NUM_THREADS says more.
 """
 
 import os
@@ -40,14 +42,17 @@ from megappo.weights.load import load_hf  # noqa: E402
 HIDDEN, VOCABULARY = 1024, 16384
 
 
-def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, repeats: int) -> Row:
+def bench(world: World, folder: Path, engine: Engine | None, transport: str, bucket_bytes: int, repeats: int) -> Row:
     """Of the syncs of one layout, on its first rank."""
     architecture = read_architecture(folder)
     chunks = world.build(architecture, "fp32")
     load_hf(chunks, folder, architecture, world.groups)
     client = engine.wait_ready() if engine is not None else None
     sections = {"model": {"path": str(folder)}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
-    config = Config.model_validate(sections | {"rollout": {"sync": {"bucket_bytes": bucket_bytes}}})
+    rollout = {"sync": {"bucket_bytes": bucket_bytes, "transport": transport}}
+    if transport != "ipc":
+        rollout["engines"] = world.exchange.share(engine and [engine.url])[0]
+    config = Config.model_validate(sections | {"rollout": rollout})
     route = find_route(config, {"actor": world.groups.layout, "rollout": Layout((0,))})
     for chunk in chunks:
         chunk.requires_grad_()  # as if trained: what is frozen is sent once
@@ -62,7 +67,7 @@ def bench(world: World, folder: Path, engine: Engine | None, bucket_bytes: int, 
         copies.append(seconds(lambda: target.copy_(source)) if world.rank == 0 else 0.0)
     sync_seconds, copy_seconds = (statistics.median(times) for times in (syncs, copies))
     layout = world.groups.layout
-    name = f"Sync of {size / 2**20:.0f} MiB, actor TP{layout.tensor} PP{layout.pipeline}"
+    name = f"Sync ({transport}) of {size / 2**20:.0f} MiB, actor TP{layout.tensor} PP{layout.pipeline}"
     anchor = f"a copy: {1000 * copy_seconds:.0f} ms"
     return Row(name, copy_seconds / sync_seconds, "at least 0.7", anchor, sync_seconds)
 
@@ -76,6 +81,9 @@ def main() -> None:
         help="size of the model in MiB, in steps of 64, from 192 on (default 500)",
     )
     parser.add_argument("--bucket-megabytes", type=int, default=128, help="rollout.sync.bucket_bytes (default 128)")
+    parser.add_argument(
+        "--transport", default="ipc", choices=("ipc", "broadcast"), help="rollout.sync.transport (default ipc)"
+    )
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of the actor (default 1)")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline stages of the actor (default 1)")
     args = parser.parse_args()
@@ -91,7 +99,7 @@ def main() -> None:
             engine.start()
         world.exchange.share(None)
         try:
-            row = bench(world, folder, engine, args.bucket_megabytes * 2**20, args.repeats)
+            row = bench(world, folder, engine, args.transport, args.bucket_megabytes * 2**20, args.repeats)
             if world.rank == 0:
                 report([row], args.json)
         finally:
