@@ -22,6 +22,8 @@ class Transport:
         sender: (Link) -> the Sender of one of the actor's ranks, for all engines; None = each engine's owner gives it
             the weights itself, and must be one of the actor's ranks.
         needs_other_gpu: the rank that sends must not be on the engine's GPUs.
+        each_stage: with `sender`: where this holds for all engines, each pipeline stage of the actor has one, for its
+            own tensors: `Link.addresses` has them all, `TensorSpec.sender` says whose a tensor is.
         each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that
             each hands over what is on its own GPU: with `Link.peers`, and on all but the first with None for a client.
         in_place: without `sender`, on a CPU: where all that the engine needs is on its node, it reads it where it is.
@@ -30,6 +32,7 @@ class Transport:
     engine: Function
     sender: Function | None = None
     needs_other_gpu: bool = False
+    each_stage: bool = False
     each_rank: bool = False
     in_place: bool = False
 
@@ -39,7 +42,10 @@ TRANSPORTS: Table[Transport] = Table(
     {
         "ipc": Transport("megappo.sync.ipc:HandleSender", each_rank=True, in_place=True),
         "broadcast": Transport(
-            "megappo.sync.broadcast:BroadcastReceiver", "megappo.sync.broadcast:BroadcastSender", needs_other_gpu=True
+            "megappo.sync.broadcast:BroadcastReceiver",
+            "megappo.sync.broadcast:BroadcastSender",
+            needs_other_gpu=True,
+            each_stage=True,
         ),
         "disk": Transport("megappo.sync.disk:DiskReader", "megappo.sync.disk:DiskWriter"),
     },

@@ -71,6 +71,12 @@ class Layout:
         stage, data = divmod(rest, self.data)
         return Coordinates(data=data, context=context, tensor=tensor, stage=stage)
 
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Global ranks of each pipeline stage."""
+        size = len(self.ranks) // self.pipeline
+        return tuple(self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
+
     def block(self, stage: int, shard: int) -> tuple[int, ...]:
         """Global ranks of one pipeline stage of one data-parallel shard: its tensor-parallel groups."""
         size = self.tensor * self.context
@@ -101,14 +107,16 @@ class Layout:
         pipelines = {place % stage for place, rank in enumerate(self.ranks) if rank in ranks}
         return frozenset(rank for place, rank in enumerate(self.ranks) if place % stage in pipelines)
 
-    def gathering(self, needing: Collection[int]) -> frozenset[int]:
-        """Who must join for some ranks to get the whole model: they, and whoever shares a group with one that joins.
+    def gathering(self, needing: Collection[int], *, by_stage: bool = False) -> frozenset[int]:
+        """Who must join for some ranks to get the whole model, or `by_stage` all that their own stage has: they, and
+        whoever shares a group with one that joins.
 
         The others are data-parallel replicas of these.
         """
         found, joining = frozenset[int](), frozenset(needing)
         while found != joining:
             found = joining
-            joining = self.pipelines_of(self.sharing(found, self.tensor))
+            joining = self.sharing(found, self.tensor)
+            joining = joining if by_stage else self.pipelines_of(joining)
             joining = self.sharing(joining, self.expert * self.expert_tensor)
         return found

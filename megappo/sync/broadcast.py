@@ -1,4 +1,7 @@
-"""Weights for engines on other GPUs, broadcast by one of the actor's ranks to all ranks of the engines."""
+"""Weights for engines on other GPUs, broadcast to all ranks of the engines, by a rank of each stage of the actor.
+
+Each sender has a group with the engines. An engine takes one bucket at a time: the senders take turns.
+"""
 
 import secrets
 import time
@@ -127,22 +130,26 @@ class BroadcastReceiver(Receiver):
 
     def __init__(self, link: Link, client: EngineClient):
         self.client = client
-        (host, port, self._name), ranks = link.address, link.config.rollout.tensor_parallel
+        ranks = link.config.rollout.tensor_parallel
         members = {"world_size": _world_size(link), "rank_offset": 1 + link.number * ranks, "backend": _backend()}
-        self._breakage = Breakage(self._name)
-        self._group = {"group_name": self._name, "master_address": host, "master_port": port, **members}
+        self._names = [name for _, _, name in link.addresses]
+        self._groups = [
+            {"group_name": name, "master_address": host, "master_port": port, **members}
+            for host, port, name in link.addresses
+        ]
         self._joined = False
 
     def open(self) -> None:
         if not self._joined:
-            self.client.post("/init_weights_update_group", self._group)  # returns when all have joined
+            for group in self._groups:
+                self.client.post("/init_weights_update_group", group)  # returns when all have joined
             self._joined = True
         self.client.begin_weight_update()
         self._tell_fault()
 
     def send(self, bucket: Bucket) -> None:
         body = {
-            "group_name": self._name,
+            "group_name": self._names[bucket[0].sender],
             "names": [tensor.name for tensor in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],
             "shapes": [list(tensor.shape) for tensor in bucket],
@@ -157,7 +164,8 @@ class BroadcastReceiver(Receiver):
 
     def _tell_fault(self) -> None:
         if self.client.has_failed:
-            self._breakage.tell()
+            for name in self._names:
+                Breakage(name).tell()
 
 
 def _on_a_thread(call: Callable[[], object]) -> Future[None]:

@@ -52,12 +52,14 @@ def build_sync(
     links = {name: Link(config, architecture, bucket_bytes, len(engines)) for name, engines in route.transports.items()}
     export, needing = None, route.sources(on_gpus=on_gpus)
     if actor is not None:
-        export = Export(actor.chunks, architecture, actor.groups, needing=needing)
-    made, told = {}, None
-    if export is not None and exchange.rank == route.sending_rank:
+        by_stage = len(route.senders) > 1
+        export = Export(actor.chunks, architecture, actor.groups, needing=needing, by_stage=by_stage)
+    made = {}
+    if export is not None and exchange.rank in route.senders:
         made = {name: resolved(make)(links[name]) for name in links if (make := TRANSPORTS[name].sender)}
-        told = export.tensors, {name: sender.address for name, sender in made.items()}
-    tensors, addresses = exchange.share(told)[route.sending_rank]
+    first = export is not None and exchange.rank == route.senders[0]
+    told = exchange.share((export.tensors if first else None, {name: sender.address for name, sender in made.items()}))
+    tensors, addresses = told[route.senders[0]][0], [told[rank][1] for rank in route.senders]
     senders: list[Sender] = [*made.values()]
     receivers: list[Receiver] = []
     for number, engine in enumerate(route.engines):
@@ -65,8 +67,8 @@ def build_sync(
         peers = _peers(ends, config)
         if exchange.rank in ends:
             name, entry = engine.transport, engine.entry
-            place = {"number": route.transports[name].index(number), "address": addresses.get(name)}
-            link = replace(links[name], **place, peers=peers)
+            its_number, found = route.transports[name].index(number), [of_sender.get(name) for of_sender in addresses]
+            link = replace(links[name], number=its_number, addresses=found, peers=peers)
             (receivers if entry.sender else senders).append(resolved(entry.engine)(link, client))
     source = export if export is not None and export.joins else None
     return WeightSync(
@@ -79,6 +81,7 @@ def build_sync(
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
         shards=Shards(source, tensors, exchange) if route.reads_in_place(on_gpus=on_gpus) else None,
+        sender=0 if export is None else export.sender,
         tell=tell,
     )
 

@@ -47,17 +47,26 @@ class EngineRoute:
 
 @dataclass(frozen=True)
 class Route:
-    """The way from the actor, on these ranks, to every engine, by its number."""
+    """The way from the actor, whose pipeline stages are on these ranks, to every engine, by its number."""
 
-    actor: tuple[int, ...]
+    stages: tuple[tuple[int, ...], ...]
     engines: tuple[EngineRoute, ...]
 
     @property
-    def sending_rank(self) -> int:
-        """The actor's rank that sends where the engines' owners do not: its first on no GPU that it must keep off."""
+    def actor(self) -> tuple[int, ...]:
+        """The actor's ranks."""
+        return tuple(rank for stage in self.stages for rank in stage)
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """The actor's ranks that send where the engines' owners do not, each its stage's first on no GPU that it must
+        keep off. One sends everything where a stage has no such rank, or an engine's transport wants all from one."""
         apart = [engine for engine in self.engines if engine.entry.needs_other_gpu and not engine.is_external]
         taken = {rank for engine in apart for rank in engine.ranks}
-        return next((rank for rank in self.actor if rank not in taken), self.actor[0])
+        free = [[rank for rank in stage if rank not in taken] for stage in self.stages]
+        if all(free) and all(engine.entry.each_stage for engine in self.engines):
+            return tuple(stage[0] for stage in free)
+        return (next((rank for rank in self.actor if rank not in taken), self.actor[0]),)
 
     def ends(self, engine: EngineRoute, *, on_gpus: bool) -> tuple[int, ...]:
         """The engine's ranks at which its transport ends; the first owns it."""
@@ -67,10 +76,7 @@ class Route:
 
     def sources(self, *, on_gpus: bool) -> frozenset[int]:
         """The actor's ranks that need whole tensors."""
-        found = [
-            (self.sending_rank,) if engine.entry.sender else self.ends(engine, on_gpus=on_gpus)
-            for engine in self.engines
-        ]
+        found = [self.senders if engine.entry.sender else self.ends(engine, on_gpus=on_gpus) for engine in self.engines]
         return frozenset().union(*found)
 
     def reads_in_place(self, *, on_gpus: bool) -> bool:
@@ -87,7 +93,7 @@ class Route:
         """The engines of each transport, in a line."""
         parts = []
         for name, engines in self.transports.items():
-            sender = f"from rank {self.sending_rank} " if TRANSPORTS[name].sender else ""
+            sender = f"from rank {format_ranks(self.senders)} " if TRANSPORTS[name].sender else ""
             parts.append(f"{name} {sender}to engine {format_ranks(engines)}")
         return "weights: " + "; ".join(parts)
 
@@ -110,9 +116,9 @@ class Route:
                     "auto, or place the engine there"
                 )
             keeps_off = engine.entry.needs_other_gpu and not engine.is_external
-            if on_gpus and keeps_off and self.sending_rank in engine.ranks:
+            if on_gpus and keeps_off and self.senders[0] in engine.ranks:
                 yield (
-                    f"engine {number} on ranks {format_ranks(engine.ranks)} shares the GPU of rank {self.sending_rank}"
+                    f"engine {number} on ranks {format_ranks(engine.ranks)} shares the GPU of rank {self.senders[0]}"
                     f", from which {engine.transport} cannot reach it: place the engine on other GPUs, or so that its "
                     "first rank is one of the actor's, and leave rollout.sync.transport at auto"
                 )
@@ -137,7 +143,7 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
             way for way in ways.values() if way.entry.sender or (not external and set(way.sources) <= set(actor))
         )
         engines.append(next(is_open) if chosen == AUTO else ways[chosen])
-    return Route(actor, tuple(engines))
+    return Route(layouts["actor"].stages, tuple(engines))
 
 
 def _are_apart(ranks: Collection[int], ranks_per_node: int | None) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from megappo.sync.in_place import Shards
 from megappo.sync.transport import Receiver, Sender
-from megappo.weights.buckets import Bucket, TensorSpec, all_finite, into_buckets, num_bytes, views
+from megappo.weights.buckets import Bucket, TensorSpec, all_finite, in_turns, num_bytes, views
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class WeightSync:
         expected: name -> shape of every tensor the engines have.
         barrier: waits for all ranks of the run.
         engines_keep: the engines keep their weights from one sync to the next.
+        sender: the `sender` of the tensors that this rank gathers, and sends if it has senders.
         tell: is told that the engines cannot read the shards.
     Raises:
         ValueError: a tensor is unknown to the engines, of another shape there, or missing; each named.
@@ -55,6 +56,7 @@ class WeightSync:
     barrier: Callable[[], object]
     engines_keep: bool
     shards: Shards | None = None
+    sender: int = 0
     tell: Callable[[str], object] = print
 
     def __post_init__(self) -> None:
@@ -116,8 +118,10 @@ class WeightSync:
 
     def _send(self, tensors: Sequence[TensorSpec]) -> None:
         """Two buckets are in flight: one is gathered while the one before is sent."""
-        buckets = into_buckets(tensors, self.bucket_bytes)
+        buckets = in_turns(tensors, self.bucket_bytes)
         largest = max(map(num_bytes, buckets), default=0)
+        if not self.receivers:  # an engine's owner tells of every bucket, whoever sends it
+            buckets = [bucket for bucket in buckets if bucket[0].sender == self.sender]
         with self._threads() as threads:
             pending = [threads.submit(sender.open) for sender in self.senders]
             pending += [threads.submit(receiver.open) for receiver in self.receivers]
@@ -126,7 +130,7 @@ class WeightSync:
             for bucket in buckets:
                 flat = self._gathered(bucket, largest)
                 wait_for(pending)
-                pending = [threads.submit(sender.send, bucket, flat) for sender in self.senders]
+                pending = [threads.submit(sender.send, bucket, flat) for sender in self.senders if flat is not None]
                 pending += [threads.submit(receiver.send, bucket) for receiver in self.receivers]
                 del flat
             wait_for(pending)
@@ -147,7 +151,7 @@ class WeightSync:
             threads.shutdown(wait=False, cancel_futures=True)  # one that waits for an engine must not hold an error up
 
     def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
-        if self.source is None:
+        if self.source is None or bucket[0].sender != self.sender:
             return None
         buffer = self._memory.buffer(largest)[: num_bytes(bucket)] if self._memory is not None else None
         flat = self.source.gather(bucket, buffer)

@@ -30,7 +30,7 @@ class Link:
     Attributes:
         architecture: the actor's.
         num_engines: that take this transport. number: of this rank's among them.
-        address: what the sender gives as its `address`.
+        addresses: what each of the senders gives as its `address`. address: where there is but one.
         peers: the ranks of the engine, where each of them makes this end (gloo); else None.
     """
 
@@ -39,8 +39,14 @@ class Link:
     bucket_bytes: int
     num_engines: int
     number: int = 0
-    address: Any = None
+    addresses: Sequence[Any] = ()
     peers: dist.ProcessGroup | None = None
+
+    @property
+    def address(self) -> Any:
+        """See `addresses`."""
+        [address] = self.addresses
+        return address
 
     @property
     def folder(self) -> Path:
@@ -49,7 +55,7 @@ class Link:
 
 
 class Sender:
-    """The end that has the weights, on one of the actor's ranks.
+    """The end that has the weights, or a pipeline stage's (see `Transport.each_stage`), on one of the actor's ranks.
 
     Attributes:
         memory: where the engine reads them: buckets are gathered there. None = any memory will do.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ class TensorSpec:
     Attributes:
         is_frozen: training does not change it.
         with_next: of use to an engine only in one bucket with the tensor after it.
+        sender: which of several sends it, by number.
     """
 
     name: str
@@ -22,6 +24,7 @@ class TensorSpec:
     dtype: torch.dtype
     is_frozen: bool = False
     with_next: bool = False
+    sender: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -44,6 +47,13 @@ def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec
         buckets[-1] += together
         room -= num_bytes(together)
     return buckets
+
+
+def in_turns(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
+    """The same where several send: each has buckets of its own, which it gathers while it is another one's turn."""
+    numbers = sorted({tensor.sender for tensor in tensors})
+    each = [into_buckets([one for one in tensors if one.sender == number], bucket_bytes) for number in numbers]
+    return [bucket for turn in zip_longest(*each, fillvalue=[]) for bucket in turn if bucket]
 
 
 def inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:

@@ -1,7 +1,7 @@
 """Exporting a Megatron model's weights under their Hugging Face names, whole tensors, a bounded bucket at a time."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -66,9 +66,12 @@ class Export:
             shared backbone has besides; "value" a critic; "policy_value" the whole of a shared backbone. A value head
             is exported as `score.weight`, and `score.bias` if it has one.
         needing: the ranks that need the tensors, the same everywhere; None = all of the component's.
+        by_stage: they need those alone that their own pipeline stage gives: nothing goes from stage to stage. A bucket
+            then is of one stage, `sender`, and gathered by its ranks.
     Attributes:
         tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
         joins: whether this rank must join in `gather`, for itself or for others. The rest may go their ways.
+        sender: the `sender` of the tensors that this rank gathers.
     Raises:
         ValueError: a parameter without Hugging Face name, or a tensor that no stage holds; each named.
     """
@@ -80,6 +83,7 @@ class Export:
         groups: ComponentGroups,
         *,
         needing: Collection[int] | None = None,
+        by_stage: bool = False,
     ):
         self.groups, layout = groups, groups.layout
         self._table, parameters = table_of(architecture, groups), global_parameters(chunks)
@@ -90,13 +94,17 @@ class Export:
         self._held = {piece.name: name for name in parameters for piece in self._table[name].pieces}
         self._device = next(chunks[0].parameters()).device
         tensors = _plan(list(pieces_of(self._table.values()).values()), self._held, parameters, groups)
+        if by_stage:
+            tensors = [replace(tensor, sender=tensor.owner) for tensor in tensors]
+        self.sender = groups.collection.pp.rank() if by_stage else 0
         # Like ones together: fewer messages, and fewer buckets, each of one dtype.
         self.tensors = sorted(tensors, key=lambda tensor: (tensor.cut, str(tensor.dtype)))
         # Who takes what is passed on over the ranks that a tensor is cut over, over the pipeline, over the experts.
         self._whole = frozenset(layout.ranks if needing is None else needing)
         self._shards = layout.sharing(self._whole, layout.tensor) | layout.sharing(self._whole, layout.expert_tensor)
-        self._experts = layout.pipelines_of(self._shards)
-        self.joins = dist.get_rank() in layout.gathering(self._whole)
+        self._stages = frozenset() if by_stage else self._shards
+        self._experts = self._shards if by_stage else layout.pipelines_of(self._shards)
+        self.joins = dist.get_rank() in layout.gathering(self._whole, by_stage=by_stage)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Everything, [(Hugging Face name, full tensor)] after another; all ranks that take part run it to its end."""
@@ -191,7 +199,7 @@ class Export:
             if expert_owner is not None and owner == pipeline.rank():
                 _pass_on(part, expert_owner, expert, self._experts)
         for owner, part in _runs(tensors, sizes, flat, lambda one: one.owner):
-            _pass_on(part, owner, pipeline, self._shards)
+            _pass_on(part, owner, pipeline, self._stages)
 
 
 def _plan(

@@ -120,10 +120,15 @@ WHEN = {
     "before a probe": {"module": "trainer.probe", "owner": "Probe", "method": "__call__"},
     "in the first broadcast": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "open", "call": 1},
     "in a broadcast": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "send", "call": 8},
+    "in a broadcast of stages": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "send", "call": 8},
     "as it reads from disk": {"module": "sync.disk", "owner": "DiskReader", "method": "close"},
 }
-WAYS = {"in the first broadcast": "broadcast", "in a broadcast": "broadcast", "as it reads from disk": "disk"}
+WAYS = {when: "broadcast" for when in WHEN if "broadcast" in when} | {"as it reads from disk": "disk"}
 """With another engine, and several buckets, which both ranks gather."""
+STAGES = (
+    *("placement.actor=1-2", "placement.critic=1-2", "placement.rollout=0,3"),
+    *("actor.parallel.tensor=1", "actor.parallel.pipeline=2"),
+)
 HANGS_AFTER = "rollout.server_args.watchdog_timeout=15"
 
 
@@ -140,8 +145,9 @@ def test_a_crash_or_a_hang_outside_a_rollout(when, harm, config, folder):
     places = (harmful(folder, when, harm), f"trainer.output_dir={folder / 'run'}")
     others = ("placement.rollout=all", "rollout.sync.bucket_bytes=20000", f"rollout.sync.transport={WAYS.get(when)}")
     limits = (HANGS_AFTER, "rollout.request_timeout_seconds=20")  # the second is that of a read from a disk
+    others, ranks = ((*others, *STAGES), "4") if "stages" in when else (others, "2")
     arguments = (*places, *ONE_BY_ONE, *limits, *(others if when in WAYS else ()))
-    with Program(folder, config, *arguments) as program:
+    with Program(folder, config, *arguments, options=("--nproc-per-node", ranks)) as program:
         assert program.wait() == 0, program.output
     assert "WARNING: engine 0 has failed (1 of 3 times in a row" in program.output
     steps = logged(folder / "run")

@@ -15,8 +15,11 @@ WAYS = {
     "one engine here, one elsewhere": ("placement.rollout=all", "rollout.sync.probe_interval=2"),
     "through a folder": ("placement.rollout=1", "rollout.sync.transport=disk"),
     "broadcast to the sender's own engine": ("placement.rollout=all", "rollout.sync.transport=broadcast"),
+    "broadcast from each stage": ("placement.actor=0-1", "actor.parallel.pipeline=2", "placement.rollout=2-3"),
 }
-SLOW = ("broadcast to an engine elsewhere", "broadcast to the sender's own engine", "through a folder")
+NUM_RANKS = {"broadcast from each stage": 4}
+SLOW = tuple(way for way in WAYS if way != "one engine here, one elsewhere")
+"""tests/sync/test_stages.py has stages that send to a real engine."""
 PROBED = {"one engine here, one elsewhere": [2, 4]}
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,7 +29,8 @@ pytestmark = pytest.mark.timeout(300)
 def test_the_engines_follow_the_actor(way: str, config: Path, folder: Path) -> None:
     run = folder / "run"
     arguments = (*ONE_RANK_EACH, "rollout.sync.bucket_bytes=20000", "critic.warmup_steps=1", *WAYS[way])
-    with Program(folder, config, f"trainer.output_dir={run}", *arguments) as program:
+    ranks = ("--nproc-per-node", str(NUM_RANKS.get(way, 2)))
+    with Program(folder, config, f"trainer.output_dir={run}", *arguments, options=ranks) as program:
         assert program.wait() == 0, program.output
     steps = logged(run)[1:]
     assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4]

@@ -1,5 +1,5 @@
-"""The rank that broadcasts, and engines that fail meanwhile; what it broadcasts otherwise, tests/run/test_transports.py
-shows."""
+"""The rank that broadcasts, and engines that fail meanwhile; what it broadcasts otherwise, test_stages.py and
+tests/run/test_transports.py show."""
 
 import time
 from datetime import timedelta
@@ -50,7 +50,7 @@ def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
         Thread(target=join, args=told[:1], daemon=True).start()
     with EngineServer("hang", num_well) as server:
         client = server.client()
-        receiver = BroadcastReceiver(Link(**link, address=told[0]), client)
+        receiver = BroadcastReceiver(Link(**link, addresses=told[:1]), client)
         with client.keeping_fault():
             receiver.open()
             for _ in range(2):

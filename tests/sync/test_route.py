@@ -51,7 +51,29 @@ def test_who_sends_keeps_off_the_gpus_of_engines_that_take_a_broadcast(
     config: Config, sender: int, sources: set[int]
 ) -> None:
     route = find_route(config, placement_layouts(config, 4))
-    assert (route.sending_rank, route.sources(on_gpus=False)) == (sender, sources)
+    assert (route.senders, route.sources(on_gpus=False)) == ((sender,), sources)
+
+
+@pytest.mark.parametrize(
+    ("actor", "rollout", "transport", "senders"),
+    [
+        ("0-3", "4-5", "auto", (0, 2)),
+        ("0-3", "0,4-5", "broadcast", (1, 2)),
+        ("0-3", "0-1,4-5", "broadcast", (2,)),  # all of the first stage is on the engines' GPUs
+        ("0-3", "3-5", "auto", (0,)),  # rank 3, which hands over itself, needs everything
+        ("0-3", "4-5", "disk", (0,)),
+    ],
+)
+def test_each_stage_sends_its_own_where_nothing_else_must_be_gathered(
+    actor: str, rollout: str, transport: str, senders: tuple[int, ...]
+) -> None:
+    parts = {"placement": {"actor": actor, "critic": actor, "rollout": rollout}}
+    others = {"actor": {"parallel": {"pipeline": 2}}, "rollout": {"sync": {"transport": transport}}}
+    config = Config.model_validate(SECTIONS | parts | others)
+    route = find_route(config, placement_layouts(config, 6))
+    assert route.senders == senders
+    assert route.sources(on_gpus=True) == {*senders, *((3,) if transport == "auto" and "3" in rollout else ())}
+    assert list(route.errors(on_gpus=True)) == []
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,16 @@ class Notified(Receiver):
         self.recorder.calls.append("received")
 
 
+class Told(Receiver):
+    """Keeps the names of what it is told of."""
+
+    def __init__(self) -> None:
+        self.buckets: list[list[str]] = []
+
+    def send(self, bucket: Bucket) -> None:
+        self.buckets.append([tensor.name for tensor in bucket])
+
+
 def make(weights: dict[str, torch.Tensor], recorder: Recorder, bucket_bytes: int = 200, **options) -> WeightSync:
     items = list(weights.items())
     options = {"barrier": lambda: recorder.calls.append("barrier"), "engines_keep": False} | options
@@ -77,6 +87,21 @@ def test_tensors_of_one_dtype_share_buckets_up_to_the_limit():
     options = {"bucket_bytes": 120, "barrier": lambda: None, "engines_keep": False}
     WeightSync(specs(items), Given(items), [recorder], [], shapes, **options)()
     assert [list(bucket) for bucket in recorder.buckets] == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
+
+
+def test_of_several_senders_each_sends_its_own_in_turns():
+    weights = {f"{number}": torch.full((10,), float(number)) for number in range(8)}
+    tensors = [replace(tensor, sender=int(tensor.name in "257")) for tensor in specs(list(weights.items()))]
+    turns = [["0", "1"], ["2", "5"], ["3", "4"], ["7"], ["6"]]
+    options = {"bucket_bytes": 80, "barrier": lambda: None, "engines_keep": False}
+    for number, own in enumerate((turns[::2], turns[1::2])):
+        recorder, told = Recorder(), Told()
+        for receivers in ([], [told]):
+            recorder.buckets.clear()
+            source, shapes = Given(list(weights.items())), dict.fromkeys(weights, (10,))
+            WeightSync(tensors, source, [recorder], receivers, shapes, sender=number, **options)()
+            assert [list(bucket) for bucket in recorder.buckets] == own
+        assert told.buckets == turns, "an engine's owner tells of all"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from spawn import run_ranks
 from tiny_folders import hf_folder, load, read_config
@@ -113,6 +114,31 @@ def give_to_some(rank: int, world_size: int, source: Path) -> None:
             assert found.keys() == expected.keys()
             if rank in needing:
                 assert all(torch.equal(found[key], expected[key]) for key in expected), (name, needing)
+
+
+def give_by_stage(rank: int, world_size: int, source: Path) -> None:
+    """The first rank of each stage gets what its stage has, bit for bit, and all of them together everything, once."""
+    layouts = {name: layout for name, (layout, _) in NEEDED.items()}
+    layouts["TP2xPP2"] = Layout((0, 1, 2, 3), tensor=2, pipeline=2)
+    expected = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    for name, groups in build_groups(layouts, seed=0).items():
+        stages = layouts[name].stages
+        needing = [stage[0] for stage in stages]
+        export = Export(load(source, groups), read_architecture(source), groups, needing=needing, by_stage=True)
+        own = [tensor for tensor in export.tensors if tensor.sender == export.sender]
+        found = {}
+        for bucket in into_buckets(own if export.joins else [], 20_000):
+            found |= dict(views(bucket, export.gather(bucket)))
+        if rank in needing:
+            assert all(torch.equal(found[key], expected[key]) for key in found), name
+        told: list[set[str]] = [set()] * world_size
+        dist.all_gather_object(told, set(found) if rank in needing else set())
+        assert sorted(key for keys in told for key in keys) == sorted(expected), name
+        assert all(told[needed] for needed in needing), name
+
+
+def test_each_stage_gathers_its_own(tmp_path: Path) -> None:
+    run_ranks(4, give_by_stage, hf_folder(tmp_path / "source", "qwen3_moe", **MIXTURES["qwen3_moe"]))
 
 
 def test_tensors_go_to_the_ranks_that_need_them(tmp_path: Path) -> None:
