@@ -15,8 +15,6 @@ name=$(basename "$0")
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 gpus=$(num_gpus)
 if [[ $gpus -eq 0 ]]; then
-    # One thread a rank: ranks and the engine share the cores.
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
     python=$repository/.venv/bin/python
     remedy="run: bash launch/setup.sh"
 else

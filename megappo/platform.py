@@ -8,12 +8,16 @@ import os
 import resource
 import shutil
 import sysconfig
+from pathlib import Path
 
 import torch
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
 """Packages that megatron-core does without where they cannot be imported, and what it imports of them."""
+
+ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
+"""Environment variable: of a node without GPUs the cores, which its engines share while the trainer's ranks wait."""
 
 
 def has_cuda() -> bool:
@@ -32,6 +36,36 @@ def device() -> torch.device:
             )
         return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def share_cores(num_ranks: str) -> None:
+    """Set how many threads the ranks that this process starts compute with, unless OMP_NUM_THREADS says it: on a CPU
+    they share the cores; on GPUs one each, as torchrun has it.
+
+    Args:
+        num_ranks: torchrun's --nproc-per-node.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    threads = 1
+    if num_ranks.isdecimal() and not has_cuda():
+        cores = num_cores()
+        threads = max(1, cores // int(num_ranks))
+        os.environ[ENGINE_CORES] = str(cores)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def num_cores() -> int:
+    """That this process may use: a container's limit counts, which shows in no other way."""
+    cores, limit = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
+    quota, period = limit.read_text().split() if limit.exists() else ("max", "")
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def engine_threads(num_sharing: int) -> int:
+    """Of an engine's rank on a CPU, where so many share the node's cores; see `share_cores`."""
+    cores = os.environ.get(ENGINE_CORES)
+    return max(1, int(cores) // num_sharing) if cores else int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 def gpu_bytes() -> int | None:

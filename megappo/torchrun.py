@@ -41,13 +41,13 @@ GRACE_SECONDS = 5
 def main() -> int:
     """Run torchrun; its exit code: the first failed rank's, 75 when the ranks have saved all and are to be started
     again, or 128 + n when signal n ended torchrun."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     platform.raise_open_file_limit()
     bind_stores()
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))
+    platform.share_cores(args.nproc_per_node)
     if args.max_restarts and parse_min_max_nnodes(args.nnodes)[1] > 1:
         print("error: --max-restarts is for one node: on several start them all again, as Slurm can", file=sys.stderr)
         return 2

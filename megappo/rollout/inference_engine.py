@@ -35,6 +35,7 @@ class Engine:
         log_path: file for the server's output.
         seed: seeds SGLang's sampling; must differ between engines.
         part: of an engine on several nodes, each of which has such a part of it; None = all of it is here.
+        num_threads: of each of its ranks on a CPU.
     Raises:
         EngineError: SGLang is not installed.
     """
@@ -50,6 +51,7 @@ class Engine:
         log_path: Path,
         seed: int,
         part: launch.NodePart | None = None,
+        num_threads: int = 1,
     ):
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
@@ -59,6 +61,7 @@ class Engine:
         self._resized: dict[str, float] = {}
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
+        self._num_threads = num_threads
         self._api_key = secrets.token_urlsafe(32)
         self._process: subprocess.Popen | None = None
         self._log_mode = os.O_TRUNC
@@ -144,7 +147,9 @@ class Engine:
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
         self._log_mode = os.O_APPEND  # started again, it keeps what tells why
         with os.fdopen(descriptor, "w") as log:
-            environment = launch.environment(self._gpu_ids, self._rollout.tensor_parallel, self._temporary)
+            environment = launch.environment(
+                self._gpu_ids, self._rollout.tensor_parallel, self._temporary, self._num_threads
+            )
             return launch.start_keeper(settings, self._temporary, environment | self._variables, log)
 
     def _log_tail(self) -> str:

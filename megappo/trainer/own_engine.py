@@ -94,6 +94,7 @@ def _engine(config: Config, layout: Layout, number: int, rank: int, cleanup: Exi
         log_path=Path(config.trainer.output_dir, "engines", f"engine_{number}{f'_node_{node}' if node else ''}.log"),
         seed=config.trainer.seed + number,
         part=NodePart(node, len(starting), _meeting(number, node, cleanup)) if several else None,
+        num_threads=platform.engine_threads(sum(one // per_node == rank // per_node for one in layout.ranks)),
     )
 
 

@@ -374,3 +374,16 @@ def test_ranks_of_plain_torchrun_may_too(tmp_path):
     [line] = [line for line in output.splitlines() if line.startswith("limits ")]
     _, soft, hard = line.split()
     assert soft == hard
+
+
+@pytest.mark.parametrize("said", [None, "3"])
+def test_ranks_and_engines_share_the_cores(said, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = tmp_path / "told.py"
+    script.write_text("import os, megappo.platform as p; print(os.environ['OMP_NUM_THREADS'], p.engine_threads(1))")
+    command = ("megappo.torchrun", "--standalone", "--nproc-per-node", "2", script)
+    cores = len(os.sched_getaffinity(0))
+    assert soft_limit_of_256(*command).split() == 2 * ([said, said] if said else [str(max(1, cores // 2)), str(cores)])

@@ -1,4 +1,4 @@
-"""What an engine's process is started with on a GPU."""
+"""What an engine's process is started with."""
 
 import os
 import shutil
@@ -83,3 +83,15 @@ def test_nccl_is_set_alike_for_trainer_and_engine_before_a_group_is_made(monkeyp
     for name, value in {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": "1"}.items():
         assert seen[name] == variables[name] == value
     assert variables["CUDA_VISIBLE_DEVICES"] == "3,5"
+
+
+@pytest.mark.parametrize("policy, spins", [(None, launch.SPIN_COUNT), ("passive", None)])
+def test_threads_of_an_engine_on_a_cpu(policy, spins, monkeypatch):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7})
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    variables = launch.environment([], 2, Path("/tmp/x"), 2)
+    assert variables["OMP_NUM_THREADS"] == "2" and variables.get("GOMP_SPINCOUNT") == spins
+    assert variables["SGLANG_CPU_OMP_THREADS_BIND"] == "2,3|5,7"

@@ -4,11 +4,11 @@ is the products that its mathematics needs.
     .venv/bin/python tools/bench/step.py
     .venv/bin/python tools/bench/step.py --json FILE
 
-Runs of megappo.train under torchrun, two ranks on a CPU, one thread each, as launch/local.sh starts them; figures are
-medians of the steps after the first.
+Runs of megappo.train under megappo.torchrun, two ranks on a CPU, as launch/quickstart.sh and launch/local.sh start
+them; figures are medians of the steps after the first.
 
-- the quickstart's job, without held-out questions and checkpoints. Of a step counts what is not rollout, forward pass,
-  update (backward pass and optimizer) or sync: scoring, moving rows, advantages, metrics.
+- the quickstart's job, one thread each, without held-out questions and checkpoints. Of a step counts what is not
+  rollout, forward pass, update (backward pass and optimizer) or sync: scoring, moving rows, advantages, metrics.
 - a Qwen2 of 110M parameters, its actor on TP2, the critic, of the same shape, on PP2; 32 rows of about 124 tokens. The
   share of a step that its matrix products would take at the rate that both ranks reach together in a product of two
   square matrices: by the formulas of MFU, for rollout, three forward passes and two updates.
@@ -56,16 +56,19 @@ LARGER = {
 }
 
 
-def steps_of(config: Path, output: Path, *overrides: str) -> list[Mapping[str, float]]:
-    """The metrics of a run's steps, without the first."""
+def steps_of(config: Path, output: Path, *overrides: str, **variables: str) -> list[Mapping[str, float]]:
+    """The metrics of a run's steps, without the first.
+
+    Args:
+        variables: of the environment.
+    """
     changes = (f"trainer.output_dir={output}", "trainer.eval_interval=0", "trainer.export_hf=false", *overrides)
     torchrun = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(RANKS)]
-    variables = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     subprocess.run(
         [sys.executable, *torchrun, "-m", "megappo.train", config, *changes],
         check=True,
         cwd=ROOT,
-        env=variables,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | variables,
         stdout=subprocess.DEVNULL,
     )
     return read_metrics(output)[1:]
@@ -77,7 +80,7 @@ def quickstart(folder: Path, steps: int) -> Row:
     subprocess.run(make, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     paths = (f"model.path={folder}/model", f"data.train_files={folder}/train.jsonl", "data.val_files=[]")
     length = (f"trainer.total_steps={steps + 1}", f"trainer.save_interval={steps + 1}")
-    found = steps_of(ROOT / "configs" / "quickstart.yaml", folder / "run", *paths, *length)
+    found = steps_of(ROOT / "configs" / "quickstart.yaml", folder / "run", *paths, *length, OMP_NUM_THREADS="1")
     took = statistics.median(step["timing_s/step"] for step in found)
     others = statistics.median(
         step["timing_s/step"] - sum(step[f"timing_s/{phase}"] for phase in MODEL_WORK) for step in found
