@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from megappo.batch.rows import Rows
 from megappo.data.prompts import Prompt
@@ -17,8 +17,7 @@ def summed(scores: torch.Tensor) -> torch.Tensor:
     return scores.sum(dim=1, dtype=torch.float64).float()
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """A row to be: of sample number `of`, with a prompt, the tokens from `start` to `stop`; segment `number`."""
 
     of: int
@@ -64,12 +63,10 @@ def sample_rows(
     """
     parts = [part for of, one in enumerate(samples) for part in _parts(of, one, prompts[one.prompt_index].tokens)]
     index = torch.tensor([part.of for part in parts], dtype=torch.int64)
-    is_kept = [(part.sample.prompt_index, part.sample.sample_index) not in without for part in parts]
+    is_kept = [[float((part.sample.prompt_index, part.sample.sample_index) not in without)] for part in parts]
     log_probs = [part.sample.log_probs[part.start : part.stop] for part in parts]
     fields = {
-        "response_mask": _padded(
-            [[kept and log_prob is not None for log_prob in row] for row, kept in zip(log_probs, is_kept, strict=True)]
-        ),
+        "response_mask": _padded([[log_prob is not None for log_prob in row] for row in log_probs]) * _padded(is_kept),
         "rollout_log_probs": _padded([[log_prob or 0.0 for log_prob in row] for row in log_probs]),
         "scores": summed(scores)[index],
         "truncated": torch.tensor([float(part.sample.finish_reason == "length") for part in parts]),
@@ -88,12 +85,13 @@ def sample_rows(
         rewards = _padded([segment.rewards for segment in segments])
         fields["turn_rewards"] = rewards + fields.get("turn_rewards", 0.0)
     most = max((part.number + 1 for part in parts), default=1)
+    input_ids = [part.prompt + part.sample.tokens[part.start : part.stop] for part in parts]
     return Rows(
         ids=torch.tensor([part.sample.sample_index * most + part.number for part in parts], dtype=torch.int64),
         prompt_ids=torch.tensor([part.sample.prompt_index for part in parts], dtype=torch.int64),
         prompt_lengths=torch.tensor([len(part.prompt) for part in parts], dtype=torch.int64),
         response_lengths=torch.tensor([part.stop - part.start for part in parts], dtype=torch.int64),
-        input_ids=[torch.tensor(part.prompt + part.sample.tokens[part.start : part.stop]) for part in parts],
+        input_ids=list(_flat(input_ids, torch.int64).split([len(tokens) for tokens in input_ids])),
         fields=fields,
     )
 
@@ -110,5 +108,13 @@ def _parts(of: int, sample: Sample, prompt: list[int]) -> list[_Part]:
 
 def _padded(values: Sequence[Sequence[float]]) -> torch.Tensor:
     """[b, longest] float32."""
-    rows = [torch.tensor(of_row, dtype=torch.float32) for of_row in values]
-    return pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 0)
+    lengths = torch.tensor([len(of_row) for of_row in values], dtype=torch.int64)
+    is_there = torch.arange(max(map(len, values), default=0)) < lengths[:, None]
+    padded = torch.zeros(is_there.shape)
+    padded[is_there] = _flat(values, torch.float32)
+    return padded
+
+
+def _flat(values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
+    """All in one: a tensor of each row takes ten times as long."""
+    return torch.tensor(list(chain.from_iterable(values)), dtype=dtype)
