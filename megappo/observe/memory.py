@@ -1,6 +1,5 @@
 """Peak memory of a step's phases, in GiB."""
 
-import os
 import threading
 import time
 
@@ -18,15 +17,18 @@ class PhaseMemory:
     """Peak memory of each phase on this rank: the GPU's allocator on a GPU, else resident memory.
 
     Resident memory is summed over this process and all its children (an SGLang engine is one) and sampled ten times a
-    second by a thread; pages that they share count in each, so it errs upwards.
+    second by a thread; pages that they share count in each, so it errs upwards. At a phase's end this process alone is
+    looked at anew, as each process takes a while.
     """
 
     def __init__(self) -> None:
         self._phase: str | None = None
         self._bytes: dict[str, int] = {}
         self._host_bytes = 0
-        self._processes = [psutil.Process()]
-        self._processes_listed = 0.0
+        self._own = psutil.Process()
+        self._children: list[psutil.Process] = []
+        self._children_listed = 0.0
+        self._children_bytes = 0
         self._lock = threading.Lock()
         threading.Thread(target=self._sample_often, name="memory-sampler", daemon=True).start()
 
@@ -53,23 +55,23 @@ class PhaseMemory:
 
     def _sample_often(self) -> None:
         while True:
-            time.sleep(_SAMPLE_SECONDS)
+            self._sample_children()
             self._sample()
+            time.sleep(_SAMPLE_SECONDS)
 
     def _sample(self) -> None:
         with self._lock:
-            host_bytes = self._resident_bytes()
+            host_bytes = _resident_bytes(self._own) + self._children_bytes
             self._host_bytes = max(self._host_bytes, host_bytes)
             if self._phase is not None:
                 used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else host_bytes
                 self._bytes[self._phase] = max(self._bytes.get(self._phase, 0), used)
 
-    def _resident_bytes(self) -> int:
-        if time.monotonic() - self._processes_listed > _CHILDREN_SECONDS:
-            own = psutil.Process(os.getpid())
-            self._processes = [own, *own.children(recursive=True)]
-            self._processes_listed = time.monotonic()
-        return sum(_resident_bytes(process) for process in self._processes)
+    def _sample_children(self) -> None:
+        if time.monotonic() - self._children_listed > _CHILDREN_SECONDS:
+            self._children = self._own.children(recursive=True)
+            self._children_listed = time.monotonic()
+        self._children_bytes = sum(map(_resident_bytes, self._children))
 
 
 def _resident_bytes(process: psutil.Process) -> int:
