@@ -4,8 +4,10 @@ What exchanges rows, all ranks do together; what computes waits for no rank of a
 different ranks compute at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
@@ -68,12 +70,14 @@ class Component:
         self.engine = engine
         self.exchange = exchange
 
-    def scatter(self, batch: Batch, num_mini_batches: int = 1) -> "Scattered":
-        """Bring a step's rows, tokens and mask only, to the component's shards."""
+    def scatter(self, batch: Batch, num_mini_batches: int = 1, others: Iterable["Scattered"] = ()) -> "Scattered":
+        """Bring a step's rows, tokens and mask only, to the component's shards; `others` have some already."""
         mini_batches = split(batch.table, self.layout, num_mini_batches)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
-        rows = self.exchange.move(batch.rows, batch.table, batch.owners, destinations, ["response_mask"])
-        return Scattered(self, batch, mini_batches, destinations, rows)
+        there = next((one.rows for one in others if one.destinations == destinations), None)
+        if there is None:
+            there = self.exchange.move(batch.rows, batch.table, batch.owners, destinations, ["response_mask"])
+        return Scattered(self, batch, mini_batches, destinations, there)
 
 
 @dataclass
@@ -114,20 +118,11 @@ class Scattered:
 
     def gather(self, outputs: Outputs, owned: Rows, names: Mapping[str, str]) -> Rows:
         """`owned` with the outputs of `forward` added: `names` maps an output to the field that it becomes."""
-        component = self.component
-        sources = output_sources(component.layout, shards_of(self.split), component.exchange.world_size)
-        reports = component.engine is not None and component.engine.is_output
-        results = self.rows if reports else empty_rows((), self.batch.table)
-        results = replace(results, fields={field: outputs[output] for output, field in names.items() if reports})
-        return component.exchange.move_fields(
-            results, owned, self.batch.table, sources, self.batch.owners, list(names.values())
-        )
+        return gather([(self, outputs, names)], owned)
 
     def scatter_fields(self, owned: Rows, names: Sequence[str]) -> None:
         """Bring fields of the owned rows to the scattered ones."""
-        self.rows = self.component.exchange.move_fields(
-            owned, self.rows, self.batch.table, self.batch.owners, self.destinations, names
-        )
+        scatter_fields([(self, names)], owned)
 
     def mini_batches(self) -> list[tuple[Rows, int, int]]:
         """This rank's rows of each mini-batch, with the tokens of mask 1, and the rows that have any, of all shards."""
@@ -140,6 +135,38 @@ class Scattered:
             parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), int((lengths > 0).sum())))
             start += size
         return parts
+
+
+def gather(found: Iterable[tuple[Scattered, Outputs, Mapping[str, str]]], owned: Rows) -> Rows:
+    """As `Scattered.gather`, of several: at once of those that have their outputs on the same ranks."""
+    alike = defaultdict(list)
+    for at, outputs, names in found:
+        sources = output_sources(at.component.layout, shards_of(at.split), at.component.exchange.world_size)
+        is_here = at.component.engine is not None and at.component.engine.is_output
+        fields = {field: outputs[output] for output, field in names.items() if is_here}
+        rows = at.rows if is_here else empty_rows((), at.batch.table)
+        alike[sources].append((at, replace(rows, fields=fields), list(names.values())))
+    for sources, several in alike.items():
+        at, rows, _ = several[0]
+        rows = replace(rows, fields=dict(chain.from_iterable(one.fields.items() for _, one, _ in several)))
+        names = list(chain.from_iterable(names for _, _, names in several))
+        owned = at.component.exchange.move_fields(rows, owned, at.batch.table, sources, at.batch.owners, names)
+    return owned
+
+
+def scatter_fields(wanted: Iterable[tuple[Scattered, Sequence[str]]], owned: Rows) -> None:
+    """Bring to scattered rows their fields of the owned ones: at once to those that are on the same ranks."""
+    alike = defaultdict(list)
+    for at, names in wanted:
+        alike[at.destinations].append((at, names))
+    for destinations, found in alike.items():
+        at = found[0][0]
+        union = list(dict.fromkeys(name for _, names in found for name in names))
+        moved = at.component.exchange.move_fields(
+            owned, at.rows, at.batch.table, at.batch.owners, destinations, union
+        ).fields
+        for at, names in found:
+            at.rows = replace(at.rows, fields=at.rows.fields | {name: moved[name] for name in names})
 
 
 def _check_finite(component: str, outputs: Outputs) -> None:

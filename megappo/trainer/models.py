@@ -21,7 +21,7 @@ from megappo.placement.components import components_of, trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.table import resolved
-from megappo.trainer.component import Batch, Component, Scattered
+from megappo.trainer.component import Batch, Component, Scattered, gather, scatter_fields
 from megappo.trainer.objectives import LOSS_WEIGHTS
 from megappo.trainer.train_engines import build_engines
 from megappo.weights.buckets import all_finite
@@ -74,12 +74,13 @@ class Models:
         found: dict[str, Scattered] = {}
         for name, component in self.components.items():
             training = self.training.get(name)
-            alike = [one for one in found.values() if one.component.layout == component.layout]
+            others = list(found.values())
+            alike = [one for one in others if one.component.layout == component.layout]
             if training is not None:
                 num_mini_batches = training.section.num_mini_batches(self.config.data.train_batch_size)
-                found[name] = component.scatter(batch, num_mini_batches)
+                found[name] = component.scatter(batch, num_mini_batches, others)
             elif self.specs[name].forward is not None:
-                found[name] = alike[0].passed_to(component) if alike else component.scatter(batch)
+                found[name] = alike[0].passed_to(component) if alike else component.scatter(batch, others=others)
         return found
 
     def forward(self, scattered: AtModels, phase: Phase) -> dict[str, Outputs]:
@@ -93,16 +94,15 @@ class Models:
 
     def gather(self, scattered: AtModels, outputs: Mapping[str, Outputs], owned: Rows) -> Rows:
         """The owned rows with the fields that the outputs become."""
-        for name, found in outputs.items():
-            if forward := self.specs[name].forward:
-                owned = scattered[name].gather(found, owned, forward.fields)
-        return owned
+        fields = {name: forward.fields for name in outputs if (forward := self.specs[name].forward)}
+        return gather([(scattered[name], outputs[name], fields[name]) for name in fields], owned)
 
     def scatter_fields(self, scattered: AtModels, owned: Rows, step: int) -> None:
         """Bring what the losses read to the components that are trained in the step."""
-        for name in self.trained_in(step):
-            told = [LOSS_WEIGHTS] if LOSS_WEIGHTS in owned.fields else []
-            scattered[name].scatter_fields(owned, [*self.training[name].fields, *told])
+        told = [LOSS_WEIGHTS] if LOSS_WEIGHTS in owned.fields else []
+        trained = self.trained_in(step)
+        scatter_fields([(scattered[name], [*self.training[name].fields, *told]) for name in trained], owned)
+        for name in trained:
             scattered[name].step = step
 
     def update(self, scattered: AtModels, step: int, phase: Phase) -> dict[str, list[OptimizerStep]]:
