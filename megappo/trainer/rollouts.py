@@ -33,7 +33,7 @@ from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
 from megappo.trainer.sample_rows import masked, sample_rows, summed
 from megappo.trainer.scoring import PartlyWanted, SampleScoring, Scored, episode_metrics
-from megappo.trainer.told import told_fields
+from megappo.trainer.told import kinds_told, told_fields
 
 PROBE_TOKENS = 4
 
@@ -286,15 +286,17 @@ class Rollouts:
         scores, parts, graded = self.score(samples, prompts, responses.scoring)
         algorithm = self.config.algorithm
         without = masked(samples, compared=algorithm.method.compares_responses) if algorithm.mask_truncated else set()
-        told = told_fields(self.config, samples, graded, self._decoder, self.exchange)
+        use = _engine_metrics(responses.use) | {f"reward/{name}": part for name, part in parts.items()}
+        written = sum(one.num_policy_tokens for one in chain(samples, responses.greedy))
+        mine = (kinds_told(graded), len(samples), written, use | episode_metrics(samples))
+        kinds, found, num_tokens, metrics = zip(*self.exchange.share(mine), strict=True)
+        told = told_fields(self.config, samples, graded, self._decoder, kinds)
         is_played = self.config.rollout.has_environment
         rows = sample_rows(samples, prompts, scores, **told, episodes=is_played, without=without)
         batch = self._at_owners(rows)
-        written = sum(one.num_policy_tokens for one in samples)
-        found, num_tokens = map(sum, zip(*self.exchange.share((len(samples), written)), strict=True))
         num_prompts = self.config.data.train_batch_size
-        if found != n * num_prompts:
-            raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {found} in all")
+        if sum(found) != n * num_prompts:
+            raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {sum(found)} in all")
         if not batch.table.policy_lengths.any():
             raise ConfigError(
                 "algorithm.mask_truncated leaves nothing to train on, as every response of the step was cut off: raise "
@@ -303,12 +305,8 @@ class Rollouts:
         if self.config.algorithm.method.needs_greedy_baseline:
             baselines = {"baselines": self._baselines(responses, prompts, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
-            num_tokens += sum(self.exchange.share(sum(one.num_policy_tokens for one in responses.greedy)))
-        metrics = {"rollout/num_tokens": num_tokens, "rollout/engine_restarts": self.restarts.take_count()}
-        of_rewards = {f"reward/{name}": part for name, part in parts.items()}
-        return batch, metrics | reduce_ranks(
-            self.exchange.share(_engine_metrics(responses.use) | of_rewards | episode_metrics(samples))
-        )
+        counts = {"rollout/num_tokens": sum(num_tokens), "rollout/engine_restarts": self.restarts.take_count()}
+        return batch, counts | reduce_ranks(metrics)
 
     def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:
         """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay."""

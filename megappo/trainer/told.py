@@ -1,7 +1,7 @@
 """What training depends on of what reward functions tell beside the scores: weights of losses, and scores of steps."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megappo.batch.exchange import Exchange
 from megappo.config.algorithm_checks import step_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
@@ -21,21 +20,27 @@ LONGEST_CHARACTER = 4
 """Tokens, of a byte each: of as many places behind each other one is between two characters."""
 
 
+def kinds_told(graded: Sequence[Graded]) -> tuple[bool, bool]:
+    """Whether there are weights among what was told of this rank's samples, and scores of steps."""
+    return any(one.loss_weight is not None for one in graded), any(any(one.steps) for one in graded)
+
+
 def told_fields(
     config: Config,
     samples: Sequence[Sample],
     graded: Sequence[Graded],
     tokenizer: PreTrainedTokenizerBase,
-    exchange: Exchange,
+    kinds: Iterable[tuple[bool, bool]],
 ) -> dict[str, Any]:
     """The arguments of `sample_rows` that come of it: those of which anything was told on any rank. Of a sample of
-    which nothing was, the weight is 1, and no token has a reward. All ranks together.
+    which nothing was, the weight is 1, and no token has a reward.
 
+    Args:
+        kinds: `kinds_told` of all ranks.
     Raises:
         ConfigError: scores of steps do not go with the config.
     """
-    mine = (any(one.loss_weight is not None for one in graded), any(any(one.steps) for one in graded))
-    has_weights, has_steps = map(any, zip(*exchange.share(mine), strict=True))
+    has_weights, has_steps = map(any, zip(*kinds, strict=True))
     told: dict[str, Any] = {}
     if has_weights:
         weights = [1.0 if one.loss_weight is None else one.loss_weight for one in graded]

@@ -20,7 +20,7 @@ from megappo.rollout.conversation import Segment
 from megappo.rollout.episodes import Episode
 from megappo.rollout.sampler import Sample
 from megappo.trainer.sample_rows import sample_rows, summed
-from megappo.trainer.told import completing, step_rewards, told_fields
+from megappo.trainer.told import completing, kinds_told, step_rewards, told_fields
 
 TEXTS = (
     "hello",
@@ -109,7 +109,8 @@ def tell(rank: int, world_size: int) -> None:
     graded = [Graded([8.0, 1.0], {}, steps=[(), [(2, 0.5), (4, 0.25)]]), Graded([8.0, 1.0], {}, loss_weight=0.5)]
     mine = graded[rank : rank + 1]
     samples = [sample] * len(mine)
-    fields = told_fields(make_config(), samples, mine, tokenizer, exchange)
+    kinds = exchange.share(kinds_told(mine))
+    fields = told_fields(make_config(), samples, mine, tokenizer, kinds)
     scores = torch.tensor([one.totals for one in mine]).reshape(-1, 2)
     rows = sample_rows(samples, [Prompt(0, [5], "", None)], scores, **fields, episodes=True)
     told = {name: values.tolist() for name, values in rows.fields.items() if name in ("loss_weights", "turn_rewards")}
@@ -121,10 +122,10 @@ def tell(rank: int, world_size: int) -> None:
     assert told == of_ranks[rank]
     assert summed(scores).tolist() == [[9.75], [9.0], []][rank]
     none = [Graded([1.0], {}, steps=[[]])] * len(samples)
-    assert told_fields(make_config(clip=1.0), samples, none, tokenizer, exchange) == {}
+    assert told_fields(make_config(clip=1.0), samples, none, tokenizer, exchange.share(kinds_told(none))) == {}
     message = r"reward.normalize .batch. changes the score of a response, not those of its steps, .* rewards.py:f gives"
     with pytest.raises(ConfigError, match=message):  # on ranks too that were told none
-        told_fields(make_config(normalize="batch"), samples, mine, tokenizer, exchange)
+        told_fields(make_config(normalize="batch"), samples, mine, tokenizer, kinds)
 
 
 def test_what_is_told_on_one_rank_is_a_field_on_all():
