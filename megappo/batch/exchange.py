@@ -21,8 +21,9 @@ LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote pr
 """How a collective says that another rank has ended."""
 
 
-HEAD_BYTES = 256
-"""Of a value that is shared, to go with its length: most have no more, and then one collective is all."""
+HEAD_BYTES, HEADS_BYTES = 256, 2**15
+"""Of a value that is shared, to go with its length: so many, and in a small world more, as many as all ranks' heads may
+have together. Most values have no more, and then one collective is all."""
 LENGTH_BYTES = 8
 
 
@@ -92,14 +93,15 @@ class Exchange:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
+        self.head_bytes = max(HEAD_BYTES, HEADS_BYTES // self.world_size)
 
     def share(self, value: object) -> list:
         """Every rank's value, on every rank. For small things: lengths, metrics, errors."""
         mine = pickle.dumps(value)
         length = len(mine).to_bytes(LENGTH_BYTES, "little")
-        heads = self._all_gather(length + mine[:HEAD_BYTES], LENGTH_BYTES + HEAD_BYTES)
+        heads = self._all_gather(length + mine[: self.head_bytes], LENGTH_BYTES + self.head_bytes)
         lengths = [int.from_bytes(head[:LENGTH_BYTES], "little") for head in heads]
-        rests = self._all_gather(mine[HEAD_BYTES:], max(lengths) - HEAD_BYTES)
+        rests = self._all_gather(mine[self.head_bytes :], max(lengths) - self.head_bytes)
         parts = zip(heads, rests, lengths, strict=True)
         return [pickle.loads((head[LENGTH_BYTES:] + rest)[:length]) for head, rest, length in parts]
 
@@ -173,13 +175,9 @@ class Exchange:
             ValueError: other rows are here than `sources` says.
         """
         route = self._route(rows, sources, destinations)
-        lengths = table.prompt_lengths + table.response_lengths
-        sent = [rows.input_ids[i].to("cpu", torch.int64) for i in route.outgoing.tolist()]
-        flat = torch.cat(sent) if sent else torch.empty(0, dtype=torch.int64)
-        received = self._all_to_all(flat, route, lengths).split(lengths[route.arriving].tolist())
-        moved = empty_rows(destinations[self.rank], table)
-        moved = replace(moved, input_ids=[received[i] for i in route.places.tolist()])
-        return self._add_fields(rows, moved, table, route, names)
+        tokens, *loads = self._all_to_all(route, [_tokens(rows, table, route), *_fields(rows, table, route, names)])
+        moved = replace(empty_rows(destinations[self.rank], table), input_ids=tokens)
+        return _with_fields(moved, names, loads)
 
     def move_fields(
         self,
@@ -194,54 +192,101 @@ class Exchange:
 
         Args and Raises: as `move`.
         """
-        return self._add_fields(rows, into, table, self._route(rows, sources, destinations), names)
+        route = self._route(rows, sources, destinations)
+        return _with_fields(into, names, self._all_to_all(route, _fields(rows, table, route, names)))
 
     def _route(self, rows: Rows, sources: RankRows, destinations: RankRows) -> "_Route":
         if rows.ids.tolist() != list(sources[self.rank]):
             raise ValueError(f"expected rows {sources[self.rank]} here, in this order; found {rows.ids.tolist()}")
         return _Route.of(self.rank, sources, destinations)
 
-    def _add_fields(self, rows: Rows, into: Rows, table: RowTable, route: "_Route", names: Sequence[str]) -> Rows:
-        """In one collective those per token, in another those per row."""
-        per_token = [name for name in names if field_of(name).per_token]
-        per_row = [name for name in names if not field_of(name).per_token]
-        moved = self._per_token(rows, per_token, table, route) | self._per_row(rows, per_row, table, route)
-        return replace(into, fields=into.fields | {name: moved[name] for name in names})
+    def _all_to_all(self, route: "_Route", loads: Sequence["_Load"]) -> list[Any]:
+        """What the loads become where they arrive; all in one collective, in which ranks get one after the other."""
+        if not loads:
+            return []
+        outgoing, arriving = zip(*(route.sizes(load.sizes, self.world_size) for load in loads), strict=True)
+        parts = [load.sent.split(sizes) for load, sizes in zip(loads, outgoing, strict=True)]
+        sent = torch.cat(list(chain.from_iterable(zip(*parts, strict=True))))
+        to_ranks, from_ranks = route.sizes(torch.stack([load.sizes for load in loads]).sum(dim=0), self.world_size)
+        received = sent.new_empty(sum(from_ranks))
+        dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=self.group)
+        pieces = received.split(list(chain.from_iterable(zip(*arriving, strict=True))))
+        return [load.unpacked(torch.cat(pieces[i :: len(loads)])) for i, load in enumerate(loads)]
 
-    def _per_token(self, rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> dict[str, torch.Tensor]:
-        """[b, R] each."""
-        if not names:
-            return {}
-        sent = _is_token(rows.max_response_length, rows.response_lengths[route.outgoing])
-        values = [_held(rows, name, (sent.shape[1],))[route.outgoing][sent] for name in names]
-        received = self._all_to_all(torch.stack(values, dim=1), route, table.response_lengths)
+
+@dataclass(frozen=True)
+class _Load:
+    """Numbers of rows that travel, as int32 of the same bits.
+
+    Attributes:
+        sent: of the rows that leave, flat, in the route's order.
+        sizes: how many each row of the table has.
+        unpacked: from those of the rows that arrive, flat, in the route's order, to what was asked for.
+    """
+
+    sent: torch.Tensor
+    sizes: torch.Tensor
+    unpacked: Callable[[torch.Tensor], Any]
+
+
+def _tokens(rows: Rows, table: RowTable, route: "_Route") -> _Load:
+    """A list of a tensor for each row."""
+    lengths = table.prompt_lengths + table.response_lengths
+    sent = [rows.input_ids[i] for i in route.outgoing.tolist()]
+    flat = torch.cat(sent).to("cpu", torch.int32) if sent else torch.empty(0, dtype=torch.int32)
+
+    def unpacked(received: torch.Tensor) -> list[torch.Tensor]:
+        arrived = received.long().split(lengths[route.arriving].tolist())
+        return [arrived[i] for i in route.places.tolist()]
+
+    return _Load(flat, lengths, unpacked)
+
+
+def _fields(rows: Rows, table: RowTable, route: "_Route", names: Sequence[str]) -> list[_Load]:
+    """Those per token, and those per row: dicts of them by name."""
+    per_token = [name for name in names if field_of(name).per_token]
+    per_row = [name for name in names if not field_of(name).per_token]
+    loads = [_per_token(rows, per_token, table, route)] if per_token else []
+    return [*loads, _per_row(rows, per_row, table, route)] if per_row else loads
+
+
+def _with_fields(rows: Rows, names: Sequence[str], found: Sequence[dict[str, torch.Tensor]]) -> Rows:
+    moved = dict(chain.from_iterable(of_load.items() for of_load in found))
+    return replace(rows, fields=rows.fields | {name: moved[name] for name in names})
+
+
+def _per_token(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> _Load:
+    """[b, R] each."""
+    is_sent = _is_token(rows.max_response_length, rows.response_lengths[route.outgoing])
+    values = [_held(rows, name, (is_sent.shape[1],))[route.outgoing][is_sent] for name in names]
+
+    def unpacked(received: torch.Tensor) -> dict[str, torch.Tensor]:
         arrived = _is_token(table.max_response_length, table.response_lengths[route.arriving])
         moved = {}
-        for name, flat in zip(names, received.unbind(dim=1), strict=True):
+        for name, flat in zip(names, received.view(torch.float32).reshape(-1, len(names)).unbind(1), strict=True):
             field = torch.zeros(arrived.shape)
             field[arrived] = flat
             moved[name] = field[route.places]
         return moved
 
-    def _per_row(self, rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> dict[str, torch.Tensor]:
-        """[b] or [b, K] each."""
-        if not names:
-            return {}
-        values = [_held(rows, name) for name in names]
-        columns = [
-            field if field_of(name).has_columns else field[:, None] for name, field in zip(names, values, strict=True)
-        ]
-        sent = torch.cat(columns, dim=1)[route.outgoing]
-        received = self._all_to_all(sent, route, torch.ones(len(table), dtype=torch.int64))[route.places]
-        moved = zip(names, received.split([column.shape[1] for column in columns], dim=1), strict=True)
+    return _Load(torch.stack(values, dim=1).flatten().view(torch.int32), table.response_lengths * len(names), unpacked)
+
+
+def _per_row(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> _Load:
+    """[b] or [b, K] each."""
+    values = [_held(rows, name) for name in names]
+    columns = [
+        field if field_of(name).has_columns else field[:, None] for name, field in zip(names, values, strict=True)
+    ]
+    widths = [column.shape[1] for column in columns]
+
+    def unpacked(received: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = received.view(torch.float32).reshape(-1, sum(widths))[route.places].split(widths, dim=1)
+        moved = zip(names, found, strict=True)
         return {name: found if field_of(name).has_columns else found[:, 0] for name, found in moved}
 
-    def _all_to_all(self, sent: torch.Tensor, route: "_Route", sizes: torch.Tensor) -> torch.Tensor:
-        """What arrives of each row's `sizes[row]` numbers, or rows of numbers, in the route's order."""
-        outgoing, arriving = route.sizes(sizes, self.world_size)
-        received = sent.new_empty(sum(arriving), *sent.shape[1:])
-        dist.all_to_all_single(received, sent, arriving, outgoing, group=self.group)
-        return received
+    sent = torch.cat(columns, dim=1)[route.outgoing].flatten().view(torch.int32)
+    return _Load(sent, torch.full((len(table),), sum(widths), dtype=torch.int64), unpacked)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from spawn import run_ranks
 
-from megappo.batch.exchange import HEAD_BYTES, Exchange, RankRows, RowTable, output_sources, shard_destinations
+from megappo.batch.exchange import Exchange, RankRows, RowTable, output_sources, shard_destinations
 from megappo.batch.fields import FIELDS, Field
 from megappo.batch.rows import Rows
 from megappo.placement.layout import Layout
@@ -224,7 +224,8 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
 
 def values_of_all_lengths(rank: int, world_size: int) -> None:
     exchange = Exchange(dist.group.WORLD)
-    for lengths in itertools.product((0, HEAD_BYTES - 30, HEAD_BYTES, 10 * HEAD_BYTES), repeat=world_size):
+    head = exchange.head_bytes
+    for lengths in itertools.product((0, head - 30, head, 10 * head), repeat=world_size):
         values = [(of_rank, "x" * length) for of_rank, length in enumerate(lengths)]
         assert exchange.share(values[rank]) == values
 
