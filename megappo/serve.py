@@ -19,8 +19,7 @@ from megappo.rollout import launch
 from megappo.rollout.keeper import remove_traces
 
 USAGE = "usage: .venv/bin/python -m megappo.serve HF_FOLDER [SGLang's arguments; --help lists them]"
-# SGLang's warm-up, a sentence, has no token at all in a small vocabulary such as the quickstart's, and must succeed.
-CPU_ARGUMENTS = launch.CPU_ARGUMENTS | {"dtype": "float32", "skip_server_warmup": True}
+CPU_ARGUMENTS = launch.CPU_ARGUMENTS | {"dtype": "float32"}
 OWN_TOKENIZER = ("--tokenizer-path", "--skip-tokenizer-init")
 
 

@@ -27,6 +27,8 @@ CPU_ARGUMENTS = {
     "disable_cuda_graph": True,
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,  # else an idle engine takes a core from the trainer
+    # It has nothing to compile, but waits for a second, and its sentence may have no token in a small vocabulary.
+    "skip_server_warmup": True,
     "max_total_tokens": 65536,
 }
 OWN_CPU_ARGUMENTS = CPU_ARGUMENTS | {"custom_weight_loader": [LOADER]}
