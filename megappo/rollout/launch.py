@@ -46,6 +46,7 @@ that look ten times as long 245 (35)."""
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
 PACKAGE_ROOT = Path(__file__).parents[2]
+MODELS = "megappo.rollout.sglang_models"
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,7 @@ def environment_of_owner(temporary: Path) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     variables["TMPDIR"] = str(temporary)
+    variables.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
     variables["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"  # a generated token makes each check last a second
     return variables
 

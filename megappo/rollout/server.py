@@ -25,6 +25,8 @@ from megappo.rollout.keeper import shared_memory
 KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 """Of the arguments, those that nobody may read."""
 
+# SGLang's dumper, a tool of its developers, would import what it finds of the trainer's.
+sys.modules["megatron"] = None
 cpu.install()
 bind_stores()  # the scheduler's; in its process, forked or spawned, too
 

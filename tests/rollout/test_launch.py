@@ -1,5 +1,6 @@
 """What an engine's process is started with."""
 
+import ast
 import os
 import shutil
 import sysconfig
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megappo import platform, train
+from megappo.architecture.families import FAMILIES
 from megappo.config.schema import Config, Rollout
 from megappo.rollout import launch
 
@@ -95,3 +97,11 @@ def test_threads_of_an_engine_on_a_cpu(policy, spins, monkeypatch):
     variables = launch.environment([], 2, Path("/tmp/x"), 2)
     assert variables["OMP_NUM_THREADS"] == "2" and variables.get("GOMP_SPINCOUNT") == spins
     assert variables["SGLANG_CPU_OMP_THREADS_BIND"] == "2,3|5,7"
+
+
+def test_sglang_finds_every_family_without_importing_all_of_its_models():
+    *package, name = launch.MODELS.split(".")
+    source = Path(launch.PACKAGE_ROOT, *package, name, "families.py").read_text()
+    imported = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
+    assert {alias.name for node in imported for alias in node.names} == set(FAMILIES)
+    assert launch.environment_of_owner(Path("/tmp/x"))["SGLANG_EXTERNAL_MODEL_PACKAGE"] == launch.MODELS
