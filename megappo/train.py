@@ -40,6 +40,7 @@ from megappo.rollout.launch import home_of_sockets, nccl_variables
 from megappo.table import resolved
 from megappo.trainer import lock
 from megappo.trainer.failure import report
+from megappo.trainer.own_engine import OwnEngine, start_engine
 from megappo.trainer.preflight import check_run
 from megappo.trainer.resuming import already_finished
 from megappo.trainer.watchdog import Watchdog
@@ -120,12 +121,16 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
         return
     for name, value in nccl_variables(config.rollout.server_args).items():
         os.environ.setdefault(name, value)  # the engine takes its environment from here
+    own = OwnEngine()
+    if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # which first chooses its folder
+        layout = placement_layouts(config, world_size)["rollout"]
+        own = start_engine(config, layout, rank, store, cleanup)
     with without_collector():
         train = resolved(TRAINING)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     Watchdog(store, rank, world_size, config.hang_timeout_seconds)
-    train(config, cleanup)
+    train(config, own, cleanup)
 
 
 def _print_capabilities(config: Config, world_size: int) -> None:

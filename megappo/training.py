@@ -14,23 +14,25 @@ megatron_setup.install()  # must come before the first import of megatron.core
 from megappo.trainer.build import build_rolling_out, build_run  # noqa: E402
 from megappo.trainer.evaluating import build_evaluating  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
+from megappo.trainer.own_engine import OwnEngine  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 
 
-def train(config: Config, cleanup: ExitStack) -> None:
+def train(config: Config, own: OwnEngine, cleanup: ExitStack) -> None:
     """Build a run and have it train, or only roll out or evaluate, to its end; all ranks together, after the default
     group exists.
 
     Args:
+        own: has been started, unless the run is an evaluation.
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     if config.trainer.eval_only:
         build_evaluating(config, cleanup).run()
         return
     if config.trainer.rollout_only:
-        build_rolling_out(config, cleanup).run()
+        build_rolling_out(config, own, cleanup).run()
         return
-    run = build_run(config, cleanup)
+    run = build_run(config, own, cleanup)
     if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
         _keep_config(config, run)
     Trainer(config, run).train()

@@ -18,7 +18,7 @@ from megappo.trainer.batches import SampledBatches
 from megappo.trainer.datasets import load_datasets
 from megappo.trainer.inference import NoEngines, connect
 from megappo.trainer.models import build_models
-from megappo.trainer.own_engine import OwnEngine, start_engine
+from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
 from megappo.trainer.progress import Progress
@@ -29,11 +29,12 @@ from megappo.trainer.run import Run
 from megappo.trainer.utilisation import Utilisation
 
 
-def build_run(asked: Config, cleanup: ExitStack) -> Run:
+def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
     """Everything a run needs on this rank; all ranks together, after the default process group exists.
 
     Args:
         asked: as it was written; an offload may be left to be settled.
+        own: has been started.
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     exchange = Exchange(dist.group.WORLD)
@@ -42,7 +43,6 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     layouts = placement_layouts(config, exchange.world_size)
     progress = Progress(asked, exchange)
     replayed = config.trainer.replay_rollouts
-    own = start_engine(config, layouts["rollout"], cleanup) if replayed is None else OwnEngine()
     datasets = load_datasets(config, own, exchange)
     left_out = datasets.check(exchange)
     if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
@@ -70,11 +70,10 @@ def build_run(asked: Config, cleanup: ExitStack) -> Run:
     )
 
 
-def build_rolling_out(config: Config, cleanup: ExitStack) -> RollingOut:
+def build_rolling_out(config: Config, own: OwnEngine, cleanup: ExitStack) -> RollingOut:
     """The parts of a run that only rolls out; arguments as of `build_run`."""
     exchange = Exchange(dist.group.WORLD)
     layout = placement_layouts(config, exchange.world_size)["rollout"]
-    own = start_engine(config, layout, cleanup)
     datasets = load_datasets(config, own, exchange)
     left_out = datasets.check(exchange)
     record = Record(Path(config.trainer.record_rollouts), config, exchange)

@@ -19,6 +19,7 @@ from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
+from megappo.listening import run_store
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.metrics import Histogram
 from megappo.observe.observer import NullObserver, Observer
@@ -75,7 +76,7 @@ def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
     weights, step = checkpoint or Path(asked.model.path), step_of(checkpoint) if checkpoint else 0
     config = with_own_folder(asked, weights)
     layouts = placement_layouts(config, exchange.world_size)
-    own = start_engine(config, layouts["rollout"], cleanup)
+    own = start_engine(config, layouts["rollout"], exchange.rank, run_store(), cleanup)
     datasets = load_datasets(config, own, exchange)
     left_out = datasets.check(exchange)
     if platform.has_cuda():  # as in `build_run`

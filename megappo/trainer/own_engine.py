@@ -1,18 +1,18 @@
 """The inference engine that a rank owns, if it is the first rank of an engine's group."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
+from torch.distributed import Store
 
 from megappo import platform
 from megappo.config.eval_sets import played_tasks
 from megappo.config.schema import Config
 from megappo.environments.workers import Workers, start_workers
-from megappo.listening import node_address, run_store
+from megappo.listening import node_address
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
 from megappo.rollout.client import EngineClient
@@ -55,10 +55,14 @@ class OwnEngine:
                 engine.stop()
 
 
-def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngine:
+def start_engine(config: Config, layout: Layout, rank: int, store: Store, cleanup: ExitStack) -> OwnEngine:
     """Start this rank's SGLang engine, if it is to own one, without waiting for it, and its workers. An engine of
-    rollout.engines runs already. Of one that is on several nodes, the first rank on each starts that node's part."""
-    rank = dist.get_rank()
+    rollout.engines runs already. Of one that is on several nodes, the first rank on each starts that node's part.
+
+    Args:
+        layout: the engines'.
+        store: torchrun's, by which those parts meet.
+    """
     number = layout.shard_of(rank)
     if number is None or rank not in _starting(layout, number):
         return OwnEngine()
@@ -66,7 +70,7 @@ def start_engine(config: Config, layout: Layout, cleanup: ExitStack) -> OwnEngin
     if config.rollout.engines:
         engine = ExternalEngine(config.rollout.engines[number], config.rollout)
     else:
-        engine = _engine(config, layout, number, rank, cleanup)
+        engine = _engine(config, layout, number, rank, lambda node: _meeting(store, number, node, cleanup))
         cleanup.callback(engine.stop)
         engine.start()
         if rank != layout.output_rank(number):
@@ -79,7 +83,7 @@ def _starting(layout: Layout, number: int) -> list[int]:
     return [part[0] for part in by_node(layout.shard_ranks(number), _ranks_per_node())]
 
 
-def _engine(config: Config, layout: Layout, number: int, rank: int, cleanup: ExitStack) -> Engine:
+def _engine(config: Config, layout: Layout, number: int, rank: int, meeting: Callable[[int], str]) -> Engine:
     per_node = _ranks_per_node()
     starting = _starting(layout, number)
     node, several = starting.index(rank), len(starting) > 1
@@ -93,14 +97,14 @@ def _engine(config: Config, layout: Layout, number: int, rank: int, cleanup: Exi
         gpu_ids=platform.gpu_ids([one % per_node for one in ranks]),
         log_path=Path(config.trainer.output_dir, "engines", f"engine_{number}{f'_node_{node}' if node else ''}.log"),
         seed=config.trainer.seed + number,
-        part=NodePart(node, len(starting), _meeting(number, node, cleanup)) if several else None,
+        part=NodePart(node, len(starting), meeting(node)) if several else None,
         num_threads=platform.engine_threads(sum(one // per_node == rank // per_node for one in layout.ranks)),
     )
 
 
-def _meeting(number: int, node: int, cleanup: ExitStack) -> str:
+def _meeting(store: Store, number: int, node: int, cleanup: ExitStack) -> str:
     """Where an engine's parts find each other, host:port: the owner keeps a free port of its node for it."""
-    store, key = run_store(), f"engine/{number}"
+    key = f"engine/{number}"
     if node == 0:
         guard = cleanup.enter_context(reserve_port(0, node_address()))
         host, port = guard.getsockname()

@@ -75,10 +75,11 @@ def test_nccl_is_set_alike_for_trainer_and_engine_before_a_group_is_made(monkeyp
     monkeypatch.setattr(os, "environ", environment)
     seen = {}
     monkeypatch.setattr(train.dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
-    monkeypatch.setattr(train, "resolved", lambda _: lambda config, cleanup: None)
+    monkeypatch.setattr(train, "resolved", lambda _: lambda config, own, cleanup: None)
     store = train.dist.HashStore()
     store.set("finished", "")
     sections = {"model": {"path": "m"}, "data": {"train_files": ["t"]}, "trainer": {"output_dir": "out"}}
+    sections["placement"] = {"rollout": "0"}
     sections["rollout"] = {"server_args": {"enable_nccl_nvls": True}}
     train._train(Config.model_validate(sections), store, 1, 2, ExitStack())
     variables = launch.environment(["3", "5"], 2, Path("/tmp/x"))
