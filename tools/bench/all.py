@@ -4,7 +4,7 @@
     .venv/bin/python tools/bench/all.py --only gae balance
 
 Writes Markdown, and the same as JSON. Ratios are of one run each, but the machine should have nothing else to
-do: what is compared need not suffer alike. Takes about 20 minutes.
+do: what is compared need not suffer alike, and threads wait as they do in a run. Takes about 25 minutes.
 """
 
 import argparse
@@ -64,8 +64,7 @@ def run(benchmark: Benchmark) -> list[Row]:
         file = Path(folder) / "found.json"
         torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(benchmark.ranks)] if benchmark.ranks > 1 else []
         command = [sys.executable, *torchrun, HERE / benchmark.script, *benchmark.arguments, "--json", file]
-        environment = {"OMP_WAIT_POLICY": "passive"} | os.environ  # see gae.py
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment, cwd=HERE.parents[1])
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parents[1])
         return [Row(**row) for row in json.loads(file.read_text())]
 
 
