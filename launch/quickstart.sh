@@ -24,7 +24,7 @@ if [[ ${1:-} == gpu ]]; then
 else
     venv=.venv
     export CUDA_VISIBLE_DEVICES=
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # more cost so small a model more than they do
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # with more, a model as small as this is slower
     bash launch/setup.sh
 fi
 if [[ ! -d outputs/quickstart/model || ! -f outputs/quickstart/val.jsonl ]]; then

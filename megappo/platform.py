@@ -29,18 +29,22 @@ def device() -> torch.device:
     """Device of this process: the GPU of its LOCAL_RANK, else the CPU."""
     if has_cuda():
         index = int(os.environ.get("LOCAL_RANK", "0"))
-        if index >= torch.cuda.device_count():
-            raise RuntimeError(
-                f"local rank {index} has no GPU: this node has {torch.cuda.device_count()}; start as many processes "
-                "(NPROC) and place everything on as many ranks"
-            )
+        _check_has_gpu(index)
         return torch.device("cuda", index)
     return torch.device("cpu")
 
 
+def _check_has_gpu(local_rank: int) -> None:
+    if local_rank >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; start as many processes "
+            "(NPROC) and place everything on as many ranks"
+        )
+
+
 def share_cores(num_ranks: str) -> None:
     """Set how many threads the ranks that this process starts compute with, unless OMP_NUM_THREADS says it: on a CPU
-    they share the cores; on GPUs one each, as torchrun has it.
+    they share the cores; on GPUs one each, as torchrun has it where it starts several.
 
     Args:
         num_ranks: torchrun's --nproc-per-node.
@@ -56,16 +60,16 @@ def share_cores(num_ranks: str) -> None:
 
 
 def num_cores() -> int:
-    """That this process may use: a container's limit counts, which shows in no other way."""
+    """That this process may use: a container's limit, which shows in no other way, counts where it is of cgroup v2."""
     cores, limit = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
     quota, period = limit.read_text().split() if limit.exists() else ("max", "")
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
-def engine_threads(num_sharing: int) -> int:
-    """Of an engine's rank on a CPU, where so many share the node's cores; see `share_cores`."""
+def engine_threads(num_sharing: int) -> int | None:
+    """Of an engine's rank on a CPU, where so many share the node's cores; None: as many as OMP_NUM_THREADS says."""
     cores = os.environ.get(ENGINE_CORES)
-    return max(1, int(cores) // num_sharing) if cores else int(os.environ.get("OMP_NUM_THREADS", "1"))
+    return max(1, int(cores) // num_sharing) if cores else None
 
 
 def gpu_bytes() -> int | None:
@@ -83,6 +87,7 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
     """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     if not has_cuda():
         return []
+    _check_has_gpu(max(local_ranks))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(i) for i in range(max(local_ranks) + 1)]
     return [names[i] for i in local_ranks]

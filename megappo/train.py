@@ -122,7 +122,7 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
     for name, value in nccl_variables(config.rollout.server_args).items():
         os.environ.setdefault(name, value)  # the engine takes its environment from here
     own = OwnEngine()
-    if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # which first chooses its folder
+    if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation's: of a checkpoint
         layout = placement_layouts(config, world_size)["rollout"]
         own = start_engine(config, layout, rank, store, cleanup)
     with without_collector():

@@ -23,7 +23,7 @@ def train(config: Config, own: OwnEngine, cleanup: ExitStack) -> None:
     group exists.
 
     Args:
-        own: has been started, unless the run is an evaluation.
+        own: of runs that write rollouts; an evaluation starts its own, as the model's folder depends on a checkpoint.
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     if config.trainer.eval_only:

@@ -205,9 +205,11 @@ class Exchange:
         if not loads:
             return []
         outgoing, arriving = zip(*(route.sizes(load.sizes, self.world_size) for load in loads), strict=True)
+        to_ranks, from_ranks = (
+            [sum(of_rank) for of_rank in zip(*sizes, strict=True)] for sizes in (outgoing, arriving)
+        )
         parts = [load.sent.split(sizes) for load, sizes in zip(loads, outgoing, strict=True)]
         sent = torch.cat(list(chain.from_iterable(zip(*parts, strict=True))))
-        to_ranks, from_ranks = route.sizes(torch.stack([load.sizes for load in loads]).sum(dim=0), self.world_size)
         received = sent.new_empty(sum(from_ranks))
         dist.all_to_all_single(received, sent, from_ranks, to_ranks, group=self.group)
         pieces = received.split(list(chain.from_iterable(zip(*arriving, strict=True))))
@@ -230,7 +232,7 @@ class _Load:
 
 
 def _tokens(rows: Rows, table: RowTable, route: "_Route") -> _Load:
-    """A list of a tensor for each row."""
+    """Unpacked, a list of a tensor for each row."""
     lengths = table.prompt_lengths + table.response_lengths
     sent = [rows.input_ids[i] for i in route.outgoing.tolist()]
     flat = torch.cat(sent).to("cpu", torch.int32) if sent else torch.empty(0, dtype=torch.int32)
@@ -243,7 +245,7 @@ def _tokens(rows: Rows, table: RowTable, route: "_Route") -> _Load:
 
 
 def _fields(rows: Rows, table: RowTable, route: "_Route", names: Sequence[str]) -> list[_Load]:
-    """Those per token, and those per row: dicts of them by name."""
+    """Those per token, and those per row, unpacked dicts of them by name."""
     per_token = [name for name in names if field_of(name).per_token]
     per_row = [name for name in names if not field_of(name).per_token]
     loads = [_per_token(rows, per_token, table, route)] if per_token else []
@@ -256,7 +258,7 @@ def _with_fields(rows: Rows, names: Sequence[str], found: Sequence[dict[str, tor
 
 
 def _per_token(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> _Load:
-    """[b, R] each."""
+    """Unpacked, [b, R] each."""
     is_sent = _is_token(rows.max_response_length, rows.response_lengths[route.outgoing])
     values = [_held(rows, name, (is_sent.shape[1],))[route.outgoing][is_sent] for name in names]
 
@@ -273,7 +275,7 @@ def _per_token(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route
 
 
 def _per_row(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> _Load:
-    """[b] or [b, K] each."""
+    """Unpacked, [b] or [b, K] each."""
     values = [_held(rows, name) for name in names]
     columns = [
         field if field_of(name).has_columns else field[:, None] for name, field in zip(names, values, strict=True)
@@ -283,7 +285,7 @@ def _per_row(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route")
     def unpacked(received: torch.Tensor) -> dict[str, torch.Tensor]:
         found = received.view(torch.float32).reshape(-1, sum(widths))[route.places].split(widths, dim=1)
         moved = zip(names, found, strict=True)
-        return {name: found if field_of(name).has_columns else found[:, 0] for name, found in moved}
+        return {name: field if field_of(name).has_columns else field[:, 0] for name, field in moved}
 
     sent = torch.cat(columns, dim=1)[route.outgoing].flatten().view(torch.int32)
     return _Load(sent, torch.full((len(table),), sum(widths), dtype=torch.int64), unpacked)

@@ -160,7 +160,9 @@ class MemoryEstimate:
         buckets = 2 if "actor" in dict(place.stages) else int(place.has_engine)
         if phase == SYNC and buckets:  # where the actor is one is gathered while the one before is handed over
             yield "sync buckets", buckets * (self.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES)
-        communicators = sum(_communicators(self.layouts[name]) for name, _ in place.stages) + 1
+        # Each stage of the actor sends to engines that have GPUs of their own, in a group of its own.
+        weights = self.layouts["actor"].pipeline if place.has_engine and not place.stages else 1
+        communicators = sum(_communicators(self.layouts[name]) for name, _ in place.stages) + weights
         contexts = CONTEXT_BYTES + place.has_engine * ENGINE_CONTEXT_BYTES
         yield "CUDA contexts", contexts
         yield "NCCL communicators", communicators * COMMUNICATOR_BYTES

@@ -35,7 +35,7 @@ class Engine:
         log_path: file for the server's output.
         seed: seeds SGLang's sampling; must differ between engines.
         part: of an engine on several nodes, each of which has such a part of it; None = all of it is here.
-        num_threads: of each of its ranks on a CPU.
+        num_threads: of each of its ranks on a CPU; None: as many as OMP_NUM_THREADS says, else one.
     Raises:
         EngineError: SGLang is not installed.
     """
@@ -51,7 +51,7 @@ class Engine:
         log_path: Path,
         seed: int,
         part: launch.NodePart | None = None,
-        num_threads: int = 1,
+        num_threads: int | None = None,
     ):
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
@@ -61,6 +61,7 @@ class Engine:
         self._resized: dict[str, float] = {}
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
+        self._index = index
         self._num_threads = num_threads
         self._api_key = secrets.token_urlsafe(32)
         self._process: subprocess.Popen | None = None
@@ -148,7 +149,11 @@ class Engine:
         self._log_mode = os.O_APPEND  # started again, it keeps what tells why
         with os.fdopen(descriptor, "w") as log:
             environment = launch.environment(
-                self._gpu_ids, self._rollout.tensor_parallel, self._temporary, self._num_threads
+                self._gpu_ids,
+                self._rollout.tensor_parallel,
+                self._temporary,
+                index=self._index,
+                num_threads=self._num_threads,
             )
             return launch.start_keeper(settings, self._temporary, environment | self._variables, log)
 

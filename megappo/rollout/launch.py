@@ -40,9 +40,9 @@ GPU_VARIABLES = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}  # CUDA graphs sleep,
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
 SPIN_COUNT = "1000"
-"""Of libgomp: how long a thread looks for work before it sleeps. Of a 110M model on two cores, with one thread
-190 tokens/s: two that sleep at once 170, two that look so long 220 (110 where something else has one of the cores), two
-that look ten times as long 245 (35)."""
+"""Of libgomp: how often a thread looks for work before it sleeps. On two cores a step's rollout of a 110M model takes
+18 s with one thread, 13 with two that look so often, 19 with two that sleep at once. Where something else has one of
+the cores, two write 0.6 times as many tokens as one, and 0.2 times as many if they look ten times as often."""
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
 PACKAGE_ROOT = Path(__file__).parents[2]
@@ -117,15 +117,17 @@ def start_keeper(
     return process
 
 
-def environment(gpu_ids: list[str], tensor_parallel: int, temporary: Path, num_threads: int = 1) -> dict[str, str]:
-    """The variables of an engine on these GPUs, or, with so many threads a rank, on cores that a trainer uses too."""
+def environment(
+    gpu_ids: list[str], tensor_parallel: int, temporary: Path, *, index: int = 0, num_threads: int | None = None
+) -> dict[str, str]:
+    """The variables of an engine on these GPUs, or on cores that a trainer uses too; arguments as of `Engine`."""
     variables = environment_of_owner(temporary)
     if gpu_ids:
         found = platform.nvcc()
         toolkit = {"CUDA_HOME": str(Path(found).parents[1])} if found else {}  # where SGLang would not look for pip's
         variables = GPU_VARIABLES | toolkit | _without_expandable_segments(variables)
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
-    return variables | _cpu_threads(tensor_parallel, num_threads)
+    return _cpu_threads(variables, tensor_parallel, index, num_threads)
 
 
 def environment_of_owner(temporary: Path) -> dict[str, str]:
@@ -162,14 +164,22 @@ def _without_expandable_segments(variables: dict[str, str]) -> dict[str, str]:
     return left
 
 
-def _cpu_threads(tensor_parallel: int, num_threads: int) -> dict[str, str]:
-    """SGLang wants the cores named when it has more ranks than the machine has NUMA nodes."""
-    variables = {"OMP_NUM_THREADS": str(num_threads)}
-    if "OMP_WAIT_POLICY" not in os.environ:
-        variables["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)
+def _cpu_threads(
+    variables: dict[str, str], tensor_parallel: int, index: int, num_threads: int | None
+) -> dict[str, str]:
+    """The variables with those of threads; what the user has set of them stays.
+
+    SGLang wants the cores named when it has more ranks than the machine has NUMA nodes.
+    """
+    threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+    variables = {"OMP_NUM_THREADS": "1"} | variables | threads
+    if "OMP_WAIT_POLICY" not in variables:
+        variables.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if tensor_parallel > 1:
+        size = num_threads or 1
         cores = itertools.cycle(map(str, sorted(os.sched_getaffinity(0))))
-        shares = (",".join(itertools.islice(cores, num_threads)) for _ in range(tensor_parallel))
+        mine = itertools.islice(cores, index * tensor_parallel * size, None)
+        shares = [",".join(itertools.islice(mine, size)) for _ in range(tensor_parallel)]
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(shares)
     return variables
 

@@ -1,4 +1,5 @@
-"""Weights for engines on other GPUs, broadcast to all ranks of the engines, by a rank of each stage of the actor.
+"""Weights for engines on other GPUs, broadcast to all ranks of the engines, by a rank of each stage of the actor, or by
+one for all stages (see `Route.senders`).
 
 Each sender has a group with the engines. An engine takes one bucket at a time: the senders take turns.
 """
@@ -133,6 +134,7 @@ class BroadcastReceiver(Receiver):
         ranks = link.config.rollout.tensor_parallel
         members = {"world_size": _world_size(link), "rank_offset": 1 + link.number * ranks, "backend": _backend()}
         self._names = [name for _, _, name in link.addresses]
+        self._breakages = [Breakage(name) for name in self._names]
         self._groups = [
             {"group_name": name, "master_address": host, "master_port": port, **members}
             for host, port, name in link.addresses
@@ -164,8 +166,8 @@ class BroadcastReceiver(Receiver):
 
     def _tell_fault(self) -> None:
         if self.client.has_failed:
-            for name in self._names:
-                Breakage(name).tell()
+            for breakage in self._breakages:
+                breakage.tell()
 
 
 def _on_a_thread(call: Callable[[], object]) -> Future[None]:

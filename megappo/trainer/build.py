@@ -34,7 +34,7 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
 
     Args:
         asked: as it was written; an offload may be left to be settled.
-        own: has been started.
+        own: has been started, unless the run replays rollouts.
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     exchange = Exchange(dist.group.WORLD)

@@ -148,9 +148,9 @@ def gather(found: Iterable[tuple[Scattered, Outputs, Mapping[str, str]]], owned:
         alike[sources].append((at, replace(rows, fields=fields), list(names.values())))
     for sources, several in alike.items():
         at, rows, _ = several[0]
-        rows = replace(rows, fields=dict(chain.from_iterable(one.fields.items() for _, one, _ in several)))
-        names = list(chain.from_iterable(names for _, _, names in several))
-        owned = at.component.exchange.move_fields(rows, owned, at.batch.table, sources, at.batch.owners, names)
+        union = list(chain.from_iterable(names for _, _, names in several))
+        results = replace(rows, fields=dict(chain.from_iterable(one.fields.items() for _, one, _ in several)))
+        owned = at.component.exchange.move_fields(results, owned, at.batch.table, sources, at.batch.owners, union)
     return owned
 
 
@@ -160,10 +160,10 @@ def scatter_fields(wanted: Iterable[tuple[Scattered, Sequence[str]]], owned: Row
     for at, names in wanted:
         alike[at.destinations].append((at, names))
     for destinations, found in alike.items():
-        at = found[0][0]
+        first = found[0][0]
         union = list(dict.fromkeys(name for _, names in found for name in names))
-        moved = at.component.exchange.move_fields(
-            owned, at.rows, at.batch.table, at.batch.owners, destinations, union
+        moved = first.component.exchange.move_fields(
+            owned, first.rows, first.batch.table, first.batch.owners, destinations, union
         ).fields
         for at, names in found:
             at.rows = replace(at.rows, fields=at.rows.fields | {name: moved[name] for name in names})

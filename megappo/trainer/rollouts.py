@@ -286,17 +286,18 @@ class Rollouts:
         scores, parts, graded = self.score(samples, prompts, responses.scoring)
         algorithm = self.config.algorithm
         without = masked(samples, compared=algorithm.method.compares_responses) if algorithm.mask_truncated else set()
-        use = _engine_metrics(responses.use) | {f"reward/{name}": part for name, part in parts.items()}
+        of_rewards = {f"reward/{name}": part for name, part in parts.items()}
+        metrics = _engine_metrics(responses.use) | of_rewards | episode_metrics(samples)
         written = sum(one.num_policy_tokens for one in chain(samples, responses.greedy))
-        mine = (kinds_told(graded), len(samples), written, use | episode_metrics(samples))
-        kinds, found, num_tokens, metrics = zip(*self.exchange.share(mine), strict=True)
+        mine = (kinds_told(graded), len(samples), written, metrics)
+        kinds, nums_samples, nums_tokens, of_ranks = zip(*self.exchange.share(mine), strict=True)
         told = told_fields(self.config, samples, graded, self._decoder, kinds)
         is_played = self.config.rollout.has_environment
         rows = sample_rows(samples, prompts, scores, **told, episodes=is_played, without=without)
         batch = self._at_owners(rows)
         num_prompts = self.config.data.train_batch_size
-        if sum(found) != n * num_prompts:
-            raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {sum(found)} in all")
+        if (found := sum(nums_samples)) != n * num_prompts:
+            raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {found} in all")
         if not batch.table.policy_lengths.any():
             raise ConfigError(
                 "algorithm.mask_truncated leaves nothing to train on, as every response of the step was cut off: raise "
@@ -305,8 +306,8 @@ class Rollouts:
         if self.config.algorithm.method.needs_greedy_baseline:
             baselines = {"baselines": self._baselines(responses, prompts, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
-        counts = {"rollout/num_tokens": sum(num_tokens), "rollout/engine_restarts": self.restarts.take_count()}
-        return batch, counts | reduce_ranks(metrics)
+        counts = {"rollout/num_tokens": sum(nums_tokens), "rollout/engine_restarts": self.restarts.take_count()}
+        return batch, counts | reduce_ranks(of_ranks)
 
     def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:
         """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay."""

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megappo import platform
 from megappo.interruption import LAUNCHER_STARTED
 
 REPOSITORY = Path(__file__).parents[2]
@@ -354,7 +355,7 @@ def test_a_node_that_is_killed(launch, lost):
     assert line.startswith(f"error: node {lost} ({HOST}, rank {lost}) has ")
 
 
-def soft_limit_of_256(*command: str) -> str:
+def printed(*command: str) -> str:
     """What a command prints whose shell allows it 256 open files."""
     shell = ["bash", "-c", 'ulimit -Sn 256; exec "$@"', "-", sys.executable, "-m", *command]
     return subprocess.run(shell, cwd=REPOSITORY, capture_output=True, text=True, timeout=100).stdout
@@ -363,14 +364,14 @@ def soft_limit_of_256(*command: str) -> str:
 def test_ranks_may_open_as_many_files_as_the_hard_limit_allows():
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     options = ("--standalone", "--nproc-per-node", "1", "--no-python")
-    assert soft_limit_of_256("megappo.torchrun", *options, "bash", "-c", "ulimit -n").strip() == str(hard)
+    assert printed("megappo.torchrun", *options, "bash", "-c", "ulimit -n").strip() == str(hard)
 
 
 def test_ranks_of_plain_torchrun_may_too(tmp_path):
     extension = tmp_path / "told.py"
     extension.write_text("import resource\nprint('limits', *resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)\n")
     options = ("--standalone", "--nproc-per-node", "1", "-m", "megappo.train", "configs/quickstart.yaml")
-    output = soft_limit_of_256("torch.distributed.run", *options, f"trainer.extensions=[{extension}]", "model.path=no")
+    output = printed("torch.distributed.run", *options, f"trainer.extensions=[{extension}]", "model.path=no")
     [line] = [line for line in output.splitlines() if line.startswith("limits ")]
     _, soft, hard = line.split()
     assert soft == hard
@@ -383,7 +384,8 @@ def test_ranks_and_engines_share_the_cores(said, tmp_path, monkeypatch):
         monkeypatch.setenv("OMP_NUM_THREADS", said)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script = tmp_path / "told.py"
-    script.write_text("import os, megappo.platform as p; print(os.environ['OMP_NUM_THREADS'], p.engine_threads(1))")
+    told = "(os.environ['OMP_NUM_THREADS'] + ' ' + os.environ.get('MEGAPPO_ENGINE_CORES', 'none') + '\\n').encode()"
+    script.write_text(f"import os; os.write(1, {told})")
     command = ("megappo.torchrun", "--standalone", "--nproc-per-node", "2", script)
-    cores = len(os.sched_getaffinity(0))
-    assert soft_limit_of_256(*command).split() == 2 * ([said, said] if said else [str(max(1, cores // 2)), str(cores)])
+    cores = platform.num_cores()
+    assert printed(*command).split() == 2 * ([said, "none"] if said else [str(max(1, cores // 2)), str(cores)])

@@ -95,9 +95,26 @@ def test_threads_of_an_engine_on_a_cpu(policy, spins, monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if policy is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", policy)
-    variables = launch.environment([], 2, Path("/tmp/x"), 2)
+    variables = launch.environment([], 2, Path("/tmp/x"), num_threads=2)
     assert variables["OMP_NUM_THREADS"] == "2" and variables.get("GOMP_SPINCOUNT") == spins
     assert variables["SGLANG_CPU_OMP_THREADS_BIND"] == "2,3|5,7"
+    second = launch.environment([], 2, Path("/tmp/x"), index=1, num_threads=1)
+    assert second["SGLANG_CPU_OMP_THREADS_BIND"] == "5|7", "the first engine has cores of its own"
+
+
+@pytest.mark.parametrize("said, found", [(None, "1"), ("8,2", "8,2")])
+def test_threads_that_the_user_asks_for_are_the_engines(said, found, monkeypatch):
+    monkeypatch.delenv(platform.ENGINE_CORES, raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    variables = launch.environment([], 1, Path("/tmp/x"), num_threads=platform.engine_threads(1))
+    assert variables["OMP_NUM_THREADS"] == found
+
+
+def test_engines_of_a_node_share_its_cores(monkeypatch):
+    monkeypatch.setenv(platform.ENGINE_CORES, "8")
+    assert [platform.engine_threads(ranks) for ranks in (1, 3, 16)] == [8, 2, 1]
 
 
 def test_sglang_finds_every_family_without_importing_all_of_its_models():
