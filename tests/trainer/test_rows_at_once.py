@@ -1,0 +1,115 @@
+"""A step's rows and fields go once to components that want them alike, against what each row's number stands for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ppo_engines import Case, at_owners, make_engine, make_rows
+from spawn import run_ranks
+from tiny_models import hf_folder
+
+from megappo.batch.exchange import Exchange
+from megappo.batch.fields import FIELDS
+from megappo.batch.rows import Rows
+from megappo.placement.groups import build_groups
+from megappo.placement.layout import Layout
+from megappo.trainer.component import Component, Scattered, gather, scatter_fields
+
+# Of all but the last both ranks have all rows, those of the last a part each.
+LAYOUTS = {
+    "actor": Layout((0, 2), tensor=2),
+    "reference": Layout((0, 2), tensor=2),
+    "critic": Layout((0, 2), pipeline=2),
+    "judge": Layout((1, 2)),
+}
+OUTPUTS = {
+    "actor": {"log_probs": "old_log_probs"},
+    "reference": {"log_probs": "ref_log_probs"},
+    "critic": {"values": "values", "bootstrap_values": "bootstrap_values"},
+    "judge": {"log_probs": "rollout_log_probs"},
+}
+OUTPUT_RANKS = {"actor": (0,), "reference": (0,), "critic": (2,), "judge": (1, 2)}
+WANTED = {
+    "actor": ["advantages", "old_log_probs", "loss_weights"],
+    "reference": [],
+    "critic": ["loss_weights", "returns", "values"],
+    "judge": ["returns", "bootstrap_values", "rollout_log_probs"],
+}
+OF_THE_ROLLOUT = ("response_mask", "advantages", "returns", "loss_weights")
+
+
+class CountingExchange(Exchange):
+    num_moves = 0
+
+    def move_fields(self, *args) -> Rows:
+        self.num_moves += 1
+        return super().move_fields(*args)
+
+
+def field_for(name: str, rows: Rows, width: int) -> torch.Tensor:
+    """No two numbers of all rows and fields are equal."""
+    first = [10_000 * list(FIELDS).index(name) + 100 * row + 1 for row in rows.ids.tolist()]
+    if not FIELDS[name].per_token:
+        return torch.tensor(first, dtype=torch.float32)
+    field = torch.zeros(len(rows), width)
+    for i, length in enumerate(rows.response_lengths.tolist()):
+        for place in range(length):
+            field[i, place] = first[i] + place
+    return field
+
+
+def assert_rows(found: Rows, every: Rows, names: set[str]) -> None:
+    """Each with its own tokens, and with these fields alone."""
+    for row, tokens in zip(found.ids.tolist(), found.input_ids, strict=True):
+        assert torch.equal(tokens, every.input_ids[row])
+    assert found.fields.keys() == names
+    for name in names:
+        assert torch.equal(found.fields[name], field_for(name, found, every.max_response_length)), name
+
+
+def assert_scattered(at: dict[str, Scattered], exchange: Exchange, every: Rows) -> None:
+    """Exactly its own rows on each rank of each component, without fields yet."""
+    ids = {name: exchange.share(one.rows.ids.tolist()) for name, one in at.items()}
+    for name in ("actor", "reference", "critic"):
+        assert [sorted(part) for part in ids[name]] == [sorted(every.ids.tolist()), [], sorted(every.ids.tolist())]
+    assert ids["judge"][0] == [] and all(ids["judge"][1:]), "both of its shards have rows"
+    assert sorted(ids["judge"][1] + ids["judge"][2]) == every.ids.tolist()
+    for one in at.values():
+        assert_rows(one.rows, every, {"response_mask"})
+    assert at["critic"].rows is at["reference"].rows is at["actor"].rows, "they went there once"
+    assert at["judge"].rows is not at["actor"].rows
+
+
+def check_moved(rank: int, world_size: int, folder: Path) -> None:
+    exchange = CountingExchange(dist.group.WORLD)
+    every = make_rows(91)
+    fields = {name: field_for(name, every, every.max_response_length) for name in OF_THE_ROLLOUT}
+    every = replace(every, fields=fields)
+    batch = at_owners(exchange, every)
+    groups = build_groups(LAYOUTS, seed=0)
+    at: dict[str, Scattered] = {}
+    for name, layout in LAYOUTS.items():  # of the engines it matters alone which ranks have outputs
+        engine = make_engine(folder, Case(layout), groups[name], "actor") if groups[name].member else None
+        at[name] = Component(name, layout, engine, exchange).scatter(batch, others=list(at.values()))
+    assert_scattered(at, exchange, every)
+
+    found = []
+    for name, one in at.items():
+        is_here = rank in OUTPUT_RANKS[name]
+        names = OUTPUTS[name]
+        outputs = {output: field_for(field, one.rows, every.max_response_length) for output, field in names.items()}
+        found.append((one, outputs if is_here else {}, names))
+    owned = gather(found, batch.rows)
+    assert exchange.num_moves == 3, "one from rank 0, one from rank 2, one from ranks 1 and 2"
+    assert owned.ids.tolist() == list(batch.owners[rank])
+    assert_rows(owned, every, {*OF_THE_ROLLOUT, *(field for names in OUTPUTS.values() for field in names.values())})
+
+    scatter_fields([(at[name], names) for name, names in WANTED.items()], owned)
+    assert exchange.num_moves == 3 + 2, "one to ranks 0 and 2, one to ranks 1 and 2"
+    for name, one in at.items():
+        assert_rows(one.rows, every, {"response_mask", *WANTED[name]})
+
+
+def test_each_component_gets_its_own(tmp_path: Path) -> None:
+    run_ranks(3, check_moved, hf_folder(tmp_path / "hf", "qwen2"))
