@@ -1,8 +1,11 @@
 """What an engine's process is started with."""
 
-import ast
+import importlib.util
+import json
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 from contextlib import ExitStack
 from pathlib import Path
@@ -117,9 +120,28 @@ def test_engines_of_a_node_share_its_cores(monkeypatch):
     assert [platform.engine_threads(ranks) for ranks in (1, 3, 16)] == [8, 2, 1]
 
 
-def test_sglang_finds_every_family_without_importing_all_of_its_models():
-    *package, name = launch.MODELS.split(".")
-    source = Path(launch.PACKAGE_ROOT, *package, name, "families.py").read_text()
-    imported = [node for node in ast.parse(source).body if isinstance(node, ast.ImportFrom)]
-    assert {alias.name for node in imported for alias in node.names} == set(FAMILIES)
-    assert launch.environment_of_owner(Path("/tmp/x"))["SGLANG_EXTERNAL_MODEL_PACKAGE"] == launch.MODELS
+RESOLVED = """
+import json, sys
+from megappo.rollout import server
+from sglang.srt.models.registry import ModelRegistry
+found = {name: ModelRegistry.resolve_model_cls([name])[0] for name in sys.argv[1:]}
+imported = [name for name in sys.modules if name.startswith("sglang.srt.models.")]
+print(json.dumps([{name: [model.__module__, model.__name__] for name, model in found.items()}, imported]))
+"""
+
+
+def test_sglang_finds_every_family_without_importing_all_of_its_models(monkeypatch, tmp_path):
+    monkeypatch.delenv("SGLANG_EXTERNAL_MODEL_PACKAGE", raising=False)
+    variables = launch.environment([], 1, tmp_path)
+    printed = subprocess.check_output([sys.executable, "-c", RESOLVED, *FAMILIES], env=variables, text=True)
+    found, imported = json.loads(printed.splitlines()[-1])
+    assert {name: model for name, (_, model) in found.items()} == {name: name for name in FAMILIES}
+    assert {module for module, _ in found.values()} <= set(imported), "they are SGLang's own"
+    folder = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "models"
+    others = {f"sglang.srt.models.{path.stem}" for path in folder.glob("*.py")} - set(imported)
+    assert "sglang.srt.models.gemma" in others and len(others) > 100, "all were imported"
+
+
+def test_a_users_own_package_of_models_stays(monkeypatch):
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "theirs")
+    assert launch.environment([], 1, Path("/tmp/x"))["SGLANG_EXTERNAL_MODEL_PACKAGE"] == "theirs"

@@ -252,8 +252,7 @@ def check_received(rank: int, world_size: int, address: Address, folder: Path) -
 @pytest.mark.parametrize("family", slow_ones(DEEPSEEK, ("deepseek_v2",)))
 def test_an_engine_of_deepseek_takes_every_weight(family: str, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf", family, **DEEPSEEK[family])
-    idle = {"skip_server_warmup": True}
-    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180, server_args=idle)
+    rollout = Rollout(max_running_requests=64, max_total_tokens=4096, start_timeout_seconds=180)
     engine = Engine(folder, rollout, "fp32", index=0, gpu_ids=[], log_path=tmp_path / "engine.log", seed=0)
     engine.start()
     try:
