@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from changed_actor import changed_actor
 from engine_log_probs import engine_log_probs
 from hf_oracle import log_probs_of
 from ppo_engines import Case, make_engine
 from safetensors.torch import save_file
 from spawn import run_ranks
-from tiny_models import hf_model
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -82,14 +82,8 @@ def check_sent(rank: int, world_size: int, url: str, api_key: str, checkpoint: P
 def test_a_registered_transport_takes_the_weights_to_an_engine(
     engine: Engine, client: EngineClient, restored: None, checkpoint: Path, tmp_path: Path
 ) -> None:
-    model = hf_model(checkpoint)
-    for parameter in model.parameters():
-        parameter.data *= 0.9
-    model.save_pretrained(tmp_path / "actor")
-    sections = {
-        "model": {"path": str(tmp_path / "actor"), "dtype": "fp32"},
-        "data": {"train_files": ["f"]},
-        "trainer": {"output_dir": str(tmp_path)},
+    model, sections = changed_actor(checkpoint, tmp_path)
+    sections |= {
         "placement": {"actor": "0-1", "critic": "0-1", "rollout": "2"},
         "actor": {"parallel": {"tensor": 2}},
         "rollout": {"sync": {"transport": "file", "bucket_bytes": 60_000}},

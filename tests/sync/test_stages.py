@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from changed_actor import changed_actor
 from engine_log_probs import engine_log_probs
 from hf_oracle import log_probs_of
 from ppo_engines import Case, make_engine
 from spawn import run_ranks
-from tiny_models import hf_model
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -50,14 +50,8 @@ def check_sent(rank: int, world_size: int, api_key: str, checkpoint: Path, secti
 def test_all_stages_send_their_own(
     engine: Engine, client: EngineClient, restored: None, checkpoint: Path, tmp_path: Path
 ) -> None:
-    model = hf_model(checkpoint)
-    for parameter in model.parameters():
-        parameter.data *= 0.9
-    model.save_pretrained(tmp_path / "actor")
-    sections = {
-        "model": {"path": str(tmp_path / "actor"), "dtype": "fp32"},
-        "data": {"train_files": ["f"]},
-        "trainer": {"output_dir": str(tmp_path)},
+    model, sections = changed_actor(checkpoint, tmp_path)
+    sections |= {
         "placement": {"actor": "0-3", "critic": "0-3"},
         "actor": {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
         "rollout": {"engines": [engine.url], "sync": {"bucket_bytes": 20_000}},
