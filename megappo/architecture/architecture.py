@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megappo.architecture.families import LANGUAGE_MODEL, REWARD_MODELS, Family, HeadKind
+from megappo.config.schema import Lora
 
 _LABELS = ("id2label", "label2id")
 
@@ -67,6 +68,7 @@ class Architecture:
         num_further_layers: layers after the last one, which predict further tokens and are not loaded.
         head: what reads the last hidden states.
         value_bias: a value head has a bias.
+        lora: the adapters beside the matrices, which are trained instead of these.
         raw_config: all of config.json, to be written again.
     """
 
@@ -92,6 +94,7 @@ class Architecture:
     raw_config: Mapping[str, Any] = field(repr=False)
     head: HeadKind = "policy"
     value_bias: bool = False
+    lora: Lora | None = None
 
     @property
     def is_reward_model(self) -> bool:
@@ -112,6 +115,11 @@ class Architecture:
     def ties_output(self) -> bool:
         """Whether the output layer is the embedding; a value head never is."""
         return self.tied and self.head != "value"
+
+    @property
+    def base(self) -> Self:
+        """The same model without adapters."""
+        return replace(self, lora=None)
 
     def with_head(self, head: HeadKind) -> Self:
         """The same model under another head."""

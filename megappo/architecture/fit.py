@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterator
 
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.parameters import adapted_modules
 from megappo.config.checks import nearest_divisors
 from megappo.config.errors import shorten
-from megappo.config.schema import Parallel
+from megappo.config.schema import Lora, Parallel
 
 Call = Callable[[str], str]
 """From a dimension of a layout, such as "tensor", to what the reader calls it: "actor.parallel.tensor", "--tensor"."""
@@ -20,6 +21,8 @@ def fit_errors(architecture: Architecture, parallel: Parallel, call: Call = "par
             advice = f"{nearest_divisors(size, ways)} would"
             yield f"{call(dimension)} {ways} does not divide {name} {size} of {file}: {advice}"
     yield from _stages(architecture, parallel, call)
+    if architecture.lora is not None:
+        yield from _adapters(architecture, architecture.lora, call)
     for dimension in ("expert", "expert_tensor"):
         if getattr(parallel, dimension) > 1 and not has_experts:
             found = f"{call(dimension)} {getattr(parallel, dimension)}"
@@ -29,6 +32,15 @@ def fit_errors(architecture: Architecture, parallel: Parallel, call: Call = "par
             f"{call('sequence')} must be true with {call('tensor')} {parallel.tensor}, as {file} is of a mixture of "
             "experts"
         )
+
+
+def _adapters(architecture: Architecture, lora: Lora, call: Call) -> Iterator[str]:
+    """Names are those of Llama; experts and latent attention have others."""
+    there = adapted_modules(architecture)
+    if lacking := [name for name in lora.modules if name not in there]:
+        key = f"{call('').removesuffix('parallel.')}lora.target_modules"
+        found = f"leave {', '.join(name for name in lora.modules if name in there)}" if there else "drop lora"
+        yield f"{key}: adapters cannot stand beside {', '.join(lacking)} of {architecture.file}: {found}"
 
 
 def divided_sizes(architecture: Architecture) -> dict[str, tuple[int, str]]:

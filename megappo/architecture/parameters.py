@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import ExpertFormat, SharedExpertFormat
-from megappo.config.schema import Parallel
+from megappo.config.schema import Lora, Parallel
 
 EMBEDDING = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -16,6 +16,10 @@ VALUE_BIAS = "score.bias"
 OUTPUT_LAYER = "output_layer"
 SECOND_HEAD = "value_head"
 ROUTER_BIAS = "router.expert_bias"
+ADAPTER = "_adapter"
+"""Ends the names of the modules with adapters, before which stand those of the linear layers that they adapt."""
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""End the names of adapters as PEFT writes them; before which stand those of the matrices, without ".weight"."""
 LOGITS_AT_A_TIME = {"cpu": 2**21, "cuda": 2**25}
 """Logits that a policy's head computes at a time, on each kind of device: on a CPU as many as its caches hold."""
 
@@ -94,6 +98,9 @@ _QK_NORMS = (
 )
 
 
+_ADAPTED = _ATTENTION + _MLP
+
+
 @dataclass(frozen=True)
 class Piece:
     """A Hugging Face tensor and the shard of it that each rank holds, of those it is cut over (see `Rule`).
@@ -153,6 +160,24 @@ def list_parameters(
     ]
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a Megatron parameter is an adapter's."""
+    return f"{ADAPTER}." in name
+
+
+def adapted_modules(architecture: Architecture) -> set[str]:
+    """What of the matrices can have adapters, by the last parts of their names."""
+    rules = [rule for of_layer in _layer_rules(architecture.base, num_experts=1) for rule in of_layer]
+    return {name.split(".")[-2] for rule in rules if rule in _ADAPTED for name in rule.hf}
+
+
+def is_trained(name: str, architecture: Architecture) -> bool:
+    """Whether a Megatron parameter is trained where its model is: all are, but for what adapters are trained instead
+    of."""
+    is_value_head = name.startswith(SECOND_HEAD) or (architecture.head == "value" and name.startswith(OUTPUT_LAYER))
+    return architecture.lora is None or is_adapter(name) or is_value_head
+
+
 def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
     """Parameters by their names under either layer spec."""
     return {name: parameter for parameter in parameters for name in parameter.names}
@@ -175,15 +200,19 @@ class StageSize(NamedTuple):
     experts: int
 
 
-def stage_sizes(architecture: Architecture, parallel: Parallel) -> list[StageSize]:
-    """Of each stage; the model fits the layout."""
+def stage_sizes(architecture: Architecture, parallel: Parallel, *, trained: bool = False) -> list[StageSize]:
+    """Of each stage; the model fits the layout.
+
+    Args:
+        trained: only those that are (see `is_trained`).
+    """
     stages, local_experts = stage_of_layers(architecture, parallel), architecture.num_experts // parallel.expert
     dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
     cut = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor}
     for parameter in list_parameters(architecture, **cut, num_experts=1):  # all of a layer are alike
         piece, is_head = parameter.pieces[0], parameter.names[0].startswith(OUTPUT_LAYER)
         is_tied_here = is_head and piece.name == EMBEDDING and parallel.pipeline == 1
-        if parameter.is_buffer or is_tied_here:
+        if parameter.is_buffer or is_tied_here or (trained and not is_trained(parameter.names[0], architecture)):
             continue
         outside = 0 if piece.name == EMBEDDING and not is_head else -1
         stage, size = outside if parameter.layer is None else stages[parameter.layer], prod(parameter.shard_shape)
@@ -212,7 +241,26 @@ def _layer_rules(architecture: Architecture, num_experts: int | None) -> list[tu
     num_dense, written = architecture.num_dense_layers, architecture.family.experts
     count = architecture.num_experts if num_experts is None else num_experts
     experts = _expert_rules(written, count) if written else ()
-    return [attention + _MLP] * num_dense + [attention + experts] * (architecture.num_layers - num_dense)
+    rules = [attention + _MLP] * num_dense + [attention + experts] * (architecture.num_layers - num_dense)
+    return [of_layer + _adapter_rules(of_layer, architecture.lora) for of_layer in rules]
+
+
+def _adapter_rules(rules: tuple[Rule, ...], lora: Lora | None) -> tuple[Rule, ...]:
+    """Of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. Cut as that is, of a
+    [in -> rank] and b [rank -> out] the one that has the dimension which is cut."""
+    targets = lora.modules if lora is not None else ()
+    found: list[Rule] = []
+    for rule in rules if targets else ():
+        for name, symbols in rule.hf.items() if rule in _ADAPTED else ():
+            matrix = name.removesuffix(".weight")
+            module = matrix.split(".")[-1]
+            if module in targets:
+                megatron = f"{rule.megatron.removesuffix('.weight')}{ADAPTER}.{module}"
+                out, into = symbols.split()
+                a, b = {matrix + LORA_A: f"rank {into}"}, {matrix + LORA_B: f"{out} rank"}
+                found.append(Rule(f"{megatron}.a", a, shard_dim=rule.shard_dim or None))
+                found.append(Rule(f"{megatron}.b", b, shard_dim=None if rule.shard_dim else 0))
+    return tuple(found)
 
 
 def _attention_rules(architecture: Architecture) -> tuple[Rule, ...]:
@@ -271,6 +319,7 @@ def _sizes(architecture: Architecture) -> dict[str, int]:
     experts, latent, heads = architecture.experts, architecture.latent, architecture.num_heads
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
     sizes["ffn"] = architecture.ffn_size
+    sizes["rank"] = architecture.lora.rank if architecture.lora else 0
     if latent:
         sizes["q"], sizes["q_latent"] = heads * (latent.plain_size + latent.rope_size), latent.q_rank or 0
         sizes["kv_latent"], sizes["kv_latent_and_rope"] = latent.kv_rank, latent.kv_rank + latent.rope_size

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
 from megappo.architecture.families import HeadKind
-from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, padded_vocab_size
+from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, is_adapter, padded_vocab_size
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
@@ -49,7 +49,7 @@ def load_model(
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape, or damaged.
     """
-    _check_vocabulary(folder, info, vocab_size)
+    _check_vocabulary(chunks, folder, info, vocab_size)
     loaded = _load({"model": sharded_chunks(chunks, groups)}, groups, folder, ignored=OPTIMIZER_PREFIX)
     load_chunks(chunks, groups, loaded["model"])
 
@@ -109,9 +109,16 @@ def _optimizer_tensors(shards: dict[str, Any], info: ComponentInfo) -> dict[str,
     }
 
 
-def _check_vocabulary(folder: Path, info: ComponentInfo, vocab_size: int) -> None:
+def _check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vocab_size: int) -> None:
     """The one dimension dist_checkpointing does not check, as its padding depends on the layout."""
     found = info.tensors.get(EMBEDDING)
+    if found is None and any(map(is_adapter, info.tensors)):
+        if any(parameter.is_base for parameter in chunks[0].parameters()):
+            return
+        raise CheckpointError(
+            f"{folder} holds adapters (LoRA) alone, without the model beside which they were trained: set actor.lora "
+            "as it was, or take the run's hf_actor, in which they are merged"
+        )
     if found is None:
         raise CheckpointError(f"{folder} holds no {EMBEDDING}: it is no language model of this program")
     expected = padded_vocab_size(vocab_size, found.pieces[0])

@@ -10,6 +10,7 @@ from megappo.config.errors import shorten
 from megappo.config.eval_checks import evaluation_errors
 from megappo.config.eval_sets import eval_sets, tasks
 from megappo.config.schema import Config, Rollout
+from megappo.config.transports import TRANSPORTS
 
 ADDRESS = re.compile(r"https?://[^/\s]+:\d+")
 MOST_DIVISORS_TRIED = 10**6
@@ -19,7 +20,9 @@ def config_errors(config: Config) -> list[str]:
     """Every contradiction, one line each, naming the keys, their values and the remedy."""
     return [
         *algorithm_errors(config),
+        *_adapters(config),
         *_rollout(config),
+        *_engines_adapters(config),
         *_data(config),
         *evaluation_errors(config),
         *_record(config),
@@ -84,6 +87,15 @@ def nearest_divisors(number: int, size: int) -> str:
     return " or ".join(map(str, below + above))
 
 
+def _adapters(config: Config) -> Iterator[str]:
+    for name, section in (("actor", config.actor), ("critic", config.critic)):
+        if section.lora is not None and config.model.layer_spec != "torch":
+            yield (
+                f"{name}.lora needs model.layer_spec torch, found {config.model.layer_spec}: set that, as what "
+                "TransformerEngine's layers read is not seen outside of them"
+            )
+
+
 def _rollout(config: Config) -> Iterator[str]:
     rollout = config.rollout
     if rollout.top_k == 0:
@@ -129,6 +141,27 @@ def _engines(rollout: Rollout) -> Iterator[str]:
     for key in ("server_args", "port", "mem_fraction_static", "max_engine_restarts"):
         if getattr(rollout, key) != Rollout.model_fields[key].default:
             yield f"rollout.{key} has no effect on rollout.engines, which run already: drop it"
+
+
+def _engines_adapters(config: Config) -> Iterator[str]:
+    """What engines cannot have of the actor's adapters.
+
+    Source: SGLang 0.5.23, lora/lora.py: the adapters of q, k and v become one, and those of gate and up; of these k and
+    up alone may be lacking.
+    """
+    lora, sync = config.actor.lora, config.rollout.sync
+    if lora is None or config.trainer.replay_rollouts is not None:
+        return
+    given, key = set(lora.modules), "actor.lora.target_modules"
+    for needed, others in ((("q_proj", "v_proj"), ("k_proj",)), (("gate_proj",), ("up_proj",))):
+        lacking = [name for name in needed if name not in given]
+        if lacking and not given.isdisjoint(needed + others):
+            found = " and ".join(name for name in needed + others if name in given)
+            yield f"{key}: SGLang cannot serve {found} alone: name {' and '.join(lacking)}, too"
+    if sync.transport in TRANSPORTS and TRANSPORTS[sync.transport].adapters is None:
+        yield f"rollout.sync.transport {sync.transport} sends whole models, not actor.lora's adapters: set it to auto"
+    if sync.bucket_bytes is not None:
+        yield f"rollout.sync.bucket_bytes {sync.bucket_bytes} has no effect on adapters, sent at once: drop it"
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The kinds of values that keys have: bounded numbers, words, names in a table."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -18,6 +18,8 @@ MOST_RANKS = 100_000
 """Of a run, and so of every way of cutting a model."""
 Ways = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AdaptedModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTED_MODULES: tuple[AdaptedModule, ...] = get_args(AdaptedModule)
 TensorKind = Literal["weights", "gradients", "optimizer"]
 KLKind = Literal["k1", "abs", "k2", "k3", "k1+", "k3+", "full", "kl", "mse", "low_var_kl"]
 """The last three are verl's words for k1, k2 and k3."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Self
 
+from annotated_types import MinLen
 from pydantic import Field, PrivateAttr
 
 from megappo.config.algorithm_section import Algorithm
@@ -11,6 +12,8 @@ from megappo.config.data_files import stem
 from megappo.config.errors import ConfigError, printable
 from megappo.config.eval_section import Eval
 from megappo.config.kinds import (
+    ADAPTED_MODULES,
+    AdaptedModule,
     Aggregation,
     Decay,
     Fraction,
@@ -68,11 +71,28 @@ class Optim(Section):
     distributed: bool = Field(True, description="shard optimizer state over data-parallel ranks (Megatron's distributed optimizer)")
 
 
+class Lora(Section):
+    rank: Positive = Field(16, description="rank of each adapter: numbers per token between its two matrices")
+    alpha: PositiveFloat = Field(32.0, description="an adapter's product is multiplied by alpha / rank")
+    target_modules: Literal["all-linear"] | Annotated[tuple[AdaptedModule, ...], MinLen(1)] = Field("all-linear", description="matrices of each layer that get an adapter; all-linear = all of them")
+
+    @property
+    def modules(self) -> tuple[AdaptedModule, ...]:
+        """What target_modules names."""
+        return ADAPTED_MODULES if self.target_modules == "all-linear" else self.target_modules
+
+    @property
+    def scale(self) -> float:
+        """Factor of an adapter's product."""
+        return self.alpha / self.rank
+
+
 class Trained(Section):
     """What actor and critic, the trained models, share."""
 
     parallel: Parallel = Field(Parallel(), description="layout of this component over its placement's ranks")
     optim: Optim = Field(Optim(), description="optimizer")
+    lora: Lora | None = Field(None, description="train low-rank adapters beside the matrices, and a value head, instead of the weights; null = train all weights")
     recompute: Literal["none", "selective", "full"] = Field("none", description="activation recomputation in the backward pass")
     offload: Literal["auto"] | tuple[TensorKind, ...] = Field((), description="what sleeps in the host's memory while no phase needs it on the device: weights, gradients, optimizer; auto = what does not fit otherwise, by the plan's arithmetic")
     max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")

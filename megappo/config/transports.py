@@ -27,6 +27,8 @@ class Transport:
         each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that
             each hands over what is on its own GPU: with `Link.peers`, and on all but the first with None for a client.
         in_place: without `sender`, on a CPU: where all that the engine needs is on its node, it reads it where it is.
+        adapters: the same way for the adapters alone of a model whose other weights engines have (actor.lora): their
+            ends are sent one bucket, which holds them all. None = it has no such way.
     """
 
     engine: Function
@@ -35,19 +37,29 @@ class Transport:
     each_stage: bool = False
     each_rank: bool = False
     in_place: bool = False
+    adapters: "Transport | None" = None
 
 
 TRANSPORTS: Table[Transport] = Table(
     "transport",
     {
-        "ipc": Transport("megappo.sync.ipc:HandleSender", each_rank=True, in_place=True),
+        "ipc": Transport(
+            "megappo.sync.ipc:HandleSender",
+            each_rank=True,
+            in_place=True,
+            adapters=Transport("megappo.sync.adapters:AdapterHandles", each_rank=True),
+        ),
         "broadcast": Transport(
             "megappo.sync.broadcast:BroadcastReceiver",
             "megappo.sync.broadcast:BroadcastSender",
             needs_other_gpu=True,
             each_stage=True,
         ),
-        "disk": Transport("megappo.sync.disk:DiskReader", "megappo.sync.disk:DiskWriter"),
+        "disk": Transport(
+            "megappo.sync.disk:DiskReader",
+            "megappo.sync.disk:DiskWriter",
+            adapters=Transport("megappo.sync.adapters:AdapterReader", "megappo.sync.adapters:AdapterWriter"),
+        ),
     },
 )
 """By rollout.sync.transport."""

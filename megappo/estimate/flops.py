@@ -12,11 +12,13 @@ from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, list_para
 
 TRAINING = 3
 """Forward passes that a training step is worth: the backward pass multiplies each matrix twice."""
+TRAINING_ADAPTERS = 2
+"""The same beside frozen matrices, whose own gradient is not computed; adapters themselves are small."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Of a forward pass.
+    """Of a forward pass; `training`: forward passes that a training step is worth.
 
     Attributes:
         per_token: of the layers' matrix products.
@@ -27,6 +29,7 @@ class Flops:
     per_token: float
     per_pair: float
     per_output: float
+    training: int = TRAINING
 
     def forward(self, rows: Iterable[tuple[int, int]]) -> float:
         """Of rows, (tokens, tokens that the head reads) each."""
@@ -57,4 +60,5 @@ def flops_of(architecture: Architecture) -> Flops:
     heads, latent = architecture.num_heads, architecture.latent
     keys = latent.plain_size + latent.rope_size if latent else architecture.head_size
     values = latent.v_size if latent else architecture.head_size
-    return Flops(layers, 2 * architecture.num_layers * heads * (keys + values), head)
+    training = TRAINING if architecture.lora is None else TRAINING_ADAPTERS
+    return Flops(layers, 2 * architecture.num_layers * heads * (keys + values), head, training)

@@ -115,9 +115,10 @@ class MemoryEstimate:
     def states(self, name: str, stage: int) -> dict[TensorKind, float]:
         """What a rank of a component's stage keeps from step to step (see `state_bytes`)."""
         spec = self.specs[name]
-        size = self.cluster.shapes.of(spec).stages(spec.parallel.value)[stage]
+        shape, parallel = self.cluster.shapes.of(spec), spec.parallel.value
+        sizes = shape.stages(parallel)[stage], shape.stages(parallel, trained=True)[stage]
         optim = spec.training.section.optim if spec.training else None
-        return state_bytes(size, self.layouts[name], self.config.model.dtype, optim)
+        return state_bytes(*sizes, self.layouts[name], self.config.model.dtype, optim)
 
     def copied(self, name: str, stage: int) -> dict[TensorKind, float]:
         """What of that sleeps in pinned host memory; gradients are freed and made anew."""
@@ -189,7 +190,7 @@ class MemoryEstimate:
                 nbytes,
                 (tokens, predicting),
                 training=trains,
-                hands_grad_on=trains and self.layouts[name].data * parallel.context > 1,
+                hands_grad_on=trains and spec.lora is None and self.layouts[name].data * parallel.context > 1,
             )
             yield f"{name} head", size
 
@@ -199,7 +200,7 @@ class MemoryEstimate:
         each = STATE_BYTES_PER_PARAMETER + DTYPES[self.config.model.dtype].nbytes
         nodes: dict[int, float] = defaultdict(float)
         of_stage = len(layout.ranks) // layout.pipeline
-        for stage, size in enumerate(self.cluster.shapes.of(spec).stages(spec.parallel.value)):
+        for stage, size in enumerate(self.cluster.shapes.of(spec).stages(spec.parallel.value, trained=True)):
             numbers = size.dense * layout.tensor + size.experts * layout.expert * layout.expert_tensor
             for rank in layout.ranks[stage * of_stage : (stage + 1) * of_stage]:
                 nodes[rank // self.cluster.gpus_per_node] += each * numbers / of_stage

@@ -14,14 +14,16 @@ FP32_COPIES = 3
 """Of the logits that are worked on at a time: themselves, their probabilities, and both in the weights' dtype."""
 
 
-def state_bytes(size: StageSize, layout: Layout, dtype: str, optim: Optim | None) -> dict[TensorKind, float]:
+def state_bytes(
+    size: StageSize, trained: StageSize, layout: Layout, dtype: str, optim: Optim | None
+) -> dict[TensorKind, float]:
     """What a rank keeps of a model from step to step.
 
     A parameter has, in bytes, its weight of `dtype` (fp32 4, bf16 2), an fp32 gradient 4, Adam's two moments 8 and, in
     bf16, the main parameter 4. A distributed optimizer cuts the last two over the ranks that hold the same parameters.
 
     Args:
-        size: of the rank's stage.
+        size: of the rank's stage. trained: of it what is trained where the model is.
         optim: None for a frozen model.
     Source: Megatron Core's developer guide, "Distributed Optimizer": bf16 6 + 12/d, fp32 8 + 8/d bytes per parameter.
     """
@@ -31,8 +33,8 @@ def state_bytes(size: StageSize, layout: Layout, dtype: str, optim: Optim | None
         replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
         cut = (layout.data * layout.context, replicas) if optim.distributed else (1, 1)
         per_parameter = 8 if nbytes == 4 else 12
-        states["gradients"] = 4 * sum(size)
-        states["optimizer"] = per_parameter * (size.dense / cut[0] + size.experts / cut[1])
+        states["gradients"] = 4 * sum(trained)
+        states["optimizer"] = per_parameter * (trained.dense / cut[0] + trained.experts / cut[1])
     return states
 
 

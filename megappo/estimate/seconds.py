@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.checks import longest_row
-from megappo.estimate.flops import TRAINING
 from megappo.estimate.gpus import GPU
 from megappo.estimate.memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, Place
 from megappo.estimate.shapes import Shape
@@ -64,9 +63,10 @@ class TimeEstimate:
         section = spec.training.section if spec.training and "gradients" in uses[name] else None
         seconds, work = sum(map(self._pass, uses)), sum(map(self._work, uses))
         if section is not None:
-            seconds += (TRAINING - 1 + (section.recompute == "full")) * self._pass(name) + self._head(name)
+            backward = self._shape(name).flops.training - 1
+            seconds += (backward + (section.recompute == "full")) * self._pass(name) + self._head(name)
             seconds = section.ppo_epochs * seconds + self._optimizer_steps(name)
-            work = section.ppo_epochs * (work + (TRAINING - 1) * self._work(name))
+            work = section.ppo_epochs * (work + backward * self._work(name))
         self.seconds[phase], self.mfu[phase] = seconds, work / (seconds * ranks * self._peak)
 
     def _work(self, name: str) -> float:
@@ -112,7 +112,7 @@ class TimeEstimate:
         """What data-parallel ranks exchange in each: fp32 gradients, and weights."""
         layout = self.memory.layouts[name]
         data = layout.data * layout.context
-        largest = max(map(sum, self._shape(name).stages(self.memory.specs[name].parallel.value)))
+        largest = max(map(sum, self._shape(name).stages(self.memory.specs[name].parallel.value, trained=True)))
         exchanged = (4 + self._nbytes) * largest * (data - 1) / data
         return self.memory.splits[name].optimizer_steps * exchanged / (self._bandwidth(layout.ranks) * LINK_SHARE)
 

@@ -1,12 +1,13 @@
 """What the models of a run are and how large the parts of them are that ranks hold: read and counted once."""
 
+from dataclasses import replace
 from functools import cached_property
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import StageSize, stage_of_layers, stage_sizes
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Parallel
+from megappo.config.schema import Lora, Parallel
 from megappo.estimate.flops import Flops, flops_of
 from megappo.placement.components import ComponentSpec
 
@@ -16,7 +17,7 @@ class Shape:
 
     def __init__(self, architecture: Architecture):
         self.architecture = architecture
-        self._stages: dict[Parallel, list[StageSize]] = {}
+        self._stages: dict[tuple[Parallel, bool], list[StageSize]] = {}
 
     @cached_property
     def flops(self) -> Flops:
@@ -32,11 +33,11 @@ class Shape:
         """Of the parameters, those of experts."""
         return self.stages(Parallel())[0].experts / self.size
 
-    def stages(self, parallel: Parallel) -> list[StageSize]:
+    def stages(self, parallel: Parallel, *, trained: bool = False) -> list[StageSize]:
         """See `stage_sizes`."""
-        if parallel not in self._stages:
-            self._stages[parallel] = stage_sizes(self.architecture, parallel)
-        return self._stages[parallel]
+        if (parallel, trained) not in self._stages:
+            self._stages[parallel, trained] = stage_sizes(self.architecture, parallel, trained=trained)
+        return self._stages[parallel, trained]
 
     def layers(self, parallel: Parallel, stage: int) -> list[int]:
         """Numbers of the layers that a stage holds."""
@@ -48,14 +49,15 @@ class Shapes:
     """The models of a run's folders."""
 
     def __init__(self) -> None:
-        self._shapes: dict[tuple[str, HeadKind], Shape] = {}
+        self._shapes: dict[tuple[str, HeadKind, Lora | None], Shape] = {}
 
     def of(self, spec: ComponentSpec) -> Shape:
         """A component's."""
-        return self.at(spec.folder.value, spec.head)
+        return self.at(spec.folder.value, spec.head, spec.lora)
 
-    def at(self, folder: str, head: HeadKind = "policy") -> Shape:
-        """Of a folder's model under a head."""
-        if (folder, head) not in self._shapes:
-            self._shapes[folder, head] = Shape(read_architecture(folder, head))
-        return self._shapes[folder, head]
+    def at(self, folder: str, head: HeadKind = "policy", lora: Lora | None = None) -> Shape:
+        """Of a folder's model under a head, with adapters."""
+        key = folder, head, lora
+        if key not in self._shapes:
+            self._shapes[key] = Shape(replace(read_architecture(folder, head), lora=lora))
+        return self._shapes[key]

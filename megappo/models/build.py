@@ -5,8 +5,10 @@ from megatron.core.transformer import TransformerConfig
 
 from megappo import platform
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.parameters import by_name, is_trained, list_parameters
 from megappo.architecture.switches import Setting, decide
 from megappo.config.schema import Model, Parallel
+from megappo.models.adapters import add_adapters
 from megappo.models.layer_specs import layer_kind, layer_spec
 from megappo.models.megatron_config import gpt_arguments, transformer_config
 from megappo.models.output_layer import hand_hidden_on
@@ -36,7 +38,7 @@ def build_model(
             "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
         recompute: "none", "selective" or "full".
-        trained: False freezes every parameter.
+        trained: False freezes every parameter; else those that adapters stand beside are.
     Raises:
         ConfigError: the model does not fit the layout.
     """
@@ -61,7 +63,8 @@ def build_model(
                 # Megatron does so with expert parallelism only. Without, it would not sum the gradients of experts over
                 # tensor-parallel ranks, each of which sends its own tokens to its own copy.
                 parameter.allreduce = False
-        chunk.requires_grad_(trained)
+            parameter.is_base = not is_trained(name, architecture)
+            parameter.requires_grad_(trained and not parameter.is_base)
         with router_bias_kept(chunk):
             chunk.to(platform.device(), config.params_dtype)
     return chunks
@@ -92,6 +95,8 @@ def _chunk(
         hand_hidden_on(gpt)
     if gpt.post_process and architecture.head == "policy_value":
         add_value_head(gpt, architecture.value_bias)
+    if architecture.lora is not None:
+        add_adapters(gpt, architecture.lora, by_name(list_parameters(architecture, tensor=layout.tensor)))
     return gpt
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import ChainedOptimizer
 
 from megappo.models.build import ModelChunks
@@ -21,11 +22,21 @@ def sharding_metadata(groups: ComponentGroups) -> dict[str, Any]:
 def sharded_chunks(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, dict[str, Any]]:
     """The model as dist_checkpointing takes it, which numbers layers over the whole model in whatever chunks they are.
 
-    Of the unwrapped modules: the wrappers' own methods disagree about the prefix "module.".
+    Of the unwrapped modules: the wrappers' own methods disagree about the prefix "module.". Of a model with adapters,
+    what is trained: the rest is its folder's.
     """
     metadata = sharding_metadata(groups)
     with groups.active():
-        return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+        found = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    for state, chunk in zip(found.values(), chunks, strict=True):
+        for name in _base(chunk):
+            del state[name]
+    return found
+
+
+def _base(chunk: GPTModel) -> list[str]:
+    """The parameters of a chunk that adapters are trained instead of."""
+    return [name for name, parameter in chunk.named_parameters() if parameter.is_base]
 
 
 def sharded_optimizer(
@@ -43,4 +54,4 @@ def load_chunks(chunks: ModelChunks, groups: ComponentGroups, state: dict[str, d
     """Take what `dist_checkpointing.load` returned for `sharded_chunks`."""
     with groups.active():
         for i, chunk in enumerate(chunks):
-            chunk.load_state_dict(state[f"model{i}"])
+            chunk.load_state_dict(state[f"model{i}"], strict=not _base(chunk))

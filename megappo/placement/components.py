@@ -12,7 +12,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.kinds import TensorKind
-from megappo.config.schema import Config, Parallel, Trained
+from megappo.config.schema import Config, Lora, Parallel, Trained
 from megappo.table import Function, Table
 
 Value = TypeVar("Value")
@@ -83,6 +83,7 @@ class ComponentSpec:
         head: what it gives per token: the next token's probabilities, a value, or both.
         forward: of each step; None where it has none of its own.
         training: None for a frozen model.
+        lora: its adapters, which are trained instead of its weights.
         reference: the component whose logits its head compares with its own; that one is built first.
         offload: its tensors that sleep in the host's memory while no phase needs them; "auto" is not settled yet (see
             `estimate.fitting`).
@@ -95,6 +96,7 @@ class ComponentSpec:
     head: HeadKind
     forward: ForwardPass | None
     training: Training | None = None
+    lora: Lora | None = None
     reference: str | None = None
     offload: Setting[Literal["auto"] | tuple[TensorKind, ...]] = Setting("", ())
 
@@ -126,6 +128,7 @@ def _actor(config: Config) -> ComponentSpec:
             full_kl=actor.use_kl_loss and actor.kl_loss_type == "full",
             warmup_steps=config.critic.warmup_steps,
         ),
+        lora=actor.lora,
         reference="ref" if "full" in config.kl_kinds else None,
         offload=setting(config, "actor.offload"),
     )
@@ -150,6 +153,7 @@ def _critic(config: Config) -> ComponentSpec | None:
         head="value",
         forward=ForwardPass("values", _values(config)),
         training=Training("critic", config.critic, VALUE_FIELDS, "megappo.trainer.update:update_critic"),
+        lora=config.critic.lora,
         offload=setting(config, "critic.offload"),
     )
 
@@ -200,11 +204,12 @@ def trained_components(config: Config) -> dict[str, Training]:
 
 def trained_in_words(config: Config) -> str:
     """What a run's checkpoints hold: a run with other models cannot go on from them."""
-    words = [
-        f"{'an' if name[0] in 'aeiou' else 'a'} {name}" + " with a value head" * (spec.head == "policy_value")
-        for name, spec in components_of(config).items()
-        if spec.training is not None
-    ]
+    words = []
+    for name, spec in components_of(config).items():
+        if spec.training is not None:
+            parts = ["a value head"] if spec.head == "policy_value" else []
+            parts += [f"adapters of rank {spec.lora.rank}"] if spec.lora else []
+            words.append(f"{'an' if name[0] in 'aeiou' else 'a'} {name}" + " with " * bool(parts) + ", ".join(parts))
     return " and ".join(words) if len(words) > 1 or "with" in words[0] else f"{words[0]} alone"
 
 

@@ -40,6 +40,8 @@ ABORT_SECONDS = 0.05
 """Between two requests to abort everything: one finds what has reached the engine by then."""
 OF_GROUPS = ("/init_weights_update_group", "/update_weights_from_distributed")
 """Requests that are in vain, too, where another member of the group has ended."""
+ADAPTER = "actor"
+"""The name of the adapter that an engine is given."""
 WEIGHTS = ("weights",)
 WORKING_MEMORY = ("kv_cache", "cuda_graph")
 """SGLang's tags of what it frees asleep."""
@@ -56,12 +58,16 @@ class EngineClient:
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
         hang_seconds: that any other request may take; see also `watch`.
+    Attributes:
+        adapter: what every generation asks for, which is refused where the engine does not have it; None until one has
+            been loaded.
     Raises:
         EngineError: (every method) the server does not answer or refuses; the message holds its reply.
     """
 
     _fault: EngineFault | None = None
     _keeps_fault = False
+    adapter: str | None = None
     _aborts = False
 
     def __init__(
@@ -105,7 +111,7 @@ class EngineClient:
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """One response for each prompt (token ids), in order, in one request."""
-        reply = self.post("/generate", generate_body(prompts, params))
+        reply = self.post("/generate", generate_body(prompts, params, self.adapter))
         return checked_all(reply, len(prompts))
 
     def sleep(self) -> None:
@@ -134,6 +140,20 @@ class EngineClient:
         self.post("/end_weight_update", {})
         self.flush_cache()
 
+    def load_adapter(self, path: str, body: dict[str, Any]) -> None:
+        """Give the engine an adapter, in place of the one before, for all generations from now on.
+
+        What is cached of the one before is not found any more: SGLang looks by the number that each gets.
+
+        Args:
+            path: of SGLang's request that loads one. body: without its name.
+        """
+        listed = self._kept(self._get, "/v1/models")
+        if listed is not None and ADAPTER in [model["id"] for model in listed["data"]]:
+            self.post("/unload_lora_adapter", {"lora_name": ADAPTER})
+        self.post(path, {"lora_name": ADAPTER, **body})
+        self.adapter = ADAPTER
+
     def weight_checksums(self) -> list[dict[str, str]]:
         """For each of the engine's ranks: name in SGLang's model -> checksum of its part of the weight. Nothing where
         a fault is kept."""
@@ -156,7 +176,9 @@ class EngineClient:
         left = set(range(len(prompts)))
         try:
             with LIFE.waiting():
-                async with http.stream("POST", "/generate", json=stream_body(prompts, params)) as response:
+                async with http.stream(
+                    "POST", "/generate", json=stream_body(prompts, params, self.adapter)
+                ) as response:
                     async for event in self._events("/generate", response):
                         with expecting_response(event):
                             if not event["meta_info"]["finish_reason"]:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing import reductions
+from torch.overrides import TorchFunctionMode
 
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
@@ -34,6 +35,20 @@ def install() -> None:
         sys.modules["sgl_kernel"] = _kernel_names()
     define_torchvision_operators()
     _keep_shared_memory_mapped()
+
+
+def pin_no_memory() -> None:
+    """Leave out that memory is pinned, of what this thread does from now on, and what is forked from it: SGLang's LoRA
+    asks for it in any case, and torch refuses it without CUDA. Does nothing when CUDA is present."""
+    if not torch.cuda.is_available():
+        _Unpinned().__enter__()
+
+
+class _Unpinned(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.pin_memory:
+            return args[0]
+        return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 def _keep_shared_memory_mapped() -> None:

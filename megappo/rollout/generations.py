@@ -53,14 +53,19 @@ class Generation:
     num_cached: int = 0
 
 
-def generate_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
-    """Of a request for one response to each prompt."""
-    return {"input_ids": list(prompts), "sampling_params": params.as_json(), "return_logprob": True}
+def generate_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> dict[str, Any]:
+    """Of a request for one response to each prompt.
+
+    Args:
+        adapter: the name of that which is added to the engine's model.
+    """
+    body = {"input_ids": list(prompts), "sampling_params": params.as_json(), "return_logprob": True}
+    return body | ({"lora_path": adapter} if adapter else {})
 
 
-def stream_body(prompts: Sequence[list[int]], params: SamplingParams) -> dict[str, Any]:
+def stream_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> dict[str, Any]:
     """For a stream of which only the first tokens and whole responses are sent."""
-    body = generate_body(prompts, params)
+    body = generate_body(prompts, params, adapter)
     sampling = body["sampling_params"] | {"stream_interval": params.max_response_length + 1}
     return body | {"sampling_params": sampling, "stream": True}
 

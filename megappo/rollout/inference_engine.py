@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megappo import platform
-from megappo.config.schema import Rollout
+from megappo.config.schema import Lora, Rollout
 from megappo.observe.life import LIFE
 from megappo.rollout import launch
 from megappo.rollout.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
@@ -36,6 +36,7 @@ class Engine:
         seed: seeds SGLang's sampling; must differ between engines.
         part: of an engine on several nodes, each of which has such a part of it; None = all of it is here.
         num_threads: of each of its ranks on a CPU; None: as many as OMP_NUM_THREADS says, else one.
+        lora: of the adapters that it will be given; None = it gets whole models.
     Raises:
         EngineError: SGLang is not installed.
     """
@@ -52,10 +53,13 @@ class Engine:
         seed: int,
         part: launch.NodePart | None = None,
         num_threads: int | None = None,
+        lora: Lora | None = None,
     ):
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
-        self._arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed)
+        self._arguments = launch.server_arguments(
+            model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed, lora=lora
+        )
         self._arguments |= part.server_arguments if part else {}
         self._variables = part.variables if part else {}
         self._resized: dict[str, float] = {}

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from megappo import platform
 from megappo.architecture.dtypes import DTYPES
-from megappo.config.schema import Rollout
+from megappo.config.schema import Lora, Rollout
 from megappo.rollout.client import EngineError
 from megappo.rollout.in_place import LOADER
 from megappo.rollout.keeper import remove_stale_loads, remove_traces
@@ -75,9 +75,13 @@ class NodePart:
 
 
 def server_arguments(
-    model_path: str | Path, rollout: Rollout, dtype: str, *, on_gpu: bool, seed: int
+    model_path: str | Path, rollout: Rollout, dtype: str, *, on_gpu: bool, seed: int, lora: Lora | None = None
 ) -> dict[str, Any]:
-    """SGLang's ServerArgs by name, but for host, port and key."""
+    """SGLang's ServerArgs by name, but for host, port and key.
+
+    Args:
+        lora: of the adapters that the engine will be given.
+    """
     return {
         "model_path": str(model_path),
         "dtype": DTYPES[dtype].torch,
@@ -89,7 +93,20 @@ def server_arguments(
         "log_level": "warning",
         **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else OWN_CPU_ARGUMENTS),
         **({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {}),
+        **(_adapter_arguments(lora, on_gpu=on_gpu) if lora else {}),
         **rollout.server_args,
+    }
+
+
+def _adapter_arguments(lora: Lora, *, on_gpu: bool) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": list(lora.modules),
+        "max_loras_per_batch": 1,
+        "lora_strict_loading": True,  # else what it has no place for is left out with a warning in its log
+        # The model's own weights are not sent again after a sleep; of SGLang's kernels none but these know a CPU.
+        **({"enable_weights_cpu_backup": True} if on_gpu else {"lora_backend": "torch_native"}),
     }
 
 

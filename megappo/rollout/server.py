@@ -37,6 +37,8 @@ def main() -> None:
     try:
         with without_collector():
             arguments = _arguments(settings)
+            if arguments.enable_lora or arguments.lora_paths:
+                cpu.pin_no_memory()
             import sglang.srt.entrypoints.http_server  # noqa: F401
         serve(arguments)
     finally:

@@ -14,6 +14,8 @@ from pathlib import Path
 RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
 RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"}
 RESERVED |= {"custom_weight_loader", "incremental_streaming_output"}
+RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
+RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
 FIELDS = "srt/arg_groups/fields"
 """Of SGLang: the folder whose classes declare the fields of ServerArgs."""
 

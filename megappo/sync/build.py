@@ -1,5 +1,6 @@
 """The way of the weights during a run, made from its route: what each rank has of it."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -11,9 +12,10 @@ from megappo.architecture.architecture import Architecture
 from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES, TRANSPORTS
+from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
 from megappo.models.train_engine import MegatronEngine
 from megappo.rollout.client import EngineClient
+from megappo.sync.adapters import adapter_shapes
 from megappo.sync.in_place import Shards
 from megappo.sync.route import Route
 from megappo.sync.sync import WeightSync
@@ -48,15 +50,16 @@ def build_sync(
     on_gpus = platform.has_cuda()
     if errors := list(route.errors(on_gpus=on_gpus)):
         raise ConfigError(*errors)
-    bucket_bytes = config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
+    bucket_bytes = _bucket_bytes(config, route, on_gpus=on_gpus)
     links = {name: Link(config, architecture, bucket_bytes, len(engines)) for name, engines in route.transports.items()}
     export, needing = None, route.sources(on_gpus=on_gpus)
     if actor is not None:
         by_stage = len(route.senders) > 1
-        export = Export(actor.chunks, architecture, actor.groups, needing=needing, by_stage=by_stage)
+        options = {"needing": needing, "by_stage": by_stage, "adapters": route.adapters}
+        export = Export(actor.chunks, architecture, actor.groups, **options)
     made = {}
     if export is not None and exchange.rank in route.senders:
-        made = {name: resolved(make)(links[name]) for name in links if (make := TRANSPORTS[name].sender)}
+        made = {name: resolved(entry.sender)(links[name]) for name, entry in route.entries.items() if entry.sender}
     first = export is not None and exchange.rank == route.senders[0]
     told = exchange.share((export.tensors if first else None, {name: sender.address for name, sender in made.items()}))
     tensors, addresses = told[route.senders[0]][0], [told[rank][1] for rank in route.senders]
@@ -76,7 +79,7 @@ def build_sync(
         source,
         senders,
         receivers,
-        folder_shapes(config.model.path, architecture),
+        _expected(config, architecture),
         bucket_bytes=bucket_bytes,
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
@@ -84,6 +87,18 @@ def build_sync(
         sender=0 if export is None else export.sender,
         tell=tell,
     )
+
+
+def _bucket_bytes(config: Config, route: Route, *, on_gpus: bool) -> int:
+    if route.adapters:
+        return sys.maxsize  # an engine takes them all at once
+    return config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
+
+
+def _expected(config: Config, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """What the engines have of what is sent."""
+    shapes = folder_shapes(config.model.path, architecture)
+    return shapes if config.actor.lora is None else adapter_shapes(shapes, config.actor.lora)
 
 
 def _peers(ranks: tuple[int, ...], config: Config) -> dist.ProcessGroup | None:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from megappo.config.schema import Config
-from megappo.config.transports import AUTO, TRANSPORTS, Transport
+from megappo.config.transports import TRANSPORTS, Transport
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
 from megappo.placement.ranks import format_ranks
@@ -15,7 +15,7 @@ class EngineRoute:
     """The way to one engine.
 
     Attributes:
-        transport: its name.
+        transport: its name. entry: in the table; where adapters alone are sent, the transport's for those.
         ranks: the engine's; the first owns it.
         shares_gpus: a model is on one of them too, so that the engine must give its memory up while that is trained.
         is_external: it is elsewhere, on none of their GPUs.
@@ -24,6 +24,7 @@ class EngineRoute:
     """
 
     transport: str
+    entry: Transport
     ranks: tuple[int, ...]
     shares_gpus: bool
     is_external: bool = False
@@ -35,11 +36,6 @@ class EngineRoute:
         return self.ranks[0]
 
     @property
-    def entry(self) -> Transport:
-        """The transport's, in the table."""
-        return TRANSPORTS[self.transport]
-
-    @property
     def sources(self) -> tuple[int, ...]:
         """Where the transport has no sender: its ranks that give the weights themselves, and must be the actor's."""
         return self.ranks if self.spans_nodes and self.entry.each_rank else self.ranks[:1]
@@ -47,10 +43,15 @@ class EngineRoute:
 
 @dataclass(frozen=True)
 class Route:
-    """The way from the actor, whose pipeline stages are on these ranks, to every engine, by its number."""
+    """The way from the actor, whose pipeline stages are on these ranks, to every engine, by its number.
+
+    Attributes:
+        adapters: they alone are sent; engines have the other weights from model.path.
+    """
 
     stages: tuple[tuple[int, ...], ...]
     engines: tuple[EngineRoute, ...]
+    adapters: bool = False
 
     @property
     def actor(self) -> tuple[int, ...]:
@@ -89,13 +90,18 @@ class Route:
         names = [engine.transport for engine in self.engines]
         return {name: tuple(i for i, its in enumerate(names) if its == name) for name in dict.fromkeys(names)}
 
+    @property
+    def entries(self) -> dict[str, Transport]:
+        """Of each transport."""
+        return {engine.transport: engine.entry for engine in self.engines}
+
     def describe(self) -> str:
         """The engines of each transport, in a line."""
         parts = []
         for name, engines in self.transports.items():
-            sender = f"from rank {format_ranks(self.senders)} " if TRANSPORTS[name].sender else ""
+            sender = f"from rank {format_ranks(self.senders)} " if self.entries[name].sender else ""
             parts.append(f"{name} {sender}to engine {format_ranks(engines)}")
-        return "weights: " + "; ".join(parts)
+        return f"{'adapters' if self.adapters else 'weights'}: " + "; ".join(parts)
 
     def errors(self, *, on_gpus: bool) -> Iterator[str]:
         """What cannot be, one line each."""
@@ -125,25 +131,27 @@ class Route:
 
 
 def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int | None = None) -> Route:
-    """Each engine takes rollout.sync.transport, or with auto the first that is open to it.
+    """Each engine takes rollout.sync.transport; with auto, or one without a way for adapters, the first open to it.
 
     Args:
         ranks_per_node: None = all are on one.
     """
     actor, rollout, chosen = layouts["actor"].ranks, layouts["rollout"], config.rollout.sync.transport
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
-    engines, external = [], bool(config.rollout.engines)
+    engines, external, adapters = [], bool(config.rollout.engines), config.actor.lora is not None
+    entries = {name: entry.adapters if adapters else entry for name, entry in TRANSPORTS.items()}
     for number in range(rollout.data):
         ranks = rollout.block(0, number)
         shares_gpus = not (external or models.isdisjoint(ranks))
         spans_nodes = _are_apart(ranks, ranks_per_node)
         is_near = not _are_apart({*ranks, *layouts["actor"].gathering(ranks[:1])}, ranks_per_node)
-        ways = {name: EngineRoute(name, ranks, shares_gpus, external, spans_nodes, is_near) for name in TRANSPORTS}
+        facts = ranks, shares_gpus, external, spans_nodes, is_near
+        ways = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry is not None}
         is_open = (
             way for way in ways.values() if way.entry.sender or (not external and set(way.sources) <= set(actor))
         )
-        engines.append(next(is_open) if chosen == AUTO else ways[chosen])
-    return Route(layouts["actor"].stages, tuple(engines))
+        engines.append(ways[chosen] if chosen in ways else next(is_open))
+    return Route(layouts["actor"].stages, tuple(engines), adapters)
 
 
 def _are_apart(ranks: Collection[int], ranks_per_node: int | None) -> bool:

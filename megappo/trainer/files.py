@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
@@ -83,7 +84,7 @@ def _misfits(config: Config, key: str, architecture: Architecture, specs: list[C
     """What of the model does not fit layouts, engines and the length of rows."""
     for spec in specs:
         (parallel_key, parallel), training = spec.parallel, spec.training
-        yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
+        yield from fit_errors(replace(architecture, lora=spec.lora), parallel, f"{parallel_key}.{{}}".format)
         if training is not None and not training.section.optim.distributed:
             yield from dense_stage_errors(architecture, parallel, training.key)
     if key == "model.path":

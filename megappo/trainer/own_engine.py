@@ -99,6 +99,7 @@ def _engine(config: Config, layout: Layout, number: int, rank: int, meeting: Cal
         seed=config.trainer.seed + number,
         part=NodePart(node, len(starting), meeting(node)) if several else None,
         num_threads=platform.engine_threads(sum(one // per_node == rank // per_node for one in layout.ranks)),
+        lora=config.actor.lora,
     )
 
 

@@ -93,8 +93,8 @@ def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> 
     if found == wanted:
         return ""
     return (
-        f"{checkpoint} holds {found}, but this run trains {wanted}: set algorithm.adv_estimator and "
-        "algorithm.shared_backbone as they were, or choose another trainer.output_dir"
+        f"{checkpoint} holds {found}, but this run trains {wanted}: set algorithm.adv_estimator, "
+        "algorithm.shared_backbone, actor.lora and critic.lora as they were, or choose another trainer.output_dir"
     )
 
 

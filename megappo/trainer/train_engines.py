@@ -1,5 +1,6 @@
 """The models of a run on this rank: built from the table of components, with their Hugging Face weights and heads."""
 
+from dataclasses import replace
 from functools import partial
 
 from megappo.architecture.architecture import Architecture
@@ -27,9 +28,10 @@ def build_engines(config: Config, groups: dict[str, ComponentGroups]) -> dict[st
 
 
 def architecture_of(spec: ComponentSpec) -> Architecture:
-    """Of the folder that a component starts from, which for a value head may be a reward model's."""
+    """Of the folder that a component starts from, which for a value head may be a reward model's, with its adapters."""
     folder = spec.folder.value
-    return critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
+    found = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
+    return replace(found, lora=spec.lora)
 
 
 def _engine(

@@ -8,7 +8,7 @@ import torch
 from megappo import platform
 from megappo.architecture.dtypes import DTYPES
 from megappo.batch.exchange import Exchange
-from megappo.estimate.flops import TRAINING, Flops, flops_of
+from megappo.estimate.flops import Flops, flops_of
 from megappo.estimate.gpus import find_gpu
 from megappo.models.dtypes import TORCH_DTYPES
 from megappo.placement.components import ComponentSpec
@@ -57,7 +57,7 @@ class Utilisation:
         first = scattered.num_resumed
         done = [split[step % len(split)] for step in range(first, first + update.num_steps)]
         rows = [lengths[row] for shards in done for shard in shards for row in shard]
-        return TRAINING * self._flops[name].forward(rows) / (self.peaks[name] * update.seconds)
+        return self._flops[name].training * self._flops[name].forward(rows) / (self.peaks[name] * update.seconds)
 
 
 def peak_flops(dtype: str) -> float:

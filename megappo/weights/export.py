@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import SECOND_HEAD, Piece, pieces_of
+from megappo.architecture.parameters import LORA_A, LORA_B, SECOND_HEAD, Parameter, Piece, is_adapter, pieces_of
 from megappo.models.build import ModelChunks
 from megappo.models.dtypes import TORCH_DTYPES
 from megappo.observe.life import LIFE
@@ -68,6 +68,7 @@ class Export:
         needing: the ranks that need the tensors, the same everywhere; None = all of the component's.
         by_stage: they need those alone that their own pipeline stage gives: nothing goes from stage to stage. A bucket
             then is of one stage, `sender`, and gathered by its ranks.
+        adapters: these alone are exported; else they are merged into the weights beside which they stand.
     Attributes:
         tensors: in the order in which they are gathered. Tied embeddings come once, as the embedding.
         joins: whether this rank must join in `gather`, for itself or for others. The rest may go their ways.
@@ -84,9 +85,14 @@ class Export:
         *,
         needing: Collection[int] | None = None,
         by_stage: bool = False,
+        adapters: bool = False,
     ):
         self.groups, layout = groups, groups.layout
-        self._table, parameters = table_of(architecture, groups), global_parameters(chunks)
+        table, parameters = table_of(architecture, groups), global_parameters(chunks)
+        self._merged = {} if adapters else _pairs(table, parameters)
+        self._scale = architecture.lora.scale if architecture.lora else 0.0
+        self._table = {name: one for name, one in table.items() if is_adapter(name) == adapters}
+        parameters = {name: value for name, value in parameters.items() if is_adapter(name) == adapters}
         if architecture.head == "policy":
             parameters = {name: value for name, value in parameters.items() if not name.startswith(f"{SECOND_HEAD}.")}
         check_parameters(parameters, self._table)
@@ -182,9 +188,14 @@ class Export:
         return tensor.piece.shard_dim is not None and cut_over(tensor.piece, self.groups).size() > 1
 
     def _shard_of(self, tensor: ExportedTensor) -> torch.Tensor:
-        """This rank's shard of a tensor that it has, as `decompose` gives it."""
+        """This rank's shard of a tensor that it has, as `decompose` gives it. It has what that needs of an adapter, in
+        whichever dimension the matrix is cut."""
         name = self._held[tensor.name]
-        return decompose(self._parameters[name], self._table[name])[tensor.name]
+        shard = decompose(self._parameters[name], self._table[name])[tensor.name]
+        if tensor.name not in self._merged:
+            return shard
+        a, b = (matrix.detach().float() for matrix in self._merged[tensor.name])
+        return (shard.float() + self._scale * (b @ a).view_as(shard)).to(shard.dtype)
 
     def _own_shards(self, tensors: Sequence[ExportedTensor], flat: torch.Tensor) -> None:
         """Fill `flat` with the shards that this rank gives to `_gather`, from their owners: a message for each run of
@@ -200,6 +211,15 @@ class Export:
                 _pass_on(part, expert_owner, expert, self._experts)
         for owner, part in _runs(tensors, sizes, flat, lambda one: one.owner):
             _pass_on(part, owner, pipeline, self._stages)
+
+
+def _pairs(
+    table: Mapping[str, Parameter], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """A rank's adapters, a and b, by the Hugging Face matrix beside which they stand."""
+    found = {table[name].pieces[0].name: value for name, value in parameters.items() if is_adapter(name)}
+    matrices = [name.removesuffix(LORA_A) for name in found if name.endswith(LORA_A)]
+    return {f"{matrix}.weight": (found[matrix + LORA_A], found[matrix + LORA_B]) for matrix in matrices}
 
 
 def _plan(

@@ -14,6 +14,7 @@ from megappo.architecture.files import GENERATION_FILE, write_model_config
 from megappo.models.build import ModelChunks
 from megappo.models.dtypes import NAMES
 from megappo.placement.groups import ComponentGroups
+from megappo.weights.adapters import write_adapters
 from megappo.weights.critic import critic_buckets
 from megappo.weights.export import Export
 from megappo.weights.safetensors_io import ShardedWriter
@@ -21,6 +22,7 @@ from megappo.weights.staging import staged
 
 Bucket = list[tuple[str, torch.Tensor]]
 
+ADAPTER_FOLDER = "adapter"
 COMPANIONS = (
     GENERATION_FILE,
     "tokenizer.json",
@@ -46,7 +48,8 @@ def write_hf_folder(
     """Write a model's weights to `target`, with config, tokenizer and generation config of `source`.
 
     With the head "policy" that is the language model: a value head that a shared backbone has besides is left out. With
-    the others it is the critic, as *ForTokenClassification: a language model's head is left out.
+    the others it is the critic, as *ForTokenClassification: a language model's head is left out. Adapters are merged
+    into the weights, and stand by themselves in the folder `adapter`, as PEFT has them.
 
     Every rank of the component calls it; its first rank writes, into `<target>.tmp`, which then takes the place of
     `target`. It is there when any rank returns.
@@ -85,6 +88,8 @@ def write_hf_files(
     Raises:
         OSError: a file cannot be written.
     """
+    if architecture.lora is not None:
+        _write_adapters(chunks, architecture, groups, source, folder / ADAPTER_FOLDER)
     first = groups.layout.ranks[0]
     export, is_first = Export(chunks, architecture, groups, needing=(first,)), dist.get_rank() == first
     if not export.joins:
@@ -103,6 +108,20 @@ def write_hf_files(
     writer.finish()
     write_model_config(architecture, folder, NAMES[chunks[0].config.params_dtype])
     copy_companions(Path(source), folder)
+
+
+def _write_adapters(
+    chunks: ModelChunks, architecture: Architecture, groups: ComponentGroups, source: str | Path, folder: Path
+) -> None:
+    """Write a model's adapters into `folder` on the component's first rank."""
+    first = groups.layout.ranks[0]
+    export = Export(chunks, architecture, groups, needing=(first,), adapters=True)
+    if not export.joins:
+        return
+    adapters = [one for bucket in export.buckets(sum(tensor.nbytes for tensor in export.tensors)) for one in bucket]
+    if dist.get_rank() == first:
+        folder.mkdir()
+        write_adapters(folder, adapters, architecture.lora, source)
 
 
 def copy_companions(source: Path, target: Path) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS, VALUE_HEAD, Piece, pieces_of
+from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS, VALUE_HEAD, Piece, is_adapter, pieces_of
 from megappo.models.build import ModelChunks
 from megappo.observe.life import LIFE
 from megappo.placement.groups import ComponentGroups
+from megappo.weights.adapters import draw_adapter
 from megappo.weights.buckets import all_finite
 from megappo.weights.critic import has_value_bias, name_value_head
 from megappo.weights.fused_experts import PerExpertFolder
@@ -53,8 +54,8 @@ def load_hf(
 
     Args:
         architecture: the folder's, of which `chunks` were built. A value head comes from the folder if it has one (see
-            `critic_architecture`), and is drawn from `seed` otherwise, the same on every rank. A critic leaves the
-            language model's own head unused.
+            `critic_architecture`), and is drawn from `seed` otherwise, the same on every rank, as are adapters. A
+            critic leaves the language model's own head unused.
         progress: called with the name of every parameter that is loaded.
     Raises:
         WeightsError: a parameter without source, a tensor missing, unused, of another shape, or with values that are
@@ -67,7 +68,7 @@ def load_hf(
         if architecture.head != "policy":
             name_value_head(source)
             _check_bias(source, architecture)
-        _check_source(source, architecture, pieces_of(table.values()))
+        _check_source(source, architecture, pieces_of(one for name, one in table.items() if not is_adapter(name)))
         if architecture.ties_output and LM_HEAD in source.names():
             _check_tied(source)
         has_values = VALUE_HEAD in source.names()
@@ -79,6 +80,9 @@ def load_hf(
                 chunks[-1].get_submodule(name.removesuffix(".weight")).init_weight(seed)
                 continue
             parts = decompose(parameter, table[name])
+            if is_adapter(name):
+                draw_adapter(parts[pieces[0].name], pieces[0], groups, seed)
+                continue
             for piece in pieces:
                 _fill(parts[piece.name], source, piece, groups)
 

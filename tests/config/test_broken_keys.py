@@ -8,6 +8,7 @@ import yaml
 from megappo import plan
 
 CONTRADICTIONS = {
+    "critic.lora.rank=4": "critic.lora needs model.layer_spec torch, found auto: set that, as what",
     "actor.ppo_mini_batch_size=100": (
         "actor.ppo_mini_batch_size 100 does not divide data.train_batch_size 256: 64 or 128 would"
     ),
@@ -180,6 +181,18 @@ CONTRADICTIONS = {
         "rollout.engines: '10.0.0.7:30000' is no address of a server: write such as http://10.0.0.7:30000"
     ),
     "rollout.engines=[http://a:1, http://a:1]": "rollout.engines names http://a:1 twice: name it once",
+    "model.layer_spec=torch actor.lora.target_modules=[q_proj, k_proj]": (
+        "actor.lora.target_modules: SGLang cannot serve q_proj and k_proj alone: name v_proj, too"
+    ),
+    "model.layer_spec=torch actor.lora.target_modules=[up_proj, o_proj]": (
+        "actor.lora.target_modules: SGLang cannot serve up_proj alone: name gate_proj, too"
+    ),
+    "model.layer_spec=torch actor.lora.rank=4 rollout.sync.transport=broadcast": (
+        "rollout.sync.transport broadcast sends whole models, not actor.lora's adapters: set it to auto"
+    ),
+    "model.layer_spec=torch actor.lora.rank=4 rollout.sync.bucket_bytes=1": (
+        "rollout.sync.bucket_bytes 1 has no effect on adapters, sent at once: drop it"
+    ),
     "rollout.engines=[http://a:1] rollout.sync.transport=ipc": (
         "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
     ),

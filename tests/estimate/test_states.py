@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from tiny_shapes import MIXTURES, SHAPE
 
 from megappo.architecture.parameters import StageSize, stage_sizes
 from megappo.architecture.parsing import read_architecture
-from megappo.config.schema import Model, Optim, Parallel
+from megappo.config.schema import Lora, Model, Optim, Parallel
 from megappo.estimate.model_memory import state_bytes
 from megappo.models.build import build_model
 from megappo.models.heads import value_head
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     sizes: dict[str, int]
     distributed: bool
     dtype: str = "bf16"
+    lora: Lora | None = None
 
 
 CASES = [
@@ -41,6 +43,8 @@ CASES = [
     Case("qwen2", {"tensor": 2}, False),
     Case("qwen2", {"tensor": 2}, True),
     Case("qwen2", {"pipeline": 2}, True, "fp32"),
+    Case("qwen2", {"tensor": 2}, True, lora=Lora(rank=32)),
+    Case("qwen2", {}, False, "fp32", lora=Lora(rank=32, target_modules=("o_proj", "up_proj"))),
     Case("qwen2", {"pipeline": 2, "virtual_pipeline": 2}, True),
     Case("qwen2", {"context": 2, "tensor": 2}, True),
     Case("qwen3_moe", {"expert": 2}, True),
@@ -79,14 +83,15 @@ def check_bytes(rank: int, world_size: int, folder: Path) -> None:
     layouts = {str(i): Layout(tuple(range(4)), **case.sizes) for i, case in enumerate(CASES)}
     groups = build_groups(layouts, seed=0)
     for case, (name, layout) in zip(CASES, layouts.items(), strict=True):
-        architecture = read_architecture(folder / case.model_type, "value")
+        architecture = replace(read_architecture(folder / case.model_type, "value"), lora=case.lora)
         parallel = Parallel(**case.sizes, sequence=layout.tensor > 1)
         model = Model(path="", dtype=case.dtype)
         chunks = build_model(architecture, model, parallel, groups[name], recompute="none", trained=True)
         optim = Optim(distributed=case.distributed)
         engine = TrainedEngine(chunks, groups[name], value_head(), 64, optim, 10)
-        size = stage_sizes(architecture, parallel)[groups[name].collection.pp.rank()]
-        expected = state_bytes(size, layout, case.dtype, optim)
+        stage = groups[name].collection.pp.rank()
+        sizes = [stage_sizes(architecture, parallel, trained=trained)[stage] for trained in (False, True)]
+        expected = state_bytes(*sizes, layout, case.dtype, optim)
         assert measured(engine) == pytest.approx(expected, rel=0.02), case
 
 
@@ -105,5 +110,5 @@ def test_as_many_as_are_allocated(tmp_path: Path) -> None:
 def test_published_bytes_per_parameter(dtype: str, distributed: bool, of_all: int, of_share: int) -> None:
     """Megatron Core's developer guide, "Distributed Optimizer": 18 or 6 + 12/d, 16 or 8 + 8/d."""
     size, layout = StageSize(7_500_000_000, 0), Layout(tuple(range(64)))
-    found = state_bytes(size, layout, dtype, Optim(distributed=distributed))
+    found = state_bytes(size, size, layout, dtype, Optim(distributed=distributed))
     assert sum(found.values()) / sum(size) == pytest.approx(of_all + of_share / 64)

@@ -12,6 +12,7 @@ def engine_log_probs(client: EngineClient, sequences: Sequence[list[int]]) -> li
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,
         "logprob_start_len": 0,
+        "lora_path": client.adapter,
     }
     replies = client.post("/generate", body)
     return [[entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]] for reply in replies]

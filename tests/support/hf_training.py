@@ -12,6 +12,7 @@ from ppo_engines import (
     KL_LOSS,
     OPTIM,
     VALUE_COEF,
+    adapter_matrix,
     hf_bootstrap_values,
     hf_full_kl,
     hf_outputs,
@@ -19,8 +20,10 @@ from ppo_engines import (
     make_rows,
 )
 from tiny_models import hf_model
+from torch.nn.utils import parametrize
 
 from megappo.batch.rows import Rows
+from megappo.config.schema import Lora
 
 Lengths = Sequence[tuple[int, int]]
 ByRow = dict[str, list[torch.Tensor]]
@@ -69,6 +72,31 @@ class Oracle:
         return {name: bias for name, bias in self.model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
+class Adapted(torch.nn.Module):
+    """W -> W + alpha / rank B A, as torch parametrizes a weight."""
+
+    def __init__(self, weight: torch.Tensor, name: str, lora: Lora):
+        super().__init__()
+        self.scale = lora.alpha / lora.rank
+        self.a = torch.nn.Parameter(adapter_matrix(f"{name}.lora_A.weight", (lora.rank, weight.shape[1])))
+        self.b = torch.nn.Parameter(adapter_matrix(f"{name}.lora_B.weight", (weight.shape[0], lora.rank)))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.scale * self.b @ self.a
+
+
+def adapt(model: torch.nn.Module, lora: Lora) -> dict[str, torch.nn.Parameter]:
+    """Adapters beside the matrices of Hugging Face's model, frozen itself; by PEFT's names without its prefix."""
+    model.requires_grad_(False)
+    found = {}
+    for name, module in [*model.named_modules()]:
+        if name.split(".")[-1] in lora.modules:
+            adapted = Adapted(module.weight, name, lora)
+            parametrize.register_parametrization(module, "weight", adapted)
+            found |= {f"{name}.lora_A.weight": adapted.a, f"{name}.lora_B.weight": adapted.b}
+    return found
+
+
 def policy_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
     """Mean of PPO's clipped loss with dual clip and entropy bonus over the tokens of mask 1, token by token."""
     losses = []
@@ -100,9 +128,16 @@ def weight_of(rows: Rows, row: int) -> float:
 
 
 def hf_train(
-    folder: Path, kind: str, reference: Path | None, num_steps: int, lengths: Lengths, *, weighted: bool = False
+    folder: Path,
+    kind: str,
+    reference: Path | None,
+    num_steps: int,
+    lengths: Lengths,
+    *,
+    weighted: bool = False,
+    lora: Lora | None = None,
 ) -> dict:
-    """Outputs before, gradient norms and parameters after some Adam steps."""
+    """Outputs before, gradient norms and parameters after some Adam steps; with `lora` of what is trained then."""
     oracle = Oracle(
         hf_model(folder),
         hf_value_head(folder) if HEADS[kind] != "policy" else None,
@@ -111,6 +146,8 @@ def hf_train(
     )
     rows = make_rows(oracle.model.config.vocab_size, lengths, weighted=weighted)
     named = oracle.parameters()
+    if lora is not None:
+        named = adapt(oracle.model, lora) | {name: one for name, one in named.items() if name == "score.weight"}
     decayed = [parameter for parameter in named.values() if parameter.dim() > 1]
     others = [parameter for parameter in named.values() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": OPTIM.weight_decay}, {"params": others, "weight_decay": 0.0}]

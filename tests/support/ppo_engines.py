@@ -1,7 +1,8 @@
 """Trained engines of tiny models and a batch to train them on, for tests of what stands above the models."""
 
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
-from megappo.config.schema import Actor, Config, Critic, Model, Optim, Parallel
-from megappo.models.build import build_model
+from megappo.config.schema import Actor, Config, Critic, Lora, Model, Optim, Parallel
+from megappo.models.build import ModelChunks, build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
 from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import Head, LossFn, MegatronEngine, TrainedEngine
@@ -50,6 +51,7 @@ class Case:
     split: tuple[int, ...] | None = None
     dtype: str = "fp32"
     switches: frozenset[str] = frozenset()
+    lora: Lora | None = None
 
     @property
     def parallel(self) -> Parallel:
@@ -134,7 +136,7 @@ def make_engine(
     Forward passes also report values at the end of the rows, and only a "full_kl" engine's the KL to the reference;
     every engine's training steps do.
     """
-    architecture = read_architecture(folder, HEADS[kind])
+    architecture = replace(read_architecture(folder, HEADS[kind]), lora=case.lora)
     chunks = build_model(
         architecture,
         Model(path=str(folder), dtype=case.dtype),
@@ -145,6 +147,8 @@ def make_engine(
     )
     chunks[0].config.switches |= case.switches
     load_hf(chunks, folder, architecture, groups)
+    if case.lora is not None:
+        fill_adapters(chunks, architecture, groups)
 
     def head(trains: bool) -> Head:
         value = value_head(bootstrap=not trains)
@@ -175,6 +179,27 @@ def make_reference(folder: Path, case: Case, groups: ComponentGroups) -> Megatro
     weight = partial(output_weight, chunks[-1])
     head = policy_head(weight, groups.collection.tp, architecture.vocab_size, case.temperature)
     return MegatronEngine(chunks, groups, head, case.max_tokens)
+
+
+def adapter_matrix(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """Numbers for an adapter's matrix, whose product with its other one is not 0 as at the start."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return 0.1 * torch.randn(*shape, generator=generator)
+
+
+def fill_adapters(chunks: ModelChunks, architecture: Architecture, groups: ComponentGroups) -> None:
+    """Set the adapters to `adapter_matrix`."""
+    export = Export(chunks, architecture, groups, adapters=True)
+    shapes = {tensor.name: tensor.shape for tensor in export.tensors}
+    for part in export.parts():
+        places = tuple(slice(at, at + size) for at, size in zip(part.start, part.tensor.shape, strict=True))
+        part.tensor.copy_(adapter_matrix(part.name, shapes[part.name])[places])
+
+
+def exported_adapters(engine: TrainedEngine, architecture: Architecture) -> dict[str, torch.Tensor]:
+    """The engine's adapters, under PEFT's names without its prefix."""
+    buckets = Export(engine.chunks, architecture, engine.groups, adapters=True).buckets(1 << 16)
+    return {name: tensor for bucket in buckets for name, tensor in bucket}
 
 
 def exported(engine: TrainedEngine, architecture: Architecture, kind: str) -> dict[str, torch.Tensor]:

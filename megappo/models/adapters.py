@@ -1,0 +1,128 @@
+"""Low-rank adapters beside the linear layers of a model, which are trained instead of these (LoRA).
+
+Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", section 4.1: W x + alpha / r * B A x. One
+pair for each Hugging Face matrix, as PEFT and SGLang have them, also where Megatron stacks several in one layer.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megappo.architecture.parameters import ADAPTER, Parameter, is_adapter
+from megappo.config.schema import Lora
+
+
+class LowRank(MegatronModule):
+    """The adapter of one Hugging Face matrix [out, in]: `a` [rank, in] and `b` [out, rank], this rank's part of them.
+
+    Args:
+        sizes: (in, out) of this rank. Of the two matrices, that with the dimension which tensor-parallel ranks cut is
+            cut as well: `b` of a layer whose outputs are cut, `a` of one whose inputs are.
+        cuts_input: the latter.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, rank: int, sizes: tuple[int, int], cuts_input: bool, group: dist.ProcessGroup
+    ):
+        super().__init__(config)
+        self.cuts_input, self.tp_group = cuts_input, group
+        self.a = torch.nn.Parameter(torch.empty(rank, sizes[0], dtype=config.params_dtype))
+        self.b = torch.nn.Parameter(torch.empty(sizes[1], rank, dtype=config.params_dtype))
+        cut, whole = (self.a, self.b) if cuts_input else (self.b, self.a)
+        set_tensor_model_parallel_attributes(cut, is_parallel=True, dim=int(cuts_input), stride=1)
+        # Under sequence parallelism each rank sees its own tokens there: Megatron then sums the gradient over them.
+        whole.sequence_parallel = config.sequence_parallel
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> ShardedStateDict:
+        """As Megatron's layers give it."""
+        cut = {"a": 1} if self.cuts_input else {"b": 0}
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self.tp_group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
+        return make_sharded_tensors_for_checkpoint(state, prefix, cut, sharded_offsets, **groups)
+
+
+class Adapter(MegatronModule):
+    """What is added to the output of a linear layer: of those matrices in it that are adapted.
+
+    Args:
+        weight: the layer's.
+        linear: the layer, a ColumnParallelLinear or a RowParallelLinear.
+    """
+
+    def __init__(self, config: TransformerConfig, lora: Lora, weight: Parameter, linear: torch.nn.Module):
+        super().__init__(config)
+        self.scale, self.tp_group = lora.scale, linear.tp_group
+        self.rows = {piece.name.split(".")[-2]: piece.shard_shape[0] for piece in weight.pieces}
+        self.num_groups = weight.groups
+        self.cuts_input = weight.pieces[0].shard_dim == 1
+        width = weight.shard_shape[1]
+        for name in self.rows:
+            if name in lora.modules:
+                one = LowRank(config, lora.rank, (width, self.rows[name]), self.cuts_input, self.tp_group)
+                self.add_module(name, one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the layer's input, what is added to its output: [..., in] -> [..., out], each as the layer has it.
+
+        In between, numbers of all tokens and of all of the input come together: `rank` a token, one message for all
+        matrices of the layer.
+        """
+        adapters: Mapping[str, Any] = dict(self.named_children())
+        low = F.linear(x, torch.cat([adapter.a for adapter in adapters.values()]))
+        parts = self._across(low).chunk(len(adapters), dim=-1)
+        added = {name: F.linear(part, adapter.b) for (name, adapter), part in zip(adapters.items(), parts, strict=True)}
+        if len(self.rows) == 1:
+            return self.scale * next(iter(added.values()))
+        for name in self.rows.keys() - added.keys():
+            added[name] = x.new_zeros(*parts[0].shape[:-1], self.rows[name])
+        grouped = [added[name].unflatten(-1, (self.num_groups, -1)) for name in self.rows]
+        return self.scale * torch.cat(grouped, dim=-1).flatten(-2)
+
+    def _across(self, low: torch.Tensor) -> torch.Tensor:
+        """The low-rank numbers where they are multiplied by `b`, as the layer's own output comes about: summed over
+        ranks that cut the input; else of all tokens, and their gradient is summed."""
+        if self.cuts_input:
+            whole, of_sequence = reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
+        else:
+            whole, of_sequence = copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+        return (of_sequence if self.config.sequence_parallel else whole)(low, group=self.tp_group)
+
+    def add(self, linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple) -> tuple:
+        """Forward hook of the layer, which returns (output, bias)."""
+        return output[0] + self(inputs[0]), output[1]
+
+
+def add_adapters(gpt: GPTModel, lora: Lora, table: Mapping[str, Parameter]) -> None:
+    """Give a chunk's linear layers adapters, each as a module beside the layer, named after it.
+
+    Args:
+        table: parameters of the model in this layout, by name.
+    """
+    for layer in gpt.decoder.layers:
+        prefix = f"decoder.layers.{layer.layer_number - 1}."
+        names = [name.removeprefix(prefix) for name in table if name.startswith(prefix) and is_adapter(name)]
+        for path in dict.fromkeys(name.split(f"{ADAPTER}.")[0] for name in names):
+            linear = layer.get_submodule(path)
+            adapter = Adapter(gpt.config, lora, table[f"{prefix}{path}.weight"], linear)
+            layer.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2] + ADAPTER, adapter)
+            linear.register_forward_hook(adapter.add)
+    if gpt.pre_process and gpt.config.recompute_granularity == "full":
+        # A layer that is computed again has gradients only where its input asks for one.
+        gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())

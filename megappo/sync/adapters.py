@@ -1,0 +1,89 @@
+"""Adapters alone (LoRA), for engines that have the model's other weights from model.path.
+
+An engine takes an adapter whole, in place of the one before: its tensors come as one bucket.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megappo import platform
+from megappo.config.schema import Lora
+from megappo.rollout.client import EngineClient
+from megappo.sync.ipc import HandleSender
+from megappo.sync.transport import Link, Receiver, Sender
+from megappo.weights.adapters import peft_config, write_adapters
+from megappo.weights.buckets import Bucket, views
+from megappo.weights.staging import staged
+
+
+def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the adapters of a model, from those of its own tensors."""
+    found = {}
+    for name, shape in shapes.items():
+        matrix, _, kind = name.rpartition(".")
+        if kind == "weight" and matrix.rpartition(".")[2] in lora.modules:
+            found[f"{matrix}.lora_A.weight"] = (lora.rank, shape[1])
+            found[f"{matrix}.lora_B.weight"] = (shape[0], lora.rank)
+    return found
+
+
+class AdapterHandles(HandleSender):
+    """Hands adapters to an engine as handles, as `HandleSender` does weights.
+
+    On a CPU SGLang reads some of them as late as the first request: they stay as they are until the engine has the next
+    ones, as buffers take turns. The first time it compares checksums, if rollout.sync.verify says so.
+    """
+
+    def __init__(self, link: Link, client: EngineClient | None):
+        super().__init__(link, client)
+        self._config = peft_config(link.config.actor.lora)
+        self._verify = link.config.rollout.sync.verify
+        self._checksums: dict[str, str] | None = None
+
+    def open(self) -> None:
+        """Nothing: the engine's other weights stay."""
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        self._checksums = _checksums(bucket, flat) if self._verify else None
+        super().send(bucket, flat)
+        self._verify = False
+
+    def _post(self, payloads: list[str], load_format: str) -> None:
+        body: dict[str, Any] = {"config_dict": self._config, "serialized_named_tensors": payloads}
+        body |= {"load_format": load_format, "expected_checksums": self._checksums}
+        self.client.load_adapter("/load_lora_adapter_from_tensors", body)
+
+    def close(self) -> None:
+        if platform.has_cuda():
+            torch.cuda.ipc_collect()
+
+
+def _checksums(bucket: Bucket, flat: torch.Tensor) -> dict[str, str]:
+    """Of each tensor, as SGLang reckons them."""
+    parts = flat.cpu().split([tensor.nbytes for tensor in bucket])
+    return {tensor.name: hashlib.sha256(part.numpy()).hexdigest() for tensor, part in zip(bucket, parts, strict=True)}
+
+
+class AdapterWriter(Sender):
+    """Writes adapters as a folder of PEFT."""
+
+    def __init__(self, link: Link):
+        self.link = link
+
+    def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        with staged(self.link.folder) as folder:
+            write_adapters(folder, views(bucket, flat), self.link.config.actor.lora, self.link.config.model.path)
+
+
+class AdapterReader(Receiver):
+    """Lets an engine read the folder once it is there."""
+
+    def __init__(self, link: Link, client: EngineClient):
+        self.folder = link.folder
+        self.client = client
+
+    def close(self) -> None:
+        self.client.load_adapter("/load_lora_adapter", {"lora_path": str(self.folder)})

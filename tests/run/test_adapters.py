@@ -1,0 +1,88 @@
+"""Whole runs that train adapters (LoRA): engines get these alone, and what is written at the end holds them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from program import Program, logged
+from safetensors.torch import load_file
+
+RANK, ALPHA = 4, 8.0
+LORA = (f"actor.lora.rank={RANK}", f"actor.lora.alpha={ALPHA}", f"critic.lora.rank={RANK}", "model.layer_spec=torch")
+OTHERS = ("trainer.total_steps=4", "trainer.save_interval=2", "trainer.eval_interval=0")
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def adapted(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run."""
+    run = tmp_path_factory.mktemp("adapted") / "run"
+    options = (f"trainer.output_dir={run}", f"trainer.record_rollouts={run / 'record'}")
+    with Program(run.parent, config, *options, *LORA, *OTHERS) as program:
+        assert program.wait() == 0, program.output
+    return run
+
+
+def test_engines_get_adapters_alone_and_agree_with_the_actor(adapted):
+    adapters = load_file(adapted / "hf_actor" / "adapter" / "adapter_model.safetensors")
+    steps = logged(adapted)
+    assert [metrics["step"] for metrics in steps] == [1, 2, 3, 4]
+    for metrics in steps:
+        assert metrics["sync/bytes"] == sum(tensor.nbytes for tensor in adapters.values())
+        assert metrics["sync/log_prob_diff/max"] < 1e-4 and metrics["rollout/log_prob_diff/mean"] < 1e-4
+        assert metrics["actor/grad_norm"] > 0 and metrics["critic/grad_norm"] > 0
+
+
+def test_the_exported_model_is_that_with_the_adapters_added(adapted, config):
+    base = load_file(config.parent / "model" / "model.safetensors")
+    merged = load_file(adapted / "hf_actor" / "model.safetensors")
+    adapters = load_file(adapted / "hf_actor" / "adapter" / "adapter_model.safetensors")
+    settings = json.loads((adapted / "hf_actor" / "adapter" / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (RANK, ALPHA, "LORA")
+    assert settings["base_model_name_or_path"] == str(config.parent / "model") and merged.keys() == base.keys()
+    num_adapted = 0
+    for name, weight in base.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{prefix}.lora_A.weight" in adapters:
+            num_adapted += 1
+            product = adapters[f"{prefix}.lora_B.weight"] @ adapters[f"{prefix}.lora_A.weight"]
+            assert product.abs().max() > 1e-3, f"{name}: nothing was trained"
+            weight = weight + ALPHA / RANK * product
+        torch.testing.assert_close(merged[name], weight, rtol=0, atol=1e-6)
+    assert 2 * num_adapted == len(adapters)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_ended(adapted, config, folder):
+    """On the rollouts of the run that did not."""
+    run, replay = folder / "run", f"trainer.replay_rollouts={adapted / 'record'}"
+    arguments = (
+        config,
+        f"trainer.output_dir={run}",
+        replay,
+        *LORA,
+        "trainer.save_interval=2",
+        "trainer.eval_interval=0",
+    )
+    with Program(folder / "1", *arguments, "trainer.total_steps=2") as program:
+        assert program.wait() == 0, program.output
+    with Program(folder / "2", *arguments, "trainer.total_steps=4") as program:
+        assert program.wait() == 0, program.output
+    for found, expected in zip(logged(run)[2:], logged(adapted)[2:], strict=True):
+        for key in ("actor/grad_norm", "critic/grad_norm", "actor/ppo_kl", "reward/score/mean"):
+            assert found[key] == expected[key], f"{key} of step {found['step']}"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_evaluated_and_other_models_are_refused(adapted, config, folder):
+    options = (
+        f"trainer.output_dir={folder / 'evaluation'}",
+        f"trainer.eval_checkpoint={adapted}/checkpoints/step_00000004",
+    )
+    with Program(folder / "1", config, *LORA, *options, "trainer.eval_only=true", "trainer.total_steps=4") as program:
+        assert program.wait() == 0, program.output
+    with Program(folder / "2", config, f"trainer.output_dir={adapted}", "trainer.total_steps=6") as program:
+        assert program.wait() == 2
+    assert "holds an actor with adapters of rank 4 and a critic with adapters of rank 4, but this run" in program.output
