@@ -69,7 +69,7 @@ def reshard(
     Raises:
         CheckpointError: as `load_model`, or the target cannot be written.
     """
-    _check_vocabulary(source, info, vocab_size)
+    _check_vocabulary(chunks, source, info, vocab_size)
     state = {"model": _tensors(sharded_chunks(chunks, groups))}
     state["optimizer_tensors"] = _optimizer_tensors(state["model"], info)
     first = torch.distributed.get_rank(groups.collection.intra_dist_opt) == 0

@@ -318,6 +318,12 @@ class Config(Section):
         )
 
     @property
+    def proves_weights(self) -> bool:
+        """Whether the first sync is compared with what engines had loaded: not of adapters, which are compared as they
+        are sent; the weights beside them would not come again once they are spoiled."""
+        return self.rollout.sync.verify and self.actor.lora is None
+
+    @property
     def kl_kinds(self) -> tuple[str, ...]:
         """The estimators of the KL to the reference that the run uses; without any it builds no reference."""
         penalty = (self.algorithm.kl_penalty,) if self.algorithm.use_kl_in_reward else ()

@@ -92,7 +92,7 @@ def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
         probe = Probe(config, next(iter(datasets.val.values())), rollouts, models.actor)
         with phase("sync"):
             engines = connect(config, layouts, models, probe, phase)
-            engines.first_sync(verify=config.rollout.sync.verify, as_loaded=False)
+            engines.first_sync(verify=config.proves_weights, as_loaded=False)
     return Evaluating(config, weights, step, datasets, rollouts, observer)
 
 

@@ -58,13 +58,10 @@ class InferenceEngines:
     def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
         """The first one, with the proof that all of the engines' weights are the actor's: until no engine fails in it.
 
-        Of adapters, what engines get is proven as it is sent, and the model's own weights by the probe: nothing that is
-        spoiled would come again.
-
         Args:
             verify, as_loaded: see `verified_sync`.
         """
-        if verify and self.probe.config.actor.lora is None:
+        if verify:
             self._prove(as_loaded)
             while self._restart_failed():
                 self._prove(as_loaded)

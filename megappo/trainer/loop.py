@@ -40,7 +40,7 @@ class Trainer:
         with run.phase("sync"):
             # Servers that run already may hold what a run before has left there.
             as_loaded = is_new and not self.config.rollout.engines
-            run.engines.first_sync(verify=self.config.rollout.sync.verify, as_loaded=as_loaded)
+            run.engines.first_sync(verify=self.config.proves_weights, as_loaded=as_loaded)
         if run.progress.start_step == total:
             run.observer.message(f"nothing left to do: raise trainer.total_steps (now {total}) to train on")
         if is_new and self.config.eval_interval:
