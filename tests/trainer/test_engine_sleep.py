@@ -167,7 +167,8 @@ class Steps(Trainer):
 def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
     steps = {"total_steps": 3, "save_interval": 2, "async_save": True, "time_limit": None, "grace_seconds": 0.0}
     config = SimpleNamespace(
-        rollout=SimpleNamespace(sync=SimpleNamespace(verify=True), engines=servers),
+        rollout=SimpleNamespace(engines=servers),
+        proves_weights=True,
         trainer=SimpleNamespace(**steps, export_hf=False),
         eval_interval=0,
     )
