@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from hf_training import ByRow, Lengths, hf_train
+from hf_training import Lengths, assert_outputs, hf_train, shard_of
 from megatron.core.distributed import DistributedDataParallelConfig
 from ppo_engines import LENGTHS, OPTIM, Case, exported, make_engine, make_loss, make_reference, make_rows, with_score
 from safetensors.torch import load_file
@@ -18,7 +18,6 @@ from tiny_models import hf_folder
 from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS
 
 from megappo.architecture.parsing import read_architecture
-from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.batch.rows import Rows
@@ -121,13 +120,6 @@ def build(folder: Path, case: Case, kind: str, reference: Path | None = None) ->
         )
 
 
-def shard_of(rows: Rows, layout: Layout) -> list[int]:
-    """This rank's rows of a mini-batch."""
-    return balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)[
-        layout.shard_of(dist.get_rank())
-    ]
-
-
 def _matches(
     rank: int,
     world_size: int,
@@ -144,7 +136,7 @@ def _matches(
     architecture = read_architecture(folder)
     rows = make_rows(architecture.vocab_size, lengths, weighted=weighted)
     mine = shard_of(rows, case.layout)
-    _assert_outputs(engine, rows, mine, expected["outputs"])
+    assert_outputs(engine, rows, mine, expected["outputs"])
     for norm in expected["grad_norms"]:
         metrics = engine.train_batch(rows.select(mine), make_loss(kind, rows))
         assert metrics.grad_norm == pytest.approx(norm, rel=2e-5)
@@ -154,19 +146,6 @@ def _matches(
     for key, parameter in expected["parameters"].items():
         message = f"{key} differs from Hugging Face's after {len(expected['grad_norms'])} steps"
         torch.testing.assert_close(found[key], parameter, rtol=0, atol=2e-5, msg=message)
-
-
-def _assert_outputs(engine: TrainedEngine, rows: Rows, mine: list[int], expected: ByRow) -> None:
-    outputs = engine.forward(rows.select(mine))
-    if not outputs:
-        assert not engine.is_output
-        return
-    assert outputs.keys() == expected.keys()
-    for name, references in expected.items():
-        for row, position in enumerate(mine):
-            found, reference = outputs[name][row].view(-1), references[position]
-            torch.testing.assert_close(found[: len(reference)], reference, rtol=1e-5, atol=1e-5)
-            assert not found[len(reference) :].any(), "padding must be 0"
 
 
 def check(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from ppo_engines import (
     ACTOR,
     CRITIC,
@@ -22,8 +23,11 @@ from ppo_engines import (
 from tiny_models import hf_model
 from torch.nn.utils import parametrize
 
+from megappo.batch.balance import balanced_partitions
 from megappo.batch.rows import Rows
 from megappo.config.schema import Lora
+from megappo.models.train_engine import TrainedEngine
+from megappo.placement.layout import Layout
 
 Lengths = Sequence[tuple[int, int]]
 ByRow = dict[str, list[torch.Tensor]]
@@ -121,6 +125,27 @@ def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
             error = torch.max((values[t] - target) ** 2, (clipped - target) ** 2)
             losses.append(weight_of(rows, row) * 0.5 * error)
     return torch.stack(losses).mean()
+
+
+def shard_of(rows: Rows, layout: Layout) -> list[int]:
+    """This rank's rows of a mini-batch."""
+    return balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)[
+        layout.shard_of(dist.get_rank())
+    ]
+
+
+def assert_outputs(engine: TrainedEngine, rows: Rows, mine: list[int], expected: ByRow) -> None:
+    """An engine's outputs for this rank's rows are these."""
+    outputs = engine.forward(rows.select(mine))
+    if not outputs:
+        assert not engine.is_output
+        return
+    assert outputs.keys() == expected.keys()
+    for name, references in expected.items():
+        for row, position in enumerate(mine):
+            found, reference = outputs[name][row].view(-1), references[position]
+            torch.testing.assert_close(found[: len(reference)], reference, rtol=1e-5, atol=1e-5)
+            assert not found[len(reference) :].any(), "padding must be 0"
 
 
 def weight_of(rows: Rows, row: int) -> float:

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -136,7 +136,7 @@ def make_engine(
     Forward passes also report values at the end of the rows, and only a "full_kl" engine's the KL to the reference;
     every engine's training steps do.
     """
-    architecture = replace(read_architecture(folder, HEADS[kind]), lora=case.lora)
+    architecture = read_architecture(folder, HEADS[kind]).with_lora(case.lora)
     chunks = build_model(
         architecture,
         Model(path=str(folder), dtype=case.dtype),
