@@ -116,14 +116,13 @@ class Architecture:
         """Whether the output layer is the embedding; a value head never is."""
         return self.tied and self.head != "value"
 
-    @property
-    def base(self) -> Self:
-        """The same model without adapters."""
-        return replace(self, lora=None)
-
     def with_head(self, head: HeadKind) -> Self:
         """The same model under another head."""
         return replace(self, head=head)
+
+    def with_lora(self, lora: Lora | None) -> Self:
+        """The same model with these adapters; None = without any."""
+        return replace(self, lora=lora)
 
     def predicts_further(self, tensor: str) -> bool:
         """Whether a tensor is of the layers after the last one (DeepSeek-V3's multi-token prediction)."""

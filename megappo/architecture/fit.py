@@ -21,8 +21,6 @@ def fit_errors(architecture: Architecture, parallel: Parallel, call: Call = "par
             advice = f"{nearest_divisors(size, ways)} would"
             yield f"{call(dimension)} {ways} does not divide {name} {size} of {file}: {advice}"
     yield from _stages(architecture, parallel, call)
-    if architecture.lora is not None:
-        yield from _adapters(architecture, architecture.lora, call)
     for dimension in ("expert", "expert_tensor"):
         if getattr(parallel, dimension) > 1 and not has_experts:
             found = f"{call(dimension)} {getattr(parallel, dimension)}"
@@ -32,15 +30,6 @@ def fit_errors(architecture: Architecture, parallel: Parallel, call: Call = "par
             f"{call('sequence')} must be true with {call('tensor')} {parallel.tensor}, as {file} is of a mixture of "
             "experts"
         )
-
-
-def _adapters(architecture: Architecture, lora: Lora, call: Call) -> Iterator[str]:
-    """Names are those of Llama; experts and latent attention have others."""
-    there = adapted_modules(architecture)
-    if lacking := [name for name in lora.modules if name not in there]:
-        key = f"{call('').removesuffix('parallel.')}lora.target_modules"
-        found = f"leave {', '.join(name for name in lora.modules if name in there)}" if there else "drop lora"
-        yield f"{key}: adapters cannot stand beside {', '.join(lacking)} of {architecture.file}: {found}"
 
 
 def divided_sizes(architecture: Architecture) -> dict[str, tuple[int, str]]:
@@ -89,6 +78,15 @@ def dense_stage_errors(architecture: Architecture, parallel: Parallel, component
             f"{component}.optim.distributed must be true, as the first {dense} layers of {architecture.file} have no "
             f"experts and the first of {component}.parallel.pipeline {parallel.pipeline} stages has {first} layers"
         )
+
+
+def adapter_errors(architecture: Architecture, lora: Lora, component: str) -> Iterator[str]:
+    """Which of the component's adapters its model has no place for: experts and latent attention are left alone."""
+    there = adapted_modules(architecture)
+    if lacking := [name for name in lora.modules if name not in there]:
+        remedy = f"leave {', '.join(name for name in lora.modules if name in there)}" if there else "drop lora"
+        lacking_of = f"{', '.join(lacking)} of {architecture.file}"
+        yield f"{component}.lora.target_modules: adapters cannot stand beside {lacking_of}: {remedy}"
 
 
 def engine_fit_errors(architecture: Architecture, ways: int) -> Iterator[str]:

@@ -97,7 +97,6 @@ _QK_NORMS = (
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "head"}),
 )
 
-
 _ADAPTED = _ATTENTION + _MLP
 
 
@@ -167,7 +166,7 @@ def is_adapter(name: str) -> bool:
 
 def adapted_modules(architecture: Architecture) -> set[str]:
     """What of the matrices can have adapters, by the last parts of their names."""
-    rules = [rule for of_layer in _layer_rules(architecture.base, num_experts=1) for rule in of_layer]
+    rules = [rule for of_layer in _layer_rules(architecture.with_lora(None), num_experts=1) for rule in of_layer]
     return {name.split(".")[-2] for rule in rules if rule in _ADAPTED for name in rule.hf}
 
 

@@ -18,12 +18,13 @@ TRAINING_ADAPTERS = 2
 
 @dataclass(frozen=True)
 class Flops:
-    """Of a forward pass; `training`: forward passes that a training step is worth.
+    """Of a forward pass.
 
     Attributes:
         per_token: of the layers' matrix products.
         per_pair: of attention, for a token and one that it attends to (itself, and all before it).
         per_output: of the head, for a token that it reads.
+        training: forward passes that a training step is worth.
     """
 
     per_token: float

@@ -1,6 +1,5 @@
 """What the models of a run are and how large the parts of them are that ranks hold: read and counted once."""
 
-from dataclasses import replace
 from functools import cached_property
 
 from megappo.architecture.architecture import Architecture
@@ -59,5 +58,5 @@ class Shapes:
         """Of a folder's model under a head, with adapters."""
         key = folder, head, lora
         if key not in self._shapes:
-            self._shapes[key] = Shape(replace(read_architecture(folder, head), lora=lora))
+            self._shapes[key] = Shape(read_architecture(folder, head).with_lora(lora))
         return self._shapes[key]

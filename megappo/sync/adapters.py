@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megappo import platform
+from megappo.architecture.parameters import LORA_A, LORA_B
 from megappo.config.schema import Lora
 from megappo.rollout.client import EngineClient
 from megappo.sync.ipc import HandleSender
@@ -25,8 +26,8 @@ def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[st
     for name, shape in shapes.items():
         matrix, _, kind = name.rpartition(".")
         if kind == "weight" and matrix.rpartition(".")[2] in lora.modules:
-            found[f"{matrix}.lora_A.weight"] = (lora.rank, shape[1])
-            found[f"{matrix}.lora_B.weight"] = (shape[0], lora.rank)
+            found[matrix + LORA_A] = (lora.rank, shape[1])
+            found[matrix + LORA_B] = (shape[0], lora.rank)
     return found
 
 

@@ -4,12 +4,11 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.files import check_weights, end_tokens
-from megappo.architecture.fit import dense_stage_errors, engine_fit_errors, fit_errors
+from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, requests
 from megappo.config.data_files import OTHER_KIND, ending
@@ -84,7 +83,9 @@ def _misfits(config: Config, key: str, architecture: Architecture, specs: list[C
     """What of the model does not fit layouts, engines and the length of rows."""
     for spec in specs:
         (parallel_key, parallel), training = spec.parallel, spec.training
-        yield from fit_errors(replace(architecture, lora=spec.lora), parallel, f"{parallel_key}.{{}}".format)
+        yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
+        if spec.lora is not None:
+            yield from adapter_errors(architecture, spec.lora, parallel_key.removesuffix(".parallel"))
         if training is not None and not training.section.optim.distributed:
             yield from dense_stage_errors(architecture, parallel, training.key)
     if key == "model.path":

@@ -6,7 +6,6 @@ another component.
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -157,4 +156,4 @@ def build_models(config: Config, layouts: Mapping[str, Layout], exchange: Exchan
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     engines = build_engines(config, build_groups(layouts, config.trainer.seed, timeout))
     components = {name: Component(name, layout, engines[name], exchange) for name, layout in layouts.items()}
-    return Models(config, components, replace(read_architecture(config.model.path), lora=config.actor.lora))
+    return Models(config, components, read_architecture(config.model.path).with_lora(config.actor.lora))

@@ -1,6 +1,5 @@
 """The models of a run on this rank: built from the table of components, with their Hugging Face weights and heads."""
 
-from dataclasses import replace
 from functools import partial
 
 from megappo.architecture.architecture import Architecture
@@ -31,7 +30,7 @@ def architecture_of(spec: ComponentSpec) -> Architecture:
     """Of the folder that a component starts from, which for a value head may be a reward model's, with its adapters."""
     folder = spec.folder.value
     found = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
-    return replace(found, lora=spec.lora)
+    return found.with_lora(spec.lora)
 
 
 def _engine(

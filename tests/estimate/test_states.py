@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +82,7 @@ def check_bytes(rank: int, world_size: int, folder: Path) -> None:
     layouts = {str(i): Layout(tuple(range(4)), **case.sizes) for i, case in enumerate(CASES)}
     groups = build_groups(layouts, seed=0)
     for case, (name, layout) in zip(CASES, layouts.items(), strict=True):
-        architecture = replace(read_architecture(folder / case.model_type, "value"), lora=case.lora)
+        architecture = read_architecture(folder / case.model_type, "value").with_lora(case.lora)
         parallel = Parallel(**case.sizes, sequence=layout.tensor > 1)
         model = Model(path="", dtype=case.dtype)
         chunks = build_model(architecture, model, parallel, groups[name], recompute="none", trained=True)
