@@ -1,12 +1,11 @@
 """Training of adapters against Hugging Face's model, whose weights torch parametrizes, in layouts of every kind."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from hf_training import ByRow, hf_train
+from hf_training import assert_outputs, hf_train, shard_of
 from ppo_engines import (
     HEADS,
     LENGTHS,
@@ -19,12 +18,17 @@ from ppo_engines import (
     with_score,
 )
 from safetensors.torch import load_file
+from saved import save_checkpoint
 from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
+from tiny_shapes import EXPERTS
 
+from megappo.architecture.fit import adapter_errors
 from megappo.architecture.parsing import read_architecture
-from megappo.batch.balance import balanced_partitions
+from megappo.batch.exchange import Exchange
+from megappo.checkpoint.metadata import read_component
+from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Lora
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -51,11 +55,10 @@ CASES = {
 def _matches(rank: int, world_size: int, folder: Path, name: str, kind: str, expected: dict) -> None:
     case = CASES[name]
     engine = make_engine(folder, case, build_groups({kind: case.layout}, seed=0)[kind], kind)
-    architecture = replace(read_architecture(folder, HEADS[kind]), lora=case.lora)
+    architecture = read_architecture(folder, HEADS[kind]).with_lora(case.lora)
     rows = make_rows(architecture.vocab_size)
-    lengths = [len(tokens) for tokens in rows.input_ids]
-    mine = balanced_partitions(lengths, case.layout.data)[case.layout.shard_of(dist.get_rank())]
-    _assert_outputs(engine.forward(rows.select(mine)), mine, expected["outputs"])
+    mine = shard_of(rows, case.layout)
+    assert_outputs(engine, rows, mine, expected["outputs"])
     for norm in expected["grad_norms"]:
         assert engine.train_batch(rows.select(mine), make_loss(kind, rows)).grad_norm == pytest.approx(norm, rel=2e-5)
     merged, adapters = exported(engine, architecture, kind), exported_adapters(engine, architecture)
@@ -72,13 +75,6 @@ def _matches(rank: int, world_size: int, folder: Path, name: str, kind: str, exp
         )
 
 
-def _assert_outputs(outputs: dict[str, torch.Tensor], mine: list[int], expected: ByRow) -> None:
-    for name in outputs:
-        for row, position in enumerate(mine):
-            reference = expected[name][position]
-            torch.testing.assert_close(outputs[name][row].view(-1)[: len(reference)], reference, rtol=1e-5, atol=1e-5)
-
-
 def check(name: str, kind: str, folder: Path) -> None:
     expected = hf_train(folder, kind, None, num_steps=2, lengths=LENGTHS, lora=CASES[name].lora)
     run_ranks(len(CASES[name].layout.ranks), _matches, folder, name, kind, expected)
@@ -92,3 +88,37 @@ def test_actor_trains_as_hugging_face_does(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "kind"), [("tp2 sp", "critic"), ("tp2 sp", "shared")])
 def test_value_heads_are_trained_beside_adapters(name: str, kind: str, tmp_path: Path) -> None:
     check(name, kind, with_score(hf_folder(tmp_path / "hf", "llama")))
+
+
+def _moved(rank: int, world_size: int, folder: Path, checkpoint: Path) -> None:
+    """Trained adapters, saved, loaded in other layouts and trained on there."""
+    store, architecture = CheckpointStore(checkpoint, 0, Exchange(dist.group.WORLD)), read_architecture(folder)
+    rows, found, norms = make_rows(architecture.vocab_size), [], []
+    for name in ("tp2 sp", "pp2, full recompute", "dp2", "tp2 sp"):
+        layout = CASES[name].layout
+        engine = make_engine(folder, CASES[name], build_groups({"actor": layout}, seed=0)["actor"], "actor")
+        mine = rows.select(shard_of(rows, layout))
+        if norms:
+            store.load(store.latest(), {"actor": engine})
+        else:
+            engine.train_batch(mine, make_loss("actor", rows))
+            save_checkpoint(store, 1, {"actor": engine}, {})
+        found.append(exported_adapters(engine, architecture.with_lora(LORA)))
+        norms.append([engine.train_batch(mine, make_loss("actor", rows)).grad_norm for _ in range(2)])
+    for moved, its_norms in zip(found[1:], norms[1:], strict=True):
+        assert moved.keys() == found[0].keys() and all(torch.equal(moved[key], found[0][key]) for key in moved)
+        assert its_norms == pytest.approx(norms[0], rel=2e-5)
+
+
+def test_adapters_are_saved_alone_and_go_on_in_another_layout(tmp_path: Path) -> None:
+    run_ranks(2, _moved, hf_folder(tmp_path / "hf", "qwen2", tie_word_embeddings=True), tmp_path / "checkpoints")
+    saved = read_component(tmp_path / "checkpoints" / "step_00000001" / "actor").model
+    assert saved and all(name.endswith((".a", ".b")) for name in saved)
+
+
+def test_matrices_of_experts_are_refused_by_name(tmp_path: Path) -> None:
+    architecture = read_architecture(hf_folder(tmp_path / "hf", "qwen3_moe", **EXPERTS))
+    [error] = adapter_errors(architecture, Lora(), "actor")
+    assert error.startswith("actor.lora.target_modules: adapters cannot stand beside gate_proj, up_proj, down_proj of ")
+    assert error.endswith("config.json: leave q_proj, k_proj, v_proj, o_proj")
+    assert not [*adapter_errors(architecture, Lora(target_modules=("q_proj", "v_proj")), "actor")]
