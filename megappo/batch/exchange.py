@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -175,36 +176,34 @@ class Exchange:
             ValueError: other rows are here than `sources` says.
         """
         route = self._route(rows, sources, destinations)
-        tokens, *loads = self._all_to_all(route, [_tokens(rows, table, route), *_fields(rows, table, route, names)])
+        tokens, *loads = self._all_to_all([_tokens(rows, table, route), *_fields(rows, table, route, names)])
         moved = replace(empty_rows(destinations[self.rank], table), input_ids=tokens)
         return _with_fields(moved, names, loads)
 
     def move_fields(
-        self,
-        rows: Rows,
-        into: Rows,
-        table: RowTable,
-        sources: RankRows,
-        destinations: RankRows,
-        names: Sequence[str],
+        self, found: Sequence[tuple[Rows, RankRows, Sequence[str]]], into: Rows, table: RowTable, destinations: RankRows
     ) -> Rows:
-        """`into`, the rows `destinations[rank]` this rank already has, with the named fields of `rows` added.
+        """`into`, the rows `destinations[rank]` this rank already has, with the named fields of rows found elsewhere.
 
-        Args and Raises: as `move`.
+        Args:
+            found: rows here, their `sources` and the names; several of them travel together.
+            Others, and Raises: as `move`.
         """
-        route = self._route(rows, sources, destinations)
-        return _with_fields(into, names, self._all_to_all(route, _fields(rows, table, route, names)))
+        loads = []
+        for rows, sources, names in found:
+            loads += _fields(rows, table, self._route(rows, sources, destinations), names)
+        return _with_fields(into, [name for _, _, names in found for name in names], self._all_to_all(loads))
 
     def _route(self, rows: Rows, sources: RankRows, destinations: RankRows) -> "_Route":
         if rows.ids.tolist() != list(sources[self.rank]):
             raise ValueError(f"expected rows {sources[self.rank]} here, in this order; found {rows.ids.tolist()}")
         return _Route.of(self.rank, sources, destinations)
 
-    def _all_to_all(self, route: "_Route", loads: Sequence["_Load"]) -> list[Any]:
+    def _all_to_all(self, loads: Sequence["_Load"]) -> list[Any]:
         """What the loads become where they arrive; all in one collective, in which ranks get one after the other."""
         if not loads:
             return []
-        outgoing, arriving = zip(*(route.sizes(load.sizes, self.world_size) for load in loads), strict=True)
+        outgoing, arriving = zip(*(load.route.sizes(load.sizes, self.world_size) for load in loads), strict=True)
         to_ranks, from_ranks = (
             [sum(of_rank) for of_rank in zip(*sizes, strict=True)] for sizes in (outgoing, arriving)
         )
@@ -221,11 +220,13 @@ class _Load:
     """Numbers of rows that travel, as int32 of the same bits.
 
     Attributes:
+        route: the rows' way.
         sent: of the rows that leave, flat, in the route's order.
         sizes: how many each row of the table has.
         unpacked: from those of the rows that arrive, flat, in the route's order, to what was asked for.
     """
 
+    route: "_Route"
     sent: torch.Tensor
     sizes: torch.Tensor
     unpacked: Callable[[torch.Tensor], Any]
@@ -241,7 +242,7 @@ def _tokens(rows: Rows, table: RowTable, route: "_Route") -> _Load:
         arrived = received.long().split(lengths[route.arriving].tolist())
         return [arrived[i] for i in route.places.tolist()]
 
-    return _Load(flat, lengths, unpacked)
+    return _Load(route, flat, lengths, unpacked)
 
 
 def _fields(rows: Rows, table: RowTable, route: "_Route", names: Sequence[str]) -> list[_Load]:
@@ -271,7 +272,8 @@ def _per_token(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route
             moved[name] = field[route.places]
         return moved
 
-    return _Load(torch.stack(values, dim=1).flatten().view(torch.int32), table.response_lengths * len(names), unpacked)
+    sent = torch.stack(values, dim=1).flatten().view(torch.int32)
+    return _Load(route, sent, table.response_lengths * len(names), unpacked)
 
 
 def _per_row(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route") -> _Load:
@@ -288,7 +290,7 @@ def _per_row(rows: Rows, names: Sequence[str], table: RowTable, route: "_Route")
         return {name: field if field_of(name).has_columns else field[:, 0] for name, field in moved}
 
     sent = torch.cat(columns, dim=1)[route.outgoing].flatten().view(torch.int32)
-    return _Load(sent, torch.full((len(table),), sum(widths), dtype=torch.int64), unpacked)
+    return _Load(route, sent, torch.full((len(table),), sum(widths), dtype=torch.int64), unpacked)
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,7 @@ class _Route:
     places: torch.Tensor
 
     @classmethod
+    @lru_cache(maxsize=8)  # a step takes few ways, some of them several times
     def of(cls, rank: int, sources: RankRows, destinations: RankRows) -> "_Route":
         held, holders = _flat(sources)
         holder_of = torch.empty_like(held).index_copy_(0, held, holders)

@@ -7,7 +7,6 @@ different ranks compute at once.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
@@ -138,20 +137,15 @@ class Scattered:
 
 
 def gather(found: Iterable[tuple[Scattered, Outputs, Mapping[str, str]]], owned: Rows) -> Rows:
-    """As `Scattered.gather`, of several: at once of those that have their outputs on the same ranks."""
-    alike = defaultdict(list)
+    """As `Scattered.gather`, of several at once."""
+    parts = []
     for at, outputs, names in found:
         sources = output_sources(at.component.layout, shards_of(at.split), at.component.exchange.world_size)
         is_here = at.component.engine is not None and at.component.engine.is_output
         fields = {field: outputs[output] for output, field in names.items() if is_here}
         rows = at.rows if is_here else empty_rows((), at.batch.table)
-        alike[sources].append((at, replace(rows, fields=fields), list(names.values())))
-    for sources, several in alike.items():
-        at, rows, _ = several[0]
-        union = list(chain.from_iterable(names for _, _, names in several))
-        results = replace(rows, fields=dict(chain.from_iterable(one.fields.items() for _, one, _ in several)))
-        owned = at.component.exchange.move_fields(results, owned, at.batch.table, sources, at.batch.owners, union)
-    return owned
+        parts.append((replace(rows, fields=fields), sources, list(names.values())))
+    return at.component.exchange.move_fields(parts, owned, at.batch.table, at.batch.owners) if parts else owned
 
 
 def scatter_fields(wanted: Iterable[tuple[Scattered, Sequence[str]]], owned: Rows) -> None:
@@ -160,11 +154,10 @@ def scatter_fields(wanted: Iterable[tuple[Scattered, Sequence[str]]], owned: Row
     for at, names in wanted:
         alike[at.destinations].append((at, names))
     for destinations, found in alike.items():
-        first = found[0][0]
+        at, _ = found[0]
         union = list(dict.fromkeys(name for _, names in found for name in names))
-        moved = first.component.exchange.move_fields(
-            owned, first.rows, first.batch.table, first.batch.owners, destinations, union
-        ).fields
+        source = (owned, at.batch.owners, union)
+        moved = at.component.exchange.move_fields([source], at.rows, at.batch.table, destinations).fields
         for at, names in found:
             at.rows = replace(at.rows, fields=at.rows.fields | {name: moved[name] for name in names})
 

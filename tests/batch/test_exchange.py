@@ -120,10 +120,10 @@ def check_moves(rank: int, world_size: int, cases: list[Case]) -> None:
         assert table.max_response_length == width
         moved = exchange.move(mine, table, sources, case.destinations, ["values", "returns"])
         assert_rows(moved, case, case.destinations[rank], {"values", "returns"})
-        more = exchange.move_fields(mine, moved, table, sources, case.destinations, ["advantages"])
+        more = exchange.move_fields([(mine, sources, ["advantages"])], moved, table, case.destinations)
         assert_rows(more, case, case.destinations[rank], {"values", "returns", "advantages"})
         aged = replace(mine, fields=mine.fields | {"ages": torch.tensor([row + 0.5 for row in mine.ids])})
-        found = exchange.move_fields(aged, moved, table, sources, case.destinations, ["ages"]).fields["ages"]
+        found = exchange.move_fields([(aged, sources, ["ages"])], moved, table, case.destinations).fields["ages"]
         assert found.tolist() == [row + 0.5 for row in case.destinations[rank]] and found.dtype == torch.float32
         columns = torch.tensor([0.0, 0.25, -9.0])
         marked = replace(mine, fields=mine.fields | {"marks": mine.ids[:, None] + columns})
@@ -157,7 +157,7 @@ def through_two_components(rank: int, world_size: int) -> None:
     sources = output_sources(dp2, shards, world_size)
     results = rows_of(case, sources[rank], ("values",), 7)
     results = replace(results, ids=torch.tensor(sources[rank], dtype=torch.int64))
-    back = exchange.move_fields(results, owned, table, sources, owned_by, ["values"])
+    back = exchange.move_fields([(results, sources, ["values"])], owned, table, owned_by)
     assert_rows(back, case, owned_by[rank], {"values"})
     everything = (tuple(range(len(LENGTHS))),)
     at_tp2 = exchange.move(back, table, owned_by, shard_destinations(tp2, everything, world_size), ["values"])
