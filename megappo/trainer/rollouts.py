@@ -1,7 +1,7 @@
 """From prompts to scored rows at their owners: sampling by the engines, scoring by the reward function."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -31,8 +31,15 @@ from megappo.trainer.datasets import Datasets
 from megappo.trainer.over_sampling import Enough, Wanted
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
-from megappo.trainer.sample_rows import masked, sample_rows, summed
-from megappo.trainer.scoring import PartlyWanted, SampleScoring, Scored, episode_metrics
+from megappo.trainer.sample_rows import check_known, masked, sample_rows, summed
+from megappo.trainer.scoring import (
+    PartlyWanted,
+    SampleScoring,
+    Scored,
+    episode_metrics,
+    nums_scores_of,
+    told_means,
+)
 from megappo.trainer.told import kinds_told, told_fields
 
 PROBE_TOKENS = 4
@@ -230,41 +237,43 @@ class Rollouts:
         """Of this rank's samples of these prompts, by the task's reward function."""
         return SampleScoring(self._workers_of(task).rewards, self._decoder, prompts)
 
-    def score(
+    def graded(
         self,
         samples: Sequence[Sample],
         prompts: Sequence[Prompt],
-        scoring: SampleScoring | PartlyWanted | Scored | None = None,
-    ) -> tuple[torch.Tensor, dict[str, Metric], list[Graded]]:
-        """[b, K] float32: the reward function's scores of each sample's whole text, an environment's turns included,
-        with those of its steps; before them the sum of the environment's rewards, where there is one.
-        And this rank's part of the means of what else it told of them, by name; and all that it told.
-
-        All ranks call it together.
+        scoring: SampleScoring | PartlyWanted | Scored | None,
+    ) -> tuple[list[Graded], dict[str, Metric]]:
+        """All that the reward function told of each sample's whole text, an environment's turns included; and this
+        rank's part of the means of what else than scores it told, by name.
 
         Args:
             scoring: of the samples, where it has begun.
         Raises:
-            RewardError: there are not as many scores for every response of the run.
-            ConfigError: there is one, and the estimator needs several.
+            RewardError: a function failed, and reward.on_error is raise.
         """
         if scoring is None:
             scoring = self.scoring(prompts)
             scoring.add(samples)
         graded = scoring.graded()
-        num_scores = self._num_scores({len(one.scores) for one in graded if not one.failed})
-        found = [one.totals + [0.0] * (num_scores - len(one.scores)) for one in graded]
-        scores = torch.tensor(found, dtype=torch.float32).reshape(len(graded), num_scores)
-        names = {name for one in graded for name in one.parts}
-        values = {name: [one.parts[name] for one in graded if name in one.parts] for name in sorted(names)}
-        parts = {f"part/{name}": Metric.of(torch.tensor(told), "mean") for name, told in values.items()}
-        if of_steps := [sum(score for _, score in chain(*one.steps)) for one in graded if any(one.steps)]:
-            parts["step_scores"] = Metric.of(torch.tensor(of_steps), "mean")
-        return scores, scoring.counts() | parts, graded
+        return graded, scoring.counts() | told_means(graded)
 
-    def _num_scores(self, found: set[int]) -> int:
+    def _scores(self, graded: Sequence[Graded], nums_scores: Iterable[set[int]]) -> torch.Tensor:
+        """[b, K] float32: the scores of each sample, those of its steps included; before them the sum of the
+        environment's rewards, where there is one.
+
+        Args:
+            nums_scores: of all ranks, see `nums_scores_of`.
+        Raises:
+            RewardError: there are not as many scores for every response of the run.
+            ConfigError: there is one, and the estimator needs several.
+        """
+        num_scores = self._num_scores(nums_scores)
+        totals = [one.totals + [0.0] * (num_scores - len(one.scores)) for one in graded]
+        return torch.tensor(totals, dtype=torch.float32).reshape(len(graded), num_scores)
+
+    def _num_scores(self, found: Iterable[set[int]]) -> int:
         """K, from what workers, ranks and steps have found it to be."""
-        self._nums_scores = self._nums_scores.union(*self.exchange.share(found))
+        self._nums_scores = self._nums_scores.union(*found)
         if len(self._nums_scores) > 1:
             numbers = " and of others ".join(map(str, sorted(self._nums_scores)))
             raise RewardError(
@@ -280,17 +289,22 @@ class Rollouts:
         """Scores the step's responses; its rows at their owners, with the fields that the rollout writes, and metrics.
 
         `baselines` are among them where the estimator needs them.
+
+        Raises:
+            RewardError, ConfigError: as `_scores`; also where there is nothing to train on.
+            EngineError: there are not as many responses as were asked for.
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
-        scores, parts, graded = self.score(samples, prompts, responses.scoring)
+        graded, parts = self.graded(samples, prompts, responses.scoring)
         algorithm = self.config.algorithm
         without = masked(samples, compared=algorithm.method.compares_responses) if algorithm.mask_truncated else set()
         of_rewards = {f"reward/{name}": part for name, part in parts.items()}
         metrics = _engine_metrics(responses.use) | of_rewards | episode_metrics(samples)
         written = sum(one.num_policy_tokens for one in chain(samples, responses.greedy))
-        mine = (kinds_told(graded), len(samples), written, metrics)
-        kinds, nums_samples, nums_tokens, of_ranks = zip(*self.exchange.share(mine), strict=True)
+        mine = (nums_scores_of(graded), kinds_told(graded), len(samples), written, metrics)
+        nums_scores, kinds, nums_samples, nums_tokens, of_ranks = zip(*self.exchange.share(mine), strict=True)
+        scores = self._scores(graded, nums_scores)
         told = told_fields(self.config, samples, graded, self._decoder, kinds)
         is_played = self.config.rollout.has_environment
         rows = sample_rows(samples, prompts, scores, **told, episodes=is_played, without=without)
@@ -347,7 +361,8 @@ class Rollouts:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""
         greedy = responses.greedy
         indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
-        scores, _, _ = self.score(greedy, prompts, responses.greedy_scoring)
+        graded, _ = self.graded(greedy, prompts, responses.greedy_scoring)
+        scores = self._scores(graded, self.exchange.share(nums_scores_of(graded)))
         shaped, _ = shape_scores(
             summed(scores),
             torch.tensor([one.num_policy_tokens for one in greedy], dtype=torch.int64),
@@ -381,15 +396,3 @@ def raise_if_interrupted(exchange: Exchange) -> None:
     reasons = [reason for reason in exchange.share(INTERRUPTION.reason) if reason]
     if reasons:
         raise Interrupted(reasons[0])
-
-
-def check_known(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Refuse tokens for which the critic has no embedding: the actor samples from the whole of its own vocabulary.
-
-    Raises:
-        ConfigError: naming the token.
-    """
-    highest = max((token for one in samples for token in one.tokens), default=0)
-    if highest >= vocab_size:
-        found = f"the actor wrote token {highest}, for which the critic has no embedding (vocab_size is {vocab_size} in"
-        raise ConfigError(f"critic.model_path: {found} its config.json): choose a model with the actor's vocabulary")

@@ -8,8 +8,21 @@ from typing import NamedTuple
 import torch
 
 from megappo.batch.rows import Rows
+from megappo.config.errors import ConfigError
 from megappo.data.prompts import Prompt
 from megappo.rollout.sampler import Sample
+
+
+def check_known(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Refuse tokens for which the critic has no embedding: the actor samples from the whole of its own vocabulary.
+
+    Raises:
+        ConfigError: naming the token.
+    """
+    highest = max((token for one in samples for token in one.tokens), default=0)
+    if highest >= vocab_size:
+        found = f"the actor wrote token {highest}, for which the critic has no embedding (vocab_size is {vocab_size} in"
+        raise ConfigError(f"critic.model_path: {found} its config.json): choose a model with the actor's vocabulary")
 
 
 def summed(scores: torch.Tensor) -> torch.Tensor:

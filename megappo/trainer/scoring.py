@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import get_args
 
 import torch
@@ -115,6 +116,21 @@ class Scored:
     def counts(self) -> dict[str, Metric]:
         """See `SampleScoring`."""
         return self._counts
+
+
+def nums_scores_of(graded: Sequence[Graded]) -> set[int]:
+    """How many scores samples have, but for those of which a function failed."""
+    return {len(one.scores) for one in graded if not one.failed}
+
+
+def told_means(graded: Sequence[Graded]) -> dict[str, Metric]:
+    """This rank's part of the means of what else than scores was told, by name."""
+    names = {name for one in graded for name in one.parts}
+    values = {name: [one.parts[name] for one in graded if name in one.parts] for name in sorted(names)}
+    parts = {f"part/{name}": Metric.of(torch.tensor(told), "mean") for name, told in values.items()}
+    if of_steps := [sum(score for _, score in chain(*one.steps)) for one in graded if any(one.steps)]:
+        parts["step_scores"] = Metric.of(torch.tensor(of_steps), "mean")
+    return parts
 
 
 def _with_returns(samples: Sequence[Sample], graded: Sequence[Graded]) -> list[Graded]:

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from reward_pools import load
 from spawn import run_ranks
@@ -26,7 +25,9 @@ from megappo.rollout.episodes import Episode
 from megappo.rollout.sampler import Sample
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
-from megappo.trainer.rollouts import Responses, Rollouts, check_known
+from megappo.trainer.rollouts import Responses, Rollouts
+from megappo.trainer.sample_rows import check_known
+from megappo.trainer.scoring import Scored
 
 
 def test_tokens_that_the_critic_does_not_know_are_refused():
@@ -55,12 +56,9 @@ EXPECTED = {
 """Row -> tokens, mask, log-probs, score, truncated, prompt, baseline: a greedy score with its length penalty."""
 
 
-class ScoredByFirstToken(Rollouts):
-    def score(
-        self, samples: Sequence[Sample], prompts: Sequence[Prompt], _: object
-    ) -> tuple[torch.Tensor, dict, list[Graded]]:
-        scores = torch.tensor([[float(one.tokens[0])] for one in samples]).reshape(-1, 1)
-        return scores, {}, [Graded(of_sample, {}) for of_sample in scores.tolist()]
+def scored(samples: Sequence[Sample]) -> Scored:
+    """Each by its first token."""
+    return Scored([Graded([float(one.tokens[0])], {}) for one in samples], {})
 
 
 def make_config(**algorithm: object) -> Config:
@@ -80,8 +78,9 @@ def make_config(**algorithm: object) -> Config:
 def collect(rank: int, world_size: int) -> None:
     config = make_config(adv_estimator="remax")
     exchange = Exchange(dist.group.WORLD)
-    rollouts = ScoredByFirstToken(config, DATASETS, OwnEngine(rank), exchange, NullObserver(), num_engines=3)
-    batch, metrics = rollouts.collect(Responses(SAMPLES[rank], GREEDY[rank]), PROMPTS)
+    rollouts = Rollouts(config, DATASETS, OwnEngine(rank), exchange, NullObserver(), num_engines=3)
+    samples, greedy = SAMPLES[rank], GREEDY[rank]
+    batch, metrics = rollouts.collect(Responses(samples, greedy, scored(samples), scored(greedy)), PROMPTS)
     assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])
     rows = batch.rows
     found = zip(
@@ -97,7 +96,8 @@ def collect(rank: int, world_size: int) -> None:
     assert metrics == {"rollout/num_tokens": 6 + 3, "rollout/engine_restarts": 0}
     assert "score_components" not in rows.fields, "there is one score of each"
     with pytest.raises(EngineError, match="expected 2 responses to each of 2 prompts, got 3 in all"):
-        rollouts.collect(Responses(SAMPLES[rank][: 1 + (rank == 0)], []), PROMPTS)
+        fewer = samples[: 1 + (rank == 0)]
+        rollouts.collect(Responses(fewer, [], scored(fewer)), PROMPTS)
 
 
 def test_segments_of_policy_and_environment_become_rows_at_their_owners():
@@ -148,13 +148,13 @@ def score_by_components(rank: int, world_size: int) -> None:
     assert rows.field("scores").tolist() == [sum(expected[row]) for row in rows.ids.tolist()]
     message = "reward function rewards.py:f returned of some responses 2 and of others 3 scores; expected as many"
     with pytest.raises(RewardError, match=message):  # another step's
-        rollouts.score(samples_of([1, 2, 3]) if rank == 1 else [], PROMPTS)
+        rollouts.collect(Responses(samples_of([1, 2, 3]) if rank == 1 else [], []), PROMPTS)
     rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
     with pytest.raises(RewardError, match="returned of some responses 1 and of others 2 scores"):  # another rank's
-        rollouts.score(samples_of([1] * rank) if rank else [], PROMPTS)
+        rollouts.collect(Responses(samples_of([1] * rank) if rank else [], []), PROMPTS)
     rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
     with pytest.raises(ConfigError, match="reward.function rewards.py:f returned one score .* such as grpo"):
-        rollouts.score(samples_of([1]) if rank else [], PROMPTS)
+        rollouts.collect(Responses(samples_of([1]) if rank else [], []), PROMPTS)
 
 
 def test_several_scores_of_a_response_reach_its_owner_and_add_up():
@@ -173,14 +173,16 @@ def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> Non
     exchange, config = Exchange(dist.group.WORLD), make_config(adv_estimator="grpo")
     segments = [Segment([5], "", [first, 7], [-1.0, -1.0], [0.0, 3.0], [1, 1]) for first in (1, 2)]
     samples = [
-        Sample(0, i, one.tokens, one.log_probs, "stop", Episode([one], "done", {})) for i, one in enumerate(segments)
+        Sample(prompt, i, one.tokens, one.log_probs, "stop", Episode([one], "done", {}))
+        for prompt in (0, 1)
+        for i, one in enumerate(segments)
     ]
     with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
         datasets, own = replace(DATASETS, tokenizer=Tokenizer()), OwnEngine(rank, None, {TRAINING: Workers(pool)})
         rollouts = Rollouts(config, datasets, own, exchange, None, num_engines=1)
-        scores, metrics, _ = rollouts.score(samples, PROMPTS)
-    assert scores.tolist() == [[3.0, 0.25, 0.5], [3.0, 0.0, 0.0]]
-    assert metrics["errors"].value == 1
+        batch, metrics = rollouts.collect(Responses(samples, []), PROMPTS)
+    assert batch.rows.field("score_components").tolist() == [[3.0, 0.25, 0.5], [3.0, 0.0, 0.0]] * 2
+    assert metrics["reward/errors"] == 2
 
 
 def test_an_environments_rewards_stay_where_a_reward_function_fails(tmp_path):

@@ -185,11 +185,10 @@ class FixedRollouts(Rollouts):
                 samples.append(Sample(prompt.index, i, tokens, log_probs, reason))
         return samples
 
-    def score(self, samples: Sequence[Sample], *_: object) -> tuple[torch.Tensor, dict, list[Graded]]:
+    def graded(self, samples: Sequence[Sample], *_: object) -> tuple[list[Graded], dict]:
         num_scores = 1 + self.config.algorithm.method.needs_score_components
         found = [[sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)][:num_scores] for one in samples]
-        scores = torch.tensor(found, dtype=torch.float32).reshape(-1, num_scores)
-        return scores, {}, [Graded(of_sample, {}) for of_sample in found]
+        return [Graded(of_sample, {}) for of_sample in found], {}
 
 
 def build(config: Config) -> Run:
