@@ -55,6 +55,19 @@ def test_the_exported_model_is_that_with_the_adapters_added(adapted, config):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["auto", "disk"])
+def test_an_engine_elsewhere_gets_adapters_through_a_folder(transport, adapted, config, folder):
+    places = ("actor=0", "critic=0", "rollout=1")
+    layout = (*(f"placement.{place}" for place in places), "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
+    options = (*layout, f"rollout.sync.transport={transport}", "trainer.total_steps=2", "trainer.eval_interval=0")
+    with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *LORA, *options) as program:
+        assert program.wait() == 0, program.output
+    for found, expected in zip(logged(folder / "run"), logged(adapted)[:2], strict=True):
+        assert found["sync/bytes"] == expected["sync/bytes"]
+        assert found["sync/log_prob_diff/max"] < 1e-4 and found["rollout/log_prob_diff/mean"] < 1e-4
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_adapters_as_if_it_had_not_ended(adapted, config, folder):
     """On the rollouts of the run that did not."""
     run, replay = folder / "run", f"trainer.replay_rollouts={adapted / 'record'}"
