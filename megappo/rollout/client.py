@@ -131,6 +131,11 @@ class EngineClient:
         """
         self.post(f"/flush_cache?timeout={min(IDLE_SECONDS, self.hang_seconds / 2):g}", {})
 
+    def freeze_garbage(self) -> None:
+        """Have its processes look for garbage among what is made from now on alone, as SGLang does after its warm-up:
+        on a CPU flush_cache looks at all that there is, which took longer than all else of it."""
+        self.post("/freeze_gc", {})
+
     def begin_weight_update(self) -> None:
         """Open a weight update."""
         self.post("/begin_weight_update", {})

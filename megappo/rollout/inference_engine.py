@@ -112,6 +112,7 @@ class Engine:
             LIFE.sign()
             time.sleep(POLL_SECONDS)
         self._guard.close()
+        client.freeze_garbage()
         return client
 
     def restart(self) -> None:
