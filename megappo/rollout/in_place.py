@@ -6,15 +6,21 @@ with tensors that have no memory, what it would copy is written down instead. A 
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LOADER = f"{__name__}.load"
 ANSWER_BYTES = 4096
+PIECE_BYTES = 2**18
+"""That a thread copies at a time."""
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What holds as many bytes and is known to numpy, which bf16 is not."""
 _COPY, _FILL, _ZERO, _TO = (
     torch.ops.aten.copy_.default,
     torch.ops.aten.fill_.Scalar,
@@ -57,6 +63,15 @@ class Region:
         return self.tensor[tuple(slice(low - start, high - start) for (low, high), start in pairs)]
 
 
+class Copy(NamedTuple):
+    """A piece of a Hugging Face tensor, which `make` copies to `target` from `source`."""
+
+    name: str
+    make: Callable[[Any, Any], object]
+    target: Any
+    source: Any
+
+
 @dataclass
 class Copies:
     """What this worker copies in each sync.
@@ -65,14 +80,14 @@ class Copies:
         generation: of the memory that it copies from; see `Listing`.
         listing: of it; see `Listing.as_json`. storages: it, by handle.
         targets: where the model's parameters are.
-        copies: Hugging Face name, target, source. fills: targets and what to fill them with.
+        copies: in pieces for threads. fills: targets and what to fill them with.
     """
 
     generation: str = ""
     listing: dict[str, Any] = field(default_factory=dict)
     storages: dict[str, torch.UntypedStorage] = field(default_factory=dict)
     targets: list[int] = field(default_factory=list)
-    copies: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
 
     def learn(self, generation: str, listing: dict[str, Any]) -> None:
@@ -99,16 +114,18 @@ class Copies:
             tensor = torch.empty(0, dtype=getattr(torch, dtype))
             tensor.set_(opened[handles[number]], offset, shape, stride)
             parts.setdefault(name, []).append(Region(name, tuple(start), tensor))
-        self.copies = [copy for target in recorder.copies for copy in _from_parts(target, parts.get(target.name, ()))]
+        found = [copy for target in recorder.copies for copy in _from_parts(target, parts.get(target.name, ()))]
+        self.copies = [piece for copy in found for piece in _pieces(*copy)]
         self.fills, self.targets = recorder.fills, targets
 
     def make(self, leaving: frozenset[str]) -> None:
         """Copy all but the tensors of these names."""
         for target, value in self.fills:
             target.fill_(value)
-        for name, target, source in self.copies:
-            if name not in leaving:
-                target.copy_(source)
+        left = iter([copy for copy in self.copies if copy.name not in leaving])
+        num_threads = torch.get_num_threads()
+        with ThreadPoolExecutor(num_threads) as threads:
+            list(threads.map(_make, [left] * num_threads))
 
 
 _COPIES = Copies()
@@ -224,6 +241,26 @@ def _from_parts(target: Region, parts: Sequence[Region]) -> Iterator[tuple[str, 
             left -= found[0].numel()
     if left:
         raise RuntimeError(f"of {target.name} {left} elements are on no rank, or on several")
+
+
+def _pieces(name: str, target: torch.Tensor, source: torch.Tensor) -> Iterator[Copy]:
+    """A copy in pieces: by numpy, as torch's copies read what they overwrite, too."""
+    if target.dtype != source.dtype:
+        yield Copy(name, torch.Tensor.copy_, target, source)
+        return
+    into, of = (tensor.detach().view(_NUMBERS[tensor.element_size()]).numpy() for tensor in (target, source))
+    if into.flags.c_contiguous and of.flags.c_contiguous:
+        into, of = into.reshape(-1), of.reshape(-1)
+    size = max(1, PIECE_BYTES // into[0].nbytes)
+    for start in range(0, len(into), size):
+        piece = slice(start, start + size)
+        yield Copy(name, np.copyto, into[piece], of[piece])
+
+
+def _make(left: Iterator[Copy]) -> None:
+    """What other threads leave of these."""
+    for copy in left:
+        copy.make(copy.target, copy.source)
 
 
 def _without_memory(shape: Sequence[int], dtype: str) -> torch.Tensor:

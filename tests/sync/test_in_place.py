@@ -148,6 +148,22 @@ def test_a_worker_copies_what_its_model_would_load(two: dict) -> None:
     assert model.both.tolist() == expected
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [..., (..., slice(1, 150)), slice(5, 699), 3, (3, 4)], ids=str)
+def test_pieces_for_threads_are_the_whole_copy(cut, sent: torch.dtype, kept: torch.dtype) -> None:
+    """As torch makes it: what lies in one piece, between columns of others, in a row, and one number."""
+    source, expected = torch.randn(700, 300).to(sent), torch.zeros(700, 300, dtype=kept)
+    found = expected.clone()
+    pieces = list(in_place._pieces("a", found[cut], source[cut]))
+    assert sum(piece.target.nbytes for piece in pieces) == expected[cut].nbytes
+    if sent == kept:
+        assert len(pieces) >= expected[cut].nbytes / in_place.PIECE_BYTES
+    in_place._make(iter(pieces))
+    expected[cut].copy_(source[cut])
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("model", "why"),
     [
