@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import REPOSITORY
+from program import ONE_RANK_EACH, REPOSITORY
 from spawn import run_ranks
 from tiny_models import build, hf_folder, hf_model, outputs, sequences
 
@@ -35,12 +35,11 @@ def test_bf16_logits_are_near_hugging_face(tmp_path: Path) -> None:
 def test_the_quickstart_learns_on_one_gpu(tmp_path: Path) -> None:
     data, run = tmp_path / "quickstart", tmp_path / "run"
     subprocess.run([sys.executable, "tools/make_quickstart.py", "--output", data], cwd=REPOSITORY, check=True)
-    one_rank = ["placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1"]
     files = [f"model.path={data}/model", f"data.train_files={data}/train.jsonl", f"data.val_files={data}/val.jsonl"]
     # The model's heads are too small for SGLang's faster kernels.
     numbers = ["model.dtype=bf16", "rollout.sync.probe_tolerance=0.05", "rollout.server_args.attention_backend=triton"]
     command = [sys.executable, "-m", "megappo.torchrun", "--standalone", "--nproc-per-node", "1", "-m", "megappo.train"]
-    settings = [*one_rank, *files, *numbers, "trainer.total_steps=20", f"trainer.output_dir={run}"]
+    settings = [*ONE_RANK_EACH, *files, *numbers, "trainer.total_steps=20", f"trainer.output_dir={run}"]
     subprocess.run([*command, "configs/quickstart.yaml", *settings], cwd=REPOSITORY, check=True)
     before, *steps = read_metrics(run)
     assert steps[-1]["val/val/score/mean"] > before["val/val/score/mean"] + 0.2

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from program import Program, logged
+from program import ONE_RANK_EACH, Program, logged
 from safetensors.torch import load_file
 
 RANK, ALPHA = 4, 8.0
@@ -57,10 +57,9 @@ def test_the_exported_model_is_that_with_the_adapters_added(adapted, config):
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "disk"])
 def test_an_engine_elsewhere_gets_adapters_through_a_folder(transport, adapted, config, folder):
-    places = ("actor=0", "critic=0", "rollout=1")
-    layout = (*(f"placement.{place}" for place in places), "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
-    options = (*layout, f"rollout.sync.transport={transport}", "trainer.total_steps=2", "trainer.eval_interval=0")
-    with Program(folder, config, f"trainer.output_dir={folder / 'run'}", *LORA, *options) as program:
+    layout = (*ONE_RANK_EACH, "placement.rollout=1", f"rollout.sync.transport={transport}")
+    options = (f"trainer.output_dir={folder / 'run'}", "trainer.total_steps=2", "trainer.eval_interval=0")
+    with Program(folder, config, *LORA, *layout, *options) as program:
         assert program.wait() == 0, program.output
     for found, expected in zip(logged(folder / "run"), logged(adapted)[:2], strict=True):
         assert found["sync/bytes"] == expected["sync/bytes"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from program import Program, logged
+from program import ONE_RANK_EACH, Program, logged
 
 from megappo.rollout.external import API_KEY
 
@@ -18,10 +18,6 @@ pytestmark = pytest.mark.timeout(300)
 ONE_BY_ONE = (  # rollouts that last for some seconds
     *("rollout.max_running_requests=4", "rollout.max_response_length=20", "data.train_batch_size=48"),
     *("trainer.total_steps=4", "trainer.eval_interval=0", "trainer.save_interval=0", "trainer.export_hf=false"),
-)
-ONE_RANK_EACH = (
-    *("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1"),
-    "placement.rollout=all",
 )
 
 
@@ -59,7 +55,8 @@ def stop_scheduler(owner: psutil.Process) -> None:
 @pytest.mark.parametrize("transport", ["auto", "broadcast"])
 def test_a_crash(transport, config, folder):
     """The other engine, which gets its weights by broadcast, writes on meanwhile and joins a new group afterwards."""
-    harmed(folder, config, *ONE_RANK_EACH, f"rollout.sync.transport={transport}", harm=kill_scheduler)
+    ways = ("placement.rollout=all", f"rollout.sync.transport={transport}")
+    harmed(folder, config, *ONE_RANK_EACH, *ways, harm=kill_scheduler)
 
 
 @pytest.mark.slow  # tests/rollout has what is asked of it, test_transports.py weights by broadcast

@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-from program import Program, logged
+from program import ONE_RANK_EACH, Program, logged
 from slow import slow_ones
 
-ONE_RANK_EACH = (
-    *("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1"),
-    *("trainer.total_steps=4", "trainer.save_interval=0", "trainer.export_hf=false"),
-)
+OTHERS = ("trainer.total_steps=4", "trainer.save_interval=0", "trainer.export_hf=false", "critic.warmup_steps=1")
 WAYS = {
     "broadcast to an engine elsewhere": ("placement.rollout=1",),
     "one engine here, one elsewhere": ("placement.rollout=all", "rollout.sync.probe_interval=2"),
@@ -28,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", slow_ones(WAYS, SLOW))
 def test_the_engines_follow_the_actor(way: str, config: Path, folder: Path) -> None:
     run = folder / "run"
-    arguments = (*ONE_RANK_EACH, "rollout.sync.bucket_bytes=20000", "critic.warmup_steps=1", *WAYS[way])
+    arguments = (*ONE_RANK_EACH, *OTHERS, "rollout.sync.bucket_bytes=20000", *WAYS[way])
     ranks = ("--nproc-per-node", str(NUM_RANKS.get(way, 2)))
     with Program(folder, config, f"trainer.output_dir={run}", *arguments, options=ranks) as program:
         assert program.wait() == 0, program.output

@@ -22,6 +22,9 @@ OF_CLOCKS = "^(timing_s|memory|sync)/|/mfu$|^time$|^rollout/(tokens_per_second|r
 """Metrics that are not the same in two runs alike."""
 OF_ENGINES = re.compile(f"{OF_CLOCKS}|^val/|^rollout/(log_prob_diff/warnings|engine_restarts)$")
 
+ONE_RANK_EACH = ("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
+"""Of the quickstart and the tiny run: settings that leave actor and critic on the first rank, uncut."""
+
 
 class Program:
     """torchrun with two ranks, the leader of a session as under a terminal's shell; usable as a context manager.
