@@ -125,7 +125,7 @@ class Copies:
         left = iter([copy for copy in self.copies if copy.name not in leaving])
         num_threads = torch.get_num_threads()
         with ThreadPoolExecutor(num_threads) as threads:
-            list(threads.map(_make, [left] * num_threads))
+            list(threads.map(_make_left, [left] * num_threads))
 
 
 _COPIES = Copies()
@@ -257,7 +257,7 @@ def _pieces(name: str, target: torch.Tensor, source: torch.Tensor) -> Iterator[C
         yield Copy(name, np.copyto, into[piece], of[piece])
 
 
-def _make(left: Iterator[Copy]) -> None:
+def _make_left(left: Iterator[Copy]) -> None:
     """What other threads leave of these."""
     for copy in left:
         copy.make(copy.target, copy.source)
