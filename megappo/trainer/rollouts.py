@@ -52,13 +52,13 @@ class Responses:
     Attributes:
         sampled: rollout.n to each prompt, to train on; where only so many groups were wanted, to each that has as many.
         greedy: one to each prompt, where the estimator needs its score; else none.
-        scoring, greedy_scoring: of them, where it has begun.
+        scoring: of the sampled ones, by the reward function. greedy_scoring: of the greedy ones, where there are any.
         use: of this rank's engine meanwhile.
     """
 
     sampled: list[Sample]
     greedy: list[Sample]
-    scoring: SampleScoring | PartlyWanted | Scored | None = None
+    scoring: SampleScoring | PartlyWanted | Scored
     greedy_scoring: SampleScoring | None = None
     use: Use = field(default_factory=Use)
 
@@ -237,26 +237,6 @@ class Rollouts:
         """Of this rank's samples of these prompts, by the task's reward function."""
         return SampleScoring(self._workers_of(task).rewards, self._decoder, prompts)
 
-    def graded(
-        self,
-        samples: Sequence[Sample],
-        prompts: Sequence[Prompt],
-        scoring: SampleScoring | PartlyWanted | Scored | None,
-    ) -> tuple[list[Graded], dict[str, Metric]]:
-        """All that the reward function told of each sample's whole text, an environment's turns included; and this
-        rank's part of the means of what else than scores it told, by name.
-
-        Args:
-            scoring: of the samples, where it has begun.
-        Raises:
-            RewardError: a function failed, and reward.on_error is raise.
-        """
-        if scoring is None:
-            scoring = self.scoring(prompts)
-            scoring.add(samples)
-        graded = scoring.graded()
-        return graded, scoring.counts() | told_means(graded)
-
     def _scores(self, graded: Sequence[Graded], nums_scores: Iterable[set[int]]) -> torch.Tensor:
         """[b, K] float32: the scores of each sample, those of its steps included; before them the sum of the
         environment's rewards, where there is one.
@@ -291,12 +271,14 @@ class Rollouts:
         `baselines` are among them where the estimator needs them.
 
         Raises:
-            RewardError, ConfigError: as `_scores`; also where there is nothing to train on.
+            RewardError: a function failed, and reward.on_error is raise; or as `_scores`.
+            ConfigError: there is nothing to train on; or as `_scores`.
             EngineError: there are not as many responses as were asked for.
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
-        graded, parts = self.graded(samples, prompts, responses.scoring)
+        graded = responses.scoring.graded()
+        parts = responses.scoring.counts() | told_means(graded)
         algorithm = self.config.algorithm
         without = masked(samples, compared=algorithm.method.compares_responses) if algorithm.mask_truncated else set()
         of_rewards = {f"reward/{name}": part for name, part in parts.items()}
@@ -318,7 +300,7 @@ class Rollouts:
                 "rollout.max_response_length, or set it to false"
             )
         if self.config.algorithm.method.needs_greedy_baseline:
-            baselines = {"baselines": self._baselines(responses, prompts, batch.rows)}
+            baselines = {"baselines": self._baselines(responses, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
         counts = {"rollout/num_tokens": sum(nums_tokens), "rollout/engine_restarts": self.restarts.take_count()}
         return batch, counts | reduce_ranks(of_ranks)
@@ -357,11 +339,11 @@ class Rollouts:
         except EngineFault as fault:
             return [], fault
 
-    def _baselines(self, responses: Responses, prompts: Sequence[Prompt], rows: Rows) -> torch.Tensor:
+    def _baselines(self, responses: Responses, rows: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""
         greedy = responses.greedy
         indices = torch.tensor([one.prompt_index for one in greedy], dtype=torch.int64)
-        graded, _ = self.graded(greedy, prompts, responses.greedy_scoring)
+        graded = responses.greedy_scoring.graded()
         scores = self._scores(graded, self.exchange.share(nums_scores_of(graded)))
         shaped, _ = shape_scores(
             summed(scores),

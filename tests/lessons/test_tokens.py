@@ -77,7 +77,9 @@ def check_collected(rank: int, world_size: int, folder: Path, log_probs: list[li
     rollouts = Rollouts(make_config(), datasets, own, exchange, NullObserver(), num_engines=1)
     parts = enumerate(zip(SAMPLED, log_probs, strict=True))
     samples = [Sample(0, i, tokens, of_tokens, "stop") for i, (tokens, of_tokens) in parts]
-    rows = rollouts.collect(Responses(samples, []), [PROMPT])[0].rows
+    scoring = rollouts.scoring([PROMPT])
+    scoring.add(samples)
+    rows = rollouts.collect(Responses(samples, [], scoring), [PROMPT])[0].rows
     assert [tokens.tolist() for tokens in rows.input_ids] == [PROMPT.tokens + tokens for tokens in SAMPLED]
     case = Case(Layout((0,)), temperature=rollouts.training.temperature)
     engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")

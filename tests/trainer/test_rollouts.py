@@ -61,6 +61,13 @@ def scored(samples: Sequence[Sample]) -> Scored:
     return Scored([Graded([float(one.tokens[0])], {}) for one in samples], {})
 
 
+def by_workers(rollouts: Rollouts, samples: list[Sample]) -> Responses:
+    """As the reward function's workers score them."""
+    scoring = rollouts.scoring(PROMPTS)
+    scoring.add(samples)
+    return Responses(samples, [], scoring)
+
+
 def make_config(**algorithm: object) -> Config:
     penalty = {} if algorithm["adv_estimator"] == "gdpo" else {"length_penalty": "linear", "length_penalty_factor": 1.0}
     return Config.model_validate(
@@ -139,7 +146,7 @@ def score_by_components(rank: int, world_size: int) -> None:
     rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
     samples = samples_of([1, 20], [2, 7], [3, 20], [4, 9])
     mine = ([], samples, [])[rank]
-    batch, metrics = rollouts.collect(Responses(mine, []), PROMPTS)
+    batch, metrics = rollouts.collect(by_workers(rollouts, mine), PROMPTS)
     assert metrics["reward/part/large"] == (20 + 20 + 9) / 3, "of the responses of which it is told"
     rows = batch.rows
     expected = {0: [1.0, 20.0], 1: [2.0, 7.0], 2: [3.0, 20.0], 3: [4.0, 9.0]}
@@ -148,13 +155,13 @@ def score_by_components(rank: int, world_size: int) -> None:
     assert rows.field("scores").tolist() == [sum(expected[row]) for row in rows.ids.tolist()]
     message = "reward function rewards.py:f returned of some responses 2 and of others 3 scores; expected as many"
     with pytest.raises(RewardError, match=message):  # another step's
-        rollouts.collect(Responses(samples_of([1, 2, 3]) if rank == 1 else [], []), PROMPTS)
+        rollouts.collect(by_workers(rollouts, samples_of([1, 2, 3]) if rank == 1 else []), PROMPTS)
     rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
     with pytest.raises(RewardError, match="returned of some responses 1 and of others 2 scores"):  # another rank's
-        rollouts.collect(Responses(samples_of([1] * rank) if rank else [], []), PROMPTS)
+        rollouts.collect(by_workers(rollouts, samples_of([1] * rank) if rank else []), PROMPTS)
     rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
     with pytest.raises(ConfigError, match="reward.function rewards.py:f returned one score .* such as grpo"):
-        rollouts.collect(Responses(samples_of([1]) if rank else [], []), PROMPTS)
+        rollouts.collect(by_workers(rollouts, samples_of([1]) if rank else []), PROMPTS)
 
 
 def test_several_scores_of_a_response_reach_its_owner_and_add_up():
@@ -180,7 +187,7 @@ def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> Non
     with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
         datasets, own = replace(DATASETS, tokenizer=Tokenizer()), OwnEngine(rank, None, {TRAINING: Workers(pool)})
         rollouts = Rollouts(config, datasets, own, exchange, None, num_engines=1)
-        batch, metrics = rollouts.collect(Responses(samples, []), PROMPTS)
+        batch, metrics = rollouts.collect(by_workers(rollouts, samples), PROMPTS)
     assert batch.rows.field("score_components").tolist() == [[3.0, 0.25, 0.5], [3.0, 0.0, 0.0]] * 2
     assert metrics["reward/errors"] == 2
 

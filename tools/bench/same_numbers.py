@@ -169,10 +169,33 @@ class FixedPrompts:
         return Prompt(index, tokens, "", None)
 
 
+class FixedScoring:
+    """Scores, so many of each sample, that depend on its tokens alone."""
+
+    def __init__(self, num_scores: int):
+        self.num_scores = num_scores
+        self.samples: list[Sample] = []
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        self.samples += samples
+
+    def graded(self) -> list[Graded]:
+        scores = [[sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)] for one in self.samples]
+        return [Graded(of_sample[: self.num_scores], {}) for of_sample in scores]
+
+    def counts(self) -> dict:
+        return {}
+
+
 class FixedRollouts(Rollouts):
     """Samples and scores that depend on the prompts alone, all at rank 0, whose engine wrote them."""
 
-    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, *_: object) -> list[Sample]:
+    def scoring(self, *_: object) -> FixedScoring:
+        return FixedScoring(1 + self.config.algorithm.method.needs_score_components)
+
+    def sample(
+        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str, scoring: FixedScoring, *_: object
+    ) -> list[Sample]:
         samples = []
         for prompt in prompts if self.exchange.rank == 0 else ():
             generator = torch.Generator().manual_seed(sum(prompt.tokens) * 10 + n)
@@ -183,12 +206,8 @@ class FixedRollouts(Rollouts):
                 log_probs = (noise - torch.tensor(float(VOCABULARY)).log()).tolist()
                 reason = "length" if length == LONGEST_RESPONSE else "stop"
                 samples.append(Sample(prompt.index, i, tokens, log_probs, reason))
+        scoring.add(samples)
         return samples
-
-    def graded(self, samples: Sequence[Sample], *_: object) -> tuple[list[Graded], dict]:
-        num_scores = 1 + self.config.algorithm.method.needs_score_components
-        found = [[sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)][:num_scores] for one in samples]
-        return [Graded(of_sample, {}) for of_sample in found], {}
 
 
 def build(config: Config) -> Run:
