@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 
 from megappo.ppo.ragged import Packing, add_to_last_token, are_prefixes
-from megappo.ppo.scan import MASKED_BLOCK, SMALLEST_MASKED_DECAY, DiscountedSums, full_precision, sums_behind
+from megappo.ppo.scan import SMALLEST_MASKED_DECAY, DiscountedSums, full_precision, sums_behind
 
 CHUNK_TOKENS = 2**20
 """Tokens of rows taken together, so that what is computed on the way stays in a CPU's cache."""
-PANEL_TOKENS = 2**18
-"""Tokens of columns taken together, of which more is computed on the way."""
+PANEL = 1024
+"""Columns taken together: few enough for a CPU's cache, many enough that starting the operations takes little."""
 FEW_ROWS = 64
 """Below, starting the operations on columns takes longer than moving the rows' tokens together."""
 
@@ -106,7 +106,8 @@ def _by_columns(
         for _ in range(2):
             x = torch.addcmul(rewards, old_values, (1 / lam[rows] - 1).float()[:, None])
             sums, reached = sums_behind(x, mask, gamma * lam[rows], behind[rows])
-            found = sums.add_(rewards).sub_(old_values).mul_(mask)
+            new_returns = sums.add_(rewards).mul_(mask)
+            found = torch.addcmul(new_returns, old_values, mask, value=-1)
             if found.sum().isfinite():
                 break
             rewards, old_values = (torch.where(mask.bool(), x, 0.0) for x in (rewards, old_values))
@@ -114,7 +115,7 @@ def _by_columns(
             _check_finite(found, rows)
         behind[rows] = reached
         advantages[:, columns].index_copy_(0, rows, found)
-        returns[:, columns].index_copy_(0, rows, found.addcmul_(old_values, mask))
+        returns[:, columns].index_copy_(0, rows, new_returns)
     return advantages, returns
 
 
@@ -126,8 +127,7 @@ def _chunks(x: torch.Tensor) -> Iterator[slice]:
 
 def _panels(x: torch.Tensor) -> Iterator[slice]:
     """Slices of columns, the last first."""
-    size = max(1, PANEL_TOKENS // len(x) // MASKED_BLOCK) * MASKED_BLOCK
-    return (slice(start, start + size) for start in reversed(range(0, x.shape[1], size)))
+    return (slice(start, start + PANEL) for start in reversed(range(0, x.shape[1], PANEL)))
 
 
 def _multiply(out: torch.Tensor, x: torch.Tensor, mask: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch.nn.functional import pad
@@ -54,9 +55,10 @@ def sums_behind(
 
     y[t] for a t with mask 1 is the sum over tokens s > t with mask 1 of decay ** (how many of these t..s-1 has) * x[s].
     Within a block of tokens this is a product with a triangle of ones, of x times decay ** (how many came before it).
+    What blocks hand to those before them is the same product over blocks, in float64.
 
     Args:
-        x: [rows, num_tokens] float32, which is overwritten.
+        x: [rows, num_tokens] float32, which is overwritten. decay ** num_tokens must not leave float64's range.
         mask: its like, of 0 and 1.
         decays: [rows] float64, none below SMALLEST_MASKED_DECAY.
         behind: [rows] float64, what y would be continued by: x at one more token behind all, and all after it.
@@ -68,19 +70,28 @@ def sums_behind(
     padding = -num_tokens % MASKED_BLOCK
     if padding:
         x, mask = pad(x, (0, padding)), pad(mask, (0, padding))
+    logs = decays.log2()[:, None]
     blocks, mask = x.view(-1, MASKED_BLOCK), mask.view(-1, MASKED_BLOCK)
-    earlier = x.new_ones(MASKED_BLOCK, MASKED_BLOCK).triu(1)
-    powers = (mask @ earlier).view(rows, -1).mul_(decays.log2().float()[:, None]).exp2_().view(-1, MASKED_BLOCK)
+    earlier = _before(MASKED_BLOCK, x.dtype, x.device)
+    counts = mask @ earlier
+    lengths = (counts[:, -1] + mask[:, -1]).double().view(rows, -1)
+    powers = counts.view(rows, -1).mul_(logs.float()).exp2_().view(-1, MASKED_BLOCK)
     blocks.mul_(powers).mul_(mask)
     sums = blocks @ earlier.T
     totals = (sums[:, 0] + blocks[:, 0]).double().view(rows, -1)
-    spans = powers[:, -1].double().view(rows, -1) * torch.where(mask[:, -1].view(rows, -1) > 0, decays[:, None], 1.0)
-    carried = []
-    for total, span in zip(*(y.T.flip(0).contiguous().unbind() for y in (totals, spans)), strict=True):
-        carried.append(span * behind)
-        behind = total + carried[-1]
-    sums.add_(torch.stack(carried[::-1], dim=1).float().view(-1, 1)).div_(powers)
-    return sums.view(rows, -1)[:, :num_tokens], behind
+    totals = torch.cat((totals, behind[:, None]), dim=1)
+    earlier = _before(totals.shape[1], totals.dtype, totals.device)
+    powers_of_blocks = (lengths @ earlier[:-1]).mul_(logs).exp2_()
+    totals.mul_(powers_of_blocks)
+    carried = (totals @ earlier.T).div_(powers_of_blocks)
+    sums.add_(carried[:, :-1].float().view(-1, 1)).div_(powers)
+    return sums.view(rows, -1)[:, :num_tokens], totals.sum(dim=1)
+
+
+@cache
+def _before(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[s, t]: 1 where s < t."""
+    return torch.ones(size, size, dtype=dtype, device=device).triu(1)
 
 
 def _triangle(decay: torch.Tensor) -> torch.Tensor:
