@@ -5,12 +5,17 @@ from collections.abc import Iterator
 import torch
 
 from megappo.ppo.ragged import Packing, add_to_last_token, are_prefixes
-from megappo.ppo.scan import SMALLEST_MASKED_DECAY, DiscountedSums, full_precision, sums_behind
+from megappo.ppo.scan import (
+    MASKED_BLOCK,
+    MASKED_TOKENS,
+    SMALLEST_MASKED_DECAY,
+    DiscountedSums,
+    full_precision,
+    sums_behind,
+)
 
 CHUNK_TOKENS = 2**20
-"""Tokens of rows taken together, so that what is computed on the way stays in a CPU's cache."""
-PANEL = 1024
-"""Columns taken together: few enough for a CPU's cache, many enough that starting the operations takes little."""
+"""Tokens of rows, or of columns, taken together, so that what is computed on the way stays in a CPU's cache."""
 FEW_ROWS = 64
 """Below, starting the operations on columns takes longer than moving the rows' tokens together."""
 
@@ -127,7 +132,8 @@ def _chunks(x: torch.Tensor) -> Iterator[slice]:
 
 def _panels(x: torch.Tensor) -> Iterator[slice]:
     """Slices of columns, the last first."""
-    return (slice(start, start + PANEL) for start in reversed(range(0, x.shape[1], PANEL)))
+    size = min(MASKED_TOKENS, max(1, CHUNK_TOKENS // len(x) // MASKED_BLOCK) * MASKED_BLOCK)
+    return (slice(start, start + size) for start in reversed(range(0, x.shape[1], size)))
 
 
 def _multiply(out: torch.Tensor, x: torch.Tensor, mask: torch.Tensor) -> None:

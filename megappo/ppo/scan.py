@@ -13,6 +13,8 @@ MASKED_BLOCK = 16
 """The same in `sums_behind`, where powers of the decay within a block also lose digits, the more the longer it is."""
 SMALLEST_MASKED_DECAY = 0.7
 """With which `sums_behind` keeps 6 digits."""
+MASKED_TOKENS = 1024
+"""Which it takes at most: to this power the smallest decay is 1e-159, well within float64's range."""
 
 
 class DiscountedSums:
@@ -58,7 +60,7 @@ def sums_behind(
     What blocks hand to those before them is the same product over blocks, in float64.
 
     Args:
-        x: [rows, num_tokens] float32, which is overwritten. decay ** num_tokens must not leave float64's range.
+        x: [rows, num_tokens] float32, which is overwritten; at most MASKED_TOKENS.
         mask: its like, of 0 and 1.
         decays: [rows] float64, none below SMALLEST_MASKED_DECAY.
         behind: [rows] float64, what y would be continued by: x at one more token behind all, and all after it.
@@ -80,10 +82,10 @@ def sums_behind(
     sums = blocks @ earlier.T
     totals = (sums[:, 0] + blocks[:, 0]).double().view(rows, -1)
     totals = torch.cat((totals, behind[:, None]), dim=1)
-    earlier = _before(totals.shape[1], totals.dtype, totals.device)
-    powers_of_blocks = (lengths @ earlier[:-1]).mul_(logs).exp2_()
+    earlier_blocks = _before(totals.shape[1], totals.dtype, totals.device)
+    powers_of_blocks = (lengths @ earlier_blocks[:-1]).mul_(logs).exp2_()
     totals.mul_(powers_of_blocks)
-    carried = (totals @ earlier.T).div_(powers_of_blocks)
+    carried = (totals @ earlier_blocks.T).div_(powers_of_blocks)
     sums.add_(carried[:, :-1].float().view(-1, 1)).div_(powers)
     return sums.view(rows, -1)[:, :num_tokens], totals.sum(dim=1)
 
