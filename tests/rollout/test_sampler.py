@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import re
 import threading
 import time
@@ -93,6 +94,13 @@ FAULTS = {
 """Failure of an engine -> what is said of it."""
 
 
+def fail_after(server, num_groups):
+    """An `on_group` that has every request but the first wait for so many groups: it would fail while these come."""
+    requests, groups, arrived = itertools.count(), itertools.count(1), threading.Event()
+    server.before = lambda: next(requests) == 0 or arrived.wait(10)
+    return lambda samples: next(groups) == num_groups and arrived.set()
+
+
 @pytest.mark.parametrize("failure", FAULTS)
 def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypatch):
     monkeypatch.setattr("megappo.rollout.client.WATCH_SECONDS", 0.1)
@@ -101,7 +109,8 @@ def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypat
     with EngineServer(failure, num_well=1) as server:
         first, second = store_counter(store, "first"), store_counter(store, "second")
         few = {"num_engines": 1, "max_running_requests": 48}
-        sampled = sample(PROMPTS, 3, PARAMS, server.client(), first, **few)
+        on_group = fail_after(server, num_groups=16)
+        sampled = sample(PROMPTS, 3, PARAMS, server.client(), first, on_group=on_group, **few)
         answered = Counter(one.prompt_index for one in sampled.samples)
         assert set(answered.values()) == {3} and 16 <= len(answered) < len(PROMPTS), "at least the first request's"
         assert isinstance(sampled.fault, EngineFault) and re.search(FAULTS[failure], str(sampled.fault))
