@@ -199,7 +199,7 @@ _BATCH_ROWS = {
     "optimizer steps": lambda split: f"{split.optimizer_steps:,}",
     "trajectories per mini-batch": lambda split: f"{split.trajectories:,}",
     "per shard, about": lambda split: _range(split.shard_trajectories),
-    "micro-batches per rank and mini-batch, at best": lambda split: f"{split.micro_batches[0]:,}",
+    "micro-batches needed per rank and mini-batch, at best": lambda split: f"{split.micro_batches[0]:,}",
     "at worst": lambda split: f"{split.micro_batches[1]:,}",
 }
 

@@ -49,16 +49,17 @@ def _merge(first: list[_Subset], second: list[_Subset], k: int) -> list[_Subset]
     return sorted(first[:apart] + joined + second[: len(second) - overlap], key=lambda subset: -subset.cost)
 
 
-def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> list[list[int]]:
     """Pack rows into few bins of at most max_tokens, balanced by tokens.
 
     Args:
         lengths: tokens of each row.
         max_tokens: bound on a bin's tokens.
+        at_least: so many bins, as far as there are rows.
 
     Returns:
         Row positions of each bin, longest row first: attention takes neighbours of equal length together. At most as
-        many bins as first-fit-decreasing needs (11/9 of the optimum + 6/9).
+        many bins as first-fit-decreasing needs (11/9 of the optimum + 6/9), or `at_least`.
 
     Raises:
         ValueError: a row longer than max_tokens, naming it.
@@ -72,7 +73,8 @@ def micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
     # Bisect the number of bins between a lower bound and what first-fit-decreasing needs.
     best = _first_fit_decreasing(lengths, max_tokens)
     low = max(1, -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
-    high = len(best)
+    wanted = min(at_least, len(lengths))
+    low, high = max(low, wanted), max(len(best), wanted)
     while low <= high:
         middle = (low + high) // 2
         bins = balanced_partitions(lengths, middle)

@@ -85,7 +85,9 @@ class TimeEstimate:
         """
         layout, shape = self.memory.layouts[name], self._shape(name)
         compute = self._work(name) / (len(layout.ranks) * self._peak * MATMUL_SHARE)
-        slots = self.memory.splits[name].micro_batches[1] * layout.virtual_pipeline
+        split, hidden = self.memory.splits[name], shape.architecture.hidden_size
+        filling = layout.filling(split.shard_trajectories[1] * self._row, hidden, "cuda")
+        slots = max(split.micro_batches[1], filling) * layout.virtual_pipeline
         exchanges = self._exchanges(layout, shape.architecture)
         return (compute + exchanges) * (slots + layout.pipeline - 1) / slots
 

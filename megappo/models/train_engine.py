@@ -201,7 +201,9 @@ class MegatronEngine:
         return -(-most // layout.micro_batch_group) * layout.micro_batch_group - num_bins
 
     def _bins(self, rows: Rows) -> list[list[int]]:
-        return micro_batches([len(tokens) for tokens in rows.input_ids], self.max_tokens)
+        lengths = [len(tokens) for tokens in rows.input_ids]
+        filling = self.groups.layout.filling(sum(lengths), self.config.hidden_size, platform.device().type)
+        return micro_batches(lengths, self.max_tokens, at_least=filling)
 
     @property
     def _multiple(self) -> int:

@@ -64,6 +64,19 @@ def test_micro_batches_keep_the_bound(lengths: list[int], max_tokens: int):
         assert [lengths[row] for row in rows] == sorted((lengths[row] for row in rows), reverse=True)
 
 
+@CASES
+@given(st.lists(st.integers(1, 100), max_size=40), st.integers(100, 400), st.integers(1, 50))
+def test_as_many_micro_batches_as_are_wanted(lengths: list[int], max_tokens: int, wanted: int):
+    fewest, found = micro_batches(lengths, max_tokens), micro_batches(lengths, max_tokens, at_least=wanted)
+    assert all(found)
+    assert_covers(found, len(lengths))
+    assert all(total <= max_tokens for total in sums(found, lengths))
+    if wanted > len(fewest):
+        assert len(found) == min(wanted, len(lengths))
+    else:
+        assert found == fewest
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 10), min_size=1, max_size=6))
 def test_micro_batches_are_nearly_as_few_as_possible(lengths: list[int]):

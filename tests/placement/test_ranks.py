@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
 from megappo.placement.arithmetic import batch_splits
-from megappo.placement.layout import Layout
+from megappo.placement.layout import START_TOKENS, Layout
 from megappo.placement.ranks import format_ranks, parse_ranks, placement_layouts, smallest_world
 
 
@@ -239,3 +239,25 @@ def test_how_the_batch_is_split():
     filled = batch_splits(config, placement_layouts(config, 4))["critic"]
     assert filled.micro_batches == (2, 10)  # 18 rows, 2 at a time: 9, filled up to whole groups of 2
     assert (ref.optimizer_steps, ref.trajectories, ref.micro_batches) == (0, 36, (1, 3))
+
+
+@pytest.mark.parametrize("device", START_TOKENS)
+@pytest.mark.parametrize(("pipeline", "chunks", "tensor"), [(2, 1, 1), (8, 1, 4), (4, 2, 1)])
+def test_stages_wait_about_as_little_as_any_number_of_micro_batches_has_them(device, pipeline, chunks, tensor):
+    layout = Layout(tuple(range(pipeline * tensor)), tensor, pipeline, virtual_pipeline=chunks)
+    to_move, to_start = START_TOKENS[device]
+    for hidden, tokens in product((64, 768, 4096), (100, 4000, 100_000)):
+        start = to_move + to_start * tensor / hidden**2
+
+        def seconds(number: int, tokens: int = tokens, start: float = start) -> float:
+            """Of the schedule, in tokens of a stage: its slots, and the work and the start of each."""
+            return (number + (pipeline - 1) / chunks) * (tokens / number + start)
+
+        found = layout.filling(tokens, hidden, device)
+        group = pipeline if chunks > 1 else 1
+        assert found % group == 0
+        assert seconds(found) <= 1.06 * min(map(seconds, range(group, 3000, group)))
+
+
+def test_without_stages_there_is_nothing_to_fill():
+    assert Layout((0, 1, 2, 3), tensor=2).filling(100_000, 4096, "cpu") == 1

@@ -29,7 +29,7 @@ def test_a_valid_run_is_planned(run_folder):
         "optimizer steps 4 1 0",
         "trajectories per mini-batch 24 48 48",
         "per shard, about 12 24 24",
-        "micro-batches per rank and mini-batch, at best 1 1 1",
+        "micro-batches needed per rank and mini-batch, at best 1 1 1",
         "at worst 6 12 12",
         "whole run: 5 steps; optimizer steps: actor 20, critic 5",
     ):
