@@ -39,10 +39,11 @@ GPU_ARGUMENTS = {
 GPU_VARIABLES = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}  # CUDA graphs sleep, too
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
-SPIN_COUNT = "1000"
-"""Of libgomp: how often a thread looks for work before it sleeps. On two cores a step's rollout of a 110M model takes
-18 s with one thread, 13 with two that look so often, 19 with two that sleep at once. Where something else has one of
-the cores, two write 0.6 times as many tokens as one, and 0.2 times as many if they look ten times as often."""
+SPIN_COUNT = "3000"
+"""Of libgomp: how often a thread looks for work before it sleeps. On two idle cores an engine of a 110M model writes
+150 tokens/s with one thread; with two 160 if they look 1,000 times, 198 at 2,000, 212 at 3,000, 221 at 6,000 and more.
+Where something else has one of the cores it is 147 with one thread; with two 113, 91 at 3,000, 73 at 6,000. That is an
+Intel Xeon, whose pauses between two looks are long; on an AMD EPYC 1,000 were as good as more on idle cores."""
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
 PACKAGE_ROOT = Path(__file__).parents[2]
