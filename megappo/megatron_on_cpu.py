@@ -145,7 +145,8 @@ def _unless_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mend_gradient_accumulation() -> None:
     """Add the gradient of a linear layer's weight to its main gradient at once, wherever there is one; Megatron does so
-    with a kernel of Apex's."""
+    with a kernel of Apex's. And that of an embedding's: torch makes one of the whole vocabulary for the words of a
+    micro-batch."""
     from megatron.core.tensor_parallel import layers
 
     class Linear(layers.LinearWithGradAccumulationAndAsyncCommunication):
@@ -155,6 +156,7 @@ def _mend_gradient_accumulation() -> None:
 
     layers.LinearWithGradAccumulationAndAsyncCommunication = Linear
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
+    layers.F = SimpleNamespace(embedding=_embedding)  # of which Megatron's module uses nothing else
 
 
 def _add_weight_gradient(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -163,6 +165,28 @@ def _add_weight_gradient(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_
         main_grad.addmm_(grad_outputs.t(), inputs)
     else:
         main_grad.add_(grad_outputs.t() @ inputs)
+
+
+def _embedding(words: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """torch's, [words, H]."""
+    # What is reduced as soon as autograd has it must come from autograd.
+    if hasattr(weight, "main_grad") and not getattr(weight, "is_reduced_early", False):
+        return _Embedding.apply(words, weight)
+    return torch.nn.functional.embedding(words, weight)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, words: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(words)
+        ctx.main_grad = weight.main_grad
+        return torch.nn.functional.embedding(words, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        (words,) = ctx.saved_tensors
+        ctx.main_grad.index_add_(0, words.flatten(), grad.flatten(0, -2).to(ctx.main_grad.dtype))
+        return None, None
 
 
 def _call_with_cuda_type_names(owner: Any, name: str) -> None:

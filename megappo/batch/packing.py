@@ -109,6 +109,6 @@ def pack(
 
 def _padded(sequences: list[torch.Tensor], unit: int, multiple: int) -> list[torch.Tensor]:
     """Each filled up to a multiple of `unit`, and one more that fills all up to a multiple of unit x multiple."""
-    filled = [F.pad(tokens, (0, -len(tokens) % unit)) for tokens in sequences]
+    filled = sequences if unit == 1 else [F.pad(tokens, (0, -len(tokens) % unit)) for tokens in sequences]
     padding = -sum(map(len, filled)) % (unit * multiple)
     return [*filled, torch.zeros(padding, dtype=torch.int64)] if padding else filled

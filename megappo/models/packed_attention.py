@@ -122,7 +122,8 @@ class PackedAttention(torch.nn.Module):
             self._attend_chunk(chunk, key[:, :, :end], value[:, :, :end])
             for chunk, end in zip(chunks, ends, strict=True)
         ]
-        return torch.cat(parts, dim=2).transpose(1, 2)
+        joined = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+        return joined.transpose(1, 2)
 
     def _attend_chunk(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Queries [sequences, heads, chunk, D] of the last tokens of [sequences, groups, end, D].

@@ -121,10 +121,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
 
         def grad_logits(words: slice) -> torch.Tensor:
             log_p = vocabulary.logits(hidden, weight, words).sub_(log_normaliser[:, None])
-            p = log_p.exp()
             if grad_entropy is None:
-                grad = p.mul_(-of_target[:, None])
+                grad = log_p.exp_().mul_(-of_target[:, None])
             else:
+                p = log_p.exp()
                 of_entropy = grad_entropy[:, None] / vocabulary.temperature
                 grad = log_p.add_(entropy[:, None]).mul_(of_entropy).add_(of_target[:, None]).mul_(p).neg_()
             column, here = vocabulary.columns(words, targets)
