@@ -48,6 +48,7 @@ def main() -> int:
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))
     platform.share_cores(args.nproc_per_node)
+    platform.keep_freed_memory()
     if args.max_restarts and parse_min_max_nnodes(args.nnodes)[1] > 1:
         print("error: --max-restarts is for one node: on several start them all again, as Slurm can", file=sys.stderr)
         return 2

@@ -389,3 +389,30 @@ def test_ranks_and_engines_share_the_cores(said, tmp_path, monkeypatch):
     command = ("megappo.torchrun", "--standalone", "--nproc-per-node", "2", script)
     cores = platform.num_cores()
     assert printed(*command).split() == 2 * ([said, "none"] if said else [str(max(1, cores // 2)), str(cores)])
+
+
+TAKES_MEMORY = """
+import os, resource, torch
+def taken():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+taken()
+os.write(1, f"{taken()} {os.environ['MALLOC_MMAP_MAX_']}".encode())
+"""
+"""64 MiB, twice."""
+
+
+@pytest.mark.parametrize("said", [None, "1000"])
+def test_ranks_take_what_they_have_freed_again(said, tmp_path, monkeypatch):
+    monkeypatch.delenv("MALLOC_MMAP_MAX_", raising=False)
+    if said is not None:
+        monkeypatch.setenv("MALLOC_MMAP_MAX_", said)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    script = tmp_path / "takes_memory.py"
+    script.write_text(TAKES_MEMORY)
+    faults, found = printed("megappo.torchrun", "--standalone", "--nproc-per-node", "1", script).split()
+    if said is None:
+        assert int(faults) < 1000  # of 16,384 pages
+    else:
+        assert found == said
