@@ -393,14 +393,15 @@ def test_ranks_and_engines_share_the_cores(said, tmp_path, monkeypatch):
 
 TAKES_MEMORY = """
 import os, resource, torch
-def taken():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for number in range(30):
+    if number == 20:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(2**24)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-taken()
-os.write(1, f"{taken()} {os.environ['MALLOC_MMAP_MAX_']}".encode())
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+os.write(1, f"{faults} {os.environ['MALLOC_MMAP_MAX_']}".encode())
 """
-"""64 MiB, twice."""
+"""64 MiB, many times; of the last ten all 163,840 pages are new ones, unless they are those of others before. The first
+may each leave too little for the next, as something small is put into a part of it."""
 
 
 @pytest.mark.parametrize("said", [None, "1000"])
@@ -413,6 +414,6 @@ def test_ranks_take_what_they_have_freed_again(said, tmp_path, monkeypatch):
     script.write_text(TAKES_MEMORY)
     faults, found = printed("megappo.torchrun", "--standalone", "--nproc-per-node", "1", script).split()
     if said is None:
-        assert int(faults) < 1000  # of 16,384 pages
+        assert int(faults) < 163_840 / 2
     else:
         assert found == said
