@@ -55,7 +55,7 @@ def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> lis
     Args:
         lengths: tokens of each row.
         max_tokens: bound on a bin's tokens.
-        at_least: so many bins, as far as there are rows.
+        at_least: so many bins, as far as there are rows; fewer where so many, once balanced, would break the bound.
 
     Returns:
         Row positions of each bin, longest row first: attention takes neighbours of equal length together. At most as

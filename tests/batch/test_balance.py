@@ -71,10 +71,20 @@ def test_as_many_micro_batches_as_are_wanted(lengths: list[int], max_tokens: int
     assert all(found)
     assert_covers(found, len(lengths))
     assert all(total <= max_tokens for total in sums(found, lengths))
-    if wanted > len(fewest):
-        assert len(found) == min(wanted, len(lengths))
-    else:
+    wanted = min(wanted, len(lengths))
+    if wanted <= len(fewest):
         assert found == fewest
+    elif max(sums(balanced_partitions(lengths, wanted), lengths)) <= max_tokens:
+        assert len(found) == wanted
+
+
+def test_so_many_micro_batches_that_balancing_breaks_the_bound_are_not_made():
+    """14 of at most 100 tokens hold all rows; balanced over 15, one would have more."""
+    lengths = [41, 42, 57, 25, 41, 5, 33, 30, 46, 55, 54, 38, 37, 34, 54, 55, 43, 8, 1, 44, 52, 36, 22, 31, 41]
+    lengths += [3, 32, 42, 23, 9, 56, 6, 60, 38, 52, 17, 47, 46, 2]
+    assert max(sums(balanced_partitions(lengths, 15), lengths)) > 100
+    found = micro_batches(lengths, 100, at_least=15)
+    assert len(found) == 14 and max(sums(found, lengths)) <= 100
 
 
 @settings(max_examples=50, deadline=None)
