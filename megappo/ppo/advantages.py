@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.collectives import sum_over_ranks
+from megappo.ppo.collectives import moments_over_ranks
 from megappo.ppo.conventions import DEFAULT, Whitening
 from megappo.ppo.estimators import (
     Estimates,
@@ -134,13 +134,10 @@ def _moments(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Means and variances of each over the tokens with mask 1 of all ranks in `group`, float64."""
     valid = mask.bool()
-    several = [x.detach().double() for x in several]
-    sums = [torch.where(valid, x, 0.0).sum() for x in several]
-    *totals, count = sum_over_ranks(torch.stack([*sums, valid.sum().double()]), group)
+    counts, means, squares = moments_over_ranks(torch.stack([x.detach().double()[valid] for x in several]), group)
+    count = counts[0]
     if count < 2:
         raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
-    means = torch.stack(totals) / count
     if not means.isfinite().all():
         raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
-    squares = [torch.where(valid, (x - mean).square(), 0.0).sum() for x, mean in zip(several, means, strict=True)]
-    return means, sum_over_ranks(torch.stack(squares), group) / (count - ddof)
+    return means, squares / (count - ddof)

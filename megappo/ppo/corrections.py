@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.collectives import sum_over_ranks
+from megappo.ppo.collectives import of_ranks, sum_over_ranks
 from megappo.ppo.kl import FORMULAE
 from megappo.ppo.ragged import check_finite
 
@@ -203,21 +203,19 @@ def _metrics(
     tokens = [torch.where(valid, x, 0.0).sum().double() for x in per_token.values()]
     responses = [x.sum().double() for x in per_response.values()]
     counts = [valid.sum().double(), present.sum().double()]
-    *sums, num_tokens, num_responses = sum_over_ranks(torch.stack(tokens + responses + counts), group).tolist()
+    found = of_ranks(torch.stack(tokens + responses + counts + _extremes(ratio[valid])), group)
+    *sums, num_tokens, num_responses = found[:, :-2].sum(dim=0).tolist()
     if num_tokens == 0:
         raise ValueError("no token with response_mask 1 on any rank")
     means = {name: total / num_tokens for name, total in zip(per_token, sums, strict=False)}
     means |= {name: total / num_responses for name, total in zip(per_response, sums[len(per_token) :], strict=True)}
     weight, square = means.pop("weight"), means.pop("square")
     means["ess"] = weight**2 / square if square > 0 else 0.0
-    means["max"], means["min"] = _extremes(ratio[valid], group)
+    means["max"], means["min"] = float(found[:, -2].max()), float(found[:, -1].min())
     return {f"rollout_is/{name}": value for name, value in means.items()}
 
 
-def _extremes(values: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[float, float]:
-    """Maximum and minimum over all ranks; a rank may have no value."""
-    mine = torch.stack([values.max(), -values.min()]) if values.numel() else values.new_full((2,), -math.inf)
-    if group is not None:
-        dist.all_reduce(mine, dist.ReduceOp.MAX, group=group)
-    largest, negated_smallest = mine.tolist()
-    return largest, -negated_smallest
+def _extremes(values: torch.Tensor) -> list[torch.Tensor]:
+    """Maximum and minimum; a rank may have no value."""
+    none = [values.new_tensor(-math.inf), values.new_tensor(math.inf)]
+    return [values.max(), values.min()] if values.numel() else none

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.collectives import sum_over_ranks
+from megappo.ppo.collectives import merged_moments, moments_over_ranks, sum_over_ranks
 from megappo.ppo.groups import EPS, Groups
 from megappo.ppo.ragged import check_finite
 
@@ -40,7 +40,7 @@ def overlong_penalty(response_lengths: torch.Tensor, max_response_length: int, c
 class RunningMoments:
     """Mean and standard deviation (ddof 1) of all numbers seen so far, the same on every rank.
 
-    Source: Chan et al. 1979, "Updating formulae and a pairwise algorithm for computing sample variances".
+    Source: see `merged_moments`.
     """
 
     def __init__(self) -> None:
@@ -56,19 +56,12 @@ class RunningMoments:
     def update(self, scores: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         """Take in the scores, [B], of all ranks of `group`; each must call, with its own (none is allowed).
 
-        The result depends neither on how scores are spread over ranks nor, but for rounding, over calls.
+        But for rounding the result depends neither on how scores are spread over ranks nor over calls.
         """
-        scores = scores.detach().double()
-        here = torch.stack([scores.sum(), torch.full_like(scores.sum(), len(scores))])
-        total, count = sum_over_ranks(here, group).tolist()
-        if count == 0.0:
-            return
-        mean = total / count
-        squares = float(sum_over_ranks((scores - mean).square().sum(), group))
-        difference, both = mean - self.mean, self.count + count
-        self._squares += squares + difference**2 * self.count * count / both
-        self.mean += difference * count / both
-        self.count = both
+        found = moments_over_ranks(scores.detach().double()[None], group)[:, 0]
+        if found[0]:
+            before = found.new_tensor([self.count, self.mean, self._squares])
+            self.count, self.mean, self._squares = merged_moments(torch.stack([before, found])).tolist()
 
     def state_dict(self) -> dict[str, float]:
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
