@@ -152,7 +152,9 @@ def _mend_gradient_accumulation() -> None:
     class Linear(layers.LinearWithGradAccumulationAndAsyncCommunication):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, fusion: bool, *rest: Any) -> Any:
-            return super(Linear, Linear).forward(ctx, x, weight, bias, hasattr(weight, "main_grad"), *rest)
+            output = super(Linear, Linear).forward(ctx, x, weight, None, hasattr(weight, "main_grad"), *rest)
+            ctx.use_bias = bias is not None
+            return output if bias is None else output.add_(bias)  # Megatron makes another tensor of the sum
 
     layers.LinearWithGradAccumulationAndAsyncCommunication = Linear
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=_add_weight_gradient)
