@@ -32,12 +32,12 @@ class Benchmark:
     """A script of this folder that writes its rows where --json says.
 
     Attributes:
-        ranks: more than one start under torchrun.
+        ranks: started under megappo.torchrun, as those of a run; 0: a process without it.
     """
 
     script: str
     arguments: tuple[str, ...] = ()
-    ranks: int = 1
+    ranks: int = 0
 
 
 BENCHMARKS = {
@@ -49,7 +49,7 @@ BENCHMARKS = {
     "sync": Benchmark("sync.py"),
     "sync, cut": Benchmark("sync.py", ("--tensor", "2"), ranks=2),
     "sync, in stages": Benchmark("sync.py", ("--pipeline", "2"), ranks=2),
-    "update": Benchmark("update.py"),
+    "update": Benchmark("update.py", ranks=1),
     "head": Benchmark("head.py"),
     "step": Benchmark("step.py"),
     "rewards": Benchmark("rewards.py"),
@@ -62,7 +62,7 @@ def run(benchmark: Benchmark) -> list[Row]:
     """In a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(benchmark.ranks)] if benchmark.ranks > 1 else []
+        torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(benchmark.ranks)] if benchmark.ranks else []
         command = [sys.executable, *torchrun, HERE / benchmark.script, *benchmark.arguments, "--json", file]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parents[1])
         return [Row(**row) for row in json.loads(file.read_text())]

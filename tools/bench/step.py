@@ -10,8 +10,9 @@ them; figures are medians of the steps after the first.
 - the quickstart's job, one thread each, without held-out questions and checkpoints. Of a step counts what is not
   rollout, forward pass, update (backward pass and optimizer) or sync: scoring, moving rows, advantages, metrics.
 - a Qwen2 of 110M parameters, its actor on TP2, the critic, of the same shape, on PP2; 32 rows of about 124 tokens. The
-  share of a step that its matrix products would take at the rate that both ranks reach together in a product of two
-  square matrices: by the formulas of MFU, for rollout, three forward passes and two updates.
+  share of a step that its matrix products would take at the rate that both ranks reach in products of two square
+  matrices at the same time, before the run and after it: by the formulas of MFU, for rollout, three forward passes and
+  two updates.
 """
 
 import json
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,17 +33,19 @@ from megappo.torchvision_on_cpu import define_torchvision_operators
 
 define_torchvision_operators()
 
+import torch  # noqa: E402
 import yaml  # noqa: E402
-from timed import VOCABULARY, Row, on_ranks, parser_of, report, write_qwen2  # noqa: E402
+from timed import VOCABULARY, Row, on_ranks, parser_of, report, seconds, write_qwen2  # noqa: E402
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.estimate.flops import TRAINING, flops_of  # noqa: E402
 from megappo.observe.metrics import read_metrics  # noqa: E402
-from megappo.trainer.utilisation import peak_flops  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
+SIDE, RATE_SECONDS = 1024, 3.0
+"""Of the products by which a rate is measured, and for how long."""
 MODEL_WORK = {"rollout", "old_log_probs", "ref_log_probs", "values", "update_actor", "update_critic", "sync"}
 PROMPT, RESPONSE, ROWS = 28, 96, 32
 PASSES = {"policy": 1 + 2 + TRAINING, "value": 1 + TRAINING}
@@ -99,19 +103,25 @@ def larger(folder: Path, steps: int) -> Row:
         "trainer": {"total_steps": steps + 1, "save_interval": steps + 1},
     }
     config.write_text(yaml.safe_dump(LARGER | sections))
+    rate_before = on_ranks(RANKS, rate)
     found = steps_of(config, folder / "run")
+    rates = rate_before, on_ranks(RANKS, rate)
     took = statistics.median(step["timing_s/step"] for step in found)
     responses = statistics.fmean(step["rollout/response_length/mean"] for step in found)
     flops = {head: flops_of(read_architecture(folder / "model", head)) for head in PASSES}
     rows = [(PROMPT + responses, responses)] * ROWS
     work = sum(passes * flops[head].forward(rows) for head, passes in PASSES.items())
-    products = work / on_ranks(RANKS, rate)
+    products = work / statistics.fmean(rates)
     return Row("step of a Qwen2 of 110M", products / took, "at least 0.5", "the rate of plain products", took)
 
 
 def rate(rank: int) -> float:
-    """Operations a second of all ranks."""
-    return RANKS * peak_flops("fp32")
+    """Operations a second of all ranks, as many on each as on this one."""
+    matrix, product = torch.rand(SIDE, SIDE), torch.empty(SIDE, SIDE)
+    took, end = [], time.perf_counter() + RATE_SECONDS
+    while time.perf_counter() < end:
+        took.append(seconds(lambda: torch.mm(matrix, matrix, out=product)))
+    return RANKS * 2 * SIDE**3 / statistics.median(took)
 
 
 def write_words(folder: Path) -> None:

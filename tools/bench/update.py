@@ -1,7 +1,7 @@
 """Time an update and a pass for log-probs against plain matrix products, and against a padded Hugging Face update.
 
-    .venv/bin/python tools/bench/update.py
-    .venv/bin/python tools/bench/update.py --threads 1 --json FILE
+    .venv/bin/python -m megappo.torchrun tools/bench/update.py
+    .venv/bin/python -m megappo.torchrun tools/bench/update.py --threads 1 --json FILE
 
 A Qwen2 of 110M parameters (12 layers, hidden size 768, 12 heads, a tied vocabulary of 32,000), fp32, on one rank. Rows
 of 22 to 181 tokens, 1,646 in all, of which 1,240 are of responses. Compared, one after the other in each repeat:
@@ -12,7 +12,8 @@ of 22 to 181 tokens, 1,646 in all, of which 1,240 are of responses. Compared, on
   projection, gate and up, down, of all tokens; the head's, of the tokens that predict a response alone. Once for the
   pass; for the update also by the weights and by the inputs, as the backward pass does. Attention is not counted.
 - Hugging Face: an update of the same model on the same rows padded to the longest (1.76 times the tokens), with the
-  same loss, entropy as a metric, clip and AdamW, in torch's own operations on the logits of all tokens.
+  same loss, entropy as a metric, clip and AdamW, in torch's own operations on the logits of all tokens; in a process of
+  its own, as python starts it, without what megappo.torchrun has a rank's allocator do.
 - updates of twice the tokens, in twice the rows and in rows twice as long.
 
 A ratio to the products is their seconds over those of what is compared: 1 were a model that does nothing else. The bars
@@ -23,7 +24,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -33,7 +36,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 import torch.distributed as dist
 
-from megappo import megatron_setup
+from megappo import megatron_setup, platform
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
 megatron_setup.install()
@@ -107,6 +110,17 @@ class HuggingFace:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
 
+    @classmethod
+    def begin(cls, folder: Path, threads: int) -> None:
+        """Make the one of this process."""
+        torch.set_num_threads(threads)
+        cls.here = cls(folder, config_of(folder), make_rows())
+
+    @classmethod
+    def update_here(cls) -> None:
+        """An update of it."""
+        cls.here.update()
+
     def _of_responses(self, of_all: torch.Tensor) -> torch.Tensor:
         mask = self.rows.response_mask
         places = self.rows.prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1])
@@ -155,20 +169,35 @@ class Products:
             product.backward()
 
 
-def make_engine(folder: Path) -> tuple[Config, TrainedEngine]:
-    """The actor of a run that has no other component."""
+def config_of(folder: Path) -> Config:
+    """Of a run of the model there."""
     sections = {"model": {"path": str(folder), "dtype": "fp32"}, "trainer": {"output_dir": str(folder)}}
-    config = Config.model_validate(SETTINGS | sections)
+    return Config.model_validate(SETTINGS | sections)
+
+
+def make_engine(config: Config) -> TrainedEngine:
+    """The actor of a run that has no other component."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engines = build_engines(config, build_groups({"actor": Layout((0,))}, seed=0))
-    return config, engines["actor"]
+    return build_engines(config, build_groups({"actor": Layout((0,))}, seed=0))["actor"]
 
 
-def make_actions(folder: Path) -> dict[str, Callable[[], object]]:
+def hugging_face(folder: Path, threads: int) -> Callable[[], object]:
+    """Its update, in a process of its own."""
+    kept = {name: os.environ.pop(name, None) for name in platform.KEPT_MEMORY}
+    if None in kept.values():
+        raise SystemExit("start it under megappo.torchrun: its ranks keep the memory that they have freed")
+    process = ProcessPoolExecutor(1, get_context("spawn"), HuggingFace.begin, (folder, threads))
+    update = lambda: process.submit(HuggingFace.update_here).result()  # noqa: E731
+    for _ in range(3):  # as many until its allocator has settled; the process starts here
+        update()
+    return update
+
+
+def make_actions(folder: Path, threads: int) -> dict[str, Callable[[], object]]:
     """What is timed, by name."""
     write_qwen2(folder)
-    rows = make_rows()
-    config, engine = make_engine(folder)
+    rows, config = make_rows(), config_of(folder)
+    engine = make_engine(config)
     products = Products(rows)
     trained_on = {"update": rows, **{name: make_rows(**more) for name, more in GROWN.items()}}
     return {
@@ -176,7 +205,7 @@ def make_actions(folder: Path) -> dict[str, Callable[[], object]]:
         "products of the update": products.update,
         "pass": lambda: engine.forward(rows),
         "products of the pass": products.forward,
-        "Hugging Face's update": HuggingFace(folder, config, rows).update,
+        "Hugging Face's update": hugging_face(folder, threads),
     }
 
 
@@ -200,7 +229,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        report(compare(make_actions(Path(folder)), args.repeats), args.json)
+        report(compare(make_actions(Path(folder), args.threads), args.repeats), args.json)
 
 
 if __name__ == "__main__":
