@@ -202,7 +202,7 @@ class _Rotated(torch.autograd.Function):
 
 def _rotate(vectors: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: int) -> torch.Tensor:
     rotated = torch.empty_like(vectors, memory_format=torch.contiguous_format)
-    at_a_time = max(ROTATED_AT_A_TIME[vectors.device.type] // vectors[0].numel(), 1)
+    at_a_time = max(ROTATED_AT_A_TIME[vectors.device.type] // vectors.shape[1:].numel(), 1)
     for part in zip(*(tensor.split(at_a_time) for tensor in (vectors, rotated, cosine, sine)), strict=True):
         _rotate_into(*part, direction)
     return rotated

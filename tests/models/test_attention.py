@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.backends.cuda import SDPAParams
 from torch.nn.attention import bias, varlen
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from megappo.models import packed_attention
 
@@ -170,3 +171,21 @@ def test_one_kernel_for_a_pack_gives_what_a_call_for_each_length_does() -> None:
     found = attend_to_pack("varlen_attn")
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_pack_too_long_for_caches_is_rotated_as_hugging_face_does() -> None:
+    lengths = (300, 1, 400)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    assert sum(lengths) * HEADS * SIZE > 2 * packed_attention.ROTATED_AT_A_TIME["cpu"]
+    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=400, max_seqlen_kv=400)
+    angles = torch.outer(torch.arange(400.0), 10000 ** -torch.linspace(0, 1, SIZE // 2)).repeat(1, 2)
+    of_tokens = angles[torch.cat([torch.arange(length) for length in lengths])]
+    inputs = [torch.randn(sum(lengths), HEADS, SIZE, requires_grad=True) for _ in range(3)]
+    query, key, value = inputs
+    found = made()(*inputs, None, packed_seq_params=packed, attention_bias=angles[:, None, None])
+    rotated = apply_rotary_pos_emb(query, key, of_tokens.cos(), of_tokens.sin(), unsqueeze_dim=1)
+    expected = made()(*rotated, value, None, packed_seq_params=packed)
+    weights = torch.linspace(-1, 1, found.numel()).view_as(found)
+    gradients, of_expected = (torch.autograd.grad((one * weights).sum(), inputs) for one in (found, expected))
+    for one, other in zip([found, *gradients], [expected, *of_expected], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
