@@ -13,6 +13,7 @@ from megappo.models.layer_specs import layer_kind, layer_spec
 from megappo.models.megatron_config import gpt_arguments, transformer_config
 from megappo.models.output_layer import hand_hidden_on
 from megappo.models.routing import router_bias_kept
+from megappo.models.strides import with_plain_strides
 from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
 
@@ -89,6 +90,8 @@ def _chunk(
         **gpt_arguments(architecture, layout.tensor),
     )
     _scale_rope(gpt, architecture)
+    if gpt.pre_process:
+        gpt.embedding.register_forward_hook(lambda embedding, inputs, output: with_plain_strides(output))
     if gpt.post_process and architecture.head == "value":
         gpt.output_layer = ValueHead(config, groups.collection.tp, architecture.value_bias)
     elif gpt.post_process:

@@ -4,6 +4,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from megappo.models.strides import with_plain_strides
+
 LogitFactors = tuple[torch.Tensor, torch.Tensor]
 """Hidden states [T, H] and this rank's shard of the output weight, [V/tp, H]: logits are hidden @ weight.T."""
 
@@ -20,7 +22,7 @@ def hand_hidden_on(gpt: GPTModel) -> None:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=gpt.pg_collection.tp
             )
-        return hidden, None
+        return with_plain_strides(hidden), None
 
     layer.forward = forward
 

@@ -160,7 +160,7 @@ class _Pack:
     def rotation(
         self, angles: torch.Tensor, dtype: torch.dtype, context: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [T, 1, D / 2] of the tokens held here.
+        """Of the tokens held here cosine [T, 1, D] and sine [T, 1, D / 2].
 
         Args:
             angles: [positions, 1, 1, D], the same in either half of D.
@@ -170,9 +170,10 @@ class _Pack:
             starts = torch.tensor([0, *self.lengths]).cumsum(0)
             positions = torch.cat([torch.arange(length) for length in self.lengths])
             held = positions[held_positions(starts, context.size(), context.rank())].to(angles.device)
-            half = angles[held, 0, :, : angles.shape[-1] // 2]
+            found = angles[held, 0]
+            sine = found[..., : found.shape[-1] // 2].sin()
             # The angles are kept as well, so that none others come to lie where they do.
-            self._rotations[key] = half.cos().to(dtype), half.sin().to(dtype), angles
+            self._rotations[key] = found.cos().to(dtype), sine.to(dtype), angles
         cosine, sine, _ = self._rotations[key]
         return cosine, sine
 
@@ -211,6 +212,7 @@ def _rotate(vectors: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, dir
 def _rotate_into(
     vectors: torch.Tensor, rotated: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, direction: int
 ) -> None:
+    torch.mul(vectors, cosine, out=rotated)
     (x, y), (new_x, new_y) = vectors.chunk(2, dim=-1), rotated.chunk(2, dim=-1)
-    torch.mul(x, cosine, out=new_x).addcmul_(y, sine, value=-direction)
-    torch.mul(y, cosine, out=new_y).addcmul_(x, sine, value=direction)
+    new_x.addcmul_(y, sine, value=-direction)
+    new_y.addcmul_(x, sine, value=direction)

@@ -23,6 +23,7 @@ from slow import slow_ones
 from spawn import run_ranks
 from tiny_models import hf_folder
 from tiny_shapes import EXPERTS
+from torch.profiler import ProfilerActivity, profile
 
 from megappo.architecture.fit import adapter_errors
 from megappo.architecture.parsing import read_architecture
@@ -122,3 +123,23 @@ def test_matrices_of_experts_are_refused_by_name(tmp_path: Path) -> None:
     assert error.startswith("actor.lora.target_modules: adapters cannot stand beside gate_proj, up_proj, down_proj of ")
     assert error.endswith("config.json: leave q_proj, k_proj, v_proj, o_proj")
     assert not [*adapter_errors(architecture, Lora(target_modules=("q_proj", "v_proj")), "actor")]
+
+
+def _multiplies_all_tokens_at_once(rank: int, world_size: int, folder: Path, name: str, kind: str) -> None:
+    layout = CASES[name].layout
+    engine = make_engine(folder, CASES[name], build_groups({kind: layout}, seed=0)[kind], kind)
+    rows = make_rows(read_architecture(folder).vocab_size)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        engine.forward(rows)
+        engine.train_batch(rows, make_loss(kind, rows))
+    products = {event.name for event in profiled.events()} & {"aten::mm", "aten::bmm"}
+    assert products == {"aten::mm"}, "a product for each token takes many times as long as one for all"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("one rank", "actor"), ("tp2 sp", "actor"), ("pp2, full recompute", "critic")]
+)
+def test_frozen_weights_are_multiplied_by_all_tokens_at_once(name: str, kind: str, tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "hf", "llama")
+    folder = with_score(folder) if kind == "critic" else folder
+    run_ranks(len(CASES[name].layout.ranks), _multiplies_all_tokens_at_once, folder, name, kind)
