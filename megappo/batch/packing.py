@@ -95,7 +95,7 @@ def pack(
     predictors, last_tokens = place[written - 1], place[first + rows.response_lengths - 1]
     made = {
         "input_ids": tokens[held][None],
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[held][None],
+        "position_ids": positions_within(starts)[held][None],
         "cu_seqlens": starts.to(torch.int32),
         "predictors": predictors[predictors >= 0],
         "targets": tokens[written[predictors >= 0]],
@@ -105,6 +105,11 @@ def pack(
     }
     on_device = {name: copied(tensor, device, is_pinned) for name, tensor in made.items()}
     return PackedBatch(rows=rows, max_seqlen=max(lengths), **on_device)
+
+
+def positions_within(starts: torch.Tensor) -> torch.Tensor:
+    """[T] int64, counting from 0 in every sequence of a pack, whose boundaries are `starts`, [b + 1] int64."""
+    return torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(starts.diff())
 
 
 def _padded(sequences: list[torch.Tensor], unit: int, multiple: int) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megappo.batch.packing import positions_within
 from megappo.batch.zigzag import chunk_numbers, held_positions
 from megappo.models.context_parallel import whole_pack
 
@@ -168,8 +169,7 @@ class _Pack:
         key = angles.data_ptr(), dtype
         if key not in self._rotations:
             starts = torch.tensor([0, *self.lengths]).cumsum(0)
-            positions = torch.cat([torch.arange(length) for length in self.lengths])
-            held = positions[held_positions(starts, context.size(), context.rank())].to(angles.device)
+            held = positions_within(starts)[held_positions(starts, context.size(), context.rank())].to(angles.device)
             found = angles[held, 0]
             sine = found[..., : found.shape[-1] // 2].sin()
             # The angles are kept as well, so that none others come to lie where they do.
