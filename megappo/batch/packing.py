@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megappo.batch.rows import Rows
-from megappo.batch.zigzag import granularity, held_positions
+from megappo.batch.zigzag import granularity, held_positions, positions_within
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,6 @@ def pack(
     }
     on_device = {name: copied(tensor, device, is_pinned) for name, tensor in made.items()}
     return PackedBatch(rows=rows, max_seqlen=max(lengths), **on_device)
-
-
-def positions_within(starts: torch.Tensor) -> torch.Tensor:
-    """[T] int64, counting from 0 in every sequence of a pack, whose boundaries are `starts`, [b + 1] int64."""
-    return torch.arange(int(starts[-1])) - starts[:-1].repeat_interleave(starts.diff())
 
 
 def _padded(sequences: list[torch.Tensor], unit: int, multiple: int) -> list[torch.Tensor]:

@@ -31,3 +31,13 @@ def held_positions(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tens
     lengths = chunks.repeat_interleave(len(numbers))
     here = lengths.cumsum(0) - lengths
     return torch.arange(int(lengths.sum()), device=lengths.device) + (starts - here).repeat_interleave(lengths)
+
+
+def positions_within(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T] int64: the position of each token of the whole pack in its own sequence.
+
+    Args:
+        cu_seqlens: as of `held_positions`, int64.
+    """
+    lengths = cu_seqlens.diff()
+    return torch.arange(int(lengths.sum()), device=lengths.device) - cu_seqlens[:-1].repeat_interleave(lengths)

@@ -13,8 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megappo.batch.packing import positions_within
-from megappo.batch.zigzag import chunk_numbers, held_positions
+from megappo.batch.zigzag import chunk_numbers, held_positions, positions_within
 from megappo.models.context_parallel import whole_pack
 
 ROTATED_AT_A_TIME = {"cpu": 2**17, "cuda": 2**62}
@@ -170,10 +169,10 @@ class _Pack:
         if key not in self._rotations:
             starts = torch.tensor([0, *self.lengths]).cumsum(0)
             held = positions_within(starts)[held_positions(starts, context.size(), context.rank())].to(angles.device)
-            found = angles[held, 0]
-            sine = found[..., : found.shape[-1] // 2].sin()
+            of_held = angles[held, 0]
+            sine = of_held[..., : of_held.shape[-1] // 2].sin()
             # The angles are kept as well, so that none others come to lie where they do.
-            self._rotations[key] = found.cos().to(dtype), sine.to(dtype), angles
+            self._rotations[key] = of_held.cos().to(dtype), sine.to(dtype), angles
         cosine, sine, _ = self._rotations[key]
         return cosine, sine
 

@@ -44,9 +44,10 @@ SPIN_COUNT = "3000"
 150 tokens/s with one thread; with two 160 if they look 1,000 times, 198 at 2,000, 212 at 3,000, 221 at 6,000 and more.
 Where something else has one of the cores it is 147 with one thread; with two 113, 91 at 3,000, 73 at 6,000. That is an
 Intel Xeon, whose pauses between two looks are long; on an AMD EPYC 1,000 were as good as more on idle cores."""
-STREAMED_COPIES = {"GLIBC_TUNABLES": f"glibc.cpu.x86_non_temporal_threshold={PIECE_BYTES:#x}"}
-"""For engines on a CPU: pieces of weights go past the caches. Else memcpy reads all that it overwrites, as glibc has
-nothing but what exceeds three quarters of them for too large to be kept: 512 MiB took 82 ms, not 46."""
+STREAMED_COPIES = f"glibc.cpu.x86_non_temporal_threshold={PIECE_BYTES:#x}"
+"""Of GLIBC_TUNABLES, for engines on a CPU: memcpy of a piece of weights, or of anything as large, goes past the caches;
+else it first reads what it overwrites. glibc's own threshold grows with the caches: 182 MiB on an Intel Xeon that has
+480, where 512 MiB of pieces took 82 ms, and 46 so. Not seen on an AMD."""
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
 PACKAGE_ROOT = Path(__file__).parents[2]
@@ -148,7 +149,8 @@ def environment(
         toolkit = {"CUDA_HOME": str(Path(found).parents[1])} if found else {}  # where SGLang would not look for pip's
         variables = GPU_VARIABLES | toolkit | _without_expandable_segments(variables)
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
-    return _cpu_threads(STREAMED_COPIES | variables, tensor_parallel, index, num_threads)
+    variables["GLIBC_TUNABLES"] = ":".join(filter(None, [STREAMED_COPIES, variables.get("GLIBC_TUNABLES")]))
+    return _cpu_threads(variables, tensor_parallel, index, num_threads)
 
 
 def environment_of_owner(temporary: Path) -> dict[str, str]:
