@@ -95,7 +95,7 @@ def pack(
     predictors, last_tokens = place[written - 1], place[first + rows.response_lengths - 1]
     made = {
         "input_ids": tokens[held][None],
-        "position_ids": positions_within(starts)[held][None],
+        "position_ids": positions_within(starts, len(tokens))[held][None],
         "cu_seqlens": starts.to(torch.int32),
         "predictors": predictors[predictors >= 0],
         "targets": tokens[written[predictors >= 0]],

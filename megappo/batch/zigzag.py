@@ -33,11 +33,11 @@ def held_positions(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tens
     return torch.arange(int(lengths.sum()), device=lengths.device) + (starts - here).repeat_interleave(lengths)
 
 
-def positions_within(cu_seqlens: torch.Tensor) -> torch.Tensor:
+def positions_within(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """[T] int64: the position of each token of the whole pack in its own sequence.
 
     Args:
-        cu_seqlens: as of `held_positions`, int64.
+        cu_seqlens: as of `held_positions`, int64. num_tokens: T, its last, which a GPU would have to be waited for.
     """
-    lengths = cu_seqlens.diff()
-    return torch.arange(int(lengths.sum()), device=lengths.device) - cu_seqlens[:-1].repeat_interleave(lengths)
+    numbers = torch.arange(num_tokens, device=cu_seqlens.device)
+    return numbers - cu_seqlens[torch.searchsorted(cu_seqlens, numbers, right=True) - 1]

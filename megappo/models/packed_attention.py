@@ -168,7 +168,8 @@ class _Pack:
         key = angles.data_ptr(), dtype
         if key not in self._rotations:
             starts = torch.tensor([0, *self.lengths]).cumsum(0)
-            held = positions_within(starts)[held_positions(starts, context.size(), context.rank())].to(angles.device)
+            positions = positions_within(starts, sum(self.lengths))
+            held = positions[held_positions(starts, context.size(), context.rank())].to(angles.device)
             of_held = angles[held, 0]
             sine = of_held[..., : of_held.shape[-1] // 2].sin()
             # The angles are kept as well, so that none others come to lie where they do.
