@@ -1,12 +1,14 @@
 """Evaluate a checkpoint of a run, or a Hugging Face folder, on a config's held-out data.
 
 .venv/bin/python tools/evaluate.py CHECKPOINT_OR_HF_FOLDER CONFIG [key=value ...]
-.venv/bin/python tools/evaluate.py outputs/quickstart/run configs/quickstart.yaml rollout.val_n=4
+.venv/bin/python tools/evaluate.py outputs/quickstart/run configs/quickstart.yaml rollout.val_n=4 \\
+    rollout.val_temperature=1
 
 The first argument is a run's folder (its newest checkpoint), one of its checkpoints (step_XXXXXXXX), or a Hugging Face
 folder. CONFIG says what it is evaluated on (data.val_files, eval.datasets), how, and on which ranks; it may be the
-run's own, with further data sets on the command line. Engines are started, nothing is trained, and what was there stays
-as it is. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and report.html.
+run's own, with further data sets on the command line. Engines are started, nothing is trained, and the run stays as it
+is. evaluations/NAME gets metrics.jsonl, evaluation.json, rollouts/ and report.html, in place of those of the evaluation
+before, of which only the metrics are kept, with their date: choose another --output to keep all.
 """
 
 import argparse
