@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -83,6 +84,19 @@ def output_sources(layout: Layout, shards: Sequence[Sequence[int]], world_size: 
     return tuple(held)
 
 
+Entries = bytes
+"""What is to be known everywhere of a rank's rows: [b, NUM_COLUMNS] int64."""
+NUM_COLUMNS = 5
+ENTRY_BYTES = NUM_COLUMNS * 8
+
+
+def entries_of(rows: Rows) -> Entries:
+    """prompt_ids, ids, and lengths of prompts, responses and what the policy wrote of these."""
+    policy_lengths = rows.response_mask.sum(dim=1).long()
+    columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
+    return torch.stack(columns, dim=1).numpy().tobytes()
+
+
 class Exchange:
     """Row exchange over one CPU group of all ranks. Every rank must call every method, in the same order.
 
@@ -136,24 +150,31 @@ class Exchange:
         return self.share(result)[0]
 
     def table(self, rows: Rows) -> tuple[Rows, RowTable, RankRows]:
+        """As `numbered`; all ranks together."""
+        return self.numbered(rows, self.share(entries_of(rows)))
+
+    def numbered(self, rows: Rows, of_ranks: Sequence["Entries"]) -> tuple[Rows, RowTable, RankRows]:
         """The rows with their numbers over all ranks, what is known of all of them, and where they are.
 
         Rows are numbered prompt after prompt, those of a prompt by the ids that they had.
 
+        Args:
+            of_ranks: `entries_of` every rank's rows.
         Raises:
             ValueError: two rows of a prompt have the same id.
         """
-        policy_lengths = rows.response_mask.sum(dim=1).long()
-        columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
-        shared = self.share(list(zip(*(column.tolist() for column in columns), strict=True)))
-        entries = sorted(entry for part in shared for entry in part)
-        names = [entry[:2] for entry in entries]
-        twice = [name for name, following in zip(names, names[1:], strict=False) if name == following]
-        if twice:
-            raise ValueError(f"each row must be there once; found several times, by prompt_id and id: {twice[:10]}")
-        numbers = {name: number for number, name in enumerate(names)}
-        sources = tuple(tuple(numbers[entry[:2]] for entry in part) for part in shared)
-        prompt_ids, _, *lengths = torch.tensor(entries, dtype=torch.int64).reshape(-1, len(columns)).unbind(dim=1)
+        entries = np.concatenate([np.frombuffer(of_rank, np.int64).reshape(-1, NUM_COLUMNS) for of_rank in of_ranks])
+        order = np.lexsort((entries[:, 1], entries[:, 0]))
+        ordered = entries[order]
+        is_twice = (ordered[1:, :2] == ordered[:-1, :2]).all(axis=1)
+        if is_twice.any():
+            twice = list(map(tuple, ordered[1:, :2][is_twice][:10].tolist()))
+            raise ValueError(f"each row must be there once; found several times, by prompt_id and id: {twice}")
+        numbers = np.empty(len(order), np.int64)
+        numbers[order] = np.arange(len(order))
+        ends = np.cumsum([len(of_rank) // ENTRY_BYTES for of_rank in of_ranks])
+        sources = tuple(tuple(part.tolist()) for part in np.split(numbers, ends[:-1]))
+        prompt_ids, _, *lengths = torch.from_numpy(ordered).unbind(dim=1)
         rows = replace(rows, ids=torch.tensor(sources[self.rank], dtype=torch.int64))
         return rows, RowTable(prompt_ids, *lengths), sources
 

@@ -1,5 +1,6 @@
 """Peak memory of a step's phases, in GiB."""
 
+import os
 import threading
 import time
 
@@ -9,6 +10,7 @@ import torch
 from megappo.observe.metrics import Metric
 
 _GIB = 2**30
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SAMPLE_SECONDS = 0.1
 _CHILDREN_SECONDS = 2.0
 
@@ -26,6 +28,7 @@ class PhaseMemory:
         self._bytes: dict[str, int] = {}
         self._host_bytes = 0
         self._own = psutil.Process()
+        self._own_memory = os.open("/proc/self/statm", os.O_RDONLY)  # kept open: read at each phase's end
         self._children: list[psutil.Process] = []
         self._children_listed = 0.0
         self._children_bytes = 0
@@ -61,11 +64,14 @@ class PhaseMemory:
 
     def _sample(self) -> None:
         with self._lock:
-            host_bytes = _resident_bytes(self._own) + self._children_bytes
+            host_bytes = self._own_bytes() + self._children_bytes
             self._host_bytes = max(self._host_bytes, host_bytes)
             if self._phase is not None:
                 used = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else host_bytes
                 self._bytes[self._phase] = max(self._bytes.get(self._phase, 0), used)
+
+    def _own_bytes(self) -> int:
+        return int(os.pread(self._own_memory, 128, 0).split()[1]) * _PAGE_BYTES
 
     def _sample_children(self) -> None:
         if time.monotonic() - self._children_listed > _CHILDREN_SECONDS:

@@ -19,7 +19,7 @@ from megappo.config.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-
+TENSORBOARD_SECONDS = 1
 
 _POSITIVE = 1e-6 * 1.25 ** torch.arange(125, dtype=torch.float64)
 BUCKETS = torch.cat([-_POSITIVE.flip(0), _POSITIVE, torch.tensor([sys.float_info.max], dtype=torch.float64)])
@@ -78,6 +78,12 @@ def _merged_moments(parts: torch.Tensor) -> torch.Tensor:
     return torch.stack([counts.sum(), mean, (squares + counts * (means - mean).square()).sum()])
 
 
+def _variance(part: torch.Tensor) -> float:
+    """With ddof 1."""
+    count, _, squares = part.tolist()
+    return squares / (count - 1) if count > 1 else math.nan
+
+
 def _half_width(part: torch.Tensor) -> float:
     count, _, squares = part.tolist()
     return NORMAL_95 * math.sqrt(squares / (count - 1) / count) if count > 1 else math.nan
@@ -94,6 +100,13 @@ REDUCTIONS = {
     ),
     # Half the width of the 95 % confidence interval of the mean, by the central limit theorem.
     "ci95": Reduction(_moments, _merged_moments, _half_width),
+    "variance": Reduction(_moments, _merged_moments, _variance),
+    # Effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2); 0 where all are 0.
+    "ess": Reduction(
+        lambda weights: torch.stack([weights.sum(), weights.square().sum(), weights.new_tensor(len(weights))]),
+        _add,
+        lambda part: float(part[0].square() / (part[1] * part[2])) if part[1] > 0 else 0.0,
+    ),
     "max": Reduction(lambda values: values.max() if len(values) else values.new_tensor(-math.inf), torch.max),
     "min": Reduction(lambda values: values.min() if len(values) else values.new_tensor(math.inf), torch.min),
     "histogram": Reduction(_histogram_part, _add, lambda part: Histogram(tuple(part.tolist()))),
@@ -191,7 +204,8 @@ def _parse_step(line: str) -> dict[str, Any]:
 
 
 class MetricsWriter:
-    """Appends one line a step to metrics.jsonl and the same values to TensorBoard, flushed at once."""
+    """Appends one line a step to metrics.jsonl, flushed at once, and the same values to TensorBoard, whose own thread
+    writes them within TENSORBOARD_SECONDS."""
 
     def __init__(self, output_dir: str | Path, resume_step: int = 0) -> None:
         """Open the files. What earlier runs logged for `resume_step` and later is dropped: no step stands twice.
@@ -204,7 +218,8 @@ class MetricsWriter:
             _put_aside(folder / METRICS_FILE)
         _keep_steps_before(folder, resume_step)
         self._file = (folder / METRICS_FILE).open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_step)
+        events = str(folder / TENSORBOARD_FOLDER)
+        self._tensorboard = SummaryWriter(events, purge_step=resume_step, flush_secs=TENSORBOARD_SECONDS)
 
     def write(self, step: int, metrics: Mapping[str, float | Histogram]) -> None:
         """Write one step. NaN and infinity, which JSON lacks, become null in metrics.jsonl; histograms are only in
@@ -218,7 +233,6 @@ class MetricsWriter:
         for name, value in metrics.items():
             if isinstance(value, Histogram):
                 value.write(self._tensorboard, name, step)
-        self._tensorboard.flush()
 
     def close(self) -> None:
         """Close both files; a second call does nothing."""

@@ -1,7 +1,7 @@
 """Rewards per token, advantages, returns, whitening, explained variance. All [B, R] float32 over padded responses."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,36 +108,25 @@ def whiten(
         FloatingPointError: one that is not finite, likewise.
     Source: verl's masked_whiten; mean first, then squared distances to it, summed in float64.
     """
-    [mean], [variance] = _moments([x], mask, group, whitening.ddof)
-    eps = whitening.eps
+    valid = mask.bool()
+    count, mean, squares = moments_over_ranks(x.detach().double()[valid], group)
+    if count < 2:
+        raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
+    if not mean.isfinite():
+        raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
+    variance, eps = squares / (count - whitening.ddof), whitening.eps
     scale = torch.rsqrt(variance.clamp(min=eps) if whitening.clamps_variance else variance + eps)
     whitened = (x.double() - mean) * scale
     if not shift_mean:
         whitened = whitened + mean
-    return torch.where(mask.bool(), whitened, 0.0).float()
+    return torch.where(valid, whitened, 0.0).float()
 
 
-def explained_variance(
-    values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, *, group: dist.ProcessGroup | None = None
-) -> float:
-    """1 - Var(returns - values) / (Var(returns) + 1e-5): 1 = a perfect critic, 0 = no better than a constant.
+def explained_variance(residual: float, returns: float) -> float:
+    """1 - residual / (returns + 1e-5): 1 = a perfect critic, 0 = no better than a constant.
 
-    Args and Raises: as `whiten`; all [B, R]. Variances have ddof 1.
+    Args:
+        residual, returns: variances over the tokens with mask 1, with ddof 1, of returns - values and of returns.
     Source: verl's critic/vf_explained_var.
     """
-    _, (residual, variance) = _moments([returns.double() - values.double(), returns], mask, group)
-    return float(1.0 - residual / (variance + 1e-5))
-
-
-def _moments(
-    several: Sequence[torch.Tensor], mask: torch.Tensor, group: dist.ProcessGroup | None, ddof: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means and variances of each over the tokens with mask 1 of all ranks in `group`, float64."""
-    valid = mask.bool()
-    counts, means, squares = moments_over_ranks(torch.stack([x.detach().double()[valid] for x in several]), group)
-    count = counts[0]
-    if count < 2:
-        raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
-    if not means.isfinite().all():
-        raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
-    return means, squares / (count - ddof)
+    return 1.0 - residual / (returns + 1e-5)

@@ -8,7 +8,8 @@ import torch
 from megappo.ppo.conventions import Conventions
 
 Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, str]]
-"""Name -> partial sum, 0-dim float32, detached; or values of any number and how to reduce them: max, min, histogram."""
+"""Name -> partial sum, 0-dim float32, detached; or values of any number and how to reduce them, by a name of
+`observe.metrics.REDUCTIONS`: max, mean, ..."""
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

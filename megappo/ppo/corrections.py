@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.collectives import of_ranks, sum_over_ranks
+from megappo.ppo.aggregation import Metrics
+from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.kl import FORMULAE
 from megappo.ppo.ragged import check_finite
 
@@ -26,7 +27,7 @@ def rollout_is_weights(
     config: Any,
     *,
     group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, Metrics]:
     """Importance weights pi_trainer / pi_engine, bounded, and 0 where a token or response is rejected.
 
     The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser, which
@@ -51,13 +52,13 @@ def rollout_is_weights(
                 "1/b_1/a" there; with level token and a threshold out of reach, NeMo-RL's "seq-mask-tis").
             veto_threshold: likewise where any token's ratio, not clamped, is below it (rollout_token_veto_threshold of
                 verl's versions of 2025).
-        group: ranks whose metrics are taken together; each must call, with its own rows (none is allowed).
+        group: ranks whose weights are normalised together; each must call, with its own rows (none is allowed).
 
     Returns:
-        (weights, metrics): [B, R] float32 without gradient, 0 where the mask is 0; see `_metrics`.
+        (weights, metrics): [B, R] float32 without gradient, 0 where the mask is 0; see `_metrics`, of these rows.
 
     Raises:
-        ValueError: an unknown level or mode; bounds out of order; no mask token on any rank.
+        ValueError: an unknown level or mode; bounds out of order.
         FloatingPointError: log-probs not finite on mask tokens.
     Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training" (TIS); Ling team
         2025, "Every step evolves" (IcePop); Liu, Li et al. 2025, "When speed kills stability" (sequence weights,
@@ -78,7 +79,7 @@ def rollout_is_weights(
         kept = kept & ~rejected
     weights = torch.where(kept, weights, 0.0).float()
     flags = {"clipped_frac": clipped} | {f"{name}_frac": rejected for name, rejected in diverging.items()}
-    return weights, _metrics(valid, log_ratio, ratio, weights, flags, vetoed, group)
+    return weights, _metrics(valid, log_ratio, ratio, weights, flags, vetoed)
 
 
 def _at_level(log_ratio: torch.Tensor, valid: torch.Tensor, level: str) -> torch.Tensor:
@@ -174,9 +175,8 @@ def _metrics(
     weights: torch.Tensor,
     flags: dict[str, torch.Tensor],
     vetoed: torch.Tensor,
-    group: dist.ProcessGroup | None,
-) -> dict[str, float]:
-    """By `rollout_is/<name>`, over the mask tokens of all ranks.
+) -> Metrics:
+    """By `rollout_is/<name>`, over the mask tokens.
 
     mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's
         versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold.
@@ -188,34 +188,19 @@ def _metrics(
     kl_reverse: E[r log r], KL(old, rollout): its expectation under the trainer, reweighted by r because the
     tokens come from the engine; may be negative on few tokens.
     """
+    ratio, log_ratio = ratio[valid], log_ratio[valid]
     bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    per_token = {
-        "mean": ratio,
-        **flags,
-        "kl": -log_ratio,
-        "kl_reverse": bounded.exp() * bounded,
-        "k3": FORMULAE["k3"](bounded),
-        "weight": weights.double(),
-        "square": weights.double().square(),
-    }
     present = valid.any(dim=1)
-    per_response = {"rejected_frac": present & ~(weights > 0).any(dim=1), "veto_frac": vetoed}
-    tokens = [torch.where(valid, x, 0.0).sum().double() for x in per_token.values()]
-    responses = [x.sum().double() for x in per_response.values()]
-    counts = [valid.sum().double(), present.sum().double()]
-    found = of_ranks(torch.stack(tokens + responses + counts + _extremes(ratio[valid])), group)
-    *sums, num_tokens, num_responses = found[:, :-2].sum(dim=0).tolist()
-    if num_tokens == 0:
-        raise ValueError("no token with response_mask 1 on any rank")
-    means = {name: total / num_tokens for name, total in zip(per_token, sums, strict=False)}
-    means |= {name: total / num_responses for name, total in zip(per_response, sums[len(per_token) :], strict=True)}
-    weight, square = means.pop("weight"), means.pop("square")
-    means["ess"] = weight**2 / square if square > 0 else 0.0
-    means["max"], means["min"] = float(found[:, -2].max()), float(found[:, -1].min())
-    return {f"rollout_is/{name}": value for name, value in means.items()}
-
-
-def _extremes(values: torch.Tensor) -> list[torch.Tensor]:
-    """Maximum and minimum; a rank may have no value."""
-    none = [values.new_tensor(-math.inf), values.new_tensor(math.inf)]
-    return [values.max(), values.min()] if values.numel() else none
+    found = {
+        "mean": (ratio, "mean"),
+        "max": (ratio, "max"),
+        "min": (ratio, "min"),
+        **{name: (flag[valid], "mean") for name, flag in flags.items()},
+        "rejected_frac": (~(weights > 0).any(dim=1)[present], "mean"),
+        "veto_frac": (vetoed[present], "mean"),
+        "ess": (weights[valid], "ess"),
+        "kl": (-log_ratio, "mean"),
+        "k3": (FORMULAE["k3"](bounded), "mean"),
+        "kl_reverse": (bounded.exp() * bounded, "mean"),
+    }
+    return {f"rollout_is/{name}": part for name, part in found.items()}

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.collectives import merged_moments, moments_over_ranks, sum_over_ranks
+from megappo.ppo.aggregation import Metrics
+from megappo.ppo.collectives import merged_moments, moments_over_ranks
 from megappo.ppo.groups import EPS, Groups
 from megappo.ppo.ragged import check_finite
 
@@ -58,7 +59,7 @@ class RunningMoments:
 
         But for rounding the result depends neither on how scores are spread over ranks nor over calls.
         """
-        found = moments_over_ranks(scores.detach().double()[None], group)[:, 0]
+        found = moments_over_ranks(scores.detach().double(), group)
         if found[0]:
             before = found.new_tensor([self.count, self.mean, self._squares])
             self.count, self.mean, self._squares = merged_moments(torch.stack([before, found])).tolist()
@@ -112,19 +113,19 @@ def shape_scores(
     *,
     max_response_length: int,
     group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, Metrics]:
     """Scores x scale, clipped to +- clip, normalised, plus the length penalty, in this order.
 
     Args:
         scores: [B] float32, one per response.
         response_lengths: [B] tokens that the policy wrote.
-        groups, running, group: as in normalize_scores; every rank of `group` calls.
+        groups, running, group: as in normalize_scores.
         config: the reward section.
         max_response_length: rollout.max_response_length.
 
     Returns:
         (shaped, metrics): [B] float32; reward/length_penalty, the mean of what was added; reward/clipped_frac, the
-        fraction of scores that were clipped; both over all ranks, 0 where there is no score.
+        fraction of scores that were clipped; of these scores.
 
     Raises:
         ValueError: as normalize_scores.
@@ -136,11 +137,8 @@ def shape_scores(
     scaled = scores.float() * config.scale
     normalized = normalize_scores(scaled.clamp(-limit, limit), groups, config.normalize, running, group=group)
     penalty = config.penalty.function(response_lengths, max_response_length, config)
-    parts = {"reward/length_penalty": penalty, "reward/clipped_frac": scaled.abs() > limit}
-    return normalized + penalty, _means(parts, len(scores), group)
-
-
-def _means(parts: dict[str, torch.Tensor], count: int, group: dist.ProcessGroup | None) -> dict[str, float]:
-    sums = [part.double().sum() for part in parts.values()]
-    *totals, number = sum_over_ranks(torch.stack([*sums, torch.full_like(sums[0], count)]), group).tolist()
-    return {name: total / max(number, 1.0) for name, total in zip(parts, totals, strict=True)}
+    is_clipped = scaled.abs() > limit
+    return normalized + penalty, {
+        "reward/length_penalty": (penalty, "mean"),
+        "reward/clipped_frac": (is_clipped, "mean"),
+    }

@@ -9,6 +9,7 @@ from megappo.batch.metrics import log_prob_diff, of_tokens
 from megappo.batch.rows import Rows
 from megappo.batch.trajectories import Trajectories
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
+from megappo.ppo.aggregation import Metrics
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.gae import length_adaptive_lam
 from megappo.ppo.kl import kl_estimate
@@ -16,9 +17,7 @@ from megappo.ppo.reward_shaping import shape_scores
 from megappo.ppo.turn_gae import gae_over_turns
 from megappo.trainer.objectives import conventions
 from megappo.trainer.run import Run
-from megappo.trainer.statistics import metrics_and_means
-
-Metrics = dict[str, Any]
+from megappo.trainer.statistics import metrics_over_ranks
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Judged:
     rows: Rows
     log_prob_diff: float
     kl_penalty: float | None
-    metrics: Metrics
+    metrics: dict[str, Any]
 
 
 def add_advantages(run: Run, rows: Rows) -> Judged:
@@ -49,23 +48,23 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     weights, correction_metrics = _correct(run, rows)
     trajectories = Trajectories(replace(rows, fields=rows.fields | penalty | weights))
     joined = trajectories.joined
-    scores, metrics = _shaped_scores(run, joined)
+    scores, shaping_metrics = _shaped_scores(run, joined)
     advantages, returns = _estimate(run, joined, _token_level_rewards(run, joined, scores))
     added = {"shaped_scores": scores} | _whitened(run, advantages, joined.response_mask)
     added |= {"returns": returns} if run.config.has_values else {}
     rows = trajectories.spread(**added)
-    steering = {"log_prob_diff": log_prob_diff(rows)}
+    looked_at = {"log_prob_diff": (log_prob_diff(rows), "mean")}
     if penalty:
-        steering["kl_penalty"] = of_tokens("kl_penalty")(rows)
-    row_metrics, means = metrics_and_means(run.exchange, rows, steering)
-    metrics |= correction_metrics | row_metrics
+        looked_at["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
+    if run.config.has_values:
+        values, returns = (of_tokens(name)(rows).double() for name in ("values", "returns"))
+        looked_at |= {"residual": (returns - values, "variance"), "returns": (returns, "variance")}
+    metrics, found = metrics_over_ranks(run.exchange, rows, correction_metrics | shaping_metrics, looked_at)
     if penalty:
         metrics["reward/kl_coef"] = run.progress.kl.value
     if run.config.has_values:
-        metrics["critic/vf_explained_var"] = explained_variance(
-            rows.fields["values"], rows.fields["returns"], rows.response_mask, group=run.exchange.group
-        )
-    return Judged(rows, means["log_prob_diff"], means.get("kl_penalty"), metrics)
+        metrics["critic/vf_explained_var"] = explained_variance(found["residual"], found["returns"])
+    return Judged(rows, found["log_prob_diff"], found.get("kl_penalty"), metrics)
 
 
 def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:

@@ -50,8 +50,8 @@ class Trainer:
         run.phase.timers.restart()
         INTERRUPTION.begin_saving(deadline(self.config.trainer.time_limit, self.config.trainer.grace_seconds))
         try:
+            run.check_interrupted()
             for step in range(run.progress.start_step + 1, total + 1):
-                run.check_interrupted()
                 self._step_with_all_around_it(step)
             INTERRUPTION.end_saving()
             run.check_interrupted()  # the export has time when the run is started again
@@ -63,8 +63,8 @@ class Trainer:
     def _step_with_all_around_it(self, step: int) -> None:
         run = self.run
         metrics = self.step(step)
-        metrics |= run.lap() | {"checkpoint/failed_saves": run.progress.failed_saves}
-        run.observer.log(step, metrics)
+        of_step, reason_to_end = run.lap()
+        run.observer.log(step, metrics | of_step | {"checkpoint/failed_saves": run.progress.failed_saves})
         is_last = step == self.config.trainer.total_steps
         run.finish_save_if_written()
         if self._is_due(step, self.config.trainer.save_interval) or run.progress.is_overdue:
@@ -73,6 +73,9 @@ class Trainer:
             if not is_last:
                 with run.phase("sync"):
                     run.engines.wake()
+                run.check_interrupted()  # it has taken a while
+        elif reason_to_end:
+            raise Interrupted(reason_to_end)
 
     def _is_due(self, step: int, interval: int) -> bool:
         last = step == self.config.trainer.total_steps

@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from megappo.batch.exchange import Exchange
+from megappo.batch.exchange import Entries, Exchange, entries_of
 from megappo.batch.rows import Rows
 from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors
 from megappo.config.errors import ConfigError
@@ -31,7 +31,7 @@ from megappo.trainer.datasets import Datasets
 from megappo.trainer.over_sampling import Enough, Wanted
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import Restarts
-from megappo.trainer.sample_rows import check_known, masked, sample_rows, summed
+from megappo.trainer.sample_rows import check_known, masked, sample_rows, summed, with_scores
 from megappo.trainer.scoring import (
     PartlyWanted,
     SampleScoring,
@@ -284,13 +284,12 @@ class Rollouts:
         of_rewards = {f"reward/{name}": part for name, part in parts.items()}
         metrics = _engine_metrics(responses.use) | of_rewards | episode_metrics(samples)
         written = sum(one.num_policy_tokens for one in chain(samples, responses.greedy))
-        mine = (nums_scores_of(graded), kinds_told(graded), len(samples), written, metrics)
-        nums_scores, kinds, nums_samples, nums_tokens, of_ranks = zip(*self.exchange.share(mine), strict=True)
-        scores = self._scores(graded, nums_scores)
+        rows = sample_rows(samples, prompts, episodes=self.config.rollout.has_environment, without=without)
+        mine = (entries_of(rows), nums_scores_of(graded), kinds_told(graded), len(samples), written, metrics)
+        entries, nums_scores, kinds, nums_samples, nums_tokens, of_ranks = zip(*self.exchange.share(mine), strict=True)
         told = told_fields(self.config, samples, graded, self._decoder, kinds)
-        is_played = self.config.rollout.has_environment
-        rows = sample_rows(samples, prompts, scores, **told, episodes=is_played, without=without)
-        batch = self._at_owners(rows)
+        rows = with_scores(rows, samples, self._scores(graded, nums_scores), **told)
+        batch = self._at_owners(rows, entries)
         num_prompts = self.config.data.train_batch_size
         if (found := sum(nums_samples)) != n * num_prompts:
             raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {found} in all")
@@ -305,16 +304,20 @@ class Rollouts:
         counts = {"rollout/num_tokens": sum(nums_tokens), "rollout/engine_restarts": self.restarts.take_count()}
         return batch, counts | reduce_ranks(of_ranks)
 
-    def _at_owners(self, rows: Rows, *, stay: bool = False) -> Batch:
-        """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay."""
-        rows, table, sources = self.exchange.table(rows)
+    def _at_owners(self, rows: Rows, entries: Sequence[Entries], *, stay: bool = False) -> Batch:
+        """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay.
+
+        Args:
+            entries: of all ranks.
+        """
+        rows, table, sources = self.exchange.numbered(rows, entries)
         owners = sources if stay else table.split(self.exchange.world_size)
         return Batch(self.exchange.move(rows, table, sources, owners, list(rows.fields)), table, owners)
 
     def probe(self, prompts: Sequence[Prompt]) -> Batch:
         """A short response of every engine to each prompt, at the engines' own ranks; all ranks call it together.
 
-        Fields as of `collect`; the scores are 0.
+        Fields as of `collect`, without scores.
 
         Raises:
             EngineError: an engine refused, or failed too often.
@@ -326,7 +329,8 @@ class Rollouts:
             Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
             for i, one in enumerate(generations)
         ]
-        return self._at_owners(sample_rows(samples, prompts, torch.zeros(len(samples), 1)), stay=True)
+        rows = sample_rows(samples, prompts)
+        return self._at_owners(rows, self.exchange.share(entries_of(rows)), stay=True)
 
     def _probed(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], EngineFault | None]:
         """What this rank's engine, if it has one, answers; and how it has failed."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.schema import Config
+from megappo.interruption import INTERRUPTION
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.trainer.batches import SampledBatches
@@ -41,10 +42,11 @@ class Run:
     phase: Phases
     utilisation: Utilisation
 
-    def lap(self) -> dict[str, float]:
-        """End the step: this rank's `timing_s/*`, and `memory/*` over all ranks."""
+    def lap(self) -> tuple[dict[str, float], str]:
+        """End the step: this rank's `timing_s/*`, and `memory/*` over all ranks; and why any rank is to end, if so."""
         timings, memory = self.phase.lap()
-        return timings | reduce_ranks(self.exchange.share(memory))
+        of_ranks, reasons = zip(*self.exchange.share((memory, INTERRUPTION.reason)), strict=True)
+        return timings | reduce_ranks(of_ranks), next(filter(None, reasons), "")
 
     def save(self, *, in_background: bool = False, may_fail: bool = False) -> None:
         """Write a checkpoint while the engines sleep; all ranks together. The one before is finished first.

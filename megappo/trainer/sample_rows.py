@@ -1,10 +1,12 @@
 """Samples as rows, with all that the rollout knows of each."""
 
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megappo.batch.rows import Rows
@@ -31,13 +33,11 @@ def summed(scores: torch.Tensor) -> torch.Tensor:
 
 
 class _Part(NamedTuple):
-    """A row to be: of sample number `of`, with a prompt, the tokens from `start` to `stop`; segment `number`."""
+    """A row to be: segment `number` of a sample."""
 
-    of: int
     sample: Sample
     prompt: list[int]
-    start: int
-    stop: int
+    tokens: list[int]
     number: int = 0
 
 
@@ -58,76 +58,94 @@ def masked(samples: Sequence[Sample], *, compared: bool) -> set[tuple[int, int]]
 def sample_rows(
     samples: Sequence[Sample],
     prompts: Sequence[Prompt],
+    *,
+    episodes: bool = False,
+    without: Container[tuple[int, int]] = (),
+) -> Rows:
+    """A row of each sample, or with an environment of each segment of its episode, without scores.
+
+    Args:
+        episodes: there is an environment; on ranks without samples, too.
+        without: of these, by prompt_index and sample_index, nothing is trained on.
+    """
+    parts = [part for one in samples for part in _parts(one, prompts[one.prompt_index].tokens)]
+    lengths = _integers(len(part.tokens) for part in parts)
+    prompt_lengths = _integers(len(part.prompt) for part in parts)
+    log_probs = list(chain.from_iterable(one.log_probs for one in samples))
+    is_own = torch.from_numpy(np.fromiter((log_prob is not None for log_prob in log_probs), dtype=bool))
+    if without:
+        names = ((part.sample.prompt_index, part.sample.sample_index) for part in parts)
+        is_own &= torch.tensor([name not in without for name in names]).repeat_interleave(lengths)
+    fields = {
+        "response_mask": _padded(is_own, lengths),
+        "rollout_log_probs": _padded(_numbers(log_prob or 0.0 for log_prob in log_probs), lengths),
+        "truncated": torch.tensor([float(part.sample.finish_reason == "length") for part in parts]),
+    }
+    if episodes:
+        segments = [part.sample.episode.segments[part.number] for part in parts]
+        fields["episodes"] = torch.tensor([float(part.sample.sample_index) for part in parts])
+        fields["segments"] = torch.tensor([float(part.number) for part in parts])
+        turns = chain.from_iterable(segment.turns for segment in segments)
+        rewards = chain.from_iterable(segment.rewards for segment in segments)
+        fields["turns"], fields["turn_rewards"] = (_padded(_numbers(of), lengths) for of in (turns, rewards))
+    most = max((part.number + 1 for part in parts), default=1)
+    input_ids = _integers(chain.from_iterable(chain(part.prompt, part.tokens) for part in parts))
+    return Rows(
+        ids=_integers(part.sample.sample_index * most + part.number for part in parts),
+        prompt_ids=_integers(part.sample.prompt_index for part in parts),
+        prompt_lengths=prompt_lengths,
+        response_lengths=lengths,
+        input_ids=list(input_ids.split((prompt_lengths + lengths).tolist())),
+        fields=fields,
+    )
+
+
+def with_scores(
+    rows: Rows,
+    samples: Sequence[Sample],
     scores: torch.Tensor,
     *,
     step_rewards: Sequence[Sequence[float]] | None = None,
     loss_weights: torch.Tensor | None = None,
-    episodes: bool = False,
-    without: Container[tuple[int, int]] = (),
 ) -> Rows:
-    """A row of each sample, or with an environment of each segment of its episode.
+    """`sample_rows` with what the reward function has found of the samples.
 
     Args:
         scores: [b, K], of samples.
-        step_rewards: of each sample's tokens, where a reward function has told any.
+        step_rewards: of each sample's tokens, where a reward function has told any; beside those of an environment.
         loss_weights: [b], likewise.
-        episodes: there is an environment; on ranks without samples, too.
-        without: of these, by prompt_index and sample_index, nothing is trained on.
     """
-    parts = [part for of, one in enumerate(samples) for part in _parts(of, one, prompts[one.prompt_index].tokens)]
-    index = torch.tensor([part.of for part in parts], dtype=torch.int64)
-    is_kept = [[float((part.sample.prompt_index, part.sample.sample_index) not in without)] for part in parts]
-    log_probs = [part.sample.log_probs[part.start : part.stop] for part in parts]
-    fields = {
-        "response_mask": _padded([[log_prob is not None for log_prob in row] for row in log_probs]) * _padded(is_kept),
-        "rollout_log_probs": _padded([[log_prob or 0.0 for log_prob in row] for row in log_probs]),
-        "scores": summed(scores)[index],
-        "truncated": torch.tensor([float(part.sample.finish_reason == "length") for part in parts]),
-    }
+    counts = _integers(1 if one.episode is None else len(one.episode.segments) for one in samples)
+    index = torch.arange(len(samples)).repeat_interleave(counts)
+    fields = {"scores": summed(scores)[index]}
     if scores.shape[1] > 1:
         fields["score_components"] = scores[index]
     if loss_weights is not None:
         fields["loss_weights"] = loss_weights[index]
     if step_rewards is not None:
-        fields["turn_rewards"] = _padded([step_rewards[part.of][part.start : part.stop] for part in parts])
-    if episodes:
-        segments = [part.sample.episode.segments[part.number] for part in parts]
-        fields["episodes"] = torch.tensor([float(part.sample.sample_index) for part in parts])
-        fields["segments"] = torch.tensor([float(part.number) for part in parts])
-        fields["turns"] = _padded([segment.turns for segment in segments])
-        rewards = _padded([segment.rewards for segment in segments])
-        fields["turn_rewards"] = rewards + fields.get("turn_rewards", 0.0)
-    most = max((part.number + 1 for part in parts), default=1)
-    input_ids = [part.prompt + part.sample.tokens[part.start : part.stop] for part in parts]
-    return Rows(
-        ids=torch.tensor([part.sample.sample_index * most + part.number for part in parts], dtype=torch.int64),
-        prompt_ids=torch.tensor([part.sample.prompt_index for part in parts], dtype=torch.int64),
-        prompt_lengths=torch.tensor([len(part.prompt) for part in parts], dtype=torch.int64),
-        response_lengths=torch.tensor([part.stop - part.start for part in parts], dtype=torch.int64),
-        input_ids=list(_flat(input_ids, torch.int64).split([len(tokens) for tokens in input_ids])),
-        fields=fields,
-    )
+        of_steps = _padded(_numbers(chain.from_iterable(step_rewards)), rows.response_lengths)
+        fields["turn_rewards"] = of_steps + rows.fields.get("turn_rewards", 0.0)
+    return replace(rows, fields=rows.fields | fields)
 
 
-def _parts(of: int, sample: Sample, prompt: list[int]) -> list[_Part]:
+def _parts(sample: Sample, prompt: list[int]) -> list[_Part]:
     if sample.episode is None:
-        return [_Part(of, sample, prompt, 0, len(sample.tokens))]
-    parts, start = [], 0
-    for number, segment in enumerate(sample.episode.segments):
-        parts.append(_Part(of, sample, segment.prompt, start, start + len(segment.tokens), number))
-        start += len(segment.tokens)
-    return parts
+        return [_Part(sample, prompt, sample.tokens)]
+    segments = enumerate(sample.episode.segments)
+    return [_Part(sample, segment.prompt, segment.tokens, number) for number, segment in segments]
 
 
-def _padded(values: Sequence[Sequence[float]]) -> torch.Tensor:
-    """[b, longest] float32."""
-    lengths = torch.tensor([len(of_row) for of_row in values], dtype=torch.int64)
-    is_there = torch.arange(max(map(len, values), default=0)) < lengths[:, None]
-    padded = torch.zeros(is_there.shape)
-    padded[is_there] = _flat(values, torch.float32)
+def _padded(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[b, longest] float32, of the rows' values one after the other."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    padded = torch.zeros(len(lengths), longest)
+    padded[torch.arange(longest) < lengths[:, None]] = values.float()
     return padded
 
 
-def _flat(values: Sequence[Sequence[float]], dtype: torch.dtype) -> torch.Tensor:
-    """All in one: a tensor of each row takes ten times as long."""
-    return torch.tensor(list(chain.from_iterable(values)), dtype=dtype)
+def _numbers(values: Iterable[float]) -> torch.Tensor:
+    return torch.from_numpy(np.fromiter(values, dtype=np.float32))  # torch.tensor takes four times as long
+
+
+def _integers(values: Iterable[int]) -> torch.Tensor:
+    return torch.from_numpy(np.fromiter(values, dtype=np.int64))

@@ -1,6 +1,6 @@
 """Metrics over all ranks from each rank's part, in one small exchange each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from megappo.batch.metrics import ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
+from megappo.ppo.aggregation import Metrics
 
 NOT_KEPT = "skipped_rows_not_kept"
 """Of skipped optimizer steps: on how many ranks their rows could not be written."""
@@ -17,21 +18,24 @@ NOT_KEPT = "skipped_rows_not_kept"
 
 def row_metrics(exchange: Exchange, rows: Rows) -> dict[str, Any]:
     """Those of ROW_METRICS that the run has, over the rows of all ranks."""
-    return metrics_and_means(exchange, rows, {})[0]
+    return metrics_over_ranks(exchange, rows, {}, {})[0]
 
 
-def metrics_and_means(
-    exchange: Exchange, rows: Rows, values: Mapping[str, torch.Tensor]
+def metrics_over_ranks(
+    exchange: Exchange, rows: Rows, told: Metrics, looked_at: Metrics
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """As `row_metrics`, and the mean of all ranks' values by name, [n] each: in one exchange."""
-    parts: dict[str, Metric] = {}
+    """As `row_metrics`, with what was told besides; and what is only looked at: all in one exchange.
+
+    Args:
+        told, looked_at: of this rank's rows; the same names on every rank.
+    """
+    parts: dict[str, Metric] = {name: Metric.of(*part) for name, part in told.items()}
     for name, metric in ROW_METRICS.items():
         found = metric.values(rows)
         for column, of_column in _columns(name, found).items() if found is not None else ():
             parts |= _parts(column, of_column, metric.reductions)
-    means = {name: Metric.of(of_name, "mean") for name, of_name in values.items()}
-    of_ranks = exchange.share((parts, means))
-    return reduce_ranks(part for part, _ in of_ranks), reduce_ranks(mean for _, mean in of_ranks)
+    of_ranks = exchange.share((parts, {name: Metric.of(*part) for name, part in looked_at.items()}))
+    return reduce_ranks(part for part, _ in of_ranks), reduce_ranks(part for _, part in of_ranks)
 
 
 def value_parts(name: str, values: torch.Tensor) -> dict[str, Metric]:

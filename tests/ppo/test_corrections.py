@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_oracles import numbers_of
 from ragged import CASES, Case, cases
 from spawn import run_ranks
 
+from megappo.batch.exchange import Exchange
 from megappo.config.algorithm_section import RolloutCorrection
 from megappo.config.kinds import Rejection
+from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.ppo.corrections import rollout_is_weights
 
 RATIOS = st.floats(0.2, 3.0)
@@ -126,17 +129,22 @@ def test_weights_and_metrics_equal_the_loop_on_ragged_masks(case: Case, config, 
     rollout = old - case.numbers(spread)
     expected, expected_metrics = loop_weights(old, rollout, case.mask, config)
     junk = torch.where(case.mask == 1, 0.0, math.nan)
-    weights, metrics = rollout_is_weights(old + junk, rollout, case.mask, config)
+    weights, metrics = weights_and_metrics(old + junk, rollout, case.mask, config)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)
     assert metrics == pytest.approx(expected_metrics, rel=1e-6, abs=1e-9)
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def weights_and_metrics(*inputs):
+    weights, metrics = rollout_is_weights(*inputs)
+    return weights, numbers_of(metrics)
 
 
 def of_ratios(*rows, **config):
     """Weights and metrics of rows of trainer / engine ratios, all of one length."""
     rollout = torch.full((len(rows), len(rows[0])), -1.0)
     old = rollout + torch.tensor(rows, dtype=torch.float64).log()
-    weights, metrics = rollout_is_weights(old, rollout, torch.ones_like(rollout), RolloutCorrection(**config))
+    weights, metrics = weights_and_metrics(old, rollout, torch.ones_like(rollout), RolloutCorrection(**config))
     return weights, {name.removeprefix("rollout_is/"): value for name, value in metrics.items()}
 
 
@@ -189,7 +197,7 @@ def test_tokens_and_responses_that_diverge_are_rejected(reject, kept):
     """Ratios 1, 2 | 1, 1/2.5, 1."""
     rollout, mask = torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]])
     old = torch.tensor([[1.0, 2.0, 9.0], [1.0, 0.4, 1.0]]).log()
-    weights, metrics = rollout_is_weights(old, rollout, mask, RolloutCorrection(reject=reject))
+    weights, metrics = weights_and_metrics(old, rollout, mask, RolloutCorrection(reject=reject))
     assert weights[mask.bool()].tolist() == kept
     total = sum(metrics[f"rollout_is/{name}_frac"] for name in reject)
     assert total >= (5 - sum(kept)) / 5 - 1e-9 and RolloutCorrection(reject=reject).is_on
@@ -230,7 +238,7 @@ def test_kl_estimates_converge_to_both_kl_divergences():
     trainer, engine = torch.tensor([0.6, 0.3, 0.1]).log(), torch.tensor([0.3, 0.3, 0.4]).log()
     tokens = torch.multinomial(engine.exp(), 200_000, replacement=True)[None]
     mask = torch.ones(tokens.shape)
-    _, metrics = rollout_is_weights(trainer[tokens], engine[tokens], mask, RolloutCorrection())
+    _, metrics = weights_and_metrics(trainer[tokens], engine[tokens], mask, RolloutCorrection())
     forward, backward = (engine.exp() * (engine - trainer)).sum(), (trainer.exp() * (trainer - engine)).sum()
     assert metrics["rollout_is/kl"] == pytest.approx(float(forward), rel=0.02)
     assert metrics["rollout_is/k3"] == pytest.approx(float(forward), rel=0.02)
@@ -268,8 +276,6 @@ def test_bad_input_is_named():
         rollout_is_weights(zeros, bad, ones, RolloutCorrection())
     with pytest.raises(FloatingPointError, match=r"old_log_probs of responses \[1, 2\] are not finite"):
         rollout_is_weights(bad, zeros, ones, RolloutCorrection())
-    with pytest.raises(ValueError, match="no token with response_mask 1"):
-        rollout_is_weights(zeros, zeros, zeros, RolloutCorrection())
     with pytest.raises(ValueError, match="unknown rollout_correction.level 'tokens'"):
         rollout_is_weights(zeros, zeros, ones, RolloutCorrection.model_construct(level="tokens"))
     with pytest.raises(ValueError, match="unknown rollout_correction.mode 'tis'"):
@@ -283,6 +289,7 @@ def test_bad_input_is_named():
 
 
 def check_ranks(rank, world_size):
+    exchange = Exchange(dist.group.WORLD)
     everything = Case(5, 9, seed=7)
     old = everything.numbers()
     rollout = old - everything.numbers(0.5)
@@ -294,11 +301,10 @@ def check_ranks(rank, world_size):
             config = RolloutCorrection(level=level, mode="mask", normalize=True, **rejections)
             weights, metrics = rollout_is_weights(old, rollout, mask, config)
             mine = slice(0, cut) if rank == 0 else slice(cut, 5)
-            of_rank, of_all = rollout_is_weights(old[mine], rollout[mine], mask[mine], config, group=dist.group.WORLD)
+            of_rank, told = rollout_is_weights(old[mine], rollout[mine], mask[mine], config, group=dist.group.WORLD)
             torch.testing.assert_close(of_rank, weights[mine], rtol=1e-6, atol=0)
-            assert of_all == pytest.approx(metrics, rel=1e-12, abs=1e-15)
-    with pytest.raises(ValueError, match="on any rank"):
-        rollout_is_weights(old, rollout, torch.zeros(5, 9), config, group=dist.group.WORLD)
+            of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in told.items()}))
+            assert of_all == pytest.approx(numbers_of(metrics), rel=1e-12, abs=1e-15)
 
 
 def test_metrics_are_taken_over_all_ranks_however_rows_are_spread():

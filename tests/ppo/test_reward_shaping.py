@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_oracles import numbers_of
 from ragged import CASES
 from spawn import run_ranks
 
@@ -85,7 +86,7 @@ def test_shape_scores_equals_the_loop(batch, config, earlier):
     torch.testing.assert_close(
         shaped, torch.tensor([x + p for x, p in zip(expected, penalties, strict=True)]), rtol=1e-5, atol=1e-6
     )
-    assert metrics == pytest.approx(
+    assert numbers_of(metrics) == pytest.approx(
         {
             "reward/length_penalty": statistics.fmean(penalties),
             "reward/clipped_frac": statistics.fmean([abs(x) > limit for x in scaled]),
@@ -133,7 +134,7 @@ def test_scale_comes_before_clip_and_the_length_penalty_last():
     )
     root = math.sqrt(0.5)
     torch.testing.assert_close(shaped, torch.tensor([-root - 1.0, root - 0.5]), rtol=1e-5, atol=0)
-    assert metrics == {"reward/length_penalty": -0.75, "reward/clipped_frac": 0.5}
+    assert numbers_of(metrics) == {"reward/length_penalty": -0.75, "reward/clipped_frac": 0.5}
 
 
 @CASES
@@ -186,8 +187,7 @@ def test_bad_input_is_named():
 def test_no_scores_at_all_change_nothing():
     for normalize in ("none", "running", "batch", "group"):
         scores, metrics = shaped([], normalize=normalize)
-        assert scores.shape == (0,)
-        assert metrics == {"reward/length_penalty": 0.0, "reward/clipped_frac": 0.0}
+        assert scores.shape == (0,) and all(values.shape == (0,) for values, _ in metrics.values())
     moments = RunningMoments()
     moments.update(torch.tensor([]))
     assert (moments.count, moments.mean, moments.std) == (0.0, 0.0, 0.0)
@@ -200,14 +200,13 @@ def check_ranks(rank, world_size):
         config = Reward(scale=0.7, clip=1.5, normalize=normalize, length_penalty="overlong", overlong_buffer=30)
         alone, together = RunningMoments(), RunningMoments()
         for cut in (0, 2, 6, 8):
-            expected, metrics = shape_scores(scores, lengths, groups, config, alone, max_response_length=MAX_LENGTH)
+            expected, _ = shape_scores(scores, lengths, groups, config, alone, max_response_length=MAX_LENGTH)
             mine = slice(0, cut) if rank == 0 else slice(cut, 8)
             part = scores[mine], lengths[mine], groups[mine]
-            of_rank, of_all = shape_scores(
+            of_rank, _ = shape_scores(
                 *part, config, together, max_response_length=MAX_LENGTH, group=dist.group.WORLD
             )
             torch.testing.assert_close(of_rank, expected[mine], rtol=1e-6, atol=1e-7)
-            assert of_all == pytest.approx(metrics, rel=1e-12)
             assert together.state_dict() == pytest.approx(alone.state_dict(), rel=1e-12)
             states = [None] * world_size
             dist.all_gather_object(states, together.state_dict())

@@ -4,6 +4,7 @@ A filter has left some of the rows, so prompts have two, three and four; an envi
 """
 
 import math
+import statistics
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -224,6 +225,15 @@ def check(rank: int, world_size: int) -> None:
                 assert on_policy_tokens(rows.fields[field][i], row) == pytest.approx(expected[row], abs=1e-5), name
                 assert not rows.fields[field][i][rows.response_mask[i] == 0].any()
         assert ("critic/vf_explained_var" in metrics) == ("returns" in rows.fields) == config.has_values
+        if config.has_values:
+            residuals = [
+                value - expected
+                for row, of_row in enumerate(returns)
+                for value, expected in zip(values_of(every, "values", row), of_row, strict=True)
+            ]
+            variance = statistics.variance(sum(returns, []))
+            explained = 1.0 - statistics.variance(residuals) / (variance + 1e-5)
+            assert metrics["critic/vf_explained_var"] == pytest.approx(explained, rel=1e-4), name
         assert metrics.get("reward/kl_coef") == (0.3 if config.algorithm.use_kl_in_reward else None)
         assert ("advantages/clipped/mean" in metrics) == (config.algorithm.advantages_clip is not None)
         assert_weights(name, every, rows)

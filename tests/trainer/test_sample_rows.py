@@ -7,7 +7,7 @@ from megappo.rollout.client import Generation
 from megappo.rollout.conversation import Segment
 from megappo.rollout.episodes import Episode
 from megappo.rollout.sampler import Sample
-from megappo.trainer.sample_rows import masked, sample_rows
+from megappo.trainer.sample_rows import masked, sample_rows, with_scores
 
 PROMPTS = [Prompt(i, [5, 6], "", None) for i in range(2)]
 
@@ -18,7 +18,7 @@ def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_wit
     cut = {key for key, end in ends.items() if end == "length"}
     assert masked(samples, compared=False) == cut
     assert masked(samples, compared=True) == cut | {(1, 0)}
-    rows = sample_rows(samples, PROMPTS, torch.ones(6, 1), without=masked(samples, compared=True))
+    rows = sample_rows(samples, PROMPTS, without=masked(samples, compared=True))
     assert rows.response_mask.sum(dim=1).tolist() == [0, 2, 2, 0, 0, 0]
 
 
@@ -34,7 +34,7 @@ def test_each_segment_is_a_row_with_a_prompt_of_its_own():
     log_probs = [*first.log_probs, *second.log_probs]
     episode = Episode([first, second], "turns", {})
     samples = [Sample(1, 3, [*first.tokens, *second.tokens], log_probs, "length", episode)]
-    rows = sample_rows(samples, PROMPTS, torch.tensor([[3.75]]), episodes=True)
+    rows = with_scores(sample_rows(samples, PROMPTS, episodes=True), samples, torch.tensor([[3.75]]))
     assert [row.tolist() for row in rows.input_ids] == [[5, 6, 11, 12, 20, 21, 13], [5, 9, 9, 14, 15]]
     assert rows.prompt_lengths.tolist() == [2, 3] and rows.response_lengths.tolist() == [5, 2]
     fields = {name: values.tolist() for name, values in rows.fields.items()}

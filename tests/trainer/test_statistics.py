@@ -1,5 +1,7 @@
 """Metrics over all ranks against plain loops over all values in one place."""
 
+import statistics
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +27,12 @@ def check_values(rank: int, world_size: int) -> None:
     for name, values in (("score", SCORES), ("length", LENGTHS)):
         found = reduce_ranks(exchange.share(value_parts(name, torch.tensor(values[rank], dtype=torch.float32))))
         assert found == pytest.approx(plain_statistics(name, sum(values, [])))
+    weights = torch.tensor(SCORES[rank]).abs()
+    spread = {"variance": Metric.of(weights, "variance"), "ess": Metric.of(weights, "ess")}
+    everything = [abs(score) for score in sum(SCORES, [])]
+    ess = sum(everything) ** 2 / (len(everything) * sum(weight * weight for weight in everything))
+    expected = {"variance": statistics.variance(everything), "ess": ess}
+    assert reduce_ranks(exchange.share(spread)) == pytest.approx(expected, rel=1e-12)
     with pytest.raises(ValueError, match="no value of 'score/mean' on any rank"):
         reduce_ranks(exchange.share(value_parts("score", torch.zeros(0))))
 

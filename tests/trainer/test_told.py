@@ -19,7 +19,7 @@ from megappo.rewards.forms import Graded
 from megappo.rollout.conversation import Segment
 from megappo.rollout.episodes import Episode
 from megappo.rollout.sampler import Sample
-from megappo.trainer.sample_rows import sample_rows, summed
+from megappo.trainer.sample_rows import sample_rows, summed, with_scores
 from megappo.trainer.told import completing, kinds_told, step_rewards, told_fields
 
 TEXTS = (
@@ -112,7 +112,7 @@ def tell(rank: int, world_size: int) -> None:
     kinds = exchange.share(kinds_told(mine))
     fields = told_fields(make_config(), samples, mine, tokenizer, kinds)
     scores = torch.tensor([one.totals for one in mine]).reshape(-1, 2)
-    rows = sample_rows(samples, [Prompt(0, [5], "", None)], scores, **fields, episodes=True)
+    rows = with_scores(sample_rows(samples, [Prompt(0, [5], "", None)], episodes=True), samples, scores, **fields)
     told = {name: values.tolist() for name, values in rows.fields.items() if name in ("loss_weights", "turn_rewards")}
     of_ranks = {
         0: {"loss_weights": [1.0, 1.0], "turn_rewards": [[0, 0.5, 7], [1.25, 0, 0]]},
