@@ -35,14 +35,14 @@ from megappo.models.routing import router_bias_kept
 from megappo.models.sharding import load_chunks, sharded_chunks, sharded_optimizer
 from megappo.models.stages import KnownShapes
 from megappo.observe.life import LIFE
-from megappo.observe.metrics import Metric, merge_metrics
+from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
 from megappo.placement.groups import ComponentGroups
 
 Outputs = dict[str, torch.Tensor]
 """Per response token, each [b, R] float32, 0 where the mask is; or per row, [b] float32."""
 Head = Callable[[torch.Tensor, PackedBatch], Outputs]
 """Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
-LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, Mapping[str, Metric]]]
+LossFn = Callable[[Outputs, Rows], tuple[torch.Tensor, Mapping[str, OnDevice]]]
 """Outputs and their rows -> loss and metrics, both parts of the mini-batch's: losses added up, and metrics merged, over
 micro-batches and data-parallel shards are what one pass over the whole mini-batch would give."""
 
@@ -300,7 +300,7 @@ class TrainedEngine(MegatronEngine):
         bins = self._bins(rows)
         on_idle = partial(self._loss, _no_loss)
         parts = self._run(rows, bins, partial(self._loss, loss_fn), on_idle, forward_only=False)
-        metrics = {name: replace(one, part=one.part.cpu()) for name, one in merge_metrics(parts).items()}
+        metrics = merge_metrics(on_host(parts))
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         if broken := self._broken(metrics):
             return OptimizerStep(math.nan, lr, {}, broken)
@@ -318,7 +318,7 @@ class TrainedEngine(MegatronEngine):
         An infinite or undefined loss may well have a finite gradient, so the gradient's norm does not tell; and as only
         the last stage has a loss, and a data-parallel shard only its own, the others would go on into the update.
         """
-        sums = {name: float(metric.part) for name, metric in found.items() if metric.reduction == "sum"}
+        sums = {name: metric.value for name, metric in found.items() if metric.reduction == "sum"}
         broken = [f"{name} {value}" for name, value in sums.items() if not math.isfinite(value)]
         anywhere = self.anywhere(bool(broken))
         if broken:
@@ -366,7 +366,7 @@ class TrainedEngine(MegatronEngine):
         fields = {name: copied(one, output.device, self._is_pinned) for name, one in packed.rows.fields.items()}
         loss, metrics = loss_fn(outputs, replace(packed.rows, fields=fields))
         # The loss is divided by the mini-batch's global counts already; this count must only exist.
-        return loss, torch.ones((), dtype=torch.int, device=loss.device), {**metrics, LOSS: Metric.of(loss, "sum")}
+        return loss, torch.ones((), dtype=torch.int, device=loss.device), {**metrics, LOSS: OnDevice.of(loss, "sum")}
 
 
 def _runner(chunk: GPTModel) -> torch.nn.Module:
@@ -380,6 +380,6 @@ def _finalize_without_token_count(model: list, num_tokens: torch.Tensor | None, 
     finalize_model_grads(model, None, **kwargs)
 
 
-def _no_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, Metric]]:
+def _no_loss(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, OnDevice]]:
     """A loss of 0 that runs the backward pass all the same."""
     return 0 * sum(output.sum() for output in outputs.values()), {}

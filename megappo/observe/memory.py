@@ -50,8 +50,8 @@ class PhaseMemory:
         """Peaks since the last call, in GiB: `memory/<phase>_peak_gib`, and `memory/host_peak_gib/sum`, of resident
         memory."""
         with self._lock:
-            peaks = {f"memory/{phase}_peak_gib": Metric.of(peak / _GIB, "max") for phase, peak in self._bytes.items()}
-            peaks["memory/host_peak_gib/sum"] = Metric.of(self._host_bytes / _GIB, "sum")
+            peaks = {f"memory/{phase}_peak_gib": Metric((peak / _GIB,), "max") for phase, peak in self._bytes.items()}
+            peaks["memory/host_peak_gib/sum"] = Metric((self._host_bytes / _GIB,), "sum")
             self._bytes.clear()
             self._host_bytes = 0
         return peaks

@@ -8,8 +8,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -40,19 +41,22 @@ class Histogram:
         tensorboard.add_histogram_raw(name, low, high, sum(counts), total, squares, limits, counts, step)
 
 
+Numbers = tuple[float, ...]
+
+
 @dataclass(frozen=True)
 class Reduction:
     """How values, in whatever parts they lie, become one.
 
     Attributes:
-        part: what stands for values [n] float64, of which there may be none.
-        merge: what stands for all of several such parts, stacked.
+        part: what stands for values [n] float64, of which there may be none: [k].
+        merge: what stands for all of several such parts.
         value: the outcome, from what stands for all values.
     """
 
     part: Callable[[torch.Tensor], torch.Tensor]
-    merge: Callable[[torch.Tensor], torch.Tensor]
-    value: Callable[[torch.Tensor], float | Histogram] = float
+    merge: Callable[[Sequence[Numbers]], Numbers]
+    value: Callable[..., float | Histogram] = lambda number: number
 
 
 def _histogram_part(values: torch.Tensor) -> torch.Tensor:
@@ -60,43 +64,45 @@ def _histogram_part(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.stack([values.sum(), values.square().sum()]), found.double()])
 
 
-def _add(parts: torch.Tensor) -> torch.Tensor:
-    return parts.sum(dim=0)
+def _add(parts: Sequence[Numbers]) -> Numbers:
+    return tuple(map(sum, zip(*parts, strict=True)))
+
+
+def _extreme(choose: Callable[[Iterable[float]], float]) -> Callable[[Sequence[Numbers]], Numbers]:
+    """NaN where any is."""
+    return lambda parts: (math.nan if any(math.isnan(number) for (number,) in parts) else choose(parts)[0],)
 
 
 def _moments(values: torch.Tensor) -> torch.Tensor:
     """How many there are, their mean, and the sum of their squared deviations from it."""
-    if not len(values):
-        return values.new_zeros(3)
-    return torch.stack([values.new_tensor(len(values)), values.mean(), (values - values.mean()).square().sum()])
+    mean = values.sum() / max(len(values), 1)
+    return torch.stack([values.new_tensor(len(values)), mean, (values - mean).square().sum()])
 
 
-def _merged_moments(parts: torch.Tensor) -> torch.Tensor:
+def _merged_moments(parts: Sequence[Numbers]) -> Numbers:
     """Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance, equation 1.5."""
-    counts, means, squares = parts.unbind(1)
-    mean = (counts * means).sum() / counts.sum().clamp(min=1)
-    return torch.stack([counts.sum(), mean, (squares + counts * (means - mean).square()).sum()])
+    count = sum(count for count, _, _ in parts)
+    mean = sum(count * mean for count, mean, _ in parts) / max(count, 1)
+    return count, mean, sum(squares + count * (of_part - mean) ** 2 for count, of_part, squares in parts)
 
 
-def _variance(part: torch.Tensor) -> float:
+def _variance(count: float, mean: float, squares: float) -> float:
     """With ddof 1."""
-    count, _, squares = part.tolist()
     return squares / (count - 1) if count > 1 else math.nan
 
 
-def _half_width(part: torch.Tensor) -> float:
-    count, _, squares = part.tolist()
-    return NORMAL_95 * math.sqrt(squares / (count - 1) / count) if count > 1 else math.nan
+def _half_width(count: float, mean: float, squares: float) -> float:
+    return NORMAL_95 * math.sqrt(_variance(count, mean, squares) / max(count, 1))
 
 
 NORMAL_95 = 1.959963984540054
 """Standard deviations around the mean of a normal distribution within which 95 % of it lie."""
 REDUCTIONS = {
-    "sum": Reduction(torch.sum, _add),
+    "sum": Reduction(lambda values: values.sum()[None], _add),
     "mean": Reduction(
         lambda values: torch.stack([values.sum(), values.new_tensor(len(values))]),
         _add,
-        lambda part: float(part[0] / part[1]),
+        lambda total, count: total / count if count else math.nan,
     ),
     # Half the width of the 95 % confidence interval of the mean, by the central limit theorem.
     "ci95": Reduction(_moments, _merged_moments, _half_width),
@@ -105,49 +111,61 @@ REDUCTIONS = {
     "ess": Reduction(
         lambda weights: torch.stack([weights.sum(), weights.square().sum(), weights.new_tensor(len(weights))]),
         _add,
-        lambda part: float(part[0].square() / (part[1] * part[2])) if part[1] > 0 else 0.0,
+        lambda total, squares, count: total**2 / (count * squares) if squares else 0.0,
     ),
-    "max": Reduction(lambda values: values.max() if len(values) else values.new_tensor(-math.inf), torch.max),
-    "min": Reduction(lambda values: values.min() if len(values) else values.new_tensor(math.inf), torch.min),
-    "histogram": Reduction(_histogram_part, _add, lambda part: Histogram(tuple(part.tolist()))),
+    "max": Reduction(lambda x: x.max()[None] if len(x) else x.new_tensor([-math.inf]), _extreme(max)),
+    "min": Reduction(lambda x: x.min()[None] if len(x) else x.new_tensor([math.inf]), _extreme(min)),
+    "histogram": Reduction(_histogram_part, _add, lambda *numbers: Histogram(numbers)),
 }
 
 
-@dataclass(frozen=True)
-class Metric:
-    """A micro-batch's, a rank's or a step's part of a metric, and how parts become one.
-
-    Attributes:
-        part: float64, as the reduction has it.
-        reduction: one of REDUCTIONS.
-    """
+class OnDevice(NamedTuple):
+    """As `Metric`, with the part on the device, which goes on meanwhile; [k] float64."""
 
     part: torch.Tensor
     reduction: str
 
     @classmethod
-    def of(cls, values: torch.Tensor | float, reduction: str) -> "Metric":
+    def of(cls, values: torch.Tensor | float, reduction: str) -> "OnDevice":
         """Of all these values."""
         flat = torch.as_tensor(values, dtype=torch.float64).detach().flatten()
         return cls(REDUCTIONS[reduction].part(flat), reduction)
 
-    @classmethod
-    def of_part(cls, part: float | Sequence[float], reduction: str) -> "Metric":
-        """From the numbers of a part."""
-        return cls(torch.tensor(part, dtype=torch.float64), reduction)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as numbers: between ranks, pickles of so many small tensors took longer than their way."""
-        return Metric.of_part, (self.part.tolist(), self.reduction)
+class Metric(NamedTuple):
+    """A micro-batch's, a rank's or a step's part of a metric, and how parts become one.
+
+    Attributes:
+        part: numbers as the reduction has them. Plain ones: as tensors, so many small ones take far longer.
+        reduction: one of REDUCTIONS.
+    """
+
+    part: Numbers
+    reduction: str
+
+    @classmethod
+    def of(cls, values: torch.Tensor | float, reduction: str) -> "Metric":
+        """Of all these values."""
+        return cls(tuple(OnDevice.of(values, reduction).part.tolist()), reduction)
 
     @classmethod
     def merged(cls, parts: Sequence["Metric"]) -> "Metric":
         reduction = parts[0].reduction
-        return cls(REDUCTIONS[reduction].merge(torch.stack([one.part for one in parts])), reduction)
+        return cls(REDUCTIONS[reduction].merge([one.part for one in parts]), reduction)
 
     @property
     def value(self) -> float | Histogram:
-        return REDUCTIONS[self.reduction].value(self.part)
+        return REDUCTIONS[self.reduction].value(*self.part)
+
+
+def on_host(several: Sequence[Mapping[str, OnDevice]]) -> list[dict[str, Metric]]:
+    """The same as plain numbers, by one copy."""
+    parts = [one.part for metrics in several for one in metrics.values()]
+    numbers = iter(torch.cat(parts).tolist() if parts else ())
+    return [
+        {name: Metric(tuple(islice(numbers, len(one.part))), one.reduction) for name, one in metrics.items()}
+        for metrics in several
+    ]
 
 
 def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:

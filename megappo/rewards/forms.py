@@ -88,6 +88,8 @@ class Graded(NamedTuple):
     @property
     def totals(self) -> list[float]:
         """The scores with those of their steps: what is trained on."""
+        if not self.steps:
+            return self.scores
         both = zip_longest(self.scores, self.steps, fillvalue=())
         return [math.fsum([outcome, *(score for _, score in steps)]) for outcome, steps in both]
 

@@ -88,7 +88,7 @@ def write_in_flight(folder: Path, flight: InFlight, exchange: Exchange) -> None:
     facts = asdict(replace(flight, batch=None, metrics={}, optimizer_steps={}))
     facts["metrics"] = {name: _plain(value) for name, value in flight.metrics.items()}
     facts["optimizer_steps"] = {
-        name: [{key: (one.reduction, one.part.tolist()) for key, one in step.items()} for step in steps]
+        name: [{key: (one.reduction, one.part) for key, one in step.items()} for step in steps]
         for name, steps in flight.optimizer_steps.items()
     }
     exchange.on_rank_0(lambda: write_rows(folder / IN_FLIGHT, rows, facts))
@@ -121,4 +121,11 @@ def _value(value: Any) -> Any:
 
 
 def _metrics(steps: Sequence[Mapping[str, tuple[str, Any]]]) -> OfSteps:
-    return [{name: Metric.of_part(part, reduction) for name, (reduction, part) in step.items()} for step in steps]
+    """Versions before wrote a part of one number without its list."""
+    return [
+        {
+            name: Metric(tuple(part) if isinstance(part, list) else (part,), reduction)
+            for name, (reduction, part) in step.items()
+        }
+        for step in steps
+    ]

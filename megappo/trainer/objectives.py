@@ -7,7 +7,7 @@ import torch
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.models.train_engine import LossFn, Outputs
-from megappo.observe.metrics import Metric
+from megappo.observe.metrics import OnDevice
 from megappo.ppo.aggregation import Metrics, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
@@ -19,7 +19,7 @@ LOSS_WEIGHTS = "loss_weights"
 """Field of what each row's losses are multiplied by, where a reward function tells that."""
 
 Fields = dict[str, torch.Tensor]
-Part = tuple[torch.Tensor, dict[str, Metric]]
+Part = tuple[torch.Tensor, dict[str, OnDevice]]
 
 
 def conventions(config: Config) -> Conventions:
@@ -105,10 +105,10 @@ def _value_loss(config: Config, outputs: Outputs, mask: torch.Tensor, fields: Fi
     return loss, _named("critic", {"vf_loss": loss, **metrics})
 
 
-def _named(component: str, metrics: Metrics) -> dict[str, Metric]:
+def _named(component: str, metrics: Metrics) -> dict[str, OnDevice]:
     """A loss's metrics under a component's name."""
     parts = {name: part if isinstance(part, tuple) else (part, "sum") for name, part in metrics.items()}
-    return {f"{component}/{name}": Metric.of(*part) for name, part in parts.items()}
+    return {f"{component}/{name}": OnDevice.of(*part) for name, part in parts.items()}
 
 
 def _on(device: torch.device, rows: Rows) -> tuple[torch.Tensor, Fields]:

@@ -49,4 +49,4 @@ class Phases:
         """As `Timers.lap`, with `memory/offloaded_gib/sum`: what this host keeps of what sleeps, if anything."""
         timings, memory = self.timers.lap()
         kept = sum(offload.host_bytes for offload in self.offloads.values())
-        return timings, memory | ({"memory/offloaded_gib/sum": Metric.of(kept / 2**30, "sum")} if kept else {})
+        return timings, memory | ({"memory/offloaded_gib/sum": Metric((kept / 2**30,), "sum")} if kept else {})

@@ -368,8 +368,8 @@ def _engine_metrics(use: Use) -> dict[str, Metric]:
     if not use.prompt_tokens:
         return {}
     return {
-        "rollout/running_requests": Metric.of_part((use.sequence_seconds, use.seconds), "mean"),
-        "rollout/cached_prompt_frac": Metric.of_part((use.cached_tokens, use.prompt_tokens), "mean"),
+        "rollout/running_requests": Metric((use.sequence_seconds, use.seconds), "mean"),
+        "rollout/cached_prompt_frac": Metric((use.cached_tokens, use.prompt_tokens), "mean"),
     }
 
 

@@ -74,7 +74,7 @@ def sample_rows(
     log_probs = list(chain.from_iterable(one.log_probs for one in samples))
     is_own = torch.from_numpy(np.fromiter((log_prob is not None for log_prob in log_probs), dtype=bool))
     if without:
-        names = ((part.sample.prompt_index, part.sample.sample_index) for part in parts)
+        names = [(part.sample.prompt_index, part.sample.sample_index) for part in parts]
         is_own &= torch.tensor([name not in without for name in names]).repeat_interleave(lengths)
     fields = {
         "response_mask": _padded(is_own, lengths),

@@ -82,7 +82,7 @@ class SampleScoring:
         if self._scoring is None or self._rewards.on_error == "raise":
             return {}
         numbers = {"errors": self._scoring.num_errors, "timeouts": self._scoring.num_timeouts}
-        return {name: Metric.of(number, "sum") for name, number in numbers.items()}
+        return {name: Metric((number,), "sum") for name, number in numbers.items()}
 
 
 @dataclass(frozen=True)

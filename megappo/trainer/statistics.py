@@ -53,6 +53,7 @@ def _columns(name: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
 def _parts(name: str, values: torch.Tensor, reductions: tuple[str, ...] | str) -> dict[str, Metric]:
     if isinstance(reductions, str):
         return {name: Metric.of(values, reductions)}
+    values = values.double()  # once
     return {f"{name}/{reduction}": Metric.of(values, reduction) for reduction in reductions}
 
 
@@ -71,7 +72,7 @@ def steps_of_ranks(of_ranks: Sequence[list[OptimizerStep]], name: str) -> list[d
     for found, step in zip(of_steps, shards[0], strict=True):
         if step.skipped:
             continue
-        found |= {f"{name}/grad_norm": Metric.of(step.grad_norm, "sum"), f"{name}/lr": Metric.of(step.lr, "sum")}
+        found |= {f"{name}/grad_norm": Metric((step.grad_norm,), "sum"), f"{name}/lr": Metric((step.lr,), "sum")}
     return of_steps
 
 
@@ -81,7 +82,7 @@ def training_metrics(of_steps: list[dict[str, Metric]], name: str) -> dict[str, 
         return {}
     made = [metrics for metrics in of_steps if f"{name}/lr" in metrics]
     found = {key: _over_steps([metrics[key] for metrics in made]) for key in made[0]} if made else {}
-    not_kept = sum(int(metrics[key].part) for metrics in of_steps if (key := f"{name}/{NOT_KEPT}") in metrics)
+    not_kept = sum(int(metrics[key].value) for metrics in of_steps if (key := f"{name}/{NOT_KEPT}") in metrics)
     numbers = {"num_optimizer_steps": len(made), "skipped_steps": len(of_steps) - len(made), NOT_KEPT: not_kept}
     return found | {f"{name}/{key}": number for key, number in numbers.items()}
 
@@ -89,5 +90,5 @@ def training_metrics(of_steps: list[dict[str, Metric]], name: str) -> dict[str, 
 def _over_steps(parts: list[Metric]) -> Any:
     """The mean of sums, which are means over a mini-batch; anything else as over ranks."""
     if parts[0].reduction == "sum":
-        return sum(float(one.part) for one in parts) / len(parts)
+        return sum(one.value for one in parts) / len(parts)
     return Metric.merged(parts).value

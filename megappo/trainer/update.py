@@ -103,7 +103,7 @@ def _kept_for_study(scattered: Scattered, rows: Rows, reason: str, config: Confi
         path.parent.mkdir(parents=True, exist_ok=True)
         write_rows(path, rows, facts)
     except OSError as error:
-        return f"; its rows cannot be kept: {error}", {f"{name}/{NOT_KEPT}": Metric.of(1.0, "sum")}
+        return f"; its rows cannot be kept: {error}", {f"{name}/{NOT_KEPT}": Metric((1.0,), "sum")}
     return f"; its rows are in {path}", {}
 
 
