@@ -110,7 +110,7 @@ def _chosen(file: RowsFile, args: argparse.Namespace) -> list[int]:
 
 
 def _response(row: Rows, file: RowsFile, tokenizer: "PreTrainedTokenizerBase", each_token: bool) -> Iterator[str]:
-    prompt, [tokens], start = int(row.prompt_ids), row.input_ids, int(row.prompt_lengths)
+    prompt, tokens, start = int(row.prompt_ids), row.input_ids, int(row.prompt_lengths)
     of_row = [f"{name} {values.squeeze(0).tolist()}" for name, values in row.fields.items() if not _per_token(name)]
     yield RULE
     yield ", ".join([f"prompt {prompt}, response {int(row.ids)}: {len(tokens) - start} tokens", *of_row])

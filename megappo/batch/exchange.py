@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.batch.fields import field_of
-from megappo.batch.rows import Rows
+from megappo.batch.rows import NO_TOKENS, Rows
+from megappo.batch.spans import taken
 from megappo.placement.layout import Layout
 
 RankRows = tuple[tuple[int, ...], ...]
@@ -254,16 +255,12 @@ class _Load:
 
 
 def _tokens(rows: Rows, table: RowTable, route: "_Route") -> _Load:
-    """Unpacked, a list of a tensor for each row."""
+    """Unpacked, row after row."""
     lengths = table.prompt_lengths + table.response_lengths
-    sent = [rows.input_ids[i] for i in route.outgoing.tolist()]
-    flat = torch.cat(sent).to("cpu", torch.int32) if sent else torch.empty(0, dtype=torch.int32)
-
-    def unpacked(received: torch.Tensor) -> list[torch.Tensor]:
-        arrived = received.long().split(lengths[route.arriving].tolist())
-        return [arrived[i] for i in route.places.tolist()]
-
-    return _Load(route, flat, lengths, unpacked)
+    sent = taken(rows.input_ids, rows.lengths, route.outgoing).to("cpu", torch.int32)
+    return _Load(
+        route, sent, lengths, lambda received: taken(received.long(), lengths[route.arriving], route.places)
+    )
 
 
 def _fields(rows: Rows, table: RowTable, route: "_Route", names: Sequence[str]) -> list[_Load]:
@@ -375,4 +372,4 @@ def _held(rows: Rows, name: str, shape: tuple[int, ...] = ()) -> torch.Tensor:
 def empty_rows(ids: Sequence[int], table: RowTable) -> Rows:
     """Rows with their lengths, without tokens or fields yet."""
     index = torch.tensor(list(ids), dtype=torch.int64)
-    return Rows(index, table.prompt_ids[index], table.prompt_lengths[index], table.response_lengths[index], [], {})
+    return Rows(index, table.prompt_ids[index], table.prompt_lengths[index], table.response_lengths[index], NO_TOKENS, {})

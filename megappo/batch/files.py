@@ -37,7 +37,7 @@ def write_rows(path: Path, rows: Rows, facts: Mapping[str, Any]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    tensors = {name: getattr(rows, name).clone() for name in COLUMNS} | {"tokens": torch.cat(rows.input_ids)}
+    tensors = {name: getattr(rows, name).clone() for name in COLUMNS} | {"tokens": rows.input_ids.clone()}
     for name, values in rows.fields.items():
         ragged = field_of(name).per_token
         tensors[FIELD + name] = values[_written(rows)] if ragged else values.clone()
@@ -95,14 +95,13 @@ class RowsFile(AbstractContextManager):
     def rows(self, start: int, stop: int) -> Rows:
         """Rows start:stop, with the padded width of all."""
         part = slice(start, stop)
-        lengths = (self._prompt_lengths + self._response_lengths)[part].tolist()
         tokens = self._file.get_slice("tokens")[self._bounds[start] : self._bounds[stop]]
         return Rows(
             torch.arange(start, stop),
             self._prompt_ids[part],
             self._prompt_lengths[part],
             self._response_lengths[part],
-            list(tokens.split(lengths)) if lengths else [],
+            tokens,
             {name: self._field(name, field_of(name), start, stop) for name in self.names},
         )
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megappo.batch.rows import Rows
+from megappo.batch.spans import positions_in
 from megappo.batch.zigzag import granularity, held_positions, positions_within
 
 
@@ -83,10 +84,10 @@ def pack(
         context_rank: whose share this is.
         is_pinned: see `copied`.
     """
-    sequences = _padded(rows.input_ids, granularity(context), multiple)
-    lengths = [len(tokens) for tokens in sequences]
-    starts = torch.tensor([0, *lengths]).cumsum(0)
-    tokens = torch.cat(sequences)
+    lengths = _padded(rows.lengths, granularity(context), multiple)
+    starts = F.pad(lengths.cumsum(0), (1, 0))
+    tokens = torch.zeros(int(starts[-1]), dtype=torch.int64)
+    tokens[positions_in(starts[: len(rows)], rows.lengths)] = rows.input_ids
     first = starts[: len(rows)] + rows.prompt_lengths  # of each response
     valid = rows.response_mask.bool()
     written = (first[:, None] + torch.arange(rows.max_response_length))[valid]
@@ -104,11 +105,11 @@ def pack(
         "ended": (last_tokens >= 0).nonzero()[:, 0],
     }
     on_device = {name: copied(tensor, device, is_pinned) for name, tensor in made.items()}
-    return PackedBatch(rows=rows, max_seqlen=max(lengths), **on_device)
+    return PackedBatch(rows=rows, max_seqlen=int(lengths.max()), **on_device)
 
 
-def _padded(sequences: list[torch.Tensor], unit: int, multiple: int) -> list[torch.Tensor]:
+def _padded(lengths: torch.Tensor, unit: int, multiple: int) -> torch.Tensor:
     """Each filled up to a multiple of `unit`, and one more that fills all up to a multiple of unit x multiple."""
-    filled = sequences if unit == 1 else [F.pad(tokens, (0, -len(tokens) % unit)) for tokens in sequences]
-    padding = -sum(map(len, filled)) % (unit * multiple)
-    return [*filled, torch.zeros(padding, dtype=torch.int64)] if padding else filled
+    filled = lengths + -lengths % unit
+    padding = -int(filled.sum()) % (unit * multiple)
+    return F.pad(filled, (0, 1), value=padding) if padding else filled

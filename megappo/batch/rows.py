@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 import torch
 
 from megappo.batch.fields import field_of
+from megappo.batch.spans import taken
+
+
+NO_TOKENS = torch.empty(0, dtype=torch.int64)
+"""The input_ids of rows whose tokens are elsewhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +22,7 @@ class Rows:
             the rows of a prompt apart.
         prompt_ids: [B] int64, the same for all rows that answer the same prompt, which may be any number of rows.
         prompt_lengths, response_lengths: [B] int64, in tokens.
-        input_ids: B tensors [prompt + response] int64, unpadded; empty list = the tokens are not here.
+        input_ids: [T] int64, prompt and response of row after row, unpadded; empty = the tokens are not here.
         fields: those of `FIELDS` that have been written, by name: float32, [B] (per row), [B, K] (several columns per
             row) or [B, R] (per response token, right-padded with 0). R is the longest response of the whole step, so it
             is the same on all ranks.
@@ -30,7 +35,7 @@ class Rows:
     prompt_ids: torch.Tensor
     prompt_lengths: torch.Tensor
     response_lengths: torch.Tensor
-    input_ids: list[torch.Tensor]
+    input_ids: torch.Tensor
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -38,10 +43,9 @@ class Rows:
         for name in ("prompt_ids", "prompt_lengths", "response_lengths"):
             if len(getattr(self, name)) != size:
                 raise ValueError(f"{size} ids, {len(getattr(self, name))} {name}: expected as many")
-        lengths = (self.prompt_lengths + self.response_lengths).tolist()
-        found = [tokens.numel() for tokens in self.input_ids]  # len takes five times as long
-        if found and found != lengths:
-            raise ValueError(f"input_ids have {found} tokens; expected prompt + response lengths {lengths}")
+        found, expected = len(self.input_ids), int(self.lengths.sum())
+        if found and found != expected:
+            raise ValueError(f"{found} input_ids; expected {expected}, the sum of prompt and response lengths")
         self._check_fields(size)
 
     def _check_fields(self, size: int) -> None:
@@ -58,6 +62,16 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[B] int64: tokens of prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
+    @property
+    def sequences(self) -> tuple[torch.Tensor, ...]:
+        """The tokens of each row, [prompt + response]."""
+        return self.input_ids.split(self.lengths.tolist())
 
     @property
     def max_response_length(self) -> int:
@@ -90,6 +104,6 @@ class Rows:
             self.prompt_ids[index],
             self.prompt_lengths[index],
             self.response_lengths[index],
-            [self.input_ids[i] for i in index.tolist()] if self.input_ids else [],
+            taken(self.input_ids, self.lengths, index) if len(self.input_ids) else self.input_ids,
             {name: values[index] for name, values in self.fields.items()},
         )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from megappo.batch.fields import field_of
-from megappo.batch.rows import Rows
+from megappo.batch.rows import NO_TOKENS, Rows
 
 
 class Trajectories:
@@ -40,7 +40,7 @@ class Trajectories:
             name: self._join(values) if field_of(name).per_token else values[last]
             for name, values in rows.fields.items()
         }
-        self.joined = Rows(rows.ids[last], rows.prompt_ids[last], rows.prompt_lengths[last], totals, [], fields)
+        self.joined = Rows(rows.ids[last], rows.prompt_ids[last], rows.prompt_lengths[last], totals, NO_TOKENS, fields)
 
     def spread(self, **fields: torch.Tensor) -> Rows:
         """The rows with fields of the trajectories added."""

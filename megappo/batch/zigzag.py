@@ -8,6 +8,8 @@ Source: TransformerEngine's context parallelism of "thd" batches, which Megatron
 
 import torch
 
+from megappo.batch.spans import positions_in
+
 
 def chunk_numbers(size: int, rank: int) -> tuple[int, ...]:
     """The chunks of each sequence that a rank holds; without context parallelism a sequence is one chunk."""
@@ -29,8 +31,7 @@ def held_positions(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tens
     chunks = cu_seqlens.diff().long() // granularity(size)
     starts = (cu_seqlens[:-1, None] + numbers * chunks[:, None]).flatten()
     lengths = chunks.repeat_interleave(len(numbers))
-    here = lengths.cumsum(0) - lengths
-    return torch.arange(int(lengths.sum()), device=lengths.device) + (starts - here).repeat_interleave(lengths)
+    return positions_in(starts, lengths)
 
 
 def positions_within(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -168,10 +168,11 @@ class MegatronEngine:
     ) -> list:
         """A pass over the bins, and what `on_last_stage` made of each; `on_idle` is called of `_num_idle` more."""
         num_idle = self._num_idle(len(bins))
-        shortest = [min(range(len(rows)), key=lambda row: len(rows.input_ids[row]))] if num_idle else []
+        shortest = [int(rows.lengths.argmin())] if num_idle else []
         parts = [*((part, on_last_stage) for part in bins), *[(shortest, on_idle)] * num_idle]
         if isinstance(self._p2p, KnownShapes):
-            self._p2p.expect(self._shape([len(rows.input_ids[row]) for row in part]) for part, _ in parts)
+            lengths = rows.lengths.tolist()
+            self._p2p.expect(self._shape([lengths[row] for row in part]) for part, _ in parts)
         with self.groups.active():
             found = self._schedule(
                 forward_step_func=self._forward_step,
@@ -201,7 +202,7 @@ class MegatronEngine:
         return -(-most // layout.micro_batch_group) * layout.micro_batch_group - num_bins
 
     def _bins(self, rows: Rows) -> list[list[int]]:
-        lengths = [len(tokens) for tokens in rows.input_ids]
+        lengths = rows.lengths.tolist()
         filling = self.groups.layout.filling(sum(lengths), self.config.hidden_size, platform.device().type)
         return micro_batches(lengths, self.max_tokens, at_least=filling)
 

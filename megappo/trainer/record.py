@@ -166,7 +166,7 @@ class Replay:
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
 
     def _check_known(self, rows: Rows, path: Path) -> None:
-        highest = max((int(tokens.max()) for tokens in rows.input_ids), default=0)
+        highest = int(rows.input_ids.max()) if len(rows) else 0
         if highest >= self.vocab_size:
             raise ConfigError(
                 f"trainer.replay_rollouts: {path} holds token {highest}, but this run's models know only those below "

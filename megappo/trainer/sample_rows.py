@@ -70,7 +70,6 @@ def sample_rows(
     """
     parts = [part for one in samples for part in _parts(one, prompts[one.prompt_index].tokens)]
     lengths = _integers(len(part.tokens) for part in parts)
-    prompt_lengths = _integers(len(part.prompt) for part in parts)
     log_probs = list(chain.from_iterable(one.log_probs for one in samples))
     is_own = torch.from_numpy(np.fromiter((log_prob is not None for log_prob in log_probs), dtype=bool))
     if without:
@@ -89,13 +88,13 @@ def sample_rows(
         rewards = chain.from_iterable(segment.rewards for segment in segments)
         fields["turns"], fields["turn_rewards"] = (_padded(_numbers(of), lengths) for of in (turns, rewards))
     most = max((part.number + 1 for part in parts), default=1)
-    input_ids = _integers(chain.from_iterable(chain(part.prompt, part.tokens) for part in parts))
+    tokens = (tokens for part in parts for tokens in (part.prompt, part.tokens))
     return Rows(
         ids=_integers(part.sample.sample_index * most + part.number for part in parts),
         prompt_ids=_integers(part.sample.prompt_index for part in parts),
-        prompt_lengths=prompt_lengths,
+        prompt_lengths=_integers(len(part.prompt) for part in parts),
         response_lengths=lengths,
-        input_ids=list(input_ids.split((prompt_lengths + lengths).tolist())),
+        input_ids=_integers(chain.from_iterable(tokens)),
         fields=fields,
     )
 

@@ -12,7 +12,7 @@ from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange, RankRows, RowTable, output_sources, shard_destinations
 from megappo.batch.fields import FIELDS, Field
-from megappo.batch.rows import Rows
+from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.placement.layout import Layout
 
 NUM_CASES = 60
@@ -54,7 +54,7 @@ def rows_of(case: Case, held: tuple[int, ...], names: tuple[str, ...], width: in
         for i, row in enumerate(held):
             fields[name][i, : case.lengths[row][1]] = source[row][name]
     prompts, responses = (torch.tensor([case.lengths[row][i] for row in held], dtype=torch.int64) for i in (0, 1))
-    input_ids = [source[row]["input_ids"] for row in held]
+    input_ids = torch.cat([source[row]["input_ids"] for row in held]) if held else NO_TOKENS
     prompt_ids = torch.tensor([case.prompt_ids[row] for row in held], dtype=torch.int64)
     ids = torch.tensor([10 * row - 7 for row in held], dtype=torch.int64)  # not numbered yet
     return Rows(ids, prompt_ids, prompts, responses, input_ids, fields)
@@ -66,7 +66,7 @@ def assert_rows(found: Rows, case: Case, held: tuple[int, ...], names: set[str])
     width = max((response for _, response in case.lengths), default=0)
     assert found.ids.tolist() == list(held)
     assert found.prompt_ids.tolist() == [case.prompt_ids[row] for row in held]
-    assert [tokens.tolist() for tokens in found.input_ids] == [source[row]["input_ids"].tolist() for row in held]
+    assert [tokens.tolist() for tokens in found.sequences] == [source[row]["input_ids"].tolist() for row in held]
     assert list(zip(found.prompt_lengths.tolist(), found.response_lengths.tolist(), strict=True)) == [
         case.lengths[row] for row in held
     ]
@@ -197,7 +197,7 @@ def rows_filtered(rank: int, world_size: int) -> None:
     assert moved.prompt_ids.tolist() == [prompt_ids[row] for row in kept]
     source = oracle(LENGTHS)
     for new, old in enumerate(kept):
-        assert moved.input_ids[new].tolist() == source[old]["input_ids"].tolist()
+        assert moved.sequences[new].tolist() == source[old]["input_ids"].tolist()
         assert moved.fields["values"][new, : LENGTHS[old][1]].tolist() == source[old]["values"].tolist()
 
 

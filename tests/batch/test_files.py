@@ -20,7 +20,7 @@ def make_rows() -> Rows:
         torch.tensor([0, 0, 1, 2, 2]),
         prompts,
         responses,
-        [torch.randint(99, (sum(lengths),), generator=generator) for lengths in LENGTHS],
+        torch.randint(99, (sum(map(sum, LENGTHS)),), generator=generator),
         {
             "response_mask": mask,
             "rollout_log_probs": torch.randn(5, 5, generator=generator) * mask,
@@ -41,8 +41,8 @@ def test_rows_are_read_as_they_were_written(tmp_path, bounds):
         parts = [file.rows(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
     for name in ("ids", "prompt_ids", "prompt_lengths", "response_lengths"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(rows, name)), name
-    found = [tokens for part in parts for tokens in part.input_ids]
-    assert all(torch.equal(one, other) for one, other in zip(found, rows.input_ids, strict=True))
+    found = [tokens for part in parts for tokens in part.sequences]
+    assert all(torch.equal(one, other) for one, other in zip(found, rows.sequences, strict=True))
     for name, values in rows.fields.items():
         assert torch.equal(torch.cat([part.fields[name] for part in parts]), values), name
 

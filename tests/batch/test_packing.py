@@ -22,7 +22,7 @@ def make_rows(lengths: Lengths, width: int | None = None) -> Rows:
         start += prompt + response
     fields = {} if width is None else {"values": torch.zeros(len(lengths), width)}
     prompts, responses = torch.tensor(lengths).T
-    return Rows(torch.arange(len(lengths)), torch.arange(len(lengths)), prompts, responses, tokens, fields)
+    return Rows(torch.arange(len(lengths)), torch.arange(len(lengths)), prompts, responses, torch.cat(tokens), fields)
 
 
 @settings(max_examples=200, deadline=None)
@@ -41,7 +41,7 @@ def test_rows_lie_end_to_end(lengths: Lengths, multiple: int) -> None:
     assert bounds[0] == 0 and packed.cu_seqlens.dtype == torch.int32
     assert num_held([sum(pair) for pair in lengths], multiple) == bounds[-1]
     assert packed.max_seqlen == max(expected)
-    assert packed.input_ids[0, packed.last_tokens].tolist() == [int(tokens[-1]) for tokens in rows.input_ids]
+    assert packed.input_ids[0, packed.last_tokens].tolist() == [int(tokens[-1]) for tokens in rows.sequences]
     assert packed.position_ids[0].tolist() == [position for length in expected for position in range(length)]
 
 
@@ -51,7 +51,7 @@ def test_predictors_stand_one_before_each_response_token(lengths: Lengths, multi
     rows = make_rows(lengths)
     packed = pack(rows, multiple, CPU)
     responses = [
-        token for tokens, (prompt, _) in zip(rows.input_ids, lengths, strict=True) for token in tokens[prompt:].tolist()
+        token for tokens, (prompt, _) in zip(rows.sequences, lengths, strict=True) for token in tokens[prompt:].tolist()
     ]
     assert packed.targets.tolist() == responses
     assert packed.input_ids[0, packed.predictors].tolist() == [token - 1 for token in responses]
@@ -100,8 +100,8 @@ def test_every_token_is_predicted_by_one_of_the_ranks_that_share_the_rows_out(
         assert share.input_ids[0, share.predictors].tolist() == [token - 1 for token in share.targets.tolist()]
         predicted += share.responses(share.targets.float())
         ended += share.ends(share.input_ids[0, share.last_tokens].float())
-    assert ended.tolist() == [int(tokens[-1]) for tokens in rows.input_ids]
-    for row, (tokens, (prompt, response)) in enumerate(zip(rows.input_ids, lengths, strict=True)):
+    assert ended.tolist() == [int(tokens[-1]) for tokens in rows.sequences]
+    for row, (tokens, (prompt, response)) in enumerate(zip(rows.sequences, lengths, strict=True)):
         assert predicted[row, :response].tolist() == tokens[prompt:].tolist()
         assert not predicted[row, response:].any()
     held = [
@@ -109,7 +109,7 @@ def test_every_token_is_predicted_by_one_of_the_ranks_that_share_the_rows_out(
         for share in shares
         for pair in zip(share.input_ids[0].tolist(), share.position_ids[0].tolist(), strict=True)
     ]
-    expected = [(token, place) for tokens in rows.input_ids for place, token in enumerate(tokens.tolist())]
+    expected = [(token, place) for tokens in rows.sequences for place, token in enumerate(tokens.tolist())]
     assert sorted(pair for pair in held if pair[0]) == expected, "each token once, at its place in its row"
 
 

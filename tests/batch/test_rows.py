@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megappo.batch.rows import Rows
+from megappo.batch.rows import NO_TOKENS, Rows
 
 
 def rows(ids: list[int], prompts: list[int], responses: list[int], width: int) -> Rows:
     """Rows whose tokens and fields name their row, so that a mix-up shows."""
-    tokens = [torch.full((p + r,), i) for i, p, r in zip(ids, prompts, responses, strict=True)]
+    tokens = torch.cat([torch.full((p + r,), i) for i, p, r in zip(ids, prompts, responses, strict=True)])
     mask = (torch.arange(width) < torch.tensor(responses)[:, None]).float()
     fields = {"old_log_probs": mask * torch.tensor(ids)[:, None], "scores": torch.tensor(ids).float()}
     return Rows(
@@ -21,7 +21,7 @@ def rows(ids: list[int], prompts: list[int], responses: list[int], width: int) -
 def test_select_keeps_everything_of_a_row_together_and_the_width():
     picked = rows([5, 6, 7], [1, 2, 3], [4, 1, 2], width=6).select([2, 0])
     assert (picked.ids.tolist(), picked.prompt_ids.tolist()) == ([7, 5], [3, 2])
-    assert [x.tolist() for x in picked.input_ids] == [[7] * 5, [5] * 5]
+    assert [x.tolist() for x in picked.sequences] == [[7] * 5, [5] * 5]
     assert picked.fields["old_log_probs"].tolist() == [[7, 7, 0, 0, 0, 0], [5, 5, 5, 5, 0, 0]]
     assert picked.fields["scores"].tolist() == [7, 5]
     assert picked.max_response_length == 6
@@ -51,7 +51,7 @@ def test_response_mask_comes_from_the_lengths_unless_there_is_a_field():
 
 
 def test_without_fields_the_longest_response_is_the_width():
-    bare = Rows(torch.arange(2), torch.arange(2), torch.tensor([1, 1]), torch.tensor([2, 5]), [])
+    bare = Rows(torch.arange(2), torch.arange(2), torch.tensor([1, 1]), torch.tensor([2, 5]), NO_TOKENS)
     assert bare.max_response_length == 5
     assert bare.response_mask.sum(1).tolist() == [2, 5]
 
@@ -60,7 +60,7 @@ def test_without_fields_the_longest_response_is_the_width():
     ("change", "message"),
     [
         ({"prompt_lengths": torch.tensor([1])}, "2 ids, 1 prompt_lengths: expected as many"),
-        ({"input_ids": [torch.zeros(3), torch.zeros(9)]}, r"input_ids have \[3, 9\] tokens; expected .* \[3, 2\]"),
+        ({"input_ids": torch.zeros(12)}, "12 input_ids; expected 5, the sum of prompt and response lengths"),
         (
             {"fields": {"values": torch.zeros(2, 1)}},
             r"field values has shape \[2, 1\]; expected \[2, 2\], for it is the",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megappo.batch.rows import Rows
+from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.batch.trajectories import Trajectories
 from megappo.ppo.advantages import ESTIMATORS, compute_token_level_rewards, estimate, whiten
 
@@ -34,7 +34,7 @@ def rows_of(pieces: list[list[dict[str, torch.Tensor]]]) -> Rows:
     fields["bootstrap_values"] = torch.tensor([float(episode) for episode, *_ in flat])
     prompts = torch.tensor([episode // 2 for episode, *_ in flat])
     ids, ones = torch.arange(len(flat)), torch.ones(len(flat), dtype=torch.int64)
-    return Rows(ids, prompts, ones, torch.tensor(lengths), [], fields)
+    return Rows(ids, prompts, ones, torch.tensor(lengths), NO_TOKENS, fields)
 
 
 def with_observations(episode: dict[str, torch.Tensor], generator: torch.Generator) -> list[dict[str, torch.Tensor]]:
@@ -87,7 +87,7 @@ def test_observations_and_cuts_change_no_advantage(name):
 def test_rows_without_an_environment_stay_themselves():
     rows = rows_of([[episode] for episode in episodes(1)])
     fields = {name: values for name, values in rows.fields.items() if name != "segments"}
-    rows = Rows(rows.ids, rows.prompt_ids, rows.prompt_lengths, rows.response_lengths, [], fields)
+    rows = Rows(rows.ids, rows.prompt_ids, rows.prompt_lengths, rows.response_lengths, NO_TOKENS, fields)
     assert Trajectories(rows).joined is rows
 
 
@@ -98,7 +98,7 @@ def test_what_is_masked_is_as_if_it_were_not_there():
         pieces[of][0]["response_mask"] = torch.zeros_like(pieces[of][0]["response_mask"])
     rows = rows_of(pieces)
     fields = {name: values for name, values in rows.fields.items() if name != "segments"}
-    rows = Rows(rows.ids, torch.zeros(6, dtype=torch.int64), rows.prompt_lengths, rows.response_lengths, [], fields)
+    rows = Rows(rows.ids, torch.zeros(6, dtype=torch.int64), rows.prompt_lengths, rows.response_lengths, NO_TOKENS, fields)
     left = [1, 2, 4, 5]
     for name in ("gae", "grpo"):
         found, expected = advantages_of(rows, name), advantages_of(rows.select(left), name)

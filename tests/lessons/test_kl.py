@@ -45,7 +45,7 @@ def make_config(in_reward: bool, in_loss: bool) -> Config:
 
 def make_rows() -> Rows:
     ids, lengths = torch.arange(2), torch.tensor(LENGTHS)
-    tokens = [torch.zeros(1 + length, dtype=torch.int64) for length in LENGTHS]
+    tokens = torch.zeros(int((1 + lengths).sum()), dtype=torch.int64)
     fields = {"response_mask": MASK, "values": VALUES, "old_log_probs": OLD, "ref_log_probs": REF}
     fields |= {"rollout_log_probs": OLD, "scores": torch.tensor(SCORES), "truncated": torch.zeros(2)}
     return Rows(ids, ids, torch.ones_like(ids), lengths, tokens, fields)

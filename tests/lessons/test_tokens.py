@@ -80,7 +80,7 @@ def check_collected(rank: int, world_size: int, folder: Path, log_probs: list[li
     scoring = rollouts.scoring([PROMPT])
     scoring.add(samples)
     rows = rollouts.collect(Responses(samples, [], scoring), [PROMPT])[0].rows
-    assert [tokens.tolist() for tokens in rows.input_ids] == [PROMPT.tokens + tokens for tokens in SAMPLED]
+    assert [tokens.tolist() for tokens in rows.sequences] == [PROMPT.tokens + tokens for tokens in SAMPLED]
     case = Case(Layout((0,)), temperature=rollouts.training.temperature)
     engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")
     old = engine.forward(rows)["log_probs"]

@@ -122,7 +122,7 @@ def check_layers(root: Path, at_most: dict[str, int], outputs_too: bool) -> None
         assert found.total() <= at_most[family] * num_layers * passes, (family, num_layers, recompute, found)
         if outputs_too:
             with torch.no_grad():
-                expected = torch.cat([hf_model(folder)(tokens[None]).logits[0] for tokens in rows.input_ids])
+                expected = torch.cat([hf_model(folder)(tokens[None]).logits[0] for tokens in rows.sequences])
             logits = outputs[0][0].detach() @ output_weight(engine.chunks[-1]).detach().T
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 

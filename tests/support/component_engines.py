@@ -29,7 +29,7 @@ def train(engines: dict[str, TrainedEngine | None], num_steps: int) -> dict[str,
             continue
         rows = make_rows(91)
         layout = engine.groups.layout
-        mine = balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)
+        mine = balanced_partitions([len(tokens) for tokens in rows.sequences], layout.data)
         loss = make_loss(kind, rows)
         for _ in range(num_steps):
             step = engine.train_batch(rows.select(mine[layout.shard_of(dist.get_rank())]), loss)

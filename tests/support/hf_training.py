@@ -129,7 +129,7 @@ def value_loss(outputs: ByRow, rows: Rows) -> torch.Tensor:
 
 def shard_of(rows: Rows, layout: Layout) -> list[int]:
     """This rank's rows of a mini-batch."""
-    return balanced_partitions([len(tokens) for tokens in rows.input_ids], layout.data)[
+    return balanced_partitions([len(tokens) for tokens in rows.sequences], layout.data)[
         layout.shard_of(dist.get_rank())
     ]
 

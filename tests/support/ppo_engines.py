@@ -104,7 +104,7 @@ def make_rows(
         name: torch.randn(len(lengths), width, generator=generator) * is_response
         for name in ("noise", "advantages", "values", "returns")
     }
-    tokens = [torch.randint(vocab_size, (p + r,), generator=generator) for p, r in lengths]
+    tokens = torch.randint(vocab_size, (int((prompts + responses).sum()),), generator=generator)
     # Old log-probs on both sides of the clipping range around those of an untrained model.
     old = (-torch.log(torch.tensor(float(vocab_size))) + 0.3 * random.pop("noise")) * is_response
     fields = {"response_mask": mask, "old_log_probs": old, **random}
@@ -226,7 +226,7 @@ def hf_outputs(
 
 def masked(rows: Rows) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
     """Of each row its tokens, the length of its prompt, and the mask of its response."""
-    for i, (tokens, prompt) in enumerate(zip(rows.input_ids, rows.prompt_lengths.tolist(), strict=True)):
+    for i, (tokens, prompt) in enumerate(zip(rows.sequences, rows.prompt_lengths.tolist(), strict=True)):
         yield tokens, prompt, rows.response_mask[i, : len(tokens) - prompt]
 
 
@@ -240,7 +240,7 @@ def hf_value_head(folder: Path) -> torch.nn.Linear:
 
 def hf_bootstrap_values(model: torch.nn.Module, head: torch.nn.Module, rows: Rows) -> list[torch.Tensor]:
     """By Hugging Face, one row at a time: the value [1] at the last token."""
-    return [head(model.model(tokens[None]).last_hidden_state[0, -1]) for tokens in rows.input_ids]
+    return [head(model.model(tokens[None]).last_hidden_state[0, -1]) for tokens in rows.sequences]
 
 
 def hf_full_kl(

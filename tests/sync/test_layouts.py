@@ -157,7 +157,7 @@ def sequences_as_rows() -> Rows:
     """All of a sequence but its first token as a response."""
     responses = torch.tensor([len(tokens) - 1 for tokens in SEQUENCES])
     mask = (torch.arange(int(responses.max())) < responses[:, None]).float()
-    tokens = [torch.tensor(sequence) for sequence in SEQUENCES]
+    tokens = torch.tensor(sum(SEQUENCES, []))
     ids = torch.arange(len(SEQUENCES))
     return Rows(ids, ids, torch.ones_like(responses), responses, tokens, {"response_mask": mask})
 

@@ -84,7 +84,7 @@ def make_rows() -> Rows:
     baselines = torch.randn(8, generator=generator)[list(prompts)]
     truncated = torch.tensor([1.0, 0.0] * (len(SAMPLED) // 2))
     fields |= {"response_mask": mask, "baselines": baselines, "truncated": truncated} | per_row
-    tokens = [torch.zeros(1 + length, dtype=torch.int64) for length in lengths.tolist()]
+    tokens = torch.zeros(int((1 + lengths).sum()), dtype=torch.int64)
     return Rows(ids, torch.tensor(prompts), torch.ones_like(ids), lengths, tokens, fields)
 
 
@@ -263,7 +263,7 @@ def credit(rank: int, world_size: int) -> None:
         **dict.fromkeys(("old_log_probs", "rollout_log_probs"), torch.zeros(2, 3)),
     }
     ids, lengths = torch.arange(2), torch.tensor([3, 1])
-    tokens = [torch.zeros(1 + length, dtype=torch.int64) for length in lengths.tolist()]
+    tokens = torch.zeros(int((1 + lengths).sum()), dtype=torch.int64)
     rows = Rows(ids, torch.zeros_like(ids), torch.ones_like(ids), lengths, tokens, fields)
     method = {"adv_estimator": "reinforce_plus_plus", "gamma": 1.0, "whiten_advantages": False}
     config = make_config(method | {"use_kl_in_reward": False})

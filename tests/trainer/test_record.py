@@ -17,7 +17,7 @@ from megappo.trainer.record import Record, Replay
 ROWS = Rows(
     *(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)),
     torch.ones(1, dtype=torch.int64),
-    [torch.tensor([1, 2])],
+    torch.tensor([1, 2]),
     {"response_mask": torch.ones(1, 1), "scores": torch.ones(1)},
 )
 BATCH = SimpleNamespace(at_rank_0=lambda exchange: ROWS)

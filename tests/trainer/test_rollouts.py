@@ -91,7 +91,7 @@ def collect(rank: int, world_size: int) -> None:
     assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])
     rows = batch.rows
     found = zip(
-        [tokens.tolist() for tokens in rows.input_ids],
+        [tokens.tolist() for tokens in rows.sequences],
         rows.response_mask.tolist(),
         *(rows.fields[name].tolist() for name in ("rollout_log_probs", "scores", "truncated")),
         rows.prompt_ids.tolist(),

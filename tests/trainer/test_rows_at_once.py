@@ -61,8 +61,8 @@ def field_for(name: str, rows: Rows, width: int) -> torch.Tensor:
 
 def assert_rows(found: Rows, every: Rows, names: set[str]) -> None:
     """Each with its own tokens, and with these fields alone."""
-    for row, tokens in zip(found.ids.tolist(), found.input_ids, strict=True):
-        assert torch.equal(tokens, every.input_ids[row])
+    for row, tokens in zip(found.ids.tolist(), found.sequences, strict=True):
+        assert torch.equal(tokens, every.sequences[row])
     assert found.fields.keys() == names
     for name in names:
         assert torch.equal(found.fields[name], field_for(name, found, every.max_response_length)), name

@@ -35,7 +35,7 @@ def test_each_segment_is_a_row_with_a_prompt_of_its_own():
     episode = Episode([first, second], "turns", {})
     samples = [Sample(1, 3, [*first.tokens, *second.tokens], log_probs, "length", episode)]
     rows = with_scores(sample_rows(samples, PROMPTS, episodes=True), samples, torch.tensor([[3.75]]))
-    assert [row.tolist() for row in rows.input_ids] == [[5, 6, 11, 12, 20, 21, 13], [5, 9, 9, 14, 15]]
+    assert [row.tolist() for row in rows.sequences] == [[5, 6, 11, 12, 20, 21, 13], [5, 9, 9, 14, 15]]
     assert rows.prompt_lengths.tolist() == [2, 3] and rows.response_lengths.tolist() == [5, 2]
     fields = {name: values.tolist() for name, values in rows.fields.items()}
     assert fields["response_mask"] == [[1, 1, 0, 0, 1], [1, 1, 0, 0, 0]]

@@ -9,7 +9,7 @@ from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.metrics import ROW_METRICS, RowMetric
-from megappo.batch.rows import Rows
+from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric, reduce_ranks
 from megappo.trainer.statistics import row_metrics, steps_of_ranks, training_metrics, value_parts
@@ -50,7 +50,7 @@ def make_rows() -> Rows:
     fields |= {"response_mask": mask, "scores": torch.randn(5), "truncated": torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])}
     fields["score_components"] = torch.stack([fields["scores"] - 2.0, torch.full((5,), 2.0)], dim=1)
     lengths = (mask * torch.arange(1, 5)).amax(1).long()
-    return Rows(torch.arange(5), torch.arange(5), torch.ones_like(lengths), lengths, [], fields)
+    return Rows(torch.arange(5), torch.arange(5), torch.ones_like(lengths), lengths, NO_TOKENS, fields)
 
 
 def of_tokens(rows: Rows, field: torch.Tensor) -> list[float]:

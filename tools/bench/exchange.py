@@ -35,7 +35,7 @@ def make_rows(num_rows: int, rank: int) -> Rows:
     responses = (400 * (0.6 * torch.randn(num_rows)).exp()).clamp(1, LONGEST).long()
     responses[0] = LONGEST  # the same width everywhere
     mask = (torch.arange(LONGEST) < responses[:, None]).float()
-    input_ids = [torch.arange(length) for length in (prompts + responses).tolist()]
+    input_ids = torch.arange(int((prompts + responses).sum()))
     prompt_ids = rank * num_rows + torch.arange(num_rows)
     return Rows(torch.arange(num_rows), prompt_ids, prompts, responses, input_ids, {"response_mask": mask})
 

@@ -39,7 +39,7 @@ VOCABULARY, HIDDEN, ROWS, PROMPT, RESPONSE = 151_936, 768, 16, 384, 128
 def make_pack() -> PackedBatch:
     """Random rows, one after the other."""
     prompts, responses = torch.full((ROWS,), PROMPT), torch.full((ROWS,), RESPONSE)
-    tokens = [*torch.randint(VOCABULARY, (ROWS, PROMPT + RESPONSE))]
+    tokens = torch.randint(VOCABULARY, (ROWS * (PROMPT + RESPONSE),))
     fields = {"response_mask": torch.ones(ROWS, RESPONSE)}
     ids = torch.arange(ROWS)
     return pack(Rows(ids, ids, prompts, responses, tokens, fields), 1, torch.device("cpu"))

@@ -72,11 +72,11 @@ def make_rows(*, copies: int = 1, stretched: int = 1) -> Rows:
     generator = torch.Generator().manual_seed(0)
     prompts, responses = (stretched * torch.tensor(lengths * copies) for lengths in (PROMPTS, RESPONSES))
     mask = (torch.arange(int(responses.max())) < responses[:, None]).float()
-    tokens = [torch.randint(VOCABULARY, (length,), generator=generator) for length in (prompts + responses).tolist()]
+    tokens = torch.randint(VOCABULARY, (int((prompts + responses).sum()),), generator=generator)
     noise, advantages = torch.randn(2, *mask.shape, generator=generator)
     old = (0.1 * noise - torch.tensor(float(VOCABULARY)).log()) * mask
     fields = {"response_mask": mask, "old_log_probs": old, "advantages": advantages * mask}
-    ids = torch.arange(len(tokens))
+    ids = torch.arange(len(prompts))
     return Rows(ids, ids, prompts, responses, tokens, fields)
 
 
@@ -95,8 +95,8 @@ class HuggingFace:
             self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
         self.max_norm, self.temperature = optim.clip_grad, config.rollout.temperature
-        self.tokens = pad_sequence(rows.input_ids, batch_first=True)
-        self.attention_mask = pad_sequence([torch.ones_like(tokens) for tokens in rows.input_ids], batch_first=True)
+        self.tokens = pad_sequence(rows.sequences, batch_first=True)
+        self.attention_mask = pad_sequence([torch.ones_like(tokens) for tokens in rows.sequences], batch_first=True)
 
     def update(self) -> None:
         self.optimizer.zero_grad()
@@ -154,7 +154,7 @@ class Products:
     """All products of the model."""
 
     def __init__(self, rows: Rows):
-        tokens, predicting = sum(map(len, rows.input_ids)), int(rows.response_mask.sum())
+        tokens, predicting = len(rows.input_ids), int(rows.response_mask.sum())
         shapes = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, 2 * INTERMEDIATE), (INTERMEDIATE, HIDDEN))
         self.products = [Product(tokens, *shape, LAYERS) for shape in shapes]
         self.products.append(Product(predicting, HIDDEN, VOCABULARY, 1))
