@@ -258,9 +258,7 @@ def _tokens(rows: Rows, table: RowTable, route: "_Route") -> _Load:
     """Unpacked, row after row."""
     lengths = table.prompt_lengths + table.response_lengths
     sent = taken(rows.input_ids, rows.lengths, route.outgoing).to("cpu", torch.int32)
-    return _Load(
-        route, sent, lengths, lambda received: taken(received.long(), lengths[route.arriving], route.places)
-    )
+    return _Load(route, sent, lengths, lambda received: taken(received.long(), lengths[route.arriving], route.places))
 
 
 def _fields(rows: Rows, table: RowTable, route: "_Route", names: Sequence[str]) -> list[_Load]:
@@ -372,4 +370,5 @@ def _held(rows: Rows, name: str, shape: tuple[int, ...] = ()) -> torch.Tensor:
 def empty_rows(ids: Sequence[int], table: RowTable) -> Rows:
     """Rows with their lengths, without tokens or fields yet."""
     index = torch.tensor(list(ids), dtype=torch.int64)
-    return Rows(index, table.prompt_ids[index], table.prompt_lengths[index], table.response_lengths[index], NO_TOKENS, {})
+    columns = (column[index] for column in (table.prompt_ids, table.prompt_lengths, table.response_lengths))
+    return Rows(index, *columns, NO_TOKENS, {})

@@ -8,7 +8,6 @@ import torch
 from megappo.batch.fields import field_of
 from megappo.batch.spans import taken
 
-
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 """The input_ids of rows whose tokens are elsewhere."""
 

@@ -14,8 +14,8 @@ from megappo.ppo.scan import (
     sums_behind,
 )
 
-CHUNK_TOKENS = 2**20
-"""Tokens of rows, or of columns, taken together, so that what is computed on the way stays in a CPU's cache."""
+CHUNK_TOKENS, PANEL_TOKENS = 2**20, 2**19
+"""Tokens of rows, and of columns, taken together, so that what is computed on the way stays in a CPU's cache."""
 FEW_ROWS = 64
 """Below, starting the operations on columns takes longer than moving the rows' tokens together."""
 
@@ -132,7 +132,7 @@ def _chunks(x: torch.Tensor) -> Iterator[slice]:
 
 def _panels(x: torch.Tensor) -> Iterator[slice]:
     """Slices of columns, the last first."""
-    size = min(MASKED_TOKENS, max(1, CHUNK_TOKENS // len(x) // MASKED_BLOCK) * MASKED_BLOCK)
+    size = min(MASKED_TOKENS, max(1, PANEL_TOKENS // len(x) // MASKED_BLOCK) * MASKED_BLOCK)
     return (slice(start, start + size) for start in reversed(range(0, x.shape[1], size)))
 
 

@@ -1,5 +1,7 @@
 """Episodes joined to trajectories: what an environment says, and where segments are cut, changes no advantage."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -98,7 +100,7 @@ def test_what_is_masked_is_as_if_it_were_not_there():
         pieces[of][0]["response_mask"] = torch.zeros_like(pieces[of][0]["response_mask"])
     rows = rows_of(pieces)
     fields = {name: values for name, values in rows.fields.items() if name != "segments"}
-    rows = Rows(rows.ids, torch.zeros(6, dtype=torch.int64), rows.prompt_lengths, rows.response_lengths, NO_TOKENS, fields)
+    rows = replace(rows, prompt_ids=torch.zeros(6, dtype=torch.int64), fields=fields)
     left = [1, 2, 4, 5]
     for name in ("gae", "grpo"):
         found, expected = advantages_of(rows, name), advantages_of(rows.select(left), name)

@@ -65,7 +65,7 @@ def test_gae_equals_its_definition_on_ragged_masks(case: Case, lam_per_row: bool
 def by_columns(monkeypatch):
     """Holes are gone around by columns, as in large batches, a few columns at a time."""
     monkeypatch.setattr(gae_module, "FEW_ROWS", 0)
-    monkeypatch.setattr(gae_module, "CHUNK_TOKENS", 300)
+    monkeypatch.setattr(gae_module, "PANEL_TOKENS", 300)
 
 
 @pytest.mark.parametrize("holes", [0.0, 0.3])
@@ -113,9 +113,9 @@ def test_gae_by_columns_equals_its_definition_where_columns_have_no_token(by_col
 
 @pytest.mark.parametrize("width", [64, 1024, 3000])
 @pytest.mark.parametrize("decay", [1.0, 0.999, 0.95, 0.7])
-@pytest.mark.parametrize("chunk_tokens", [300, gae_module.CHUNK_TOKENS])
-def test_gae_by_columns_equals_the_loop(width: int, decay: float, chunk_tokens: int, by_columns, monkeypatch):
-    monkeypatch.setattr(gae_module, "CHUNK_TOKENS", chunk_tokens)
+@pytest.mark.parametrize("panel_tokens", [300, gae_module.PANEL_TOKENS])
+def test_gae_by_columns_equals_the_loop(width: int, decay: float, panel_tokens: int, by_columns, monkeypatch):
+    monkeypatch.setattr(gae_module, "PANEL_TOKENS", panel_tokens)
     case = Case(7, width, seed=width)
     case.mask = (torch.rand(case.shape, generator=case.generator) < 0.7).float()
     rewards, values = case.numbers(), case.numbers()

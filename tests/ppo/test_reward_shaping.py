@@ -203,9 +203,7 @@ def check_ranks(rank, world_size):
             expected, _ = shape_scores(scores, lengths, groups, config, alone, max_response_length=MAX_LENGTH)
             mine = slice(0, cut) if rank == 0 else slice(cut, 8)
             part = scores[mine], lengths[mine], groups[mine]
-            of_rank, _ = shape_scores(
-                *part, config, together, max_response_length=MAX_LENGTH, group=dist.group.WORLD
-            )
+            of_rank, _ = shape_scores(*part, config, together, max_response_length=MAX_LENGTH, group=dist.group.WORLD)
             torch.testing.assert_close(of_rank, expected[mine], rtol=1e-6, atol=1e-7)
             assert together.state_dict() == pytest.approx(alone.state_dict(), rel=1e-12)
             states = [None] * world_size
