@@ -154,7 +154,7 @@ class Exchange:
         """As `numbered`; all ranks together."""
         return self.numbered(rows, self.share(entries_of(rows)))
 
-    def numbered(self, rows: Rows, of_ranks: Sequence["Entries"]) -> tuple[Rows, RowTable, RankRows]:
+    def numbered(self, rows: Rows, of_ranks: Sequence[Entries]) -> tuple[Rows, RowTable, RankRows]:
         """The rows with their numbers over all ranks, what is known of all of them, and where they are.
 
         Rows are numbered prompt after prompt, those of a prompt by the ids that they had.

@@ -83,7 +83,9 @@ def _merged_moments(parts: Sequence[Numbers]) -> Numbers:
     """Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance, equation 1.5."""
     count = sum(count for count, _, _ in parts)
     mean = sum(count * mean for count, mean, _ in parts) / max(count, 1)
-    return count, mean, sum(squares + count * (of_part - mean) ** 2 for count, of_part, squares in parts)
+    deviations = [(count, of_part - mean) for count, of_part, _ in parts]
+    between = sum(count * deviation * deviation for count, deviation in deviations)  # a power would overflow
+    return count, mean, between + sum(squares for _, _, squares in parts)
 
 
 def _variance(count: float, mean: float, squares: float) -> float:
@@ -111,7 +113,7 @@ REDUCTIONS = {
     "ess": Reduction(
         lambda weights: torch.stack([weights.sum(), weights.square().sum(), weights.new_tensor(len(weights))]),
         _add,
-        lambda total, squares, count: total**2 / (count * squares) if squares else 0.0,
+        lambda total, squares, count: total * total / (count * squares) if squares else 0.0,
     ),
     "max": Reduction(lambda x: x.max()[None] if len(x) else x.new_tensor([-math.inf]), _extreme(max)),
     "min": Reduction(lambda x: x.min()[None] if len(x) else x.new_tensor([math.inf]), _extreme(min)),
