@@ -370,5 +370,5 @@ def _held(rows: Rows, name: str, shape: tuple[int, ...] = ()) -> torch.Tensor:
 def empty_rows(ids: Sequence[int], table: RowTable) -> Rows:
     """Rows with their lengths, without tokens or fields yet."""
     index = torch.tensor(list(ids), dtype=torch.int64)
-    columns = (column[index] for column in (table.prompt_ids, table.prompt_lengths, table.response_lengths))
-    return Rows(index, *columns, NO_TOKENS, {})
+    prompt_ids, lengths = table.prompt_ids[index], (table.prompt_lengths[index], table.response_lengths[index])
+    return Rows(index, prompt_ids, *lengths, NO_TOKENS, {})
