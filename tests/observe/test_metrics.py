@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import time
 
 import pytest
 import torch
@@ -15,8 +16,15 @@ def lines(folder):
 
 def test_each_step_is_on_disk_before_the_writer_is_closed(tmp_path):
     writer = MetricsWriter(tmp_path)
-    writer.write(1, {"actor/pg_loss": 0.5})
-    assert lines(tmp_path) == [{"step": 1, "actor/pg_loss": 0.5}]
+    for step in (1, 2):
+        writer.write(step, {"actor/pg_loss": 0.5})
+        assert lines(tmp_path)[-1] == {"step": step, "actor/pg_loss": 0.5}
+    events, end = EventAccumulator(str(tmp_path / "tensorboard")), time.monotonic() + 30
+    found: list[int] = []
+    while found != [1, 2] and time.monotonic() < end:
+        time.sleep(0.1)
+        found = [event.step for event in events.Reload().Scalars("actor/pg_loss")]
+    assert found == [1, 2]
     writer.close()
 
 
