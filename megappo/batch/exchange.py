@@ -85,17 +85,12 @@ def output_sources(layout: Layout, shards: Sequence[Sequence[int]], world_size: 
     return tuple(held)
 
 
-Entries = bytes
-"""What is to be known everywhere of a rank's rows: [b, NUM_COLUMNS] int64."""
-NUM_COLUMNS = 5
-ENTRY_BYTES = NUM_COLUMNS * 8
-
-
-def entries_of(rows: Rows) -> Entries:
-    """prompt_ids, ids, and lengths of prompts, responses and what the policy wrote of these."""
+def entries_of(rows: Rows) -> np.ndarray:
+    """What is to be known everywhere of rows, [b, 5] int64: prompt_ids, ids, and lengths of prompts, responses and what
+    the policy wrote of these."""
     policy_lengths = rows.response_mask.sum(dim=1).long()
     columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
-    return torch.stack(columns, dim=1).numpy().tobytes()
+    return torch.stack(columns, dim=1).numpy()
 
 
 class Exchange:
@@ -154,7 +149,7 @@ class Exchange:
         """As `numbered`; all ranks together."""
         return self.numbered(rows, self.share(entries_of(rows)))
 
-    def numbered(self, rows: Rows, of_ranks: Sequence[Entries]) -> tuple[Rows, RowTable, RankRows]:
+    def numbered(self, rows: Rows, of_ranks: Sequence[np.ndarray]) -> tuple[Rows, RowTable, RankRows]:
         """The rows with their numbers over all ranks, what is known of all of them, and where they are.
 
         Rows are numbered prompt after prompt, those of a prompt by the ids that they had.
@@ -164,7 +159,7 @@ class Exchange:
         Raises:
             ValueError: two rows of a prompt have the same id.
         """
-        entries = np.concatenate([np.frombuffer(of_rank, np.int64).reshape(-1, NUM_COLUMNS) for of_rank in of_ranks])
+        entries = np.concatenate(of_ranks)
         order = np.lexsort((entries[:, 1], entries[:, 0]))
         ordered = entries[order]
         is_twice = (ordered[1:, :2] == ordered[:-1, :2]).all(axis=1)
@@ -173,7 +168,7 @@ class Exchange:
             raise ValueError(f"each row must be there once; found several times, by prompt_id and id: {twice}")
         numbers = np.empty(len(order), np.int64)
         numbers[order] = np.arange(len(order))
-        ends = np.cumsum([len(of_rank) // ENTRY_BYTES for of_rank in of_ranks])
+        ends = np.cumsum([len(of_rank) for of_rank in of_ranks])
         sources = tuple(tuple(part.tolist()) for part in np.split(numbers, ends[:-1]))
         prompt_ids, _, *lengths = torch.from_numpy(ordered).unbind(dim=1)
         rows = replace(rows, ids=torch.tensor(sources[self.rank], dtype=torch.int64))

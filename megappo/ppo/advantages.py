@@ -1,6 +1,7 @@
 """Rewards per token, advantages, returns, whitening, explained variance. All [B, R] float32 over padded responses."""
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,13 @@ def explained_variance(residual: float, returns: float) -> float:
 
     Args:
         residual, returns: variances over the tokens with mask 1, with ddof 1, of returns - values and of returns.
+    Raises:
+        FloatingPointError: one is not finite.
     Source: verl's critic/vf_explained_var.
     """
+    if not (math.isfinite(residual) and math.isfinite(returns)):
+        raise FloatingPointError(
+            f"the variances of returns - values and of returns are {residual} and {returns}: the tokens with mask 1 "
+            "are not all finite, or fewer than 2"
+        )
     return 1.0 - residual / (returns + 1e-5)

@@ -175,7 +175,7 @@ def _parts(found: Any) -> Mapping[str, float]:
 def _together(of_functions: Sequence[Any], names: Sequence[str], told_by_several: Set[str]) -> Graded:
     if _failed(of_functions) is not None:
         return Graded([], {}, failed=True)
-    if len(of_functions) == 1 and not of_functions[0].steps:
+    if len(of_functions) == 1 and not of_functions[0].steps:  # of most runs, every row
         return of_functions[0]
     scores = [score for one in of_functions for score in one.scores]
     answer = next((one.answer for one in of_functions if one.answer is not None), None)

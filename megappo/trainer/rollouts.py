@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from megappo.batch.exchange import Entries, Exchange, entries_of
+from megappo.batch.exchange import Exchange, RankRows, RowTable, entries_of
 from megappo.batch.rows import Rows
 from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors
 from megappo.config.errors import ConfigError
@@ -289,7 +289,7 @@ class Rollouts:
         entries, nums_scores, kinds, nums_samples, nums_tokens, of_ranks = zip(*self.exchange.share(mine), strict=True)
         told = told_fields(self.config, samples, graded, self._decoder, kinds)
         rows = with_scores(rows, samples, self._scores(graded, nums_scores), **told)
-        batch = self._at_owners(rows, entries)
+        batch = self._at_owners(*self.exchange.numbered(rows, entries))
         num_prompts = self.config.data.train_batch_size
         if (found := sum(nums_samples)) != n * num_prompts:
             raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {found} in all")
@@ -304,13 +304,8 @@ class Rollouts:
         counts = {"rollout/num_tokens": sum(nums_tokens), "rollout/engine_restarts": self.restarts.take_count()}
         return batch, counts | reduce_ranks(of_ranks)
 
-    def _at_owners(self, rows: Rows, entries: Sequence[Entries], *, stay: bool = False) -> Batch:
-        """Rows of this rank's samples, numbered and at their owners: the ranks where they are, if they are to stay.
-
-        Args:
-            entries: of all ranks.
-        """
-        rows, table, sources = self.exchange.numbered(rows, entries)
+    def _at_owners(self, rows: Rows, table: RowTable, sources: RankRows, *, stay: bool = False) -> Batch:
+        """Numbered rows of this rank's samples at their owners: the ranks where they are, if they are to stay."""
         owners = sources if stay else table.split(self.exchange.world_size)
         return Batch(self.exchange.move(rows, table, sources, owners, list(rows.fields)), table, owners)
 
@@ -329,8 +324,7 @@ class Rollouts:
             Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
             for i, one in enumerate(generations)
         ]
-        rows = sample_rows(samples, prompts)
-        return self._at_owners(rows, self.exchange.share(entries_of(rows)), stay=True)
+        return self._at_owners(*self.exchange.table(sample_rows(samples, prompts)), stay=True)
 
     def _probed(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], EngineFault | None]:
         """What this rank's engine, if it has one, answers; and how it has failed."""

@@ -150,6 +150,9 @@ def test_explained_variance_hand_computed():
     assert explained_variance(0.0, 4.0) == pytest.approx(1.0)
     assert explained_variance(4.0, 4.0) == pytest.approx(0.0, abs=1e-5)
     assert explained_variance(1.0, 4.0) == pytest.approx(0.75, abs=1e-5)
+    for variances in ((math.nan, 4.0), (1.0, math.nan), (math.inf, 4.0)):
+        with pytest.raises(FloatingPointError, match="are not all finite, or fewer than 2"):
+            explained_variance(*variances)
 
 
 def test_the_functions_by_name_are_those_of_the_table_of_methods():

@@ -305,6 +305,9 @@ def check_ranks(rank, world_size):
             torch.testing.assert_close(of_rank, weights[mine], rtol=1e-6, atol=0)
             of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in told.items()}))
             assert of_all == pytest.approx(numbers_of(metrics), rel=1e-12, abs=1e-15)
+    _, told = rollout_is_weights(old, rollout, torch.zeros(5, 9), config, group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="no value of 'rollout_is/mean' on any rank"):
+        reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in told.items()}))
 
 
 def test_metrics_are_taken_over_all_ranks_however_rows_are_spread():

@@ -13,8 +13,10 @@ from policy_oracles import numbers_of
 from ragged import CASES
 from spawn import run_ranks
 
+from megappo.batch.exchange import Exchange
 from megappo.config.methods import LENGTH_PENALTIES
 from megappo.config.schema import Reward
+from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.ppo.reward_shaping import RunningMoments, normalize_scores, overlong_penalty, shape_scores
 
 SCORES = st.floats(-5.0, 5.0, width=32)
@@ -194,17 +196,22 @@ def test_no_scores_at_all_change_nothing():
 
 
 def check_ranks(rank, world_size):
+    exchange = Exchange(dist.group.WORLD)
     scores = torch.randn(8, generator=torch.Generator().manual_seed(3)) * 3
     lengths, groups = torch.arange(8) * 13, torch.arange(8) // 2
     for normalize in ("none", "running", "batch", "group"):
         config = Reward(scale=0.7, clip=1.5, normalize=normalize, length_penalty="overlong", overlong_buffer=30)
         alone, together = RunningMoments(), RunningMoments()
         for cut in (0, 2, 6, 8):
-            expected, _ = shape_scores(scores, lengths, groups, config, alone, max_response_length=MAX_LENGTH)
+            expected, metrics = shape_scores(scores, lengths, groups, config, alone, max_response_length=MAX_LENGTH)
             mine = slice(0, cut) if rank == 0 else slice(cut, 8)
             part = scores[mine], lengths[mine], groups[mine]
-            of_rank, _ = shape_scores(*part, config, together, max_response_length=MAX_LENGTH, group=dist.group.WORLD)
+            of_rank, told = shape_scores(
+                *part, config, together, max_response_length=MAX_LENGTH, group=dist.group.WORLD
+            )
             torch.testing.assert_close(of_rank, expected[mine], rtol=1e-6, atol=1e-7)
+            of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in told.items()}))
+            assert of_all == pytest.approx(numbers_of(metrics), rel=1e-12)
             assert together.state_dict() == pytest.approx(alone.state_dict(), rel=1e-12)
             states = [None] * world_size
             dist.all_gather_object(states, together.state_dict())

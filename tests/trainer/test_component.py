@@ -82,7 +82,7 @@ def assert_rows(part: Rows, every: Rows, names: set[str]) -> None:
     assert part.fields.keys() == names
     assert torch.equal(part.response_lengths, expected.response_lengths)
     assert torch.equal(part.prompt_lengths, expected.prompt_lengths)
-    assert torch.equal(part.input_ids, expected.input_ids)
+    assert torch.equal(part.input_ids, expected.input_ids) and len(part.sequences) == len(part)
     for name in names:
         assert torch.equal(part.fields[name], expected.fields[name]), name
 

@@ -58,12 +58,15 @@ def of_tokens(rows: Rows, field: torch.Tensor) -> list[float]:
     return [float(field[row, t]) for row in range(5) for t in range(4) if mask[row, t]]
 
 
+def first_values_of(rows: Rows) -> torch.Tensor | None:
+    """None of rows of other tests, whose calls the rank makes later."""
+    return rows.fields["values"][:, 0] if "values" in rows.fields else None
+
+
 def check_rows(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     rows = make_rows()
-    ROW_METRICS.register(
-        "values/first", RowMetric(lambda rows: rows.fields["values"][:, 0], ("min", "sum", "histogram"))
-    )
+    ROW_METRICS.register("values/first", RowMetric(first_values_of, ("min", "sum", "histogram")))
     ROW_METRICS.register("absent", RowMetric(lambda rows: None))
     found = row_metrics(Exchange(dist.group.WORLD), rows.select([[0, 1, 2], [], [3, 4]][rank]))
     fields = rows.fields
