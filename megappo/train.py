@@ -30,6 +30,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.help import config_parser
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
+from megappo.cores import bind
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.switching import switch_table
 from megappo.imports import without_collector
@@ -130,6 +131,8 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     Watchdog(store, rank, world_size, config.hang_timeout_seconds)
+    if not platform.has_cuda():
+        bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), platform.num_cores())
     train(config, own, cleanup)
 
 

@@ -13,7 +13,7 @@ MIDDLE = frozenset(
 BOTTOM = frozenset(
     {
         *("architecture", "config", "table", "platform", "torchvision_on_cpu"),
-        *("lifetime", "interruption", "keeper", "listening", "imports"),
+        *("lifetime", "interruption", "keeper", "cores", "listening", "imports"),
     }
 )
 APART = frozenset({"weights", "rollout", "checkpoint"})

@@ -32,8 +32,8 @@ class Observer:
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Log a step once; `timing_s/*` are this rank's, all else is of all ranks."""
-        self._writer.write(step, metrics)
         self._console.step(step, metrics)
+        self._writer.write(step, metrics)  # last: TensorBoard's thread then takes the interpreter for a millisecond
 
     def samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Print and keep a few rollouts, each a mapping such as prompt, response, label, score."""

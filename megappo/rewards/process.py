@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from megappo.cores import unbound
 from megappo.keeper import KILL_TIMEOUT_SECONDS
 from megappo.rewards.forms import Graded, Rows, Takes, Way
 from megappo.rewards.frames import FrameError, receive, send
@@ -169,7 +170,7 @@ def start(
     ours, theirs = socket.socketpair()
     keeper = [sys.executable, "-m", "megappo.keeper", str(os.getpid())]
     limit = "" if memory_limit_gib is None else str(int(memory_limit_gib * 2**30))
-    with theirs:
+    with theirs, unbound():
         process = subprocess.Popen(
             [*keeper, sys.executable, "-m", module, limit, *words],
             stdin=theirs,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megappo import platform
 from megappo.config.schema import Lora, Rollout
+from megappo.cores import unbound
 from megappo.observe.life import LIFE
 from megappo.rollout import launch
 from megappo.rollout.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
@@ -152,7 +153,7 @@ class Engine:
         # For the owner's eyes only: asked for it, SGLang logs what it is sent.
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
         self._log_mode = os.O_APPEND  # started again, it keeps what tells why
-        with os.fdopen(descriptor, "w") as log:
+        with os.fdopen(descriptor, "w") as log, unbound():
             environment = launch.environment(
                 self._gpu_ids,
                 self._rollout.tensor_parallel,

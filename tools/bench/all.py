@@ -41,7 +41,7 @@ class Benchmark:
 
 
 BENCHMARKS = {
-    "gae": Benchmark("gae.py"),
+    "gae": Benchmark("gae.py", ranks=1),
     "balance": Benchmark("balance.py"),
     "groups": Benchmark("groups.py"),
     "groups over gloo": Benchmark("groups.py", ("--processes", "16")),

@@ -1,0 +1,48 @@
+"""A node's cores, where ranks compute on them. The standard library alone, as of what any process imports."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+_BEFORE: list[set[int]] = []
+"""The cores of this process before it was bound to its share, if it is."""
+
+
+def share(cores: Sequence[int], rank: int, num_ranks: int) -> Sequence[int]:
+    """A rank's share, neighbours, of cores that are at least as many as the ranks."""
+    return cores[rank * len(cores) // num_ranks : (rank + 1) * len(cores) // num_ranks]
+
+
+def bind(local_rank: int, num_ranks: int, num_cores: int) -> None:
+    """Keep this process's threads, those that are there and those that they start, to its share of the node's cores.
+
+    A collective wakes a rank several times. On two cores the kernel puts it behind the other rank in one time of three,
+    though a core is idle, and it waits for 3 ms: without that two ranks take 5 to 10 % less for an update of a small
+    model. Open MPI binds ranks by default, too. Nothing is done where there are fewer cores than ranks, and where a
+    container has a limit: others may have the same cores then.
+
+    Args:
+        num_ranks: of this node.
+        num_cores: that the process may use by all limits.
+    """
+    mine = os.sched_getaffinity(0)
+    if num_ranks <= len(mine) == num_cores:
+        _BEFORE[:] = [mine]
+        for thread in os.listdir("/proc/self/task"):
+            _bind_thread(int(thread), share(sorted(mine), local_rank, num_ranks))
+
+
+def _bind_thread(thread: int, cores: Sequence[int]) -> None:
+    with suppress(ProcessLookupError):  # it has ended meanwhile
+        os.sched_setaffinity(thread, cores)
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """While a process is started, which may then use all cores that this one had before it was bound."""
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, *_BEFORE or [mine])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, mine)
