@@ -55,11 +55,15 @@ class Timers:
         self._seconds.clear()
         self._memory.metrics()
 
-    def lap(self) -> tuple[dict[str, float], dict[str, Metric]]:
+    def memory(self) -> dict[str, Metric]:
+        """`memory/*` in GiB, of the phases that have ended since the last call."""
+        return self._memory.metrics()
+
+    def lap(self) -> dict[str, float]:
         """End the step and begin the next at the same instant, so that no time falls between steps.
 
         Returns:
-            `timing_s/<phase>`, `timing_s/other` and `timing_s/step` in seconds; `memory/*` in GiB.
+            `timing_s/<phase>`, `timing_s/other` and `timing_s/step` in seconds.
         Raises:
             RuntimeError: called inside a phase.
         """
@@ -71,7 +75,7 @@ class Timers:
         timings = {f"timing_s/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         timings |= {"timing_s/other": step_seconds - phases, "timing_s/step": step_seconds}
-        return timings, self._memory.metrics()
+        return timings
 
 
 def _wait_for_kernels() -> None:

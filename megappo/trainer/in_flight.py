@@ -8,7 +8,7 @@ from typing import Any
 from megappo.batch.exchange import Exchange
 from megappo.batch.files import RowsFile, write_rows
 from megappo.models.train_engine import OptimizerStep
-from megappo.observe.metrics import Histogram, Metric
+from megappo.observe.metrics import Histogram, Metric, reduce_ranks
 from megappo.trainer.component import Batch, Scattered
 from megappo.trainer.statistics import steps_of_ranks
 
@@ -55,27 +55,31 @@ class InFlight:
         scattered: Mapping[str, Scattered],
         steps: Mapping[str, list[OptimizerStep]],
         seconds: Mapping[str, float],
+        memory: Mapping[str, Metric],
         exchange: Exchange,
-    ) -> tuple[bool, dict[str, Update]]:
-        """Take what the components have been trained on; whether any was interrupted, and their updates. All ranks
-        together.
+    ) -> tuple[bool, dict[str, Update], dict[str, float]]:
+        """Take what the components have been trained on; whether any was interrupted, their updates, and the memory
+        over all ranks, which goes along. All ranks together.
 
         Args:
             steps: of the components that are trained in this step: see `Models.update`.
             seconds: that these took on this rank.
+            memory: this rank's part of it.
         """
-        mine = {name: (scattered[name].num_updates, scattered[name].interrupted) for name in steps}
-        of_ranks = exchange.share((mine, steps, seconds))
+        positions = {name: (scattered[name].num_updates, scattered[name].interrupted) for name in steps}
+        of_ranks = exchange.share((positions, steps, seconds, memory))
+        positions_of, steps_of, seconds_of, memory_of = zip(*of_ranks, strict=True)
         for name in steps:
             self.num_mini_batches[name] = len(scattered[name].split)
-            self.num_updates[name] = max(positions[name][0] for positions, _, _ in of_ranks)
-            of_component = steps_of_ranks([found[name] for _, found, _ in of_ranks], name)
+            self.num_updates[name] = max(found[name][0] for found in positions_of)
+            of_component = steps_of_ranks([found[name] for found in steps_of], name)
             self.optimizer_steps.setdefault(name, []).extend(of_component)
-        interrupted = any(interrupted for positions, _, _ in of_ranks for _, interrupted in positions.values())
-        return interrupted, {
-            name: Update(max(len(found[name]) for _, found, _ in of_ranks), max(took[name] for _, _, took in of_ranks))
+        interrupted = any(interrupted for found in positions_of for _, interrupted in found.values())
+        updates = {
+            name: Update(max(len(found[name]) for found in steps_of), max(found[name] for found in seconds_of))
             for name in steps
         }
+        return interrupted, updates, reduce_ranks(memory_of)
 
 
 def write_in_flight(folder: Path, flight: InFlight, exchange: Exchange) -> None:

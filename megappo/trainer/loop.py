@@ -63,8 +63,8 @@ class Trainer:
     def _step_with_all_around_it(self, step: int) -> None:
         run = self.run
         metrics = self.step(step)
-        of_step, reason_to_end = run.lap()
-        run.observer.log(step, metrics | of_step | {"checkpoint/failed_saves": run.progress.failed_saves})
+        metrics |= run.phase.timers.lap() | {"checkpoint/failed_saves": run.progress.failed_saves}
+        run.observer.log(step, metrics)
         is_last = step == self.config.trainer.total_steps
         run.finish_save_if_written()
         if self._is_due(step, self.config.trainer.save_interval) or run.progress.is_overdue:
@@ -74,8 +74,6 @@ class Trainer:
                 with run.phase("sync"):
                     run.engines.wake()
                 run.check_interrupted()  # it has taken a while
-        elif reason_to_end:
-            raise Interrupted(reason_to_end)
 
     def _is_due(self, step: int, interval: int) -> bool:
         last = step == self.config.trainer.total_steps
@@ -95,6 +93,8 @@ class Trainer:
     def _begin(self, step: int) -> Mapping[str, Scattered]:
         """From prompts to rows with their advantages, which are in flight then; the same rows at the components."""
         run = self.run
+        if run.rollouts is None:  # others look while they sample
+            run.check_interrupted()
         batch, metrics = run.batches(step, run.phase, run.finish_save_if_written)
         with run.phase("scatter"):
             scattered = run.models.scatter(batch)
@@ -117,9 +117,11 @@ class Trainer:
         optimizer_steps = run.models.update(scattered, flight.step, run.phase)
         with run.phase("gather_metrics"):  # not earlier: all ranks wait for each other here
             seconds = {name: run.phase.seconds(f"update_{name}") for name in optimizer_steps}
-            interrupted, updates = flight.add(scattered, optimizer_steps, seconds, run.exchange)
+            mine = (optimizer_steps, seconds, run.phase.memory())
+            interrupted, updates, memory = flight.add(scattered, *mine, run.exchange)
             if interrupted:
                 run.check_interrupted()
+            metrics |= memory
             for name, update in updates.items():
                 metrics |= training_metrics(flight.optimizer_steps[name], name)
                 metrics[f"{name}/mfu"] = run.utilisation.of_update(scattered[name], update)

@@ -45,8 +45,7 @@ class Phases:
         """Of a phase, in this step so far."""
         return self.timers.seconds(phase)
 
-    def lap(self) -> tuple[dict[str, float], dict[str, Metric]]:
-        """As `Timers.lap`, with `memory/offloaded_gib/sum`: what this host keeps of what sleeps, if anything."""
-        timings, memory = self.timers.lap()
+    def memory(self) -> dict[str, Metric]:
+        """As `Timers.memory`, with `memory/offloaded_gib/sum`: what this host keeps of what sleeps, if anything."""
         kept = sum(offload.host_bytes for offload in self.offloads.values())
-        return timings, memory | ({"memory/offloaded_gib/sum": Metric((kept / 2**30,), "sum")} if kept else {})
+        return self.timers.memory() | ({"memory/offloaded_gib/sum": Metric((kept / 2**30,), "sum")} if kept else {})

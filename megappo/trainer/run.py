@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.schema import Config
-from megappo.interruption import INTERRUPTION
-from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.datasets import Datasets
@@ -41,12 +39,6 @@ class Run:
     observer: Observer | NullObserver
     phase: Phases
     utilisation: Utilisation
-
-    def lap(self) -> tuple[dict[str, float], str]:
-        """End the step: this rank's `timing_s/*`, and `memory/*` over all ranks; and why any rank is to end, if so."""
-        timings, memory = self.phase.lap()
-        of_ranks, reasons = zip(*self.exchange.share((memory, INTERRUPTION.reason)), strict=True)
-        return timings | reduce_ranks(of_ranks), next(filter(None, reasons), "")
 
     def save(self, *, in_background: bool = False, may_fail: bool = False) -> None:
         """Write a checkpoint while the engines sleep; all ranks together. The one before is finished first.

@@ -63,7 +63,7 @@ def check_steps(rank: int, world_size: int, folder: str) -> None:
     torch.testing.assert_close(before["judged"], before["values"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(before["judged_at_the_end"], before["bootstrap_values"], rtol=1e-5, atol=1e-5)
     Trainer(config, run).step(1)
-    assert run.phase.timers.lap()[0].keys() >= {"timing_s/judge", "timing_s/values"}
+    assert run.phase.timers.lap().keys() >= {"timing_s/judge", "timing_s/values"}
     after = fields_of(run, 1)
     assert torch.equal(after["judged"], before["judged"]), "it is frozen"
     assert not torch.equal(after["values"], before["values"]), "the critic is not"

@@ -197,7 +197,7 @@ def around_steps(rank: int, world_size: int, folder: Path) -> None:
 
 
 def untimed(bench: ModuleType, metrics: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name) and "memory" not in name}
+    return {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name)}
 
 
 def test_what_is_left_around_a_step_is_done_when_the_run_goes_on(tmp_path: Path) -> None:

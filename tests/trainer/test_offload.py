@@ -129,7 +129,7 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str,
     for name, one in run.phase.offloads.items():
         copied = set(run.models.specs[name].offload.value) - {"gradients"}  # which need no copy
         assert (one.host_bytes > 0) == bool(copied)
-    (with_offload, _), (without, _) = run.lap(), other.lap()
+    with_offload, without = run.phase.memory(), other.phase.memory()
     assert ("memory/offloaded_gib/sum" in with_offload) == (offload != "gradients")
     assert "memory/offloaded_gib/sum" not in without
     loaded = bench.build(run.config)

@@ -42,7 +42,7 @@ def check_work(rank: int, world_size: int, folder: Path) -> None:
         flight.resume({"actor": scattered})
         mine = [OptimizerStep(1.0, 1.0, {})] * steps if rank == 0 else []  # output ranks have the steps
         seconds = SECONDS if rank == 3 else 0.1
-        _, updates = flight.add({"actor": scattered}, {"actor": mine}, {"actor": seconds}, run.exchange)
+        _, updates, _ = flight.add({"actor": scattered}, {"actor": mine}, {"actor": seconds}, {}, run.exchange)
         mfu = run.utilisation.of_update(scattered, updates["actor"])
         assert mfu * run.utilisation.peaks["actor"] * SECONDS == pytest.approx(plain_work(folder, rows))
     assert 1e8 < run.utilisation.peaks["actor"] < 1e14

@@ -62,7 +62,7 @@ from megappo.trainer.utilisation import Utilisation  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61
-OF_TIME = re.compile("^(timing|sync)|/mfu$|/(tokens_per_second|running_requests|cached_prompt_frac)$")
+OF_TIME = re.compile("^(timing|memory|sync)|/mfu$|/(tokens_per_second|running_requests|cached_prompt_frac)$")
 PROMPTS, RESPONSES, LONGEST_PROMPT, LONGEST_RESPONSE = 6, 4, 5, 9
 TOLERANCE = 1e-6
 LAYOUTS = {
