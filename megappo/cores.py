@@ -37,11 +37,16 @@ def _bind_thread(thread: int, cores: Sequence[int]) -> None:
         os.sched_setaffinity(thread, cores)
 
 
+def usable() -> set[int]:
+    """The cores that this process may use, or might before it was bound."""
+    return _BEFORE[0] if _BEFORE else os.sched_getaffinity(0)
+
+
 @contextmanager
 def unbound() -> Iterator[None]:
     """While a process is started, which may then use all cores that this one had before it was bound."""
     mine = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, *_BEFORE or [mine])
+    os.sched_setaffinity(0, usable())
     try:
         yield
     finally:

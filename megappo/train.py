@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         stay_on_this_node()  # plain torchrun has not,
     platform.raise_open_file_limit()  # nor has it raised this
+    if not platform.has_cuda():
+        bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), platform.num_cores())
     os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's manager of shared memory listens
     try:
         torchrun_store, _, _ = next(dist.rendezvous("env://"))
@@ -131,8 +133,6 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     Watchdog(store, rank, world_size, config.hang_timeout_seconds)
-    if not platform.has_cuda():
-        bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), platform.num_cores())
     train(config, own, cleanup)
 
 

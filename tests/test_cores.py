@@ -12,7 +12,7 @@ from megappo.cores import share
 PRINT_CORES = "import os; print(sorted(os.sched_getaffinity(0)))"
 BOUND = f"""
 import json, os, subprocess, sys, threading
-from megappo.cores import bind, unbound
+from megappo.cores import bind, unbound, usable
 def started():
     return json.loads(subprocess.check_output([sys.executable, "-c", {PRINT_CORES!r}]))
 def of_all_threads():
@@ -24,7 +24,7 @@ after = threading.Event()
 threading.Thread(target=after.wait, daemon=True).start()
 with unbound():
     free = started()
-print(json.dumps({{"threads": of_all_threads(), "started": started(), "free": free}}))
+print(json.dumps({{"threads": of_all_threads(), "started": started(), "free": free, "usable": sorted(usable())}}))
 """
 
 
@@ -47,11 +47,11 @@ def test_threads_of_before_and_after_are_bound_and_a_process_started_unbound_is_
     if len(cores) < 2:
         pytest.skip("of one core all have the same")
     last = cores[len(cores) // 2 :]
-    assert bound(1, 2, len(cores)) == {"threads": [last] * 3, "started": last, "free": cores}
+    assert bound(1, 2, len(cores)) == {"threads": [last] * 3, "started": last, "free": cores, "usable": cores}
 
 
 @pytest.mark.parametrize(("more_ranks", "fewer_cores"), [(1, 0), (0, 1)], ids=["too many ranks", "a limit"])
 def test_nothing_is_bound_where_shares_would_overlap(more_ranks: int, fewer_cores: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
     found = bound(0, len(cores) + more_ranks, len(cores) - fewer_cores)
-    assert found == {"threads": [cores] * 3, "started": cores, "free": cores}
+    assert found == {"threads": [cores] * 3, "started": cores, "free": cores, "usable": cores}

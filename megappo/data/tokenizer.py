@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megappo.architecture.files import end_tokens
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
+from megappo.cores import usable
 from megappo.observe.life import LIFE
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
@@ -28,7 +29,7 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
         raise ConfigError(f"model.path: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json")
     # Its threads share out the texts of a call. Said explicitly, or a process that forks later on is warned.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(usable()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores)))
     define_torchvision_operators()  # which some tokenizers need, Llama's among them
     try:
