@@ -28,13 +28,10 @@ def bind(local_rank: int, num_ranks: int, num_cores: int) -> None:
     mine = os.sched_getaffinity(0)
     if num_ranks <= len(mine) == num_cores:
         _BEFORE[:] = [mine]
+        ours = share(sorted(mine), local_rank, num_ranks)
         for thread in os.listdir("/proc/self/task"):
-            _bind_thread(int(thread), share(sorted(mine), local_rank, num_ranks))
-
-
-def _bind_thread(thread: int, cores: Sequence[int]) -> None:
-    with suppress(ProcessLookupError):  # it has ended meanwhile
-        os.sched_setaffinity(thread, cores)
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(thread), ours)
 
 
 def usable() -> set[int]:
