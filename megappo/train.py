@@ -23,6 +23,7 @@ if __name__ == "__main__":
         die_with(os.getppid())  # torchrun
         INTERRUPTION.listen()
 
+import torch
 import torch.distributed as dist
 
 from megappo import megatron_setup, platform
@@ -66,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stay_on_this_node()  # plain torchrun has not,
     platform.raise_open_file_limit()  # nor has it raised this
     if not platform.has_cuda():
-        bind(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]), platform.num_cores())
+        place = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        bind(*place, platform.num_cores(), torch.get_num_threads())
     os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's manager of shared memory listens
     try:
         torchrun_store, _, _ = next(dist.rendezvous("env://"))

@@ -36,9 +36,9 @@ def test_each_core_is_in_one_share_and_shares_differ_by_one(num_cores: int, num_
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def bound(local_rank: int, num_ranks: int, num_cores: int) -> dict:
+def bound(local_rank: int, num_ranks: int, num_cores: int, num_threads: int = 1) -> dict:
     """What a process has that was bound with these arguments."""
-    command = [sys.executable, "-c", BOUND, *map(str, (local_rank, num_ranks, num_cores))]
+    command = [sys.executable, "-c", BOUND, *map(str, (local_rank, num_ranks, num_cores, num_threads))]
     return json.loads(subprocess.check_output(command, timeout=60))
 
 
@@ -50,8 +50,12 @@ def test_threads_of_before_and_after_are_bound_and_a_process_started_unbound_is_
     assert bound(1, 2, len(cores)) == {"threads": [last] * 3, "started": last, "free": cores, "usable": cores}
 
 
-@pytest.mark.parametrize(("more_ranks", "fewer_cores"), [(1, 0), (0, 1)], ids=["too many ranks", "a limit"])
-def test_nothing_is_bound_where_shares_would_overlap(more_ranks: int, fewer_cores: int) -> None:
+@pytest.mark.parametrize(
+    ("more_ranks", "fewer_cores", "num_threads"),
+    [(1, 0, 1), (0, 1, 1), (0, 0, 2)],
+    ids=["too many ranks", "a limit", "too many threads"],
+)
+def test_nothing_is_bound_where_shares_would_overlap(more_ranks: int, fewer_cores: int, num_threads: int) -> None:
     cores = sorted(os.sched_getaffinity(0))
-    found = bound(0, len(cores) + more_ranks, len(cores) - fewer_cores)
+    found = bound(0, len(cores) + more_ranks, len(cores) - fewer_cores, num_threads)
     assert found == {"threads": [cores] * 3, "started": cores, "free": cores, "usable": cores}

@@ -86,11 +86,11 @@ def output_sources(layout: Layout, shards: Sequence[Sequence[int]], world_size: 
 
 
 def entries_of(rows: Rows) -> np.ndarray:
-    """What is to be known everywhere of rows, [b, 5] int64: prompt_ids, ids, and lengths of prompts, responses and what
+    """What is to be known everywhere of rows, [b, 5] int32: prompt_ids, ids, and lengths of prompts, responses and what
     the policy wrote of these."""
     policy_lengths = rows.response_mask.sum(dim=1).long()
     columns = (rows.prompt_ids, rows.ids, rows.prompt_lengths, rows.response_lengths, policy_lengths)
-    return torch.stack(columns, dim=1).numpy()
+    return torch.stack(columns, dim=1).int().numpy()
 
 
 class Exchange:
@@ -170,7 +170,7 @@ class Exchange:
         numbers[order] = np.arange(len(order))
         ends = np.cumsum([len(of_rank) for of_rank in of_ranks])
         sources = tuple(tuple(part.tolist()) for part in np.split(numbers, ends[:-1]))
-        prompt_ids, _, *lengths = torch.from_numpy(ordered).unbind(dim=1)
+        prompt_ids, _, *lengths = torch.from_numpy(ordered).long().unbind(dim=1)
         rows = replace(rows, ids=torch.tensor(sources[self.rank], dtype=torch.int64))
         return rows, RowTable(prompt_ids, *lengths), sources
 
@@ -365,5 +365,4 @@ def _held(rows: Rows, name: str, shape: tuple[int, ...] = ()) -> torch.Tensor:
 def empty_rows(ids: Sequence[int], table: RowTable) -> Rows:
     """Rows with their lengths, without tokens or fields yet."""
     index = torch.tensor(list(ids), dtype=torch.int64)
-    prompt_ids, lengths = table.prompt_ids[index], (table.prompt_lengths[index], table.response_lengths[index])
-    return Rows(index, prompt_ids, *lengths, NO_TOKENS, {})
+    return Rows(index, table.prompt_ids[index], table.prompt_lengths[index], table.response_lengths[index], NO_TOKENS)

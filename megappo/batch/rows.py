@@ -17,8 +17,8 @@ class Rows:
     """B rows held by one rank.
 
     Attributes:
-        ids: [B] int64, row numbers: 0.. over all ranks once `Exchange.table` has numbered them; before, whatever tells
-            the rows of a prompt apart.
+        ids: [B] int64, row numbers: 0.. over all ranks once `Exchange.numbered` has numbered them; before, whatever
+            tells the rows of a prompt apart.
         prompt_ids: [B] int64, the same for all rows that answer the same prompt, which may be any number of rows.
         prompt_lengths, response_lengths: [B] int64, in tokens.
         input_ids: [T] int64, prompt and response of row after row, unpadded; empty = the tokens are not here.

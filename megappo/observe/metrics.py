@@ -17,6 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from megappo.config.errors import ConfigError
+from megappo.moments import merged_moments, moments
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -70,22 +71,12 @@ def _add(parts: Sequence[Numbers]) -> Numbers:
 
 def _extreme(choose: Callable[[Iterable[float]], float]) -> Callable[[Sequence[Numbers]], Numbers]:
     """NaN where any is."""
-    return lambda parts: (math.nan if any(math.isnan(number) for (number,) in parts) else choose(parts)[0],)
 
+    def merge(parts: Sequence[Numbers]) -> Numbers:
+        numbers = [number for (number,) in parts]
+        return (math.nan if any(map(math.isnan, numbers)) else choose(numbers),)
 
-def _moments(values: torch.Tensor) -> torch.Tensor:
-    """How many there are, their mean, and the sum of their squared deviations from it."""
-    mean = values.sum() / max(len(values), 1)
-    return torch.stack([values.new_tensor(len(values)), mean, (values - mean).square().sum()])
-
-
-def _merged_moments(parts: Sequence[Numbers]) -> Numbers:
-    """Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance, equation 1.5."""
-    count = sum(count for count, _, _ in parts)
-    mean = sum(count * mean for count, mean, _ in parts) / max(count, 1)
-    deviations = [(count, of_part - mean) for count, of_part, _ in parts]
-    between = sum(count * deviation * deviation for count, deviation in deviations)  # a power would overflow
-    return count, mean, between + sum(squares for _, _, squares in parts)
+    return merge
 
 
 def _variance(count: float, mean: float, squares: float) -> float:
@@ -107,8 +98,8 @@ REDUCTIONS = {
         lambda total, count: total / count if count else math.nan,
     ),
     # Half the width of the 95 % confidence interval of the mean, by the central limit theorem.
-    "ci95": Reduction(_moments, _merged_moments, _half_width),
-    "variance": Reduction(_moments, _merged_moments, _variance),
+    "ci95": Reduction(moments, merged_moments, _half_width),
+    "variance": Reduction(moments, merged_moments, _variance),
     # Effective sample size of weights as a share of their number: (sum w)^2 / (n sum w^2); 0 where all are 0.
     "ess": Reduction(
         lambda weights: torch.stack([weights.sum(), weights.square().sum(), weights.new_tensor(len(weights))]),

@@ -56,7 +56,7 @@ class Timers:
         self._memory.metrics()
 
     def memory(self) -> dict[str, Metric]:
-        """`memory/*` in GiB, of the phases that have ended since the last call."""
+        """`memory/*` in GiB, peaks since the last call: of an open phase, too, so far."""
         return self._memory.metrics()
 
     def lap(self) -> dict[str, float]:

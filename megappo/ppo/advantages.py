@@ -1,4 +1,5 @@
-"""Rewards per token, advantages, returns, whitening, explained variance. All [B, R] float32 over padded responses."""
+"""Rewards per token, advantages, returns, whitening, explained variance. Tensors are [B, R] float32 over padded
+responses."""
 
 import inspect
 import math
@@ -107,16 +108,16 @@ def whiten(
     Raises:
         ValueError: fewer than two tokens with mask 1, on every rank of the group alike.
         FloatingPointError: one that is not finite, likewise.
-    Source: verl's masked_whiten; mean first, then squared distances to it, summed in float64.
+    Source: verl's masked_whiten; variance as of `moments_over_ranks`, in float64.
     """
     valid = mask.bool()
     count, mean, squares = moments_over_ranks(x.detach().double()[valid], group)
     if count < 2:
         raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
-    if not mean.isfinite():
+    if not math.isfinite(mean):
         raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
     variance, eps = squares / (count - whitening.ddof), whitening.eps
-    scale = torch.rsqrt(variance.clamp(min=eps) if whitening.clamps_variance else variance + eps)
+    scale = (max(variance, eps) if whitening.clamps_variance else variance + eps) ** -0.5
     whitened = (x.double() - mean) * scale
     if not shift_mean:
         whitened = whitened + mean

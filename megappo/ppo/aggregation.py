@@ -7,9 +7,10 @@ import torch
 
 from megappo.ppo.conventions import Conventions
 
+Unreduced = dict[str, tuple[torch.Tensor, str]]
+"""Name -> values of any number and how to reduce them, by a name of `observe.metrics.REDUCTIONS`: max, mean, ..."""
 Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, str]]
-"""Name -> partial sum, 0-dim float32, detached; or values of any number and how to reduce them, by a name of
-`observe.metrics.REDUCTIONS`: max, mean, ..."""
+"""The same of a loss, or a partial sum of it: 0-dim float32, detached."""
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 

@@ -3,6 +3,8 @@
 import torch
 import torch.distributed as dist
 
+from megappo.moments import Moments, merged_moments, moments
+
 
 def sum_over_ranks(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """The elementwise sum of all ranks' `sums`, a new tensor; every rank of the group calls. None = `sums` itself."""
@@ -13,29 +15,14 @@ def sum_over_ranks(sums: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     return total
 
 
-def moments_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """How many values there are on all ranks, their mean, and the sum of squared deviations from it: [3].
+def moments_over_ranks(values: torch.Tensor, group: dist.ProcessGroup | None) -> Moments:
+    """Of the values of all ranks.
 
     Args:
         values: [n] float64; n may differ between ranks, and be 0. Every rank of the group calls.
     """
-    count = len(values)
-    mean = values.sum() / max(count, 1)
-    part = torch.stack([mean.new_tensor(count), mean, (values - mean).square().sum()])
-    return part if group is None else merged_moments(_of_ranks(part, group))
-
-
-def merged_moments(parts: torch.Tensor) -> torch.Tensor:
-    """Of several sets of numbers together, [3]: how many, their mean, the sum of their squared deviations from it.
-
-    Args:
-        parts: [sets, 3] float64, the same of each set.
-    Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance, equation 1.5.
-    """
-    counts, means, squares = parts.unbind(1)
-    count = counts.sum()
-    mean = (counts * means).sum() / count.clamp(min=1)
-    return torch.stack([count, mean, (squares + counts * (means - mean).square()).sum()])
+    part = moments(values)
+    return merged_moments((part[None] if group is None else _of_ranks(part, group)).tolist())
 
 
 def _of_ranks(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

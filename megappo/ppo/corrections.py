@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.aggregation import Metrics
+from megappo.ppo.aggregation import Unreduced
 from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.kl import FORMULAE
 from megappo.ppo.ragged import check_finite
@@ -27,7 +27,7 @@ def rollout_is_weights(
     config: Any,
     *,
     group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[torch.Tensor, Unreduced]:
     """Importance weights pi_trainer / pi_engine, bounded, and 0 where a token or response is rejected.
 
     The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser, which
@@ -175,7 +175,7 @@ def _metrics(
     weights: torch.Tensor,
     flags: dict[str, torch.Tensor],
     vetoed: torch.Tensor,
-) -> Metrics:
+) -> Unreduced:
     """By `rollout_is/<name>`, over the mask tokens.
 
     mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's

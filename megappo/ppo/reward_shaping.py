@@ -6,8 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megappo.ppo.aggregation import Metrics
-from megappo.ppo.collectives import merged_moments, moments_over_ranks
+from megappo.moments import merged_moments
+from megappo.ppo.aggregation import Unreduced
+from megappo.ppo.collectives import moments_over_ranks
 from megappo.ppo.groups import EPS, Groups
 from megappo.ppo.ragged import check_finite
 
@@ -60,9 +61,8 @@ class RunningMoments:
         But for rounding the result depends neither on how scores are spread over ranks nor over calls.
         """
         found = moments_over_ranks(scores.detach().double(), group)
-        if found[0]:
-            before = found.new_tensor([self.count, self.mean, self._squares])
-            self.count, self.mean, self._squares = merged_moments(torch.stack([before, found])).tolist()
+        before = self.count, self.mean, self._squares
+        self.count, self.mean, self._squares = merged_moments([before, found])
 
     def state_dict(self) -> dict[str, float]:
         return {"count": self.count, "mean": self.mean, "squares": self._squares}
@@ -113,7 +113,7 @@ def shape_scores(
     *,
     max_response_length: int,
     group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, Metrics]:
+) -> tuple[torch.Tensor, Unreduced]:
     """Scores x scale, clipped to +- clip, normalised, plus the length penalty, in this order.
 
     Args:

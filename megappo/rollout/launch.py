@@ -15,6 +15,7 @@ from typing import IO, Any
 from megappo import platform
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.schema import Lora, Rollout
+from megappo.cores import usable
 from megappo.rollout.client import EngineError
 from megappo.rollout.in_place import LOADER, PIECE_BYTES
 from megappo.rollout.keeper import remove_stale_loads, remove_traces
@@ -200,7 +201,7 @@ def _cpu_threads(
         variables.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if tensor_parallel > 1:
         size = num_threads or 1
-        cores = itertools.cycle(map(str, sorted(os.sched_getaffinity(0))))
+        cores = itertools.cycle(map(str, sorted(usable())))
         mine = itertools.islice(cores, index * tensor_parallel * size, None)
         shares = [",".join(itertools.islice(mine, size)) for _ in range(tensor_parallel)]
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(shares)

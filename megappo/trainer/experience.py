@@ -9,7 +9,7 @@ from megappo.batch.metrics import log_prob_diff, of_tokens
 from megappo.batch.rows import Rows
 from megappo.batch.trajectories import Trajectories
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
-from megappo.ppo.aggregation import Metrics
+from megappo.ppo.aggregation import Unreduced
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.gae import length_adaptive_lam
 from megappo.ppo.kl import kl_estimate
@@ -57,8 +57,8 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     if penalty:
         looked_at["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
     if run.config.has_values:
-        values, returns = (of_tokens(name)(rows).double() for name in ("values", "returns"))
-        looked_at |= {"residual": (returns - values, "variance"), "returns": (returns, "variance")}
+        expected, found_returns = (of_tokens(name)(rows).double() for name in ("values", "returns"))
+        looked_at |= {"residual": (found_returns - expected, "variance"), "returns": (found_returns, "variance")}
     metrics, found = metrics_over_ranks(run.exchange, rows, correction_metrics | shaping_metrics, looked_at)
     if penalty:
         metrics["reward/kl_coef"] = run.progress.kl.value
@@ -67,7 +67,7 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     return Judged(rows, found["log_prob_diff"], found.get("kl_penalty"), metrics)
 
 
-def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Metrics]:
+def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Unreduced]:
     return shape_scores(
         rows.fields["scores"],
         rows.response_mask.sum(dim=1).long(),
@@ -136,7 +136,7 @@ def _whitened(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> dict[st
     return {"advantages": advantages.clamp(-limit, limit), "clipped_advantages": (advantages.abs() > limit).float()}
 
 
-def _correct(run: Run, rows: Rows) -> tuple[dict[str, torch.Tensor], Metrics]:
+def _correct(run: Run, rows: Rows) -> tuple[dict[str, torch.Tensor], Unreduced]:
     """The importance weights against the mismatch between engine and trainer, where there are any."""
     correction, fields = run.config.algorithm.rollout_correction, rows.fields
     weights, metrics = rollout_is_weights(

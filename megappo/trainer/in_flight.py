@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.files import RowsFile, write_rows
 from megappo.models.train_engine import OptimizerStep
-from megappo.observe.metrics import Histogram, Metric, reduce_ranks
+from megappo.observe.metrics import Histogram, Metric
 from megappo.trainer.component import Batch, Scattered
 from megappo.trainer.statistics import steps_of_ranks
 
@@ -22,6 +22,26 @@ class Update:
 
     num_steps: int
     seconds: float
+
+
+class UpdateHere(NamedTuple):
+    """What a component did on one rank.
+
+    Attributes:
+        num_updates: mini-batches of all epochs of the step that it has been trained on.
+        interrupted: whether there are more, but the run is to end.
+        steps, seconds: of the optimizer, and of the clock, since the step was begun or resumed.
+    """
+
+    num_updates: int
+    interrupted: bool
+    steps: list[OptimizerStep]
+    seconds: float
+
+    @classmethod
+    def of(cls, scattered: Scattered, steps: list[OptimizerStep], seconds: float) -> "UpdateHere":
+        """Of the component whose rows these are."""
+        return cls(scattered.num_updates, scattered.interrupted, steps, seconds)
 
 
 @dataclass
@@ -51,35 +71,21 @@ class InFlight:
             at.num_updates = at.num_resumed = self.num_updates.get(name, 0)
 
     def add(
-        self,
-        scattered: Mapping[str, Scattered],
-        steps: Mapping[str, list[OptimizerStep]],
-        seconds: Mapping[str, float],
-        memory: Mapping[str, Metric],
-        exchange: Exchange,
-    ) -> tuple[bool, dict[str, Update], dict[str, float]]:
-        """Take what the components have been trained on; whether any was interrupted, their updates, and the memory
-        over all ranks, which goes along. All ranks together.
+        self, scattered: Mapping[str, Scattered], of_ranks: Sequence[Mapping[str, UpdateHere]]
+    ) -> tuple[bool, dict[str, Update]]:
+        """Take what the components have been trained on, on all ranks; whether any was interrupted, and their updates.
 
         Args:
-            steps: of the components that are trained in this step: see `Models.update`.
-            seconds: that these took on this rank.
-            memory: this rank's part of it.
+            of_ranks: by name of the components that are trained in this step.
         """
-        positions = {name: (scattered[name].num_updates, scattered[name].interrupted) for name in steps}
-        of_ranks = exchange.share((positions, steps, seconds, memory))
-        positions_of, steps_of, seconds_of, memory_of = zip(*of_ranks, strict=True)
-        for name in steps:
+        updates = {}
+        for name in of_ranks[0]:
+            found = [of_rank[name] for of_rank in of_ranks]
             self.num_mini_batches[name] = len(scattered[name].split)
-            self.num_updates[name] = max(found[name][0] for found in positions_of)
-            of_component = steps_of_ranks([found[name] for found in steps_of], name)
-            self.optimizer_steps.setdefault(name, []).extend(of_component)
-        interrupted = any(interrupted for found in positions_of for _, interrupted in found.values())
-        updates = {
-            name: Update(max(len(found[name]) for found in steps_of), max(found[name] for found in seconds_of))
-            for name in steps
-        }
-        return interrupted, updates, reduce_ranks(memory_of)
+            self.num_updates[name] = max(one.num_updates for one in found)
+            self.optimizer_steps.setdefault(name, []).extend(steps_of_ranks([one.steps for one in found], name))
+            updates[name] = Update(max(len(one.steps) for one in found), max(one.seconds for one in found))
+        return any(one.interrupted for of_rank in of_ranks for one in of_rank.values()), updates
 
 
 def write_in_flight(folder: Path, flight: InFlight, exchange: Exchange) -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 from megappo.config.schema import Config
 from megappo.interruption import INTERRUPTION, Interrupted, deadline
+from megappo.observe.metrics import reduce_ranks
 from megappo.trainer.component import Scattered
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.experience import add_advantages
-from megappo.trainer.in_flight import InFlight
+from megappo.trainer.in_flight import InFlight, UpdateHere
 from megappo.trainer.restarts import EngineLost, EngineLostElsewhere
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import training_metrics
@@ -116,12 +117,15 @@ class Trainer:
             run.models.scatter_fields(scattered, flight.batch.rows, flight.step)
         optimizer_steps = run.models.update(scattered, flight.step, run.phase)
         with run.phase("gather_metrics"):  # not earlier: all ranks wait for each other here
-            seconds = {name: run.phase.seconds(f"update_{name}") for name in optimizer_steps}
-            mine = (optimizer_steps, seconds, run.phase.memory())
-            interrupted, updates, memory = flight.add(scattered, *mine, run.exchange)
+            mine = {
+                name: UpdateHere.of(scattered[name], steps, run.phase.seconds(f"update_{name}"))
+                for name, steps in optimizer_steps.items()
+            }
+            of_ranks, memory = zip(*run.exchange.share((mine, run.phase.memory())), strict=True)
+            interrupted, updates = flight.add(scattered, of_ranks)
             if interrupted:
                 run.check_interrupted()
-            metrics |= memory
+            metrics |= reduce_ranks(memory)
             for name, update in updates.items():
                 metrics |= training_metrics(flight.optimizer_steps[name], name)
                 metrics[f"{name}/mfu"] = run.utilisation.of_update(scattered[name], update)

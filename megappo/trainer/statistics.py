@@ -10,7 +10,7 @@ from megappo.batch.metrics import ROW_METRICS, SPREAD
 from megappo.batch.rows import Rows
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Metric, merge_metrics, reduce_ranks
-from megappo.ppo.aggregation import Metrics
+from megappo.ppo.aggregation import Unreduced
 
 NOT_KEPT = "skipped_rows_not_kept"
 """Of skipped optimizer steps: on how many ranks their rows could not be written."""
@@ -22,7 +22,7 @@ def row_metrics(exchange: Exchange, rows: Rows) -> dict[str, Any]:
 
 
 def metrics_over_ranks(
-    exchange: Exchange, rows: Rows, told: Metrics, looked_at: Metrics
+    exchange: Exchange, rows: Rows, told: Unreduced, looked_at: Unreduced
 ) -> tuple[dict[str, Any], dict[str, float]]:
     """As `row_metrics`, with what was told besides; and what is only looked at: all in one exchange.
 

@@ -32,7 +32,7 @@ def told_fields(
     tokenizer: PreTrainedTokenizerBase,
     kinds: Iterable[tuple[bool, bool]],
 ) -> dict[str, Any]:
-    """The arguments of `sample_rows` that come of it: those of which anything was told on any rank. Of a sample of
+    """The arguments of `with_scores` that come of it: those of which anything was told on any rank. Of a sample of
     which nothing was, the weight is 1, and no token has a reward.
 
     Args:

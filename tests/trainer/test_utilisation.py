@@ -9,7 +9,7 @@ from spawn import run_ranks
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
 from megappo.models.train_engine import OptimizerStep
-from megappo.trainer.in_flight import InFlight
+from megappo.trainer.in_flight import InFlight, UpdateHere
 
 SECONDS = 2.5
 
@@ -42,7 +42,8 @@ def check_work(rank: int, world_size: int, folder: Path) -> None:
         flight.resume({"actor": scattered})
         mine = [OptimizerStep(1.0, 1.0, {})] * steps if rank == 0 else []  # output ranks have the steps
         seconds = SECONDS if rank == 3 else 0.1
-        _, updates, _ = flight.add({"actor": scattered}, {"actor": mine}, {"actor": seconds}, {}, run.exchange)
+        here = {"actor": UpdateHere.of(scattered, mine, seconds)}
+        _, updates = flight.add({"actor": scattered}, run.exchange.share(here))
         mfu = run.utilisation.of_update(scattered, updates["actor"])
         assert mfu * run.utilisation.peaks["actor"] * SECONDS == pytest.approx(plain_work(folder, rows))
     assert 1e8 < run.utilisation.peaks["actor"] < 1e14

@@ -56,7 +56,7 @@ def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, list[float]]:
         for name in IN_BACKGROUND:
             found["step"].append(step())
             begin = seconds(lambda: run.save(in_background=True))
-            run.lap()
+            run.phase.timers.lap()
             while run.progress.store.is_saving:
                 found["beside"].append(step())
                 run.finish_save_if_written()

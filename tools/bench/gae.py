@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from timed import Row, medians, parser_of, report
+from timed import Row, check_keeps_memory, medians, parser_of, report
 
 from megappo.ppo.gae import gae
 
@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024, help="responses in the batch (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=8192, help="width of the batch (default %(default)s)")
     args = parser.parse_args()
+    check_keeps_memory()
     torch.manual_seed(0)
     shape = (args.rows, args.tokens)
     drawn = masks(*shape).items()

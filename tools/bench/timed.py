@@ -3,6 +3,7 @@ random models."""
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from megappo import platform
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, VOCABULARY = 12, 768, 2048, 12, 32000
 """Of `write_qwen2`."""
@@ -60,6 +63,12 @@ def parser_of(description: str, repeats: int = 5) -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, too")
     return parser
+
+
+def check_keeps_memory() -> None:
+    """Exit unless this is a rank of megappo.torchrun's, or like one, which takes memory again that it has freed."""
+    if not platform.KEPT_MEMORY.keys() <= os.environ.keys():
+        raise SystemExit("start it under megappo.torchrun: its ranks keep the memory that they have freed")
 
 
 def report(rows: Sequence[Row], file: Path | None) -> None:

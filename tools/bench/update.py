@@ -27,7 +27,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -44,7 +44,18 @@ from megappo.torchvision_on_cpu import define_torchvision_operators
 megatron_setup.install()
 define_torchvision_operators()
 
-from timed import HIDDEN, INTERMEDIATE, LAYERS, VOCABULARY, Row, medians, parser_of, report, write_qwen2  # noqa: E402
+from timed import (  # noqa: E402
+    HIDDEN,
+    INTERMEDIATE,
+    LAYERS,
+    VOCABULARY,
+    Row,
+    check_keeps_memory,
+    medians,
+    parser_of,
+    report,
+    write_qwen2,
+)
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -112,21 +123,22 @@ class HuggingFace:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
 
-    @classmethod
-    def begin(cls, folder: Path, threads: int) -> None:
-        """Make the one of this process."""
-        torch.set_num_threads(threads)
-        cls.here = cls(folder, config_of(folder), make_rows())
-
-    @classmethod
-    def update_here(cls) -> None:
-        """An update of it."""
-        cls.here.update()
-
     def _of_responses(self, of_all: torch.Tensor) -> torch.Tensor:
         mask = self.rows.response_mask
         places = self.rows.prompt_lengths[:, None] - 1 + torch.arange(mask.shape[1])
         return of_all.gather(1, places.clamp(max=of_all.shape[1] - 1)) * mask
+
+
+@cache
+def hugging_face_here(folder: Path, threads: int) -> HuggingFace:
+    """That of this process."""
+    torch.set_num_threads(threads)
+    return HuggingFace(folder, config_of(folder), make_rows())
+
+
+def update_here(folder: Path, threads: int) -> None:
+    """An update of it."""
+    hugging_face_here(folder, threads).update()
 
 
 class Product:
@@ -185,11 +197,10 @@ def make_engine(config: Config) -> TrainedEngine:
 
 def hugging_face(folder: Path, threads: int) -> Callable[[], object]:
     """Its update, in a process of its own."""
-    kept = {name: os.environ.pop(name, None) for name in platform.KEPT_MEMORY}
-    if None in kept.values():
-        raise SystemExit("start it under megappo.torchrun: its ranks keep the memory that they have freed")
-    process = ProcessPoolExecutor(1, get_context("spawn"), HuggingFace.begin, (folder, threads))
-    update = lambda: process.submit(HuggingFace.update_here).result()  # noqa: E731
+    for name in platform.KEPT_MEMORY:
+        del os.environ[name]
+    process = ProcessPoolExecutor(1, get_context("spawn"))
+    update = lambda: process.submit(update_here, folder, threads).result()  # noqa: E731
     for _ in range(3):  # as many until its allocator has settled; the process starts here
         update()
     return update
@@ -229,6 +240,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch (default: one per core)")
     args = parser.parse_args()
+    check_keeps_memory()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         report(compare(make_actions(Path(folder), args.threads), args.repeats), args.json)
