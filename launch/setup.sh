@@ -103,8 +103,8 @@ install_cpu_torch() {
         pip_install --no-deps "torch==$torch" "torchvision==$vision"
     else
         vision=${vision%+cpu}
-        say "pip finds no CPU build of torchvision $vision beside torch $torch: taking the one for CUDA, which megappo" \
-            "can import all the same (own scripts with transformers: docs/troubleshooting.md)"
+        say "pip finds no CPU build of torchvision $vision: taking the one for CUDA, which does here, too (only own scripts" \
+            "that import transformers need a line: docs/troubleshooting.md)"
         pip_install --no-deps "torch==$torch" "torchvision===$vision"
     fi
 }

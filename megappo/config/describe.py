@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -79,12 +79,10 @@ def nearest_key(path: str) -> str:
     section, _, name = path.rpartition(".")
     if path in known:  # written with its dots, as a key of a YAML file
         return f"dots are for the command line; here nest it: {section}: {{{name}: ...}}"
-    siblings = [key for key in known if key.rpartition(".")[0] == section]
-    names = {key.rpartition(".")[2]: key for key in siblings}
-    close = [names[name] for name in difflib.get_close_matches(name, names, 1, 0.7)]
-    if meant := close[0] if close else _elsewhere(path, known):
-        return f"did you mean {meant}?"
-    return f"{section or 'the top level'} has {', '.join(names)}"
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    if meant := _meant(path, siblings, known):
+        return f"did you mean {' or '.join(meant)}?"
+    return f"{section or 'the top level'} has {', '.join(siblings)}"
 
 
 def nearest_word(key: Key, value: object) -> str:
@@ -175,11 +173,30 @@ def _named_section(annotation: object) -> type[Section] | None:
     return _section(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
-def _elsewhere(path: str, known: list[str]) -> str | None:
-    """The key of that name, or nearly, in another section: the one whose section is most like the given one."""
+def _meant(path: str, siblings: Mapping[str, str], known: list[str]) -> list[str]:
+    """Keys that one may mean by an unknown one: of its section those with all of its words, or that nearly of its name;
+    that of its name elsewhere; of its section those with its last word; that nearly of its name elsewhere.
+
+    Args:
+        siblings: the section's keys by their names.
+    """
+    name = path.rpartition(".")[2]
+    words = name.split("_")
+    return (
+        [key for sibling, key in siblings.items() if set(words) <= set(sibling.split("_"))]
+        or [siblings[close] for close in difflib.get_close_matches(name, siblings, 1, 0.8)]
+        or _elsewhere(path, known, 1.0)
+        or [key for sibling, key in siblings.items() if sibling.split("_")[-1] == words[-1]]
+        or _elsewhere(path, known, 0.8)
+    )
+
+
+def _elsewhere(path: str, known: list[str], cutoff: float) -> list[str]:
+    """The key of a name that is like it by `cutoff` in another section: of several such sections one below the same
+    top level."""
     by_name: dict[str, list[str]] = {}
     for key in known:
         by_name.setdefault(key.rpartition(".")[2], []).append(key)
-    names = difflib.get_close_matches(path.rpartition(".")[2], by_name, 1, 0.75)
-    same_section = [key for name in names for key in by_name[name] if key.startswith(path.partition(".")[0] + ".")]
-    return next(iter(same_section or [key for name in names for key in by_name[name]]), None)
+    names = difflib.get_close_matches(path.rpartition(".")[2], by_name, 1, cutoff)
+    found = [key for name in names for key in by_name[name]]
+    return sorted(found, key=lambda key: not key.startswith(path.partition(".")[0] + "."))[:1]

@@ -1,6 +1,7 @@
 """What the config names on disk: is it there, and can this program use it with these layouts? Reads headers only."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -60,7 +61,9 @@ def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec
         yield f"{key} is empty: name the model's folder"
         return
     if not folder.is_dir():
-        remedy = "download the model (hf download NAME --local-dir FOLDER) or correct the path"
+        remedy = (
+            f"download the model ({Path(sys.prefix).name}/bin/hf download NAME --local-dir FOLDER) or correct the path"
+        )
         yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
         return
     if not (folder / "tokenizer_config.json").is_file():
