@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from megappo.batch.rows import Rows
 from megappo.batch.spans import positions_in
-from megappo.batch.zigzag import granularity, held_positions
+from megappo.batch.zigzag import granularity, held_positions, positions_within
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def pack(
     predictors, last_tokens = place[written - 1], place[first + rows.response_lengths - 1]
     made = {
         "input_ids": tokens[held][None],
-        "position_ids": positions_in(torch.zeros_like(lengths), lengths)[held][None],
+        "position_ids": positions_within(starts, len(tokens))[held][None],
         "cu_seqlens": starts.to(torch.int32),
         "predictors": predictors[predictors >= 0],
         "targets": tokens[written[predictors >= 0]],

@@ -32,3 +32,13 @@ def held_positions(cu_seqlens: torch.Tensor, size: int, rank: int) -> torch.Tens
     starts = (cu_seqlens[:-1, None] + numbers * chunks[:, None]).flatten()
     lengths = chunks.repeat_interleave(len(numbers))
     return positions_in(starts, lengths)
+
+
+def positions_within(cu_seqlens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """[T] int64: the position of each token of the whole pack in its own sequence.
+
+    Args:
+        cu_seqlens: as of `held_positions`, int64. num_tokens: T, its last, which a GPU would have to be waited for.
+    """
+    numbers = torch.arange(num_tokens, device=cu_seqlens.device)
+    return numbers - cu_seqlens[torch.searchsorted(cu_seqlens, numbers, right=True) - 1]

@@ -13,8 +13,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megappo.batch.spans import positions_in
-from megappo.batch.zigzag import chunk_numbers, held_positions
+from megappo.batch.zigzag import chunk_numbers, held_positions, positions_within
 from megappo.models.context_parallel import whole_pack
 
 ROTATED_AT_A_TIME = {"cpu": 2**17, "cuda": 2**62}
@@ -168,8 +167,8 @@ class _Pack:
         """
         key = angles.data_ptr(), dtype
         if key not in self._rotations:
-            lengths = torch.tensor(self.lengths)
-            starts, positions = F.pad(lengths.cumsum(0), (1, 0)), positions_in(torch.zeros_like(lengths), lengths)
+            starts = torch.tensor([0, *self.lengths]).cumsum(0)
+            positions = positions_within(starts, sum(self.lengths))
             held = positions[held_positions(starts, context.size(), context.rank())].to(angles.device)
             of_held = angles[held, 0]
             sine = of_held[..., : of_held.shape[-1] // 2].sin()
