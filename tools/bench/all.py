@@ -64,7 +64,8 @@ def run(benchmark: Benchmark) -> list[Row]:
         file = Path(folder) / "found.json"
         torchrun = ["-m", "megappo.torchrun", "--nproc-per-node", str(benchmark.ranks)] if benchmark.ranks else []
         command = [sys.executable, *torchrun, HERE / benchmark.script, *benchmark.arguments, "--json", file]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parents[1])
+        variables = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # else megappo.torchrun has ranks do as on GPUs
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parents[1], env=variables)
         return [Row(**row) for row in json.loads(file.read_text())]
 
 

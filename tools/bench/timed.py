@@ -68,7 +68,10 @@ def parser_of(description: str, repeats: int = 5) -> argparse.ArgumentParser:
 def check_keeps_memory() -> None:
     """Exit unless this is a rank of megappo.torchrun's, or like one, which takes memory again that it has freed."""
     if not platform.KEPT_MEMORY.keys() <= os.environ.keys():
-        raise SystemExit("start it under megappo.torchrun: its ranks keep the memory that they have freed")
+        raise SystemExit(
+            "start it under megappo.torchrun, whose ranks keep the memory that they have freed; where there are GPUs, "
+            "with CUDA_VISIBLE_DEVICES="
+        )
 
 
 def report(rows: Sequence[Row], file: Path | None) -> None:
