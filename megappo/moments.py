@@ -1,6 +1,6 @@
 """Number, mean and squared deviations of values, of which parts become those of all."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
@@ -14,12 +14,11 @@ def moments(values: torch.Tensor) -> torch.Tensor:
     return torch.stack([values.new_tensor(len(values)), mean, (values - mean).square().sum()])
 
 
-def merged_moments(parts: Iterable[Moments]) -> Moments:
+def merged_moments(parts: Sequence[Moments]) -> Moments:
     """Of several sets of values together.
 
     Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance, equation 1.5.
     """
-    parts = list(parts)
     count = sum(count for count, _, _ in parts)
     mean = sum(count * mean for count, mean, _ in parts) / max(count, 1)
     deviations = [(count, of_part - mean) for count, of_part, _ in parts]

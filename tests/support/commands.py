@@ -24,13 +24,19 @@ Result = subprocess.CompletedProcess[str]
 
 
 def run(
-    tool: Path, *arguments: object, ranks: int = 1, torchrun: bool = False, before: Callable[[], None] | None = None
+    tool: Path,
+    *arguments: object,
+    ranks: int = 1,
+    torchrun: bool = False,
+    launched: bool = False,
+    before: Callable[[], None] | None = None,
 ) -> Result:
     """A tool's run. As the command with `torchrun`, and with `before`, which is called in its process first; else in
-    processes that have imported megatron-core already, as tests' ranks have: it saves seconds of each."""
-    if not torchrun and before is None:
+    processes that have imported megatron-core already, as tests' ranks have: it saves seconds of each. Several ranks
+    are started by megappo.torchrun, and with `launched` a single one, too."""
+    if not torchrun and not launched and before is None:
         return _run_in_forks(tool, list(map(str, arguments)), ranks)
-    launcher = ["-m", "megappo.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    launcher = ["-m", "megappo.torchrun", "--nproc-per-node", str(ranks)] if ranks > 1 or launched else []
     return subprocess.run(
         [sys.executable, *launcher, tool, *map(str, arguments)],
         env=environment(),

@@ -1,15 +1,12 @@
 """The benchmarks that take seconds run at small sizes, and print and write their rows."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from commands import TIMEOUT_SECONDS, environment
+from commands import run
 
 BENCHMARKS = Path(__file__).parents[2] / "tools" / "bench"
-TORCHRUN = ("-m", "megappo.torchrun", "--standalone")
 SMALL = {
     "gae": ["--rows", "70", "--tokens", "64", "--repeats", "1"],
     "balance": ["--rows", "64", "--ranks", "4", "--max-tokens", "6000", "--repeats", "1"],
@@ -19,15 +16,10 @@ SMALL = {
 }
 
 
-def started(name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, BENCHMARKS / f"{name}.py", *arguments]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_a_benchmark_tells_its_rows(name: str, tmp_path: Path) -> None:
-    launcher = TORCHRUN if name == "gae" else ()
-    result = started(name, *SMALL[name], "--json", tmp_path / "rows.json", launcher=launcher)
+    arguments = [*SMALL[name], "--json", tmp_path / "rows.json"]
+    result = run(BENCHMARKS / f"{name}.py", *arguments, torchrun=True, launched=name == "gae")
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert rows and all(row["ratio"] > 0 and f"| {row['name']} |" in result.stdout for row in rows)
@@ -35,5 +27,5 @@ def test_a_benchmark_tells_its_rows(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gae", "update"])
 def test_what_needs_memory_that_is_kept_says_how_to_start_it(name: str) -> None:
-    result = started(name)
+    result = run(BENCHMARKS / f"{name}.py", torchrun=True)
     assert result.returncode == 1 and "start it under megappo.torchrun" in result.stderr
