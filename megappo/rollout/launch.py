@@ -48,7 +48,7 @@ Intel Xeon, whose pauses between two looks are long; on an AMD EPYC 1,000 were a
 STREAMED_COPIES = f"glibc.cpu.x86_non_temporal_threshold={PIECE_BYTES:#x}"
 """Of GLIBC_TUNABLES, for engines on a CPU: memcpy of a piece of weights, or of anything as large, goes past the caches;
 else it first reads what it overwrites. glibc's own threshold grows with the caches: 182 MiB on an Intel Xeon that has
-480, where 512 MiB of pieces took 82 ms, and 46 so. Not seen on an AMD."""
+480, where 512 MiB of pieces took 82 ms, and 46 so; 192 MiB on an AMD EPYC: 70 and 45 ms."""
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
 PACKAGE_ROOT = Path(__file__).parents[2]

@@ -150,10 +150,10 @@ def test_a_worker_copies_what_its_model_would_load(two: dict) -> None:
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sent", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cut", [..., (..., slice(1, 150)), slice(5, 699), 3, (3, 4)], ids=str)
+@pytest.mark.parametrize("cut", [..., (..., slice(1, 150)), slice(5, 2799), 3, (3, 4)], ids=str)
 def test_pieces_for_threads_are_the_whole_copy(cut, sent: torch.dtype, kept: torch.dtype) -> None:
     """As torch makes it: what lies in one piece, between columns of others, in a row, and one number."""
-    source, expected = torch.randn(700, 300).to(sent), torch.zeros(700, 300, dtype=kept)
+    source, expected = torch.randn(2800, 300).to(sent), torch.zeros(2800, 300, dtype=kept)
     found = expected.clone()
     pieces = list(in_place._pieces("a", found[cut], source[cut]))
     assert sum(piece.target.nbytes for piece in pieces) == expected[cut].nbytes
