@@ -1,10 +1,11 @@
-"""Run the benchmarks that find ratios, one after the other, and write one table of them.
+"""Run the benchmarks that find ratios, one after the other, and write a table of them for this machine's processor.
 
     .venv/bin/python tools/bench/all.py
     .venv/bin/python tools/bench/all.py --only gae balance
 
-Writes Markdown, and the same as JSON. Ratios are of one run each, but the machine should have nothing else to
-do: what is compared need not suffer alike, and threads wait as they do in a run. Takes about 25 minutes.
+Writes Markdown, and the same as JSON; what was measured on other processors stays. Ratios are of one run each, but the
+machine should have nothing else to do: what is compared need not suffer alike, and threads wait as they do in a run.
+Takes 20 to 45 minutes.
 """
 
 import argparse
@@ -71,10 +72,13 @@ def run(benchmark: Benchmark) -> list[Row]:
 
 def machine() -> dict[str, str]:
     """What the figures were measured on."""
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, check=True, capture_output=True, text=True, cwd=HERE).stdout.strip()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
+        "commit": commit,
         "measured": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "processor": f"{os.cpu_count()} cores, {names[0] if names else platform.machine()}",
         "memory": f"{memory:.0f} GiB",
@@ -83,22 +87,20 @@ def machine() -> dict[str, str]:
     }
 
 
-def page(place: dict[str, str], rows: list[Row]) -> str:
-    """The page that shows them."""
-    return "\n".join(
-        [
-            "# Benchmarks",
-            "",
-            "Ratios of what is measured to its anchor, both of the same run, medians of calls in turn: seconds are one",
-            "machine's. Where others had its cores, too (see the load), what uses several threads comes out too low.",
-            "Written by `tools/bench/all.py`; its `--only` runs one of them.",
-            "",
-            *(f"- {name}: {value}" for name, value in place.items()),
-            "",
-            markdown(rows),
-            "",
-        ]
-    )
+def page(measured: list[dict]) -> str:
+    """The page that shows what was measured, on one processor after the other."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Ratios of what is measured to its anchor, both of the same run, medians of calls in turn: seconds are one",
+        "machine's. Where others had its cores, too (see the load), what uses several threads comes out too low.",
+        "Written by `tools/bench/all.py`, a table for each processor; its `--only` runs one of them.",
+    ]
+    for one in measured:
+        facts = [f"- {name}: {value}" for name, value in one["machine"].items() if name != "processor"]
+        rows = markdown([Row(**row) for row in one["rows"]])
+        lines += ["", f"## {one['machine']['processor']}", "", *facts, "", rows]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -117,9 +119,11 @@ def main() -> None:
         rows += (found := run(BENCHMARKS[name]))
         print(markdown(found), flush=True)  # at once: what comes later may fail
     if not args.only:
-        args.output.write_text(page(place, rows))
-        figures = {"machine": place, "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+        kept = json.loads(args.json.read_text()) if args.json.exists() else []
+        measured = {one["machine"]["processor"]: one for one in kept}
+        measured[place["processor"]] = {"machine": place, "rows": [asdict(row) for row in rows]}
+        args.json.write_text(json.dumps(list(measured.values()), indent=2) + "\n")
+        args.output.write_text(page(list(measured.values())))
 
 
 if __name__ == "__main__":
