@@ -75,6 +75,8 @@ def start_engine(config: Config, layout: Layout, rank: int, store: Store, cleanu
         engine.start()
         if rank != layout.output_rank(number):
             return OwnEngine(part=engine, part_of=number)
+        if number == 0:  # it takes a while, in which nothing else may be told
+            print(f"{layout.data} engine(s) start, logs in {engine.log_path.parent}", flush=True)
     return OwnEngine(number, engine, start_workers(played_tasks(config), cleanup))
 
 
