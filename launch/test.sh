@@ -5,6 +5,11 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    echo "usage: bash launch/test.sh [pytest arguments]"
+    echo "a part: tests/ppo; what is left out otherwise: -m slow; all arguments: .venv/bin/python -m pytest --help"
+    exit
+fi
 bash launch/setup.sh
 # Tests spawn several processes on few cores.
 export OMP_NUM_THREADS=1

@@ -42,7 +42,7 @@ def test_local_names_its_usage_without_a_config():
 
 def test_help_comes_before_anything_is_installed(tmp_path):
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    for script in ("local.sh", "quickstart.sh", "setup.sh", "torchrun_node.sh"):
+    for script in ("local.sh", "quickstart.sh", "setup.sh", "test.sh", "torchrun_node.sh"):
         result = run(["bash", tmp_path / "launch" / script, "--help"], tmp_path)
         assert result.returncode == 0 and f"launch/{script}" in result.stdout + result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["launch"]
