@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LOADER = f"{__name__}.load"
 ANSWER_BYTES = 4096
 PIECE_BYTES = 2**20
-"""That a thread copies at a time. An AMD EPYC copies pieces of up to its L2, 512 KiB, through its caches whatever
-`megappo.rollout.launch.STREAMED_COPIES` says: 512 MiB take it 70 ms in pieces of 256 KiB, 45 in pieces of 1 MiB."""
+"""That a thread copies at a time. More than an AMD EPYC's L2 of 512 KiB: up to that it copies through its caches,
+whatever `megappo.rollout.launch.STREAMED_COPIES` says."""
 _NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What holds as many bytes and is known to numpy, which bf16 is not."""
 _COPY, _FILL, _ZERO, _TO = (

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from megappo.config.schema import Config
 from megappo.models import packed_attention
+from megappo.observe.metrics import reduce_ranks
 from megappo.trainer.loop import Trainer
 from megappo.trainer.run import Run
 from megappo.trainer.train_engines import architecture_of
@@ -129,9 +130,8 @@ def compared(rank: int, world_size: int, folder: Path, layout: str, method: str,
     for name, one in run.phase.offloads.items():
         copied = set(run.models.specs[name].offload.value) - {"gradients"}  # which need no copy
         assert (one.host_bytes > 0) == bool(copied)
-    with_offload, without = run.phase.memory(), other.phase.memory()
-    keeps = any(one.host_bytes for one in run.phase.offloads.values())  # not where the rank has no part of a model
-    assert ("memory/offloaded_gib/sum" in with_offload) == keeps
+    with_offload, without = (reduce_ranks(one.exchange.share(one.phase.memory())) for one in (run, other))
+    assert ("memory/offloaded_gib/sum" in with_offload) == (offload != "gradients")
     assert "memory/offloaded_gib/sum" not in without
     loaded = bench.build(run.config)
     loaded.progress.restore(loaded.models)
