@@ -107,11 +107,23 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
 
 
 def nvcc() -> str | None:
-    """What compiles kernels for GPUs at run time: CUDA_HOME's, else where SGLang looks, too, or pip's."""
-    own = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    pip = f"{sysconfig.get_path('purelib')}/nvidia/cu13"
-    places = [f"{own}/bin/nvcc"] if own else ["nvcc", "/usr/local/cuda/bin/nvcc", f"{pip}/bin/nvcc"]
-    return next(filter(None, map(shutil.which, places)), None)
+    """What compiles kernels for GPUs at run time: CUDA_HOME's, else where SGLang looks, too, or pip's. Its folder's
+    folder is a toolkit, with headers, which that of a mere wrapper in PATH is not."""
+    own, found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    on_path = Path(found).resolve().parents[1] if found else None
+    homes = filter(None, [Path(own)] if own else [on_path, Path("/usr/local/cuda"), _pip_toolkit()])
+    toolkits = (home for home in homes if (home / "include" / "cuda_runtime.h").exists())
+    return next(filter(None, (shutil.which(f"{home}/bin/nvcc") for home in toolkits)), None)
+
+
+def cuda_libraries() -> str | None:
+    """Where pip's CUDA libraries are: torch finds them, what is loaded before it does not."""
+    folder = _pip_toolkit() / "lib"
+    return str(folder) if folder.is_dir() else None
+
+
+def _pip_toolkit() -> Path:
+    return Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
 
 
 def empty_cache() -> None:

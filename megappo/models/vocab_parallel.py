@@ -289,8 +289,11 @@ def _kl_joined(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
+    """Add a product to the total, whose numbers may be wider; a CPU has no product in wider ones than its factors'."""
     if total.dtype == one.dtype:
         total.addmm_(one, other)
+    elif total.is_cuda:
+        torch.addmm(total, one, other, total.dtype, out=total)
     else:
         total.add_(one @ other)
 

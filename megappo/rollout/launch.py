@@ -148,7 +148,10 @@ def environment(
     if gpu_ids:
         found = platform.nvcc()
         toolkit = {"CUDA_HOME": str(Path(found).parents[1])} if found else {}  # where SGLang would not look for pip's
-        variables = GPU_VARIABLES | toolkit | _without_expandable_segments(variables)
+        # The memory saver is preloaded, and needs CUDA's runtime: of hosts without a toolkit pip's.
+        paths = ":".join(filter(None, [variables.get("LD_LIBRARY_PATH"), platform.cuda_libraries()]))
+        libraries = {"LD_LIBRARY_PATH": paths} if paths else {}
+        variables = GPU_VARIABLES | toolkit | _without_expandable_segments(variables) | libraries
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
     variables["GLIBC_TUNABLES"] = ":".join(filter(None, [STREAMED_COPIES, variables.get("GLIBC_TUNABLES")]))
     return _cpu_threads(variables, tensor_parallel, index, num_threads)

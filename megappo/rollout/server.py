@@ -9,6 +9,7 @@ where there is no GPU, by name}}. Its parent, a keeper, has it end with itself.
 import functools
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -152,4 +153,4 @@ def _link(path: Path) -> None:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # a spawned child: SGLang would ask for this only after its imports
-    die_with(multiprocessing.parent_process().pid)
+    die_with(os.getppid())  # what multiprocessing knows of the parent it is told later

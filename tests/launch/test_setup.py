@@ -390,3 +390,11 @@ def test_a_network_that_does_not_answer_is_given_up_soon(set_up):
         result = set_up("cpu", PIP_INDEX_URL=ours, PYTORCH_INDEX=theirs)
     assert result.returncode == 1 and f"nor at {theirs}/cpu" in result.stderr
     assert time.monotonic() - before < 60
+
+
+@pytest.mark.parametrize("name", ["cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl", "cuda-nvrtc"])
+def test_cudas_compilers_are_of_the_runtimes_version(name):
+    """CCCL's headers, with which SGLang's kernels are compiled at run time, refuse others: "CUDA compiler and CUDA
+    toolkit headers are incompatible"."""
+    pins = dict(line.split("==") for line in (ROOT / "requirements-gpu.txt").read_text().splitlines() if "==" in line)
+    assert pins["nvidia-cuda-runtime"].startswith("13.0.") and pins[f"nvidia-{name}"].startswith("13.0.")

@@ -46,8 +46,15 @@ def test_the_trainers_expandable_segments_do_not_reach_the_engine(monkeypatch, n
     assert launch.environment(["3", "5"], 2, Path("/tmp/x")).get(name) == left
 
 
-def executable(home: Path) -> str:
+def toolkit(home: Path) -> str:
     """A toolkit's nvcc."""
+    header = home / "include" / "cuda_runtime.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    return executable(home)
+
+
+def executable(home: Path) -> str:
     path = home / "bin" / "nvcc"
     path.parent.mkdir(parents=True)
     path.touch(0o755)
@@ -63,14 +70,33 @@ def test_the_engine_compiles_with_the_users_toolkit_else_the_hosts_else_pips(mon
     monkeypatch.setenv("PATH", str(tmp_path / "host" / "bin"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     which, host = shutil.which, tmp_path / "host"
-    monkeypatch.setattr(shutil, "which", lambda name: None if name.startswith("/usr/local") else which(name))
+    monkeypatch.setattr(shutil, "which", lambda path: None if str(path).startswith("/usr/local") else which(path))
     assert home() is None
-    pip = executable(tmp_path / "nvidia" / "cu13")
+    pip = toolkit(tmp_path / "nvidia" / "cu13")
     assert (platform.nvcc(), home()) == (pip, str(tmp_path / "nvidia" / "cu13"))
-    assert (executable(host), home()) == (platform.nvcc(), str(host))
+    wrapper = Path(executable(host))
+    assert platform.nvcc() == pip, "there is nothing to compile with beside a wrapper"
+    wrapper.unlink()
+    wrapper.symlink_to(toolkit(tmp_path / "cuda-13.0"))
+    assert home() == str(tmp_path / "cuda-13.0"), "what CUDA_HOME is, is where the link leads to"
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "own"))
     assert home() == str(tmp_path / "own")
     assert platform.nvcc() is None, "SGLang looks nowhere else then"
+
+
+@pytest.mark.parametrize("of_user", [None, "/opt/a:/opt/b"])
+def test_the_memory_saver_finds_pips_cuda_behind_the_users_libraries(of_user, monkeypatch, tmp_path):
+    def folders() -> str | None:
+        return launch.environment(["0"], 1, Path("/tmp/x")).get("LD_LIBRARY_PATH")
+
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    if of_user is not None:
+        monkeypatch.setenv("LD_LIBRARY_PATH", of_user)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert folders() == of_user
+    (tmp_path / "nvidia" / "cu13" / "lib").mkdir(parents=True)
+    of_pip = f"{tmp_path}/nvidia/cu13/lib"
+    assert folders() == (f"{of_user}:{of_pip}" if of_user else of_pip)
 
 
 @pytest.mark.parametrize(("of_user", "cumem"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
