@@ -55,13 +55,13 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-def start_plan(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+def start_plan(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """The command, as a process of its own."""
     variables = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     return subprocess.run(
         [sys.executable, "-m", "megappo.plan", *arguments],
         cwd=folder,
-        env=variables | {"PYTHONPATH": str(REPOSITORY)},
+        env=variables | {"PYTHONPATH": str(REPOSITORY)} | environment,
         capture_output=True,
         text=True,
         timeout=60,
