@@ -15,6 +15,8 @@ SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 """Of the operators that torchvision takes for granted when it is imported."""
+LIBRARIES = ("_C", "_C_stable")
+"""Modules that have them: of torchvision up to 0.28, and from 0.29 on."""
 
 
 @functools.cache
@@ -30,8 +32,8 @@ def define_torchvision_operators() -> Any:
         return None
     import torch
 
-    own = PathFinder.find_spec("_C", found.submodule_search_locations)
-    if own is not None and _loads(own.origin):
+    own = (PathFinder.find_spec(name, found.submodule_search_locations) for name in LIBRARIES)
+    if any(_loads(one.origin) for one in own if one is not None):
         return None
     library = torch.library.Library("torchvision", "DEF")
     for schema in SCHEMAS:

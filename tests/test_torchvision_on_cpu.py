@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import safetensors
 
 BEGIN = """
@@ -24,16 +25,17 @@ def test_the_installed_one_can_be_imported_by_transformers() -> None:
     python("define_torchvision_operators(); define_torchvision_operators()\nfrom transformers import LlamaForCausalLM")
 
 
-def test_operators_of_a_torchvision_that_loads_are_left_to_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["_C.so", "_C_stable.so"])
+def test_operators_of_a_torchvision_that_loads_are_left_to_it(name: str, tmp_path: Path) -> None:
     package = tmp_path / "torchvision"
     package.mkdir()
     (package / "__init__.py").touch()
     [library] = Path(safetensors.__file__).parent.glob("*.so")  # any that loads
-    (package / "_C.so").symlink_to(library)
+    (package / name).symlink_to(library)
     has_nms = "import torch; assert hasattr(torch.ops.torchvision, 'nms')"
     python(f"assert not define_torchvision_operators()\n{has_nms.replace('assert', 'assert not')}", tmp_path)
-    (package / "_C.so").unlink()
-    (package / "_C.so").write_bytes(b"a library for something else")
+    (package / name).unlink()
+    (package / name).write_bytes(b"a library for something else")
     python(f"assert define_torchvision_operators()\n{has_nms}", tmp_path)
 
 
