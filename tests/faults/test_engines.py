@@ -47,7 +47,7 @@ ENDS = {
     "eats": "raised MemoryError: ",
 }
 """What is said of a reward function that does so."""
-ANSWERS = "megappo.rollout.client:_generation"
+ANSWERS = "megappo.rollout.generations:_checked_generation"
 
 
 def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):
@@ -55,7 +55,7 @@ def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):
     series = Series(folder, config, f"trainer.record_rollouts={folder / 'record'}", *AT_ONCE, *ON_RECORD, *UPDATES)
     series.harm(Point("megappo.trainer.rollouts:Rollouts.sample", call=2, rank=0), "kill rank")
     assert series.latest == "step_00000001"
-    series.harm(Point("megappo.trainer.rollouts:Rollouts.score"), "kill launcher")
+    series.harm(Point("megappo.trainer.rollouts:Rollouts.collect"), "kill launcher")
     series.harm(Point("megappo.sync.sync:WeightSync._read_in_place", call=2, rank=0), "kill all")
     series.harm(Point("megappo.trainer.record:Record.write", call=2, rank=0), "kill rank")
     series.harm(Point("megappo.trainer.rollouts:Rollouts.sample", rank=0), "SIGTERM")

@@ -9,7 +9,8 @@ from commands import tensors_of
 from faults import Point, Series
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-STORE, STEP = "megappo.checkpoint.store", "megappo.models.train_engine"
+STORE = "megappo.checkpoint.store"
+STEP = "megappo.models.train_engine"
 POINTS: dict[str, dict[str, Point]] = {
     "to the advantages": {
         "step": Point("megappo.trainer.loop:Trainer.step"),

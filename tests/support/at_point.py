@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from megappo.interruption import INTERRUPTION
-from megappo.rollout import client
+from megappo.rollout import generations
 
 AT = json.loads(os.environ["AT_POINT"])
 FOR_EVER = 10**6
@@ -75,14 +75,14 @@ def nan(result: tuple) -> tuple:
     return loss * math.nan, *others
 
 
-def other_policy(result: client.Generation) -> client.Generation:
+def other_policy(result: generations.Generation) -> generations.Generation:
     """What an engine with other weights would answer."""
     return replace(result, log_probs=[value - 1 for value in result.log_probs])
 
 
-def nonsense(result: client.Generation) -> client.Generation:
+def nonsense(result: generations.Generation) -> generations.Generation:
     """What the client makes of an answer that is none."""
-    return client._generation.__wrapped__({"error": "?"})
+    return generations.checked({"error": "?"})
 
 
 FAULTS: dict[str, Callable[[Any], Any]] = {
