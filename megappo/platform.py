@@ -107,11 +107,13 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
 
 
 def nvcc() -> str | None:
-    """What compiles kernels for GPUs at run time: CUDA_HOME's, else where SGLang looks, too, or pip's. Its folder's
-    folder is a toolkit, with headers, which that of a mere wrapper in PATH is not."""
-    own, found = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"), shutil.which("nvcc")
+    """What compiles kernels for GPUs at run time: CUDA_HOME's, else where SGLang looks, too, or pip's; of these one
+    that has CUDA's headers beside it, which a wrapper in PATH may not."""
+    if own := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return shutil.which(f"{own}/bin/nvcc")
+    found = shutil.which("nvcc")
     on_path = Path(found).resolve().parents[1] if found else None
-    homes = filter(None, [Path(own)] if own else [on_path, Path("/usr/local/cuda"), _pip_toolkit()])
+    homes = filter(None, [on_path, Path("/usr/local/cuda"), _pip_toolkit()])
     toolkits = (home for home in homes if (home / "include" / "cuda_runtime.h").exists())
     return next(filter(None, (shutil.which(f"{home}/bin/nvcc") for home in toolkits)), None)
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from megappo import platform
 from megappo.architecture.files import CONFIG_FILE, named_architecture
 from megappo.config.errors import looked_in
 from megappo.config.text_files import TextFileError
@@ -58,7 +59,10 @@ def _serve(command_line: list[str]) -> int:
         signal.signal(number, _leave)
     temporary = launch.temporary_folder()
     settings = {"command_line": command_line, "cpu_arguments": CPU_ARGUMENTS}
-    keeper = launch.start_keeper(settings, temporary, launch.environment_of_owner(temporary))
+    variables = launch.environment_of_owner(temporary)
+    keeper = launch.start_keeper(
+        settings, temporary, launch.with_toolkit(variables) if platform.has_cuda() else variables
+    )
     try:
         return keeper.wait()
     finally:

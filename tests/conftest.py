@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
-SHARED = ("engine", "run", "made", "own")
+SHARED = ("engine", "run", "made", "of_sglang")
 """Fixtures that take many seconds to make: all tests that use one run in the same process."""
 
 

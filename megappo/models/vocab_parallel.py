@@ -289,7 +289,7 @@ def _kl_joined(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> None:
-    """Add a product to the total, whose numbers may be wider; a CPU has no product in wider ones than its factors'."""
+    """Add a product to the total, summed in its numbers; a CPU rounds each product to those of its factors first."""
     if total.dtype == one.dtype:
         total.addmm_(one, other)
     elif total.is_cuda:

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -146,15 +147,23 @@ def environment(
     """The variables of an engine on these GPUs, or on cores that a trainer uses too; arguments as of `Engine`."""
     variables = environment_of_owner(temporary)
     if gpu_ids:
-        found = platform.nvcc()
-        toolkit = {"CUDA_HOME": str(Path(found).parents[1])} if found else {}  # where SGLang would not look for pip's
-        # The memory saver is preloaded, and needs CUDA's runtime: of hosts without a toolkit pip's.
-        paths = ":".join(filter(None, [variables.get("LD_LIBRARY_PATH"), platform.cuda_libraries()]))
-        libraries = {"LD_LIBRARY_PATH": paths} if paths else {}
-        variables = GPU_VARIABLES | toolkit | _without_expandable_segments(variables) | libraries
+        variables = GPU_VARIABLES | with_toolkit(_without_expandable_segments(variables))
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
     variables["GLIBC_TUNABLES"] = ":".join(filter(None, [STREAMED_COPIES, variables.get("GLIBC_TUNABLES")]))
     return _cpu_threads(variables, tensor_parallel, index, num_threads)
+
+
+def with_toolkit(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, with where SGLang finds what pip has installed for GPUs; behind what the user has in paths.
+
+    It compiles kernels at run time: by the nvcc of CUDA_HOME, and by `ninja`, called by its name. Its memory saver is
+    loaded before torch (LD_PRELOAD), and needs CUDA's runtime.
+    """
+    found = platform.nvcc()
+    toolkit = {"CUDA_HOME": str(Path(found).parents[1])} if found else {}
+    pips = {"PATH": sysconfig.get_path("scripts"), "LD_LIBRARY_PATH": platform.cuda_libraries()}
+    paths = {name: os.pathsep.join(filter(None, [variables.get(name), folder])) for name, folder in pips.items()}
+    return {**variables, **toolkit, **{name: path for name, path in paths.items() if path}}
 
 
 def environment_of_owner(temporary: Path) -> dict[str, str]:

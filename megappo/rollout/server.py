@@ -153,4 +153,4 @@ def _link(path: Path) -> None:
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # a spawned child: SGLang would ask for this only after its imports
-    die_with(os.getppid())  # what multiprocessing knows of the parent it is told later
+    die_with(os.getppid())  # multiprocessing.parent_process() is None until this import is over

@@ -16,10 +16,10 @@ exit code tells.
 | bits flipped in, and an end cut off, every file of a checkpoint | test_disks.py, tests/checkpoint/test_damage.py |
 | a node that is lost | tests/run/test_nodes.py |
 
-All that is in this folder is `slow`. What every test run shows of it: the fixture `run` of tests/support/tiny_run.py
-(everything killed in a save, SIGTERM), tests/run/test_endings.py, tests/run/test_resuming.py,
-tests/trainer/test_interrupted.py, tests/trainer/test_not_finite.py, tests/trainer/test_saving.py, tests/launch,
-tests/checkpoint and tests/rewards.
+All that is in this folder is `slow`, but for test_points_exist.py. What every test run shows of it: the fixture `run`
+of tests/support/tiny_run.py (everything killed in a save, SIGTERM), tests/run/test_endings.py,
+tests/run/test_resuming.py, tests/trainer/test_interrupted.py, tests/trainer/test_not_finite.py,
+tests/trainer/test_saving.py, tests/launch, tests/checkpoint and tests/rewards.
 """
 
 import shutil

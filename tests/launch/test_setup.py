@@ -397,4 +397,4 @@ def test_cudas_compilers_are_of_the_runtimes_version(name):
     """CCCL's headers, with which SGLang's kernels are compiled at run time, refuse others: "CUDA compiler and CUDA
     toolkit headers are incompatible"."""
     pins = dict(line.split("==") for line in (ROOT / "requirements-gpu.txt").read_text().splitlines() if "==" in line)
-    assert pins["nvidia-cuda-runtime"].startswith("13.0.") and pins[f"nvidia-{name}"].startswith("13.0.")
+    assert pins[f"nvidia-{name}"].split(".")[:2] == pins["nvidia-cuda-runtime"].split(".")[:2]

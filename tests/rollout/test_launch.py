@@ -82,17 +82,20 @@ def test_the_engine_compiles_with_the_users_toolkit_else_the_hosts_else_pips(mon
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "own"))
     assert home() == str(tmp_path / "own")
     assert platform.nvcc() is None, "SGLang looks nowhere else then"
+    assert (executable(tmp_path / "own"), home()) == (platform.nvcc(), str(tmp_path / "own"))
 
 
 @pytest.mark.parametrize("of_user", [None, "/opt/a:/opt/b"])
-def test_the_memory_saver_finds_pips_cuda_behind_the_users_libraries(of_user, monkeypatch, tmp_path):
+def test_what_pip_has_for_gpus_is_behind_what_the_user_has(of_user, monkeypatch, tmp_path):
     def folders() -> str | None:
         return launch.environment(["0"], 1, Path("/tmp/x")).get("LD_LIBRARY_PATH")
 
     monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     if of_user is not None:
         monkeypatch.setenv("LD_LIBRARY_PATH", of_user)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / {"scripts": "bin"}.get(name, "")))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert launch.environment(["0"], 1, Path("/tmp/x"))["PATH"] == f"/usr/bin:{tmp_path}/bin", "there is pip's ninja"
     assert folders() == of_user
     (tmp_path / "nvidia" / "cu13" / "lib").mkdir(parents=True)
     of_pip = f"{tmp_path}/nvidia/cu13/lib"

@@ -19,12 +19,13 @@ child.join()
 
 def test_a_spawned_child_begins_and_ends_with_the_server():
     with subprocess.Popen([sys.executable, "-c", SPAWNS], stdout=subprocess.PIPE, text=True) as server:
-        child = psutil.Process(int(server.stdout.readline()))
+        children = []
         try:
+            children.append(psutil.Process(int(server.stdout.readline())))
             assert server.stdout.readline() == "begun\n", "it ended while it imported the server"
             server.kill()
-            assert psutil.wait_procs([child], timeout=10)[1] == []
+            assert psutil.wait_procs(children, timeout=10)[1] == []
         finally:
-            for process in (server, child):
+            for process in (server, *children):
                 with suppress(psutil.NoSuchProcess):
                     process.kill()

@@ -31,7 +31,7 @@ ARGUMENTS = [{}, {"enable_nccl_nvls": True}, {"enable_symm_mem": True}]
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory) -> dict:
+def of_sglang(tmp_path_factory) -> dict:
     """Of SGLang, as an engine's process sees it: the names of its arguments and variables, what it sets for ARGUMENTS,
     and where its caches are."""
     variables = environment([], 1, tmp_path_factory.mktemp("engine"))
@@ -42,23 +42,23 @@ def own(tmp_path_factory) -> dict:
     return json.loads(done.stdout.splitlines()[-1]) | {"temporary": variables["TMPDIR"]}
 
 
-def test_the_names_read_in_the_source_are_those_of_sglang(own):
-    assert known_names() == set(own["names"])
+def test_the_names_read_in_the_source_are_those_of_sglang(of_sglang):
+    assert known_names() == set(of_sglang["names"])
 
 
-def test_what_engines_on_gpus_are_told_is_known_to_sglang(own):
-    assert GPU_ARGUMENTS.keys() <= set(own["names"])
-    assert GPU_VARIABLES.keys() <= set(own["variables"])
+def test_what_engines_on_gpus_are_told_is_known_to_sglang(of_sglang):
+    assert GPU_ARGUMENTS.keys() <= set(of_sglang["names"])
+    assert GPU_VARIABLES.keys() <= set(of_sglang["variables"])
 
 
 @pytest.mark.parametrize("number", range(len(ARGUMENTS)))
-def test_the_trainer_sets_nccl_as_sglang_does(own, number):
-    found = {f"NCCL_{name}_ENABLE": value for name, value in own["nccl"][number].items()}
+def test_the_trainer_sets_nccl_as_sglang_does(of_sglang, number):
+    found = {f"NCCL_{name}_ENABLE": value for name, value in of_sglang["nccl"][number].items()}
     assert nccl_variables(ARGUMENTS[number]) == found
 
 
-def test_compiled_kernels_outlive_the_engine(own):
-    assert not any(Path(cache).is_relative_to(own["temporary"]) for cache in own["caches"])
+def test_compiled_kernels_outlive_the_engine(of_sglang):
+    assert not any(Path(cache).is_relative_to(of_sglang["temporary"]) for cache in of_sglang["caches"])
 
 
 def test_an_engine_wakes_whatever_sglang_frees():

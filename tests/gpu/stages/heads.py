@@ -66,7 +66,8 @@ def measure() -> dict:
                     )  # logits are rounded to bf16
                 (gradient,) = torch.autograd.grad(loss.sum(), own, retain_graph=True)
                 error = (hidden.grad[rows].double() - gradient).norm() / gradient.double().norm()
-                assert error < 2e-3, (name, error)  # were each block of words rounded to bf16, it would be 2.8e-3
+                # On a GPU; were each block of words rounded to bf16, as on a CPU, it would be 2.8e-3.
+                assert error < (2e-3 if CUDA else 5e-3), (name, error)
                 if CUDA:  # the gradient of hidden states, and some blocks of logits, in fp32
                     room = 4 * (4 * hidden.numel() + 8 * LOGITS_AT_A_TIME["cuda"]) / GIB
                     assert figure["peak_gib"] < room, (name, figure, room)
