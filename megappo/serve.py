@@ -60,9 +60,9 @@ def _serve(command_line: list[str]) -> int:
     temporary = launch.temporary_folder()
     settings = {"command_line": command_line, "cpu_arguments": CPU_ARGUMENTS}
     variables = launch.environment_of_owner(temporary)
-    keeper = launch.start_keeper(
-        settings, temporary, launch.with_toolkit(variables) if platform.has_cuda() else variables
-    )
+    if platform.has_cuda():
+        variables = launch.with_toolkit(variables)
+    keeper = launch.start_keeper(settings, temporary, variables)
     try:
         return keeper.wait()
     finally:

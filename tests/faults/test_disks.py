@@ -105,7 +105,7 @@ def again_after(series: Series, mend: Callable[[], None]) -> None:
 
 
 def test_a_disk_that_is_full(series: Series, disk, whole):
-    """The metrics' as well: the run ends, and says what to do; TensorBoard's thread may meet it first."""
+    """The metrics' as well: the run ends, and says what to do."""
     out = disk("")
     with series.start() as program:
         program.wait_until(lambda: reached(series.out, 1))  # early: a step's metrics may just fit
@@ -113,9 +113,7 @@ def test_a_disk_that_is_full(series: Series, disk, whole):
         assert program.wait() == 1, program.output
     assert "error (rank 0): No space left on device: " in program.output
     assert "make room on that disk, then start again: the run goes on from its newest checkpoint" in program.output
-    ours, _, of_thread = program.output.partition("Exception in thread")
-    assert "Traceback" not in ours
-    assert not of_thread or ("event_file_writer.py" in of_thread and of_thread.count("Traceback") == 1), of_thread
+    assert "Traceback" not in program.output
     out.make_room()
     series.finish(whole)
 

@@ -65,10 +65,12 @@ def measure() -> dict:
                         one[rows].double(), other, rtol=2e-2, atol=2e-2
                     )  # logits are rounded to bf16
                 (gradient,) = torch.autograd.grad(loss.sum(), own, retain_graph=True)
-                error = (hidden.grad[rows].double() - gradient).norm() / gradient.double().norm()
-                # On a GPU; were each block of words rounded to bf16, as on a CPU, it would be 2.8e-3.
-                assert error < (2e-3 if CUDA else 5e-3), (name, error)
-                if CUDA:  # the gradient of hidden states, and some blocks of logits, in fp32
+                if not CUDA:
+                    torch.testing.assert_close(hidden.grad[rows], gradient, rtol=2e-2, atol=1e-4)
+                else:  # of so many numbers some are rounded otherwise; were each block of words, it would be 2.8e-3
+                    error = (hidden.grad[rows].double() - gradient).norm() / gradient.double().norm()
+                    assert error < 2e-3, (name, error)
+                    # the gradient of hidden states, and some blocks of logits, in fp32
                     room = 4 * (4 * hidden.numel() + 8 * LOGITS_AT_A_TIME["cuda"]) / GIB
                     assert figure["peak_gib"] < room, (name, figure, room)
                 figures |= {f"{name}_{num_tokens}_tokens_{key}": value for key, value in figure.items()}
