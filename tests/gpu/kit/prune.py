@@ -1,0 +1,59 @@
+"""Keep the code of one GPU architecture in a CUDA library, so that it compresses to a tenth.
+
+A fat binary (section `.nv_fatbin`) is a list of images, one per architecture, which the driver picks from. The images
+of other architectures are overwritten by zeros in place: offsets stay, so the library loads as before. Kernels that a
+library has for another architecture alone are lost. Format: CUDA 13's fatbinary, read off its own libraries.
+"""
+
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+MAGIC = 0xBA55ED50
+SECTIONS = (".nv_fatbin", "__nv_relfatbin")
+ALIGNMENT = 8
+
+
+def prune(source: Path, target: Path, architecture: int) -> int:
+    """Write the library with the code of one architecture (90: Hopper) and without symbols for a debugger.
+
+    Returns:
+        Bytes that became zeros; 0 for a library without GPU code.
+    """
+    data = bytearray(source.read_bytes())
+    zeroed = sum(_clear_images(data, *section, architecture) for section in _fat_sections(source))
+    target.write_bytes(data)
+    subprocess.run(["strip", "--strip-unneeded", target], check=True)
+    return zeroed
+
+
+def _fat_sections(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield (offset, bytes) of each section that holds fat binaries."""
+    listing = subprocess.run(
+        ["readelf", "--section-headers", "--wide", path], capture_output=True, text=True, check=True
+    )
+    for line in listing.stdout.splitlines():
+        columns = line.replace("[ ", "[").split()
+        if len(columns) > 5 and columns[1] in SECTIONS:
+            yield int(columns[4], 16), int(columns[5], 16)
+
+
+def _clear_images(data: bytearray, start: int, size: int, architecture: int) -> int:
+    zeroed, position, end = 0, start, start + size
+    while position < end - 16:
+        magic, _, header_bytes, content_bytes = struct.unpack_from("<IHHQ", data, position)
+        if magic != MAGIC:
+            position += ALIGNMENT
+            continue
+        image, images_end = position + header_bytes, position + header_bytes + content_bytes
+        while image < images_end:
+            _, _, image_header_bytes, image_bytes = struct.unpack_from("<HHIQ", data, image)
+            (image_architecture,) = struct.unpack_from("<I", data, image + 28)
+            body = image + image_header_bytes
+            if image_architecture != architecture:
+                data[body : body + image_bytes] = bytes(image_bytes)
+                zeroed += image_bytes
+            image = body + image_bytes
+        position = -(-images_end // ALIGNMENT) * ALIGNMENT
+    return zeroed

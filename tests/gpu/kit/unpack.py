@@ -1,0 +1,100 @@
+"""Put the parts of bundle.py together on a machine with a GPU, as the environment .venv-gpu of this repository.
+
+    python3 tests/gpu/kit/unpack.py FOLDER
+
+FOLDER holds manifest.json and the parts. Exit code 3 names the parts that are missing or damaged: bring them and start
+it again. Needs Python's standard library alone, of the version that the bundle was built for. Packages that the bundle
+leaves out come from the environment of the Python that runs this.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tarfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+ENVIRONMENT = REPOSITORY / ".venv-gpu"
+
+
+def missing_parts(folder: Path, parts: list[dict]) -> list[str]:
+    """Return the names of the parts that are not there or differ from the manifest."""
+    missing = []
+    for part in parts:
+        path = folder / part["name"]
+        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != part["sha256"]:
+            missing.append(part["name"])
+    return missing
+
+
+def extract(compressed: bytes, site_packages: Path) -> None:
+    """Write a piece's files: `site/` into the environment, `repository/` into the repository."""
+    roots = {"site": site_packages, "repository": REPOSITORY}
+    with tarfile.open(fileobj=io.BytesIO(compressed), mode="r:xz") as archive:
+        for member in archive:
+            kind, _, member.name = member.name.partition("/")
+            archive.extract(member, roots[kind], filter="data")
+
+
+def make_environment() -> Path:
+    """Make an empty environment, in which this Python's own packages follow behind; return its site-packages."""
+    if ENVIRONMENT.exists():
+        shutil.rmtree(ENVIRONMENT)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ENVIRONMENT], check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = ENVIRONMENT / "lib" / version / "site-packages"
+    own = [folder for folder in site.getsitepackages() if Path(folder).is_dir()]
+    (packages / "machine.pth").write_text("\n".join([str(REPOSITORY), *own]) + "\n")
+    return packages
+
+
+def link_cuda(packages: Path) -> None:
+    """Link CUDA's libraries of this Python's environment where the bundle's torch looks for them."""
+    for folder in site.getsitepackages():
+        for library in Path(folder, "nvidia").glob("*/"):
+            target = packages / "nvidia" / library.name
+            if not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                target.symlink_to(library)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder of manifest.json and the parts")
+    folder = parser.parse_args().folder
+    manifest = json.loads((folder / "manifest.json").read_text())
+    found = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if found != manifest["python"]:
+        print(
+            f"error: the bundle is for Python {manifest['python']}, this is {found}: run this with python{manifest['python']}, "
+            f"or build the bundle from an environment of PYTHON=python{found}",
+            file=sys.stderr,
+        )
+        return 2
+    if missing := missing_parts(folder, manifest["parts"]):
+        print(f"missing or damaged: {' '.join(missing)}", file=sys.stderr)
+        return 3
+    packages = make_environment()
+    stream = b"".join((folder / part["name"]).read_bytes() for part in manifest["parts"])
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        jobs, start = [], 0
+        for piece in manifest["pieces"]:
+            jobs.append(pool.submit(extract, stream[start : start + piece["bytes"]], packages))
+            start += piece["bytes"]
+        for job in jobs:
+            job.result()
+    link_cuda(packages)
+    subprocess.run([ENVIRONMENT / "bin" / "python", "-m", "compileall", "-q", "-j", "0", packages], check=False)
+    print(f"unpacked {len(jobs)} pieces into {ENVIRONMENT}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

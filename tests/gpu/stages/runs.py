@@ -1,0 +1,68 @@
+"""Training runs started by their command, for the stages that are whole runs, and the figures that they report."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from common import CUDA, REPOSITORY
+
+from megappo.config.loading import load_config
+from megappo.estimate.gpus import GIB, find_gpu
+from megappo.estimate.memory import Cluster, MemoryEstimate
+from megappo.observe.metrics import read_metrics
+
+ONE_RANK = ("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
+FIGURES = re.compile(r"^(timing_s|memory|sync)/|/mfu$|^reward/score/mean$|/log_prob_diff/(mean|max)$|tokens_per_second")
+ENGINE_ROWS = ("engine", "KV cache", "CUDA", "NCCL")
+"""Rows of the plan that torch's allocator in the trainer does not see."""
+
+
+def output_folder(name: str) -> Path:
+    """Return the folder of a stage's run, which run.py keeps."""
+    return Path(os.environ.get("STAGE_OUTPUT", REPOSITORY / "outputs" / "gpu-stages")) / name
+
+
+def engine_settings() -> list[str]:
+    """Return the kernels that an engine is left with where FlashInfer and SGLang's FlashAttention are not installed."""
+    if not CUDA or importlib.util.find_spec("flashinfer"):
+        return []
+    chosen = {"attention_backend": "triton", "sampling_backend": "pytorch", "cuda_graph_max_bs_decode": 64}
+    return [f"rollout.server_args.{name}={value}" for name, value in chosen.items()]
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of a run: without torch.compile where Triton is not the one that this torch needs."""
+    needed = [one for one in importlib.metadata.requires("torch") or () if one.startswith("triton==")]
+    found = f"triton=={importlib.metadata.version('triton')}"
+    fits = not CUDA or any(one.split(";")[0].strip() == found for one in needed)
+    return {**os.environ, "NPROC": "1"} | ({} if fits else {"TORCHDYNAMO_DISABLE": "1"})
+
+
+def train(config: Path, settings: Iterable[str]) -> None:
+    """Run one rank by launch/local.sh; a failure raises CalledProcessError behind the run's own messages."""
+    command = ["bash", "launch/local.sh", config, *ONE_RANK, *engine_settings(), *settings]
+    subprocess.run(command, cwd=REPOSITORY, env=environment(), stdout=sys.stderr.fileno(), check=True)
+
+
+def figures(run: Path) -> dict[str, float]:
+    """Return the timings, memory, speeds and differences of a run's last step."""
+    last = read_metrics(run)[-1]
+    return {name: value for name, value in last.items() if FIGURES.search(name)}
+
+
+def planned_gib(config: Path, settings: Iterable[str], device_name: str) -> dict[str, float]:
+    """Return phase -> GiB that the plan expects of the trainer's allocator on one GPU of this type."""
+    gpu = find_gpu(device_name)
+    if gpu is None:
+        return {}
+    loaded = load_config(config, [*ONE_RANK, *settings])
+    (ledgers,) = MemoryEstimate(loaded, Cluster(1, gpu.memory)).ledgers.values()
+    return {
+        phase: sum(size for row, size in ledger.items() if not row.startswith(ENGINE_ROWS)) / GIB
+        for phase, ledger in ledgers.items()
+    }

@@ -1,0 +1,70 @@
+"""PPO steps of a random Qwen3 of 0.6 billion parameters: actor, critic of the same size, reference and engine on one
+GPU in bf16, all that may sleep offloaded; each phase's seconds and memory beside the plan's.
+
+python tests/gpu/stages/whole_run.py {torch,transformer_engine}
+"""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from common import CUDA, DEVICE, report, sized
+from engines import VOCABULARY, model_folder
+from runs import engine_settings, figures, output_folder, planned_gib, train
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from megappo.observe.metrics import read_metrics
+
+CONFIG = Path(__file__).with_name("whole_run.yaml")
+NUM_PROMPTS, PROMPT_WORDS = 256, sized(32, 4)
+SMALL = (
+    *("model.dtype=fp32", "data.train_batch_size=4", "actor.ppo_mini_batch_size=2", "critic.ppo_mini_batch_size=2"),
+    *("rollout.max_response_length=6", "data.max_prompt_length=8", "rollout.max_total_tokens=2048"),
+)
+"""For a CPU."""
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of words, as many as the model has."""
+    vocabulary = {f"w{i}": i for i in range(VOCABULARY - 1)} | {"<eos>": VOCABULARY - 1}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_prompts(path: Path) -> None:
+    words = random.Random(0)
+    prompts = [" ".join(f"w{words.randrange(VOCABULARY - 1)}" for _ in range(PROMPT_WORDS)) for _ in range(NUM_PROMPTS)]
+    path.write_text("".join(json.dumps({"prompt": prompt, "label": "w1"}) + "\n" for prompt in prompts))
+
+
+def measure() -> dict:
+    layer_spec = sys.argv[1]
+    folder = output_folder(f"whole_run_{layer_spec}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    model_folder(folder / "model", eos_token_id=VOCABULARY - 1, bos_token_id=None)
+    torch.cuda.empty_cache()
+    write_tokenizer(folder / "model")
+    write_prompts(folder / "train.jsonl")
+    run = folder / "run"
+    settings = [
+        *(f"model.path={folder / 'model'}", f"data.train_files={folder / 'train.jsonl'}", f"trainer.output_dir={run}"),
+        *(f"model.layer_spec={layer_spec}", *(() if CUDA else SMALL)),
+    ]
+    train(CONFIG, settings)
+    steps = read_metrics(run)
+    planned = planned_gib(CONFIG, [*settings, *engine_settings()], torch.cuda.get_device_name(DEVICE)) if CUDA else {}
+    differences = [step["rollout/log_prob_diff/mean"] for step in steps]
+    assert max(differences) < 0.05, differences
+    found = {"stage": "whole_run", "layer_spec": layer_spec, "log_prob_diffs": differences, **figures(run)}
+    return found | {f"planned/{phase}_gib": size for phase, size in planned.items()}
+
+
+if __name__ == "__main__":
+    report(measure)
