@@ -65,6 +65,18 @@ def link_cuda(packages: Path) -> None:
                 target.symlink_to(library)
 
 
+def link_ptxas(packages: Path) -> None:
+    """Link the assembler that Triton's wheel would bring: a toolkit's, else the one of this Python's own Triton."""
+    target = packages / "triton" / "backends" / "nvidia" / "bin" / "ptxas"
+    own = [f"{folder}/triton/backends/nvidia/bin/ptxas" for folder in site.getsitepackages()]
+    found = next(filter(None, map(shutil.which, ("ptxas", "/usr/local/cuda/bin/ptxas", *own))), None)
+    if found is None:
+        print("warning: no ptxas in PATH, /usr/local/cuda or Triton's wheel: kernels cannot be compiled", file=sys.stderr)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.symlink_to(found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of manifest.json and the parts")
@@ -91,6 +103,7 @@ def main() -> int:
         for job in jobs:
             job.result()
     link_cuda(packages)
+    link_ptxas(packages)
     subprocess.run([ENVIRONMENT / "bin" / "python", "-m", "compileall", "-q", "-j", "0", packages], check=False)
     print(f"unpacked {len(jobs)} pieces into {ENVIRONMENT}")
     return 0

@@ -14,6 +14,8 @@ from megappo.observe.metrics import read_metrics
 
 STEPS, FURTHER_STEPS = sized((20, 2), (2, 1))
 DATA = REPOSITORY / "outputs" / "quickstart"
+BF16 = ("model.dtype=bf16", "rollout.sync.probe_tolerance=0.05")
+"""SGLang's norm has no kernel for fp32 on a GPU (sglang-kernel 0.4.10)."""
 CONFIG = REPOSITORY / "configs" / "quickstart.yaml"
 
 
@@ -24,7 +26,7 @@ def measure() -> dict:
         )
     run = output_folder("quickstart")
     shutil.rmtree(run, ignore_errors=True)
-    settings = [f"trainer.output_dir={run}", "trainer.export_hf=false"]
+    settings = [f"trainer.output_dir={run}", "trainer.export_hf=false", *(BF16 if CUDA else ())]
     train(CONFIG, [*settings, f"trainer.total_steps={STEPS}"])
     before, *steps = read_metrics(run)
     found = figures(run)
@@ -33,7 +35,7 @@ def measure() -> dict:
     assert resumed == list(range(STEPS + FURTHER_STEPS + 1)), resumed
     rewards = [step["reward/score/mean"] for step in steps]
     difference = max(step["rollout/log_prob_diff/mean"] for step in steps)
-    assert difference < 1e-3, difference
+    assert difference < sized(0.05, 1e-3), difference
     if CUDA:
         assert rewards[-1] > rewards[0] + 0.1, rewards
     return {
