@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
         if config.evaluates:
             print(f"\nevaluation\n{evaluation_summary(config)}")
-    errors, warnings = check_run(config, world_size, ranks_per_node), list(config_warnings(config))
+    errors = check_run(config, world_size, ranks_per_node, on_gpus=bool(args.gpu))
+    warnings = list(config_warnings(config))
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
     if args.gpu and is_arranged:

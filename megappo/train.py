@@ -107,7 +107,8 @@ def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int
     config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
     if config.trainer.eval_only:
         INTERRUPTION.never_saves()
-    if errors := check_run(config, world_size, int(os.environ["LOCAL_WORLD_SIZE"])):
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    if errors := check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda()):
         raise ConfigError(*errors)
     with config.locating():
         _train(config, store, rank, world_size, cleanup)

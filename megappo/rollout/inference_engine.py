@@ -63,8 +63,6 @@ class Engine:
         )
         self._arguments |= part.server_arguments if part else {}
         self._variables = part.variables if part else {}
-        if gpu_ids and dtype == "fp32":
-            self._variables = launch.FP32_GPU_VARIABLES | self._variables
         self._resized: dict[str, float] = {}
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)

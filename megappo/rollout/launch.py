@@ -39,10 +39,6 @@ GPU_ARGUMENTS = {
     "cuda_graph_backend_prefill": "disabled",  # SGLang's default there refuses graphs that sleep
 }
 GPU_VARIABLES = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}  # CUDA graphs sleep, too
-FP32_GPU_ARGUMENTS = {"attention_backend": "triton"}
-"""In fp32: SGLang's choice for Hopper, FlashAttention 3, takes 16-bit numbers alone (0.5.23)."""
-FP32_GPU_VARIABLES = {"TRITON_F32_DEFAULT": "ieee"}
-"""In fp32: Triton's products round their factors to TF32 by default, about 1e-3 in log-probs."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
 SPIN_COUNT = "3000"
@@ -103,7 +99,6 @@ def server_arguments(
         "max_running_requests": rollout.max_running_requests,
         "log_level": "warning",
         **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else OWN_CPU_ARGUMENTS),
-        **(FP32_GPU_ARGUMENTS if on_gpu and dtype == "fp32" else {}),
         **({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {}),
         **(_adapter_arguments(lora, on_gpu=on_gpu) if lora else {}),
         **rollout.server_args,

@@ -18,14 +18,18 @@ from megappo.trainer.files import file_errors
 from megappo.trainer.resuming import resume_errors
 
 
-def check_run(config: Config, world_size: int, ranks_per_node: int | None = None) -> list[str]:
+def check_run(
+    config: Config, world_size: int, ranks_per_node: int | None = None, *, on_gpus: bool = False
+) -> list[str]:
     """Everything wrong with a well-typed config, one line each, where its key was written first: what its keys
     contradict, then what is not on disk.
 
     Args:
         ranks_per_node: None = all are on one.
+        on_gpus: whether the run would have GPUs.
     """
     errors = [
+        *(_gpu_errors(config) if on_gpus else ()),
         *arrangement_errors(config, world_size, ranks_per_node),
         *file_errors(config),
         *server_args_errors(config.rollout.server_args),
@@ -44,6 +48,15 @@ def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | No
     if ranks_per_node is not None:
         errors += uneven_engines(layouts["rollout"], ranks_per_node)
     return [*errors, *find_route(config, layouts, ranks_per_node).errors(on_gpus=False)]
+
+
+def _gpu_errors(config: Config) -> Iterator[str]:
+    own_engines = config.trainer.replay_rollouts is None and not config.rollout.engines
+    if config.model.dtype == "fp32" and own_engines:  # sglang-kernel 0.4.10: "rmsnorm failed to dispatch Float"
+        yield (
+            "model.dtype: fp32 does not run on GPUs, where SGLang's norm takes 16-bit numbers alone: set "
+            "model.dtype=bf16, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
 
 
 def _user_code_errors(config: Config) -> Iterator[str]:

@@ -120,13 +120,22 @@ def test_the_quickstart_takes_the_gpus_only_where_asked(tmp_path, monkeypatch, f
     assert words[0] == setup and words[-1] == devices
     assert {word for word in words if word.startswith(".venv")} == {folder}
     assert words[words.index("--nproc-per-node") + 1] == "2"
-    assert words[-4:-1] == ["megappo.train", "configs/quickstart.yaml", "trainer.seed=1"]
+    train = words.index("megappo.train")
+    assert words[train + 1] == "configs/quickstart.yaml" and words[-2] == "trainer.seed=1"
 
 
 def test_the_quickstart_on_gpus_says_before_the_set_up_that_there_are_too_few(tmp_path):
-    result = quickstart(tmp_path, 1, "gpu")
+    result = quickstart(tmp_path, 0, "gpu")
     assert result.returncode == 1 and not result.stdout
-    assert "expected 2 GPUs, nvidia-smi finds 1" in result.stderr
+    assert "expected 2 GPUs, nvidia-smi finds 0" in result.stderr
+
+
+@pytest.mark.parametrize(("gpus", "nproc"), [(1, "1"), (2, "2")])
+def test_the_quickstart_on_gpus_trains_in_16_bits_on_one_or_two(tmp_path, gpus, nproc):
+    words = quickstart(tmp_path, gpus, "gpu").stdout.splitlines()
+    assert words[words.index("--nproc-per-node") + 1] == nproc
+    assert "model.dtype=bf16" in words
+    assert ("actor.parallel.tensor=1" in words) == (gpus == 1)
 
 
 REFUSING = """[[ $2 == megappo.plan ]] || { echo started; exit 0; }

@@ -49,6 +49,15 @@ def test_all_ranks_need_a_world_size(plan, run_folder):
     assert "on 2 ranks" in plan(run_folder, *everywhere, "--world-size=2", WORLD_SIZE="6").stdout
 
 
+@pytest.mark.parametrize(("setting", "is_refused"), [("model.dtype=fp32", True), ("model.dtype=bf16", False)])
+def test_fp32_is_refused_where_an_engine_would_have_gpus(plan, run_folder, setting, is_refused):
+    without, planned = plan(run_folder, "run.yaml", setting), plan(run_folder, "run.yaml", setting, "--gpu", "h100")
+    assert "model.dtype" not in without.stderr
+    assert ("model.dtype: fp32 does not run on GPUs" in planned.stderr) == is_refused
+    servers = plan(run_folder, "run.yaml", setting, "--gpu", "h100", "rollout.engines=[http://127.0.0.1:9]")
+    assert "model.dtype" not in servers.stderr
+
+
 def test_an_engine_needs_as_many_ranks_on_each_of_its_nodes(plan, run_folder):
     words = ("run.yaml", "placement.actor,critic=all", "placement.rollout=0-5", "rollout.tensor_parallel=2")
     words = (*words, "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
