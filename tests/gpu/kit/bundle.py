@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 OUTPUT = REPOSITORY / "outputs" / "gpu-kit"
 LARGE_FILE_BYTES, LARGE_DISTRIBUTION_BYTES = 20 * MIB, 8 * MIB
 STRIPPED_BYTES = 4 * MIB
-FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9, "dict_size": 128 * MIB}]
+FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 * MIB}]
 
 
 @dataclass(frozen=True)
