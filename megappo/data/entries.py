@@ -15,6 +15,7 @@ from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
 from megappo.data.tokenizer import encode
 from megappo.observe.life import LIFE
+from megappo.rewards.builtin import check_label
 from megappo.rewards.forms import PROMPTS
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
     columns = fields.columns_of(record)
     _check_value("prompt", prompt)
     _check_value("label", label)
+    check_label(label, fields.reward.weights)
     for name, value in columns.items():
         _check_value(f"field {name!r}, which reward.function takes,", value)
     conversation = chat.conversation(prompt)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING, eval_sets
-from megappo.config.schema import Config, Data
+from megappo.config.schema import Config, Data, Reward
 from megappo.data.chat import Chat
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import BEGINNINGS, Check, DataFile, Done, check_lines
-from megappo.data.fields import Fields
+from megappo.data.fields import NO_REWARD, Fields
 from megappo.data.file_heads import RecordsError
 from megappo.data.order import Order, Turns
 from megappo.data.records import Records, open_records
@@ -59,6 +59,7 @@ class PromptDataset:
         takes: what reward function and environment take besides prompt and label.
         unpack: see `open_records`.
         weights: of the files, each of which has epochs of its own then; none: they are one.
+        reward: the section, with the functions that score responses.
         order_by: see data.order_by; in this order prompts are taken once all have been looked at.
 
     Attributes:
@@ -79,13 +80,15 @@ class PromptDataset:
         unpack: Unpack = unpacked,
         weights: Sequence[float] = (),
         order_by: str | None = None,
+        reward: Reward = NO_REWARD,
     ):
         self.config = config
         self.seed = seed
         self._key = key
         self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, config, takes.tools)
-        self._fields = Fields(config.prompt_key, config.label_key, takes, key.rpartition(".")[0], order_by)
+        section = key.rpartition(".")[0]
+        self._fields = Fields(config.prompt_key, config.label_key, takes, section, order_by, reward)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
         self.kept: Sequence[int] = range(self._starts[-1])
@@ -233,10 +236,10 @@ def open_datasets(
     taken = defaultdict(lambda: NOTHING, takes)
     train = None
     if not config.trainer.eval_only:
-        own: dict[str, Any] = {"weights": tuple(data.shares.values()), "order_by": data.order_by}
+        own: dict[str, Any] = {"weights": tuple(data.shares.values()), "order_by": data.order_by, "reward": config.reward}
         train = PromptDataset(data.files, tokenizer, data, seed, takes=taken[TRAINING], unpack=unpack, **own)
     val = {
-        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken[name], unpack)
+        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken[name], unpack, reward=one.reward)
         for name, one in eval_sets(config).items()
     }
     return train, val
