@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
         default=3,
         help="the first prompts of each file to show, besides its longest one (default: 3)",
     )
-    parser.add_argument("--tokens", action="store_true", help="show their tokens, too")
+    parser.add_argument("--tokens", action="store_true", help="show their tokens, too, ID='PIECE', special ones in []")
     parser.add_argument(
         "--records", type=_count, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
     )
@@ -207,7 +207,9 @@ def _shown(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None") -> Itera
         yield f"  {column}: {value!r}"
     yield prompt.text
     if tokenizer:
-        yield " ".join(f"{token}={tokenizer.decode([token])!r}" for token in prompt.tokens)
+        special = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+        pieces = ((token, f"{token}={tokenizer.decode([token])!r}") for token in prompt.tokens)
+        yield " ".join(f"[{piece}]" if token in special else piece for token, piece in pieces)
 
 
 if __name__ == "__main__":

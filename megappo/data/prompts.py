@@ -20,6 +20,7 @@ from megappo.data.fields import NO_REWARD, Fields
 from megappo.data.file_heads import RecordsError
 from megappo.data.order import Order, Turns
 from megappo.data.records import Records, open_records
+from megappo.data.special_tokens import unseen_tokens
 from megappo.data.unpacking import Unpack, unpacked
 from megappo.rewards.forms import NOTHING, Takes
 
@@ -149,10 +150,12 @@ class PromptDataset:
         return self._lines(parts, "error", "bad_row")
 
     def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
-        """What else several ranks' `check` found, one line for each file at most."""
+        """What else several ranks' `check` found, and what reward functions do not see, one line for each reason."""
         of_files = zip(self.files, zip(*parts, strict=True), strict=True)
-        lines = (check_lines(file, checks, self._fields.wanted, "warn") for file, checks in of_files)
-        return [line for of_file in lines for line in itertools.islice(of_file, 1)]
+        lost = (check_lines(file, checks, self._fields.wanted, "lost") for file, checks in of_files)
+        lines = itertools.chain.from_iterable(itertools.islice(of_file, 1) for of_file in lost)
+        unseen = (f"{self._key}: {line}" for line in unseen_tokens(self._fields.reward, self._tokenizer))
+        return [*lines, *self._lines(parts, "warn"), *unseen]
 
     def leave_out(self, parts: Sequence[Sequence[Check]]) -> list[str]:
         """Go on without the records that are to be left out; how many, these and prompts that are cut, one line for
@@ -236,7 +239,11 @@ def open_datasets(
     taken = defaultdict(lambda: NOTHING, takes)
     train = None
     if not config.trainer.eval_only:
-        own: dict[str, Any] = {"weights": tuple(data.shares.values()), "order_by": data.order_by, "reward": config.reward}
+        own: dict[str, Any] = {
+            "weights": tuple(data.shares.values()),
+            "order_by": data.order_by,
+            "reward": config.reward,
+        }
         train = PromptDataset(data.files, tokenizer, data, seed, takes=taken[TRAINING], unpack=unpack, **own)
     val = {
         name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken[name], unpack, reward=one.reward)
