@@ -17,15 +17,14 @@ def odd_tokens(
     conversation: Conversation, tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[str]:
     """What is odd about a prompt's tokens, in the same words for all prompts."""
-    bos, eos = tokenizer.bos_token, tokenizer.eos_token
     if tokens[-1] == tokenizer.eos_token_id:
         yield (
-            f"the prompt ends with {eos!r}, behind which a model has nothing to say: leave it out of the text, of the "
-            "chat template, or of what the post_processor in tokenizer.json adds"
+            f"the prompt ends with {tokenizer.eos_token!r}, behind which a model has nothing to say: leave it out of "
+            "the text, of the chat template, or of what the post_processor in tokenizer.json adds"
         )
-    messages = [] if isinstance(conversation, str) else conversation
-    for special in {bos, eos} - {None}:
-        if any(special in message["content"] for message in messages):
+    messages = "" if isinstance(conversation, str) else str(conversation)
+    for special in (tokenizer.bos_token, tokenizer.eos_token):
+        if special and special in messages:
             yield (
                 f"a message holds {special!r}, as texts do that a chat template has made before: use the messages that "
                 "it was made of, or data.apply_chat_template=false"

@@ -3,7 +3,7 @@
 import copy
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +58,7 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
 
 def ids_by_file(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[int] | None:
     """Token ids of a text by tokenizer.json alone; None where there is none. Arguments as of `encode`."""
-    file = Path(tokenizer.name_or_path, TOKENIZER_FILE)
+    file = Path(tokenizer.name_or_path, TOKENIZER_FILE).resolve()
     return _read(file).encode(text, add_special_tokens=special).ids if file.is_file() else None
 
 
@@ -72,20 +72,15 @@ def _read(file: Path) -> "Tokenizer":
     return found
 
 
-def showing_special(
-    tokenizer: "PreTrainedTokenizerBase", ends: Collection[int], stop: Collection[str]
-) -> "PreTrainedTokenizerBase":
-    """The same, but `skip_special_tokens` leaves out those alone that begin, end or pad a text.
-
-    Args:
-        ends: ids that end one. stop: of them, what is part of it nevertheless.
-    """
+def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """The same, but `skip_special_tokens` leaves out those alone that begin, end or pad a text."""
     from tokenizers import Tokenizer
 
+    ends = end_token_ids(tokenizer.name_or_path, tokenizer)
+    hidden = {*tokenizer.special_tokens_map.values(), *tokenizer.convert_ids_to_tokens(ends)}
     shown, state = copy.deepcopy(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
     for token in state["added_tokens"]:
-        ends_text = token["id"] in ends or token["content"] in tokenizer.special_tokens_map.values()
-        token["special"] &= ends_text and token["content"] not in stop
+        token["special"] &= token["content"] in hidden
     shown._tokenizer = Tokenizer.from_str(json.dumps(state))
     return shown
 

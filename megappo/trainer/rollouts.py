@@ -83,9 +83,8 @@ class Rollouts:
         num_engines: int,
     ):
         self.config = config
-        self.tokenizer = datasets.tokenizer
-        if not config.reward.skip_special_tokens:
-            self.tokenizer = showing_special(self.tokenizer, datasets.stop_token_ids, config.rollout.stop)
+        tokenizer = datasets.tokenizer
+        self.tokenizer = tokenizer if config.reward.skip_special_tokens else showing_special(tokenizer)
         self.client = own.wait_ready()
         self._workers = own.workers
         rewards = self._workers_of(TRAINING).rewards

@@ -111,7 +111,8 @@ def code_label(label: Any) -> None:
     Raises:
         ValueError: they cannot.
     """
-    for text in (one["test"] for one in trials_of(label)[0] if "test" in one):
+    for one in trials_of(label)[0]:
+        text = one.get("test", "run()")
         try:
             with warnings.catch_warnings(action="ignore"):  # of escapes, say
                 nodes = map(type, ast.walk(ast.parse(text)))
