@@ -70,6 +70,7 @@ WITHOUT_TORCH = (
     "megappo/data/parquet_rows.py",
     "megappo/data/prompts.py",
     "megappo/data/records.py",
+    "megappo/data/special_tokens.py",
     "megappo/data/token_bounds.py",
     "megappo/data/tokenizer.py",
     "megappo/data/unpacking.py",

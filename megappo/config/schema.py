@@ -193,6 +193,7 @@ class Reward(Section):
     on_error: Literal["raise", "zero"] = Field("raise", description="raise: a call that raises, hangs, ends its process or returns something else ends the run; zero: its response has score 0, and is counted")
     batch_size: Positive | None = Field(None, description="most responses that a function of lists is called with, as they are written; null = an equal share for each process, once all are written")
     options: dict[str, dict[str, Any]] = Field({}, description="arguments that functions get in every call, as {my_rewards.py:brevity: {limit: 100}}")
+    skip_special_tokens: bool = Field(True, description="functions get responses as text without special tokens; false = without those alone that begin, end or pad a text: where <think> or <answer> are special")
     scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")
     clip: PositiveFloat | None = Field(None, description="clip scaled scores to +- this; null = off")
     normalize: Literal["none", "running", "batch", "group"] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")

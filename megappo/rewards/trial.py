@@ -35,7 +35,7 @@ LIBRARIES = (
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
 PRELUDE = "\n".join([*(f"from {name} import *" for name in LIBRARIES), *(f"import {name}" for name in LIBRARIES)])
-"""What functions may use without importing it, as LiveCodeBench and verl's prime_code have it."""
+"""What programs may use without importing it, as LiveCodeBench and verl's prime_code have it."""
 Outcome = dict[str, Any]
 
 
@@ -65,8 +65,7 @@ def main() -> None:
     if job.is_protected and (reason := _why_unprotected()):
         return _say({"unprotected": reason})
     _say({})
-    if any("stdin" not in test for test in job.tests):
-        exec(PRELUDE, {})  # once, not in each process
+    exec(PRELUDE, {})  # once, not in each process
     deadline = time.monotonic() + job.total_seconds
     for test in job.tests:
         _say(_outcome(job, test, deadline))
@@ -190,13 +189,13 @@ def _ending(program: Callable[[], None]) -> int:
 
 
 def _execute(code: str, test: dict[str, Any], token: str) -> None:
-    """The program, as a module, and then the test; a function has what a prelude gives as it has what Python does."""
+    """The program, as a module, and then the test. The program has what a prelude gives as it has what Python does, and
+    the test, whose names are the program's, the prelude's modules."""
     module = ModuleType("__main__" if "stdin" in test else "solution")
     sys.modules[module.__name__] = module
     names = vars(module)
     names["__file__"] = os.path.abspath("solution.py")
-    if "stdin" not in test:
-        names["__builtins__"] = _prelude()
+    names["__builtins__"] = _prelude()
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 100_000))
     exec(compile(code, "solution.py", "exec"), names)
     if "function" in test:
@@ -204,7 +203,8 @@ def _execute(code: str, test: dict[str, Any], token: str) -> None:
         function = getattr(owner, test["function"], None) or names[test["function"]]
         _write(json.dumps(function(*test["arguments"])))
     elif "test" in test:
-        known = {name: one for name, one in names.items() if name != "__builtins__"}  # what the program has written
+        written = {name: one for name, one in names.items() if name != "__builtins__"}
+        known = {name: sys.modules[name] for name in LIBRARIES} | written
         exec(compile(test["test"], "test.py", "exec"), known)
         if test["entry_point"]:
             known["check"](known[test["entry_point"]])

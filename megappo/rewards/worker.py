@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial, reduce
-from importlib import import_module
 from itertools import islice
 from numbers import Rational
 from operator import index, or_
 from typing import Any, NamedTuple
 
-from megappo.rewards.builtin import ANSWERS
+from megappo.rewards.builtin import beside
 from megappo.rewards.forms import BadFunction, Call, Graded, RewardFunction, Rows, Step, awaited, recognised, runner
 from megappo.rewards.frames import receive, send
 from megappo.rewards.user_code import attempt, limit_memory, load, named, own_connection
@@ -87,10 +86,7 @@ def _load(source: str, name: str, options: Mapping[str, Any]) -> RewardFunction:
 
 
 def _answer_of(source: str, name: str) -> Callable[[str], Any]:
-    if f"{source}:{name}" not in ANSWERS:
-        return lambda response: None
-    module, _, function = ANSWERS[f"{source}:{name}"].partition(":")
-    return getattr(import_module(module), function)
+    return beside(f"{source}:{name}", "answer") or (lambda response: None)
 
 
 def _told(functions: list[Weighted]) -> dict[str, Any]:

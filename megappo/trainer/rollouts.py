@@ -15,6 +15,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.data.tokenizer import showing_special
 from megappo.environments.workers import Workers
 from megappo.interruption import INTERRUPTION, Interrupted
 from megappo.listening import run_store
@@ -82,13 +83,14 @@ class Rollouts:
         num_engines: int,
     ):
         self.config = config
-        self.tokenizer = datasets.tokenizer
+        tokenizer = datasets.tokenizer
+        self.tokenizer = tokenizer if config.reward.skip_special_tokens else showing_special(tokenizer)
         self.client = own.wait_ready()
         self._workers = own.workers
         rewards = self._workers_of(TRAINING).rewards
         if errors := late_scores_errors(config, waits_for_all=rewards is not None and rewards.waits_for_all):
             raise ConfigError(*errors)
-        self._decoder = copy.deepcopy(datasets.tokenizer)  # of its own: tokenizers serve one thread at a time
+        self._decoder = copy.deepcopy(self.tokenizer)  # of its own: tokenizers serve one thread at a time
         self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
         self.exchange = exchange
         self.observer = observer

@@ -16,6 +16,7 @@ from megappo.rewards.pool import load_reward
 ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = {"inputs": ["3\n", "-4"], "outputs": ["6", "-8\n"]}
 PRINTS_1 = {"inputs": [""], "outputs": ["1"]}
+PRINTS_LIST = {"inputs": [""], "outputs": ["[1]"]}
 SUM = {"inputs": [[1, 2], "3\n4"], "outputs": [3, [7]], "fn_name": "add"}
 PAIR = {"inputs": [["a"]], "outputs": [["a", 1]], "fn_name": "pair"}
 HUMAN_EVAL = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
@@ -68,6 +69,11 @@ GRADED = [
     ("", {"inputs": [[2, 3]], "outputs": [8], "fn_name": "pow"}, 0.0),  # what Python has is no program
     ("", "assert sqrt(4) == 2", 0.0),
     ("from math import *", "assert sqrt(4) == 2", 1.0),
+    ("def area(r): return pi * r * r", "assert math.isclose(area(1), 3.14159, rel_tol=1e-3)", 1.0),
+    ("def f(): return Counter('aab')", ["assert f() == collections.Counter(a=2, b=1)"], 1.0),
+    ("math = 1", "assert math == 1", 1.0),
+    ("print(math.gcd(*map(int, sys.stdin.read().split())), gcd(4, 6))", {"inputs": ["4 6"], "outputs": ["2 2"]}, 1.0),
+    ("def f(x: List[int]) -> None: ...\nprint(heapq.nsmallest(1, [2, 1]))", PRINTS_LIST, 1.0),
     ("def f(x): return str(x)", {"inputs": [[12]], "outputs": ["12"], "fn_name": "f"}, 1.0),
     ("def f(x): return x", {"inputs": [[12]], "outputs": ["12"], "fn_name": "f"}, 1.0),
     ("def f(x): return x + 'a'", {"inputs": ["12", "b"], "outputs": ["12a", "ba"], "fn_name": "f"}, 1.0),

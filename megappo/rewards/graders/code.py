@@ -1,5 +1,6 @@
 """Programs: whether what a response writes passes its label's tests."""
 
+import ast
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,23 @@ def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
         case [str(), *_] if all(isinstance(one, str) for one in told):
             return [{"test": one, "entry_point": None} for one in told], [None] * len(told)
     raise ValueError(f"code needs tests as label, {LABELS}; found {label!r:.80}")
+
+
+def code_label(label: Any) -> None:
+    """See that a label's tests can be run, and test something.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    for one in trials_of(label)[0]:
+        text = one.get("test", "run()")
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of escapes, say
+                nodes = map(type, ast.walk(ast.parse(text)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"code cannot run the test {text!r:.80}: {error}") from error
+        if not {ast.Assert, ast.Call} & set(nodes):
+            raise ValueError(f"code needs tests as label, {LABELS}; {text!r:.80} asserts nothing")
 
 
 def _tried(job: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
