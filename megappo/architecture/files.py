@@ -44,6 +44,12 @@ TEXT = Kind("text", lambda value: isinstance(value, str))
 TEXTS = Kind("list of text", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
 NAMES = Kind("non-empty list of text", lambda value: TEXTS.fits(value) and bool(value))
 SECTION = Kind("object", lambda value: isinstance(value, dict))
+FILES = Kind(
+    "object of names of files in its own folder",
+    lambda value: (
+        SECTION.fits(value) and TEXTS.fits([*value.values()]) and all(Path(i).name == i for i in value.values())
+    ),
+)
 TOKENS = Kind("token id or list of them", lambda value: all(COUNT.fits(i) for i in _listed(value)))
 
 CONFIG = {
@@ -120,25 +126,17 @@ def end_tokens(folder: Path) -> list[int]:
     return [token for token in _listed(found.get("eos_token_id")) if token is not None]
 
 
-def check_weights(folder: Path) -> None:
-    """Whether the folder's safetensors are there, as far as names and sizes tell.
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of a folder's safetensors lists them.
 
     Raises:
-        TextFileError: one is missing or empty, or the index of them cannot be read.
+        TextFileError: it cannot be read, or lists none.
     """
-    names = [SINGLE]
-    if (folder / INDEX).is_file():
-        weight_map = _read(folder / INDEX, {"weight_map": SECTION}).get("weight_map") or {}
-        names = sorted(set(map(str, weight_map.values()))) or [SINGLE]
-    elif not (folder / SINGLE).is_file():
-        raise TextFileError(
-            f"{folder} holds no {SINGLE} and no {INDEX}: complete the download; other weight formats are not read"
-        )
-    lacking = [name for name in names if not (folder / name).is_file()]
-    empty = [name for name in names if name not in lacking and not (folder / name).stat().st_size]
-    for what, found in (("lacks", lacking), ("holds an empty", empty)):
-        if found:
-            raise TextFileError(f"{folder} {what} {shorten(', '.join(found))}: complete the download")
+    file = folder / INDEX
+    found = _read(file, {"weight_map": FILES}).get("weight_map")
+    if not found:
+        raise TextFileError(f"cannot use {file}: it has no weight_map: copy it again")
+    return dict(found)
 
 
 def _read(file: Path, kinds: dict[str, Kind]) -> dict[str, Any]:

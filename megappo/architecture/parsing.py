@@ -8,6 +8,7 @@ from typing import Any
 from megappo.architecture.architecture import Architecture, Experts, LatentAttention, Rope
 from megappo.architecture.families import FAMILIES, ExpertFormat, Family, HeadKind, language_model
 from megappo.architecture.files import CONFIG_FILE, read_model_config
+from megappo.architecture.folders import other_kind
 from megappo.config.errors import ConfigError, shorten
 from megappo.config.text_files import TextFileError
 
@@ -67,11 +68,13 @@ def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architec
     Raises:
         ArchitectureError: config.json cannot be read, or the model cannot be trained.
     """
+    folder = Path(folder)
     try:
-        found = read_model_config(Path(folder))
+        found = read_model_config(folder)
     except TextFileError as error:
-        raise ArchitectureError(str(error)) from error
-    return parse(found, Path(folder) / CONFIG_FILE, head)
+        kind = other_kind(folder) if folder.is_dir() else None
+        raise ArchitectureError(f"{folder} {kind}" if kind else str(error)) from error
+    return parse(found, folder / CONFIG_FILE, head)
 
 
 def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Architecture:
