@@ -135,9 +135,15 @@ FOLDERS = [
         {INDEX: '{"weight_map": {"a": "1.safetensors"}}'},
         f"model holds model.safetensors, which transformers reads, and {INDEX}",
     ),
-    ({"adapter_config.json": "{}", "config.json": None}, "model holds an adapter, not a model: merge it into its base"),
-    ({"adapter_config.json": "{}"}, "model holds a model and adapter_config.json: merge it into its base"),
-    ({"model.safetensors": None, "pytorch_model.bin": ""}, "model holds weights as pickles (pytorch_model.bin): save"),
+    (
+        {"adapter_config.json": "{}", "config.json": None},
+        "model holds an adapter, model/adapter_config.json: merge it into its base",
+    ),
+    ({"adapter_config.json": "{}"}, "model holds an adapter, model/adapter_config.json: merge it into its base"),
+    (
+        {"model.safetensors": None, "pytorch_model.bin": ""},
+        "model holds weights as pickles, model/pytorch_model.bin: save",
+    ),
     ({INDEX: "[]"}, f"cannot use model/{INDEX}: it is not a JSON object: copy it again"),
     (
         {INDEX: '{"weight_map": 3}'},
