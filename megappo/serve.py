@@ -14,6 +14,7 @@ from types import FrameType
 
 from megappo import platform
 from megappo.architecture.files import CONFIG_FILE, named_architecture
+from megappo.architecture.folders import other_kind
 from megappo.config.errors import looked_in
 from megappo.config.text_files import TextFileError
 from megappo.rollout import launch
@@ -41,6 +42,8 @@ def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
     if not folder.is_dir():
         wanted = "a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
         return f"no folder {folder}{looked_in(folder)}: expected {wanted}"
+    if kind := other_kind(folder):
+        return f"{folder} {kind}"
     needed = [CONFIG_FILE, "*.safetensors", *(["tokenizer_config.json"] if with_tokenizer else [])]
     missing = [pattern for pattern in needed if not any(folder.glob(pattern))]
     if missing:

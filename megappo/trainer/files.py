@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.files import check_weights, end_tokens
+from megappo.architecture.files import end_tokens
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
+from megappo.architecture.folders import check_companions, other_kind, tensor_files
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, requests
 from megappo.config.data_files import OTHER_KIND, ending
@@ -66,9 +67,12 @@ def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec
         )
         yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
         return
+    if kind := other_kind(folder):
+        yield f"{key}: {folder} {kind}"
+        return
     if not (folder / "tokenizer_config.json").is_file():
         yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
-    for read in (check_weights, end_tokens):
+    for read in (tensor_files, check_companions, end_tokens):
         try:
             read(folder)
         except TextFileError as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from megappo.architecture.parameters import LORA_B, Piece
 from megappo.config.schema import Lora
@@ -50,6 +50,7 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
         OSError: they cannot be written.
     """
     tensors = {PREFIX + name: tensor.contiguous() for name, tensor in adapters}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    # safetensors 0.8's own save_file makes a file that nobody else may read.
+    (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = peft_config(lora) | {"base_model_name_or_path": str(base)}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
