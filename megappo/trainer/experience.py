@@ -1,5 +1,6 @@
 """From rollouts that were scored and looked at to advantages: rewards per token, corrections, estimate, whitening."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,8 +29,9 @@ class Judged:
         rows: this rank's, with `shaped_scores` and `advantages`; `kl_penalty` where the rewards have one in them,
             `clipped_advantages` where they are clipped, `returns` where there are values, and `rollout_is_weights`
             where they are not all 1.
-        log_prob_diff: the mean over the tokens of |old_log_probs - rollout_log_probs|.
-        kl_penalty: the mean over the tokens of the KL to the reference; None where the rewards have none in them.
+        log_prob_diff: the mean over the tokens of |old_log_probs - rollout_log_probs|; 0 without a token.
+        kl_penalty: the mean over the tokens of the KL to the reference; None where the rewards have none in them, or
+            there is no token.
     """
 
     rows: Rows
@@ -53,7 +55,7 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     added = {"shaped_scores": scores} | _whitened(run, advantages, joined.response_mask)
     added |= {"returns": returns} if run.config.has_values else {}
     rows = trajectories.spread(**added)
-    looked_at = {"log_prob_diff": (log_prob_diff(rows), "mean")}
+    looked_at = {"log_prob_diff": (log_prob_diff(rows), "mean"), "num_tokens": (rows.response_mask, "sum")}
     if penalty:
         looked_at["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
     if run.config.has_values:
@@ -62,8 +64,12 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     metrics, found = metrics_over_ranks(run.exchange, rows, correction_metrics | shaping_metrics, looked_at)
     if penalty:
         metrics["reward/kl_coef"] = run.progress.kl.value
+    num_tokens = metrics["rollout/trained_tokens"] = found["num_tokens"]
     if run.config.has_values:
-        metrics["critic/vf_explained_var"] = explained_variance(found["residual"], found["returns"])
+        explained = explained_variance(found["residual"], found["returns"]) if num_tokens > 1 else math.nan
+        metrics["critic/vf_explained_var"] = explained
+    if not num_tokens:
+        return Judged(rows, 0.0, None, metrics)
     return Judged(rows, found["log_prob_diff"], found.get("kl_penalty"), metrics)
 
 

@@ -7,6 +7,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megappo.batch.exchange import Exchange
 from megappo.batch.files import RowsFile, RowsFileError, write_rows
 from megappo.batch.folders import rows_file
@@ -189,6 +191,13 @@ class Replay:
         ]
         if "turn_rewards" in file.names and (found := step_scores_errors(self.config)):
             errors += found if file.field("turn_rewards").any() else []
+        if self.config.compares_responses and has_lone_responses(file):
+            errors.append(
+                f"trainer.replay_rollouts: {file.path} has prompts of whose responses all but one are masked "
+                f"(algorithm.mask_truncated), but this run compares them (algorithm.adv_estimator "
+                f"{self.config.algorithm.adv_estimator}, reward.normalize {self.config.reward.normalize}): record the "
+                "rollouts of a run that does"
+            )
         method = self.config.algorithm.method
         return errors + [
             f"trainer.replay_rollouts: {file.path} has no {field}, which algorithm.adv_estimator "
@@ -196,6 +205,14 @@ class Replay:
             for field, need in NEEDED.items()
             if getattr(method, need) and field not in file.names
         ]
+
+
+def has_lone_responses(file: RowsFile) -> bool:
+    """Whether only one of the responses to a prompt, or of its episodes, has a token of mask 1."""
+    episodes = file.field("episodes") if "episodes" in file.names else torch.arange(len(file.table))
+    answers = torch.stack([file.table.prompt_ids, episodes.long()], dim=1)[file.table.policy_lengths > 0]
+    _, counts = answers.unique(dim=0)[:, 0].unique(return_counts=True)
+    return bool((counts == 1).any())
 
 
 def _digest(specs: Iterable[str]) -> str:

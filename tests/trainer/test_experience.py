@@ -3,6 +3,7 @@
 A filter has left some of the rows, so prompts have two, three and four; an environment wrote some of their tokens.
 """
 
+import itertools
 import math
 import statistics
 from dataclasses import replace
@@ -249,6 +250,50 @@ def assert_weights(name: str, every: Rows, rows: Rows) -> None:
 
 def test_every_method_gives_what_loops_over_all_rows_give() -> None:
     run_ranks(2, check)
+
+
+LEFT = {
+    "all are masked": [],
+    "those of one rank are masked": [(4, 0), (4, 1), (5, 0)],
+    "one response is left": [(0, 0), (0, 1), (0, 2)],
+    "one token is left": [(5, 1)],
+}
+"""Of `SAMPLED` the row and place of each token that is still trained on; a prompt's rows are on one rank."""
+
+
+def degenerate(rank: int, world_size: int) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    every = make_rows()
+    for case, (name, algorithm) in itertools.product(LEFT, METHODS.items()):
+        config = make_config(algorithm)
+        # Where responses are compared one that is alone is masked, too.
+        alone = config.algorithm.method.compares_responses and case != "those of one rank are masked"
+        left = torch.zeros(len(SAMPLED), 3)
+        for row, place in [] if alone else LEFT[case]:
+            left[row, place] = 1.0
+        fields = every.fields | {"response_mask": left}
+        mine = at_owners(exchange, replace(every, fields=fields)).rows
+        progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+        judged = add_advantages(SimpleNamespace(config=config, exchange=exchange, progress=progress), mine)
+        num_tokens = int(left.sum())
+        assert judged.metrics["rollout/trained_tokens"] == num_tokens
+        assert judged.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))
+        assert (judged.kl_penalty is None) == (num_tokens == 0 or not config.algorithm.use_kl_in_reward)
+        assert math.isfinite(judged.log_prob_diff)
+        if config.has_values:
+            assert math.isnan(judged.metrics["critic/vf_explained_var"]) == (num_tokens < 2)
+        for field in ("advantages", "returns") if config.has_values else ("advantages",):
+            found = judged.rows.fields[field]
+            assert found.shape == mine.response_mask.shape and found.isfinite().all(), (case, name)
+            assert not found[mine.response_mask == 0].any()
+        whitens = config.algorithm.whiten_advantages
+        if num_tokens == 1 and (config.algorithm.method.whitens if whitens is None else whitens):
+            assert not judged.rows.fields["advantages"].any()
+
+
+def test_a_step_of_hardly_any_token_or_none_is_defined_and_counted() -> None:
+    """Every method; before, whitening, the means of metrics and the explained variance ended the run."""
+    run_ranks(2, degenerate)
 
 
 def credit(rank: int, world_size: int) -> None:

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megappo.batch.files import RowsFile, write_rows
 from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.trainer.record import Record, Replay
+from megappo.trainer.record import Record, Replay, has_lone_responses
 
 ROWS = Rows(
     *(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)),
@@ -97,6 +98,24 @@ def test_steps_of_another_version_of_the_environment_are_written_anew(tmp_path):
     assert record(tmp_path, **settings, max_turns=3).going_on(PROMPTS) == (0, ["max_turns"])
     (tmp_path / "guess.py").write_text("class Guess:\n    limit = 2\n")
     assert record(tmp_path, **settings).going_on(PROMPTS) == (0, ["environment_file"])
+
+
+@pytest.mark.parametrize("is_episode", [False, True])
+@pytest.mark.parametrize("lengths", [[2, 2], [2, 1], [0, 0], [0, 3]])
+def test_a_response_that_masks_have_left_alone_cannot_be_compared(tmp_path, lengths, is_episode):
+    """Rows of one prompt; of episodes the first two are of one, so that they count as one."""
+    responses = torch.tensor([3, 3, 3])
+    mask = (torch.arange(3) < torch.tensor([lengths[0], 0, lengths[1]])[:, None]).float()
+    fields = {"response_mask": mask, "scores": torch.ones(3)}
+    if is_episode:
+        mask[1, : lengths[0]] = 1.0
+        fields |= {"episodes": torch.tensor([0.0, 0.0, 1.0]), "segments": torch.tensor([0.0, 1.0, 0.0])}
+    ids = torch.zeros(3, dtype=torch.int64)
+    rows = Rows(torch.arange(3), ids, torch.ones_like(ids), responses, torch.zeros(12, dtype=torch.int64), fields)
+    path = tmp_path / "rows.safetensors"
+    write_rows(path, rows, {})
+    with RowsFile(path) as file:
+        assert has_lone_responses(file) == (0 < sum(n > 0 for n in lengths) < 2)
 
 
 def test_episodes_are_replayed_by_a_run_of_the_same_environment(tmp_path):
