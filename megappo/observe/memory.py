@@ -33,7 +33,8 @@ class PhaseMemory:
         self._children_listed = 0.0
         self._children_bytes = 0
         self._lock = threading.Lock()
-        threading.Thread(target=self._sample_often, name="memory-sampler", daemon=True).start()
+        self._sampler = threading.Thread(target=self._sample_often, name="memory-sampler", daemon=True)
+        self._sampler.start()
 
     def start(self, phase: str) -> None:
         """Begin a phase; phases do not nest."""
@@ -48,7 +49,9 @@ class PhaseMemory:
 
     def metrics(self) -> dict[str, Metric]:
         """Peaks since the last call, in GiB: `memory/<phase>_peak_gib`, and `memory/host_peak_gib/sum`, of resident
-        memory."""
+        memory. None once the thread has ended: it would not have seen them."""
+        if not self._sampler.is_alive():
+            return {}
         with self._lock:
             peaks = {f"memory/{phase}_peak_gib": Metric((peak / _GIB,), "max") for phase, peak in self._bytes.items()}
             peaks["memory/host_peak_gib/sum"] = Metric((self._host_bytes / _GIB,), "sum")
