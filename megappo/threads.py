@@ -18,7 +18,7 @@ def report_failures(process: str) -> None:
     def report(ended: threading.ExceptHookArgs) -> None:
         if ended.exc_type is SystemExit:  # a thread's way to end, for Python's own hook, too
             return
-        name = ended.thread.name if ended.thread is not None else "a thread that is gone"
+        name = getattr(ended.thread, "name", "that is gone")
         FAILED.append(name)
         frame = traceback.extract_tb(ended.exc_traceback)[-1]
         print(

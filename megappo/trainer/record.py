@@ -7,8 +7,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megappo.batch.exchange import Exchange
 from megappo.batch.files import RowsFile, RowsFileError, write_rows
 from megappo.batch.folders import rows_file
@@ -65,6 +63,7 @@ class Record:
             "num_tokens": num_tokens,
             "prompts_drawn": step * self.config.data.draw_size if num_drawn is None else num_drawn,
             "labels": [prompt.label for prompt in prompts],
+            "compared": self.config.compares_responses or not self.config.algorithm.mask_truncated,
         }
         self.exchange.on_rank_0(lambda: self._put(rows_file(self.folder, step), rows, facts))
 
@@ -191,12 +190,10 @@ class Replay:
         ]
         if "turn_rewards" in file.names and (found := step_scores_errors(self.config)):
             errors += found if file.field("turn_rewards").any() else []
-        if self.config.compares_responses and has_lone_responses(file):
+        if self.config.compares_responses and not file.facts.get("compared", True):
             errors.append(
-                f"trainer.replay_rollouts: {file.path} has prompts of whose responses all but one are masked "
-                f"(algorithm.mask_truncated), but this run compares them (algorithm.adv_estimator "
-                f"{self.config.algorithm.adv_estimator}, reward.normalize {self.config.reward.normalize}): record the "
-                "rollouts of a run that does"
+                f"trainer.replay_rollouts: {file.path} may have prompts of whose responses algorithm.mask_truncated "
+                "has left one alone, but this run compares them: record the rollouts of a run that does"
             )
         method = self.config.algorithm.method
         return errors + [
@@ -205,14 +202,6 @@ class Replay:
             for field, need in NEEDED.items()
             if getattr(method, need) and field not in file.names
         ]
-
-
-def has_lone_responses(file: RowsFile) -> bool:
-    """Whether only one of the responses to a prompt, or of its episodes, has a token of mask 1."""
-    episodes = file.field("episodes") if "episodes" in file.names else torch.arange(len(file.table))
-    answers = torch.stack([file.table.prompt_ids, episodes.long()], dim=1)[file.table.policy_lengths > 0]
-    _, counts = answers.unique(dim=0)[:, 0].unique(return_counts=True)
-    return bool((counts == 1).any())
 
 
 def _digest(specs: Iterable[str]) -> str:

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megappo.batch.files import RowsFile, write_rows
 from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.trainer.record import Record, Replay, has_lone_responses
+from megappo.trainer.record import Record, Replay
 
 ROWS = Rows(
     *(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)),
@@ -22,6 +21,7 @@ ROWS = Rows(
     {"response_mask": torch.ones(1, 1), "scores": torch.ones(1)},
 )
 BATCH = SimpleNamespace(at_rank_0=lambda exchange: ROWS)
+EXCHANGE = SimpleNamespace(rank=0, world_size=1)
 PROMPTS = SimpleNamespace(indices=lambda num_drawn: [num_drawn, num_drawn + 1])
 
 
@@ -37,12 +37,16 @@ def make_config(
     rollout_only: bool = True,
     environment: str | None = None,
     max_turns: int = 8,
+    mask_truncated: bool = False,
+    adv_estimator: str = "gae",
+    normalize: str = "none",
 ) -> Config:
     return Config.model_validate(
         {
             "model": {"path": model},
-            "rollout": {"top_k": top_k, "environment": environment, "max_turns": max_turns},
-            "reward": {"function": reward},
+            "rollout": {"n": 2, "top_k": top_k, "environment": environment, "max_turns": max_turns},
+            "reward": {"function": reward, "normalize": normalize},
+            "algorithm": {"mask_truncated": mask_truncated, "adv_estimator": adv_estimator},
             "data": {"train_files": ["f"], "train_batch_size": 2},
             "trainer": {"output_dir": "o", "total_steps": 4, "rollout_only": rollout_only},
         }
@@ -100,22 +104,17 @@ def test_steps_of_another_version_of_the_environment_are_written_anew(tmp_path):
     assert record(tmp_path, **settings).going_on(PROMPTS) == (0, ["environment_file"])
 
 
-@pytest.mark.parametrize("is_episode", [False, True])
-@pytest.mark.parametrize("lengths", [[2, 2], [2, 1], [0, 0], [0, 3]])
-def test_a_response_that_masks_have_left_alone_cannot_be_compared(tmp_path, lengths, is_episode):
-    """Rows of one prompt; of episodes the first two are of one, so that they count as one."""
-    responses = torch.tensor([3, 3, 3])
-    mask = (torch.arange(3) < torch.tensor([lengths[0], 0, lengths[1]])[:, None]).float()
-    fields = {"response_mask": mask, "scores": torch.ones(3)}
-    if is_episode:
-        mask[1, : lengths[0]] = 1.0
-        fields |= {"episodes": torch.tensor([0.0, 0.0, 1.0]), "segments": torch.tensor([0.0, 1.0, 0.0])}
-    ids = torch.zeros(3, dtype=torch.int64)
-    rows = Rows(torch.arange(3), ids, torch.ones_like(ids), responses, torch.zeros(12, dtype=torch.int64), fields)
-    path = tmp_path / "rows.safetensors"
-    write_rows(path, rows, {})
-    with RowsFile(path) as file:
-        assert has_lone_responses(file) == (0 < sum(n > 0 for n in lengths) < 2)
+@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize("compares", [{"adv_estimator": "rloo"}, {"normalize": "group"}])
+def test_a_response_that_masks_may_have_left_alone_is_not_compared(tmp_path, masks, compares):
+    """By an estimator, or to normalise its score; the record's run masked each truncated response by itself."""
+    write(record(tmp_path, mask_truncated=masks), 1)
+    replay = Replay(tmp_path, make_config(**compares, mask_truncated=masks), 9, EXCHANGE)
+    alone = pytest.raises(ConfigError, match="has left one alone, but this run compares them: record the rollouts of")
+    with alone if masks else nullcontext():
+        replay(1, nullcontext)
+    write(record(tmp_path, **compares, mask_truncated=masks), 1)
+    replay(1, nullcontext)
 
 
 def test_episodes_are_replayed_by_a_run_of_the_same_environment(tmp_path):
