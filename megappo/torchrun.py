@@ -31,6 +31,7 @@ from megappo.interruption import EXIT_AGAIN
 from megappo.launcher.agent import Agent, OtherNodeError, StartAgain
 from megappo.lifetime import EXIT_LOST_RANK
 from megappo.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
+from megappo.threads import report_failures
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """They tell of each process they end, and of files they pass on."""
@@ -43,6 +44,7 @@ def main() -> int:
     again, or 128 + n when signal n ended torchrun."""
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    report_failures("launcher")
     platform.raise_open_file_limit()
     bind_stores()
     api.LocalElasticAgent = Agent

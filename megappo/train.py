@@ -40,6 +40,7 @@ from megappo.observe.console import escape_unprintable
 from megappo.placement.ranks import placement_layouts
 from megappo.rollout.launch import home_of_sockets, nccl_variables
 from megappo.table import resolved
+from megappo.threads import report_failures
 from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.own_engine import OwnEngine, start_engine
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    report_failures(f"rank {rank}")
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         stay_on_this_node()  # plain torchrun has not,
     platform.raise_open_file_limit()  # nor has it raised this

@@ -14,6 +14,7 @@ BOTTOM = frozenset(
     {
         *("architecture", "config", "table", "platform", "torchvision_on_cpu"),
         *("lifetime", "interruption", "keeper", "cores", "listening", "imports", "moments"),
+        "threads",
     }
 )
 APART = frozenset({"weights", "rollout", "checkpoint"})

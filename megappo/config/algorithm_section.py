@@ -60,7 +60,7 @@ class Algorithm(Section):
     critic_lam: Fraction | None = Field(None, description="lambda of the critic's returns (decoupled GAE); null = lam")
     gae_level: Literal["token", "turn"] = Field("token", description="gae: what is one action; turn: each turn of an episode has one reward, value and advantage, and gamma and lam are per turn")
     bootstrap_truncated: bool = Field(False, description="value a truncated response's future by the critic instead of 0")
-    mask_truncated: bool = Field(False, description="leave truncated responses, and episodes that were not ended, out of losses and advantages; with an estimator that compares the responses to a prompt also the only one that is left (DAPO's overlong filtering)")
+    mask_truncated: bool = Field(False, description="leave truncated responses, and episodes that were not ended, out of losses and advantages; where the responses to a prompt are compared (by the estimator, or for reward.normalize group) also the only one that is left (DAPO's overlong filtering)")
     norm_adv_by_std_in_grpo: bool = Field(True, description="grpo: divide by the group's standard deviation; false = Dr. GRPO")
     whiten_advantages: bool | None = Field(None, description=f"shift and scale advantages to mean 0, variance 1 over all response tokens of a step; null = for {_WHITENING}")
     advantages_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this, after whitening; null = off")

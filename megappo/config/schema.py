@@ -280,6 +280,11 @@ class Config(Section):
         return self.algorithm.method.needs_values
 
     @property
+    def compares_responses(self) -> bool:
+        """Whether the responses to a prompt are compared, by the estimator or to normalise their scores."""
+        return self.algorithm.method.compares_responses or self.reward.normalize == "group"
+
+    @property
     def has_critic(self) -> bool:
         """Whether a critic, a model of its own, gives the values."""
         return self.has_values and not self.algorithm.shared_backbone
