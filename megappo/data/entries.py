@@ -35,6 +35,7 @@ class Entry:
         text: as the model sees it. is_chat: from chat messages, whose template brings the special tokens itself.
         columns: what the reward function takes besides.
         rank: by which it is ordered.
+        left_out: why fields that nobody asks for by name are not in columns.
     """
 
     text: str
@@ -42,6 +43,7 @@ class Entry:
     label: Any
     columns: dict[str, Any]
     rank: float = 0.0
+    left_out: tuple[str, ...] = ()
 
 
 def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
@@ -67,12 +69,19 @@ def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
     columns = fields.columns_of(record)
     _check_value("prompt", prompt)
     _check_value("label", label)
-    for name, value in columns.items():
-        _check_value(f"field {name!r}, which reward.function takes,", value)
+    left_out = []
+    for name, value in list(columns.items()):
+        try:
+            _check_value(f"field {name!r}, which reward.function takes,", value)
+        except ValueError as error:
+            if fields.takes.welcome is not None or name in fields.takes.needed:
+                raise
+            left_out.append(f"{error}, or do without: it is left out")
+            del columns[name]
     conversation = chat.conversation(prompt)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = conversation
-    return Entry(chat.text_of(conversation), not isinstance(conversation, str), label, columns, rank)
+    return Entry(chat.text_of(conversation), not isinstance(conversation, str), label, columns, rank, tuple(left_out))
 
 
 def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
@@ -107,7 +116,7 @@ class Checker:
 
     def check(self, records: Records, numbers: Sequence[int]) -> Check:
         """What is wrong with the records of these numbers, from 0; of texts that the tokenizer loses, the first."""
-        check = Check(len(numbers))
+        check, has_lost = Check(len(numbers)), False
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
             LIFE.sign()
             part = numbers[start : start + RECORDS_AT_ONCE]
@@ -115,13 +124,15 @@ class Checker:
             for number, record in zip(part, records.at(part), strict=True):
                 try:
                     entries[number] = entry_of(record, self._fields, self._chat)
+                    check.add(number, entries[number].left_out, "warn")
                 except ValueError as error:
                     check.add(number, error.args, self._on_bad_row)
             if self._fields.order_by is not None:
                 check.ranks.extend(entries[number].rank if number in entries else math.nan for number in part)
             for number, fault, done in self._wrong_tokens(entries):
-                if done != "warn" or done not in check.found:
+                if done != "warn" or not has_lost:
                     check.add(number, [fault], done)
+                has_lost = has_lost or done == "warn"
         return check
 
     def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str, Done]]:

@@ -146,10 +146,10 @@ class PromptDataset:
         return self._lines(parts, "error", "bad_row")
 
     def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
-        """What else several ranks' `check` found, one line for each file at most."""
+        """What else several ranks' `check` found, one line each."""
         of_files = zip(self.files, zip(*parts, strict=True), strict=True)
         lines = (check_lines(file, checks, self._fields.wanted, "warn") for file, checks in of_files)
-        return [line for of_file in lines for line in itertools.islice(of_file, 1)]
+        return list(itertools.chain.from_iterable(lines))
 
     def leave_out(self, parts: Sequence[Sequence[Check]]) -> list[str]:
         """Go on without the records that are to be left out; how many, these and prompts that are cut, one line for
