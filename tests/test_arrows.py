@@ -14,7 +14,7 @@ BOTTOM = frozenset(
     {
         *("architecture", "config", "table", "platform", "torchvision_on_cpu"),
         *("lifetime", "interruption", "keeper", "cores", "listening", "imports", "moments"),
-        "threads",
+        *("threads", "user_modules", "variables"),
     }
 )
 APART = frozenset({"weights", "rollout", "checkpoint"})
@@ -100,7 +100,7 @@ def allowed(package: str) -> frozenset[str]:
         return (MIDDLE - (APART if package in APART else frozenset())) | BOTTOM | {package}
     within = {
         "ppo": {"ppo", "moments"},
-        "config": {"config", "table"},
+        "config": {"config", "table", "user_modules"},
         "architecture": {"architecture", "config", "table"},
         "estimate": {"estimate", "architecture", "config", "placement"},
         "keeper": {"lifetime"},

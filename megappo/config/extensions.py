@@ -1,14 +1,13 @@
 """People's own Python files, run before a config is read: what they register belongs to it like the program's own."""
 
 import functools
-import importlib.util
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megappo.config.coercion import as_declared
 from megappo.config.errors import looked_in, shorten
+from megappo.user_modules import home_of, share_all
 
 KEY = "trainer.extensions"
 
@@ -36,17 +35,18 @@ def run_extensions(values: Mapping[str, object], before: Callable[[], None] | No
             _run(str(path.resolve()))
         except (Exception, SystemExit) as error:
             errors.append(f"{KEY}: {file} raised {_told(error, str(path.resolve()))}: correct the file")
+    share_all()
     return errors
 
 
 @functools.cache
 def _run(path: str) -> None:
-    """Import a file under its path as the module's name, which no other module has."""
-    spec = importlib.util.spec_from_file_location(path, path)
-    if spec is None or spec.loader is None:
+    """Import a file, with the modules of its folder in place of another's."""
+    if not path.endswith(".py"):
         raise ImportError(f"{Path(path).name} is no Python file")
-    sys.modules[path] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[path])
+    home = home_of(str(Path(path).parent))
+    home.enter()
+    home.load(path)
 
 
 def _told(error: BaseException, path: str) -> str:

@@ -44,6 +44,7 @@ class Entry:
         conversation: that it is of.
         columns: what the reward function takes besides.
         rank: by which it is ordered.
+        left_out: why fields that nobody asks for by name are not in columns.
     """
 
     text: str
@@ -51,6 +52,7 @@ class Entry:
     label: Any
     columns: dict[str, Any]
     rank: float = 0.0
+    left_out: tuple[str, ...] = ()
 
     @property
     def is_chat(self) -> bool:
@@ -82,12 +84,19 @@ def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
     _check_value("prompt", prompt)
     _check_value("label", label)
     check_label(label, fields.reward.weights)
-    for name, value in columns.items():
-        _check_value(f"field {name!r}, which reward.function takes,", value)
+    left_out = []
+    for name, value in list(columns.items()):
+        try:
+            _check_value(f"field {name!r}, which reward.function takes,", value)
+        except ValueError as error:
+            if fields.takes.welcome is not None or name in fields.takes.needed:
+                raise
+            left_out.append(f"{error}, or do without: it is left out")
+            del columns[name]
     conversation = chat.conversation(prompt)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = conversation
-    return Entry(chat.text_of(conversation), conversation, label, columns, rank)
+    return Entry(chat.text_of(conversation), conversation, label, columns, rank, tuple(left_out))
 
 
 def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
@@ -132,6 +141,7 @@ class Checker:
             for number, record in zip(part, records.at(part), strict=True):
                 try:
                     entries[number] = entry_of(record, self._fields, self._chat)
+                    check.add(number, entries[number].left_out, "warn")
                 except ValueError as error:
                     check.add(number, error.args, self._on_bad_row)
             if self._fields.order_by is not None:
