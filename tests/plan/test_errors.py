@@ -229,7 +229,7 @@ def test_odd_values_are_warned_of(plan, run_folder):
             "rollout.server_args: SGLang does not know schedul_policy: did you",
         ),
         ("actor.optim.lr=1e4", "actor.optim.lr 10000.0 is what Adam would change every weight by in a step: lower it"),
-        ("trainer.output_dir=''", "trainer.output_dir is empty: name a folder"),
+        ("trainer.output_dir=''", 'trainer.output_dir: expected text, found "" (write a path'),
         ("trainer.output_dir=/proc/runs/1", "trainer.output_dir: cannot write in /proc ("),
         (f"trainer.output_dir=out/{'x' * 300}", "trainer.output_dir: cannot write in "),
         ("trainer.output_dir=train.jsonl/out", "trainer.output_dir: "),
