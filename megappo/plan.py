@@ -44,7 +44,7 @@ from megappo.sync.route import find_route
 from megappo.trainer.lock import in_use
 from megappo.trainer.preflight import arrangement_errors, check_run
 from megappo.trainer.rehearsal import rehearse
-from megappo.trainer.resuming import already_finished
+from megappo.trainer.resuming import already_finished, resume_warnings
 
 WIDTH = 120
 
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.evaluates:
             print(f"\nevaluation\n{evaluation_summary(config)}")
     errors = check_run(config, world_size, ranks_per_node, on_gpus=bool(args.gpu))
-    warnings = list(config_warnings(config))
+    warnings = [*config_warnings(config), *resume_warnings(config)]
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
     if args.gpu and is_arranged:

@@ -50,6 +50,7 @@ WITHOUT_TORCH = (
     "megappo/placement/ranks.py",
     "megappo/placement/uses.py",
     "megappo/sync/route.py",
+    "megappo/checkpoint/checksums.py",
     "megappo/checkpoint/errors.py",
     "megappo/checkpoint/folders.py",
     "megappo/observe/files.py",

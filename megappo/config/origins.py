@@ -16,7 +16,8 @@ class Origins:
 
     Attributes:
         file: the config; "" where there is none.
-        places: key -> `run.yaml:12` or `command line`; keys at their defaults are not in it.
+        places: key -> `run.yaml:12` or `command line`; keys at their defaults are not in it. What wins comes first: the
+            command line, then the file, then its bases.
     """
 
     file: str = field(default="", compare=False)
@@ -28,9 +29,20 @@ class Origins:
             path = path[:-1]
         return self.places.get(path, self.file)
 
+    def rank(self, key: str) -> int:
+        """Number of the source that wrote a key: 0 for the one that wins, the largest where none did."""
+        sources = list(dict.fromkeys(map(_source, self.places.values())))
+        place = self.places.get(tuple(key.split(".")))
+        return len(sources) if place is None else sources.index(_source(place))
+
     def located(self, error: str) -> str:
         """The error behind the place of the first key it names that was written anywhere, else behind the file."""
         named = [tuple(key.split(".")) for key in _KEYS.findall(error)]
         named += [path[:-1] for path in named if len(path) > 3]  # of eval.datasets.NAME.n, what has that name
         place = next((self.places[path] for path in named if path in self.places), self.file)
         return f"{place}: {error}" if place else error
+
+
+def _source(place: str) -> str:
+    """The file of a place; "" for the command line."""
+    return place.rpartition(":")[0]

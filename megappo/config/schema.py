@@ -8,14 +8,27 @@ from annotated_types import MinLen
 from pydantic import Field, PrivateAttr
 
 from megappo.config.algorithm_section import Algorithm
+from megappo.config.conditions import (
+    CLIP_RATIO,
+    HAS_CRITIC,
+    HAS_HELD_OUT,
+    HAS_KL_LOSS,
+    HAS_REFERENCE,
+    HAS_VALUES,
+    SUMS_SCORES,
+    ReadByMethod,
+    ReadIf,
+)
 from megappo.config.data_files import stem
 from megappo.config.errors import ConfigError, printable
-from megappo.config.eval_section import Eval
+from megappo.config.eval_section import NONE, Eval
 from megappo.config.kinds import (
     ADAPTED_MODULES,
     AdaptedModule,
     Aggregation,
     Decay,
+    FilePath,
+    Float,
     Fraction,
     KLKind,
     NonNegative,
@@ -23,11 +36,15 @@ from megappo.config.kinds import (
     OneOf,
     Positive,
     PositiveFloat,
+    Processes,
+    Seconds,
+    Seed,
     TensorKind,
+    Tokens,
     TooLong,
     Ways,
 )
-from megappo.config.methods import LENGTH_PENALTIES, POLICY_LOSSES, Method, PolicyLoss
+from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Method, PolicyLoss
 from megappo.config.origins import Origins
 from megappo.config.rollout_section import Rollout
 from megappo.config.section import Section
@@ -38,7 +55,7 @@ EVAL_INTERVAL = 10
 
 
 class Model(Section):
-    path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
+    path: FilePath = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = Field("auto", description="transformer layers: TransformerEngine's where it is installed with CUDA, else torch-only ones")
 
@@ -95,7 +112,7 @@ class Trained(Section):
     lora: Lora | None = Field(None, description="train low-rank adapters beside the matrices, and a value head, instead of the weights; null = train all weights")
     recompute: Literal["none", "selective", "full"] = Field("none", description="activation recomputation in the backward pass")
     offload: Literal["auto"] | tuple[TensorKind, ...] = Field((), description="what sleeps in the host's memory while no phase needs it on the device: weights, gradients, optimizer; auto = what does not fit otherwise, by the plan's arithmetic")
-    max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")
+    max_tokens_per_micro_batch: Tokens = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")
     ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
     loss_agg_mode: Aggregation | None = Field(None, description=f"how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of {_OWN_AVERAGING}")
@@ -107,24 +124,24 @@ class Trained(Section):
 
 class Actor(Trained):
     policy_loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("clip", description="policy loss; clip is PPO's, with clip-higher and dual clip")
-    clip_ratio: PositiveFloat = Field(0.2, description="PPO's epsilon: the probability ratio is clipped to 1 +- this")
+    clip_ratio: Annotated[PositiveFloat, CLIP_RATIO] = Field(0.2, description="PPO's epsilon: the probability ratio is clipped to 1 +- this")
     clip_ratio_low: PositiveFloat | None = Field(None, description="lower epsilon; null = clip_ratio")
     clip_ratio_high: PositiveFloat | None = Field(None, description="upper epsilon (clip-higher); null = clip_ratio")
     clip_ratio_c: PositiveFloat | None = Field(3.0, gt=1, description="dual clip: bound on the loss of negative advantages; null = off")
     tau_pos: PositiveFloat = Field(1.0, description="sapo: sharpness of the soft gate where advantages are positive")
     tau_neg: PositiveFloat = Field(1.05, description="sapo: the same where they are not")
     clip_cov_ratio: Fraction = Field(0.0002, description="clip_cov: share of a mini-batch's tokens taken out of the gradient")
-    clip_cov_lb: float = Field(1.0, description="clip_cov: covariance from which on a token may be taken out")
-    clip_cov_ub: float = Field(5.0, description="clip_cov: covariance up to which a token may be taken out")
+    clip_cov_lb: Float = Field(1.0, description="clip_cov: covariance from which on a token may be taken out")
+    clip_cov_ub: Float = Field(5.0, description="clip_cov: covariance up to which a token may be taken out")
     kl_cov_ratio: Fraction = Field(0.0002, description="kl_cov: share of a mini-batch's tokens that get the KL penalty")
     ppo_kl_coef: NonNegativeFloat = Field(1.0, description="kl_cov: weight of that penalty")
     dro_beta: PositiveFloat = Field(0.1, description="dro: weight of the squared log-ratio")
     opsm_delta: PositiveFloat | None = Field(None, description="off-policy sequence masking: no gradient from tokens of negative advantage in a response whose mean of old_log_probs - log_probs passes this, such as 1e-4; null = off")
     entropy_coeff: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add kl_loss_coef x KL(policy, reference) to the loss; builds a reference")
-    kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL loss")
-    kl_loss_type: KLKind = Field("k3", description="KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary")
-    kl_loss_unbiased: bool = Field(False, description="weight the KL loss of k1 or k3 by the ratio to the policy before the update, which makes its gradient unbiased")
+    kl_loss_coef: Annotated[NonNegativeFloat, HAS_KL_LOSS] = Field(0.001, description="weight of the KL loss")
+    kl_loss_type: Annotated[KLKind, HAS_KL_LOSS] = Field("k3", description="KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary")
+    kl_loss_unbiased: Annotated[bool, HAS_KL_LOSS] = Field(False, description="weight the KL loss of k1 or k3 by the ratio to the policy before the update, which makes its gradient unbiased")
     target_kl: PositiveFloat | None = Field(None, description="skip the rest of a step's mini-batches and epochs once actor/ppo_kl of one passes this; null = off")
 
     @property
@@ -134,7 +151,7 @@ class Actor(Trained):
 
 
 class Critic(Trained):
-    model_path: str | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
+    model_path: FilePath | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
     value_clip: PositiveFloat | None = Field(0.5, description="clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = Field(None, description="Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = Field(0, description="first PPO steps in which only the critic trains")
@@ -143,12 +160,12 @@ class Critic(Trained):
 class Ref(Section):
     parallel: Parallel | None = Field(None, description="layout of the frozen reference; null = the actor's")
     offload: Literal["auto"] | tuple[Literal["weights"], ...] = Field((), description="weights: they sleep in the host's memory while no phase needs them on the device; auto = if they do not fit otherwise")
-    max_tokens_per_micro_batch: Positive | None = Field(None, description="tokens per forward micro-batch; null = the actor's")
+    max_tokens_per_micro_batch: Tokens | None = Field(None, description="tokens per forward micro-batch; null = the actor's")
 
 
 class Data(Section):
-    train_files: tuple[str, ...] | dict[str, NonNegativeFloat] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts; as {a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves one out that base names")
-    val_files: tuple[str, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
+    train_files: tuple[FilePath, ...] | dict[FilePath, NonNegativeFloat] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts; as {a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves one out that base names")
+    val_files: tuple[FilePath, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
     train_batch_size: Positive = Field(256, description="prompts per step, at most as many as train_files hold")
     gen_batch_size: Positive | None = Field(None, description="prompts drawn at a time, at least train_batch_size: a step's rollout ends as soon as train_batch_size of them have all responses (with algorithm.filter_groups: as many as are still needed have scores that differ), and what the engines are at is dropped; null = train_batch_size, each of which is waited for")
     prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template; a dotted name leads into objects")
@@ -156,7 +173,7 @@ class Data(Section):
     apply_chat_template: bool = Field(False, description="a prompt that is a string is a user's message, and put through the template like chat messages; false = it goes to the model as it is")
     system_prompt: str | None = Field(None, description="system message before chat messages that have none; null = none")
     chat_template_kwargs: dict[str, str | int | float | bool] = Field({}, description="variables of the chat template, such as {enable_thinking: false}")
-    max_prompt_length: Positive = Field(1024, description="tokens of a prompt; too_long says what a longer one is")
+    max_prompt_length: Tokens = Field(1024, description="tokens of a prompt; too_long says what a longer one is")
     too_long: TooLong = Field("error", description="a prompt longer than max_prompt_length: an error that names its line, left out, or cut to its last tokens, without those that a template puts before; what is left out or cut is counted at the start")
     on_bad_row: Literal["error", "skip"] = Field("error", description="a malformed record, or one without a field that is needed: an error that names its line, or left out and counted")
     shuffle: bool = Field(True, description="a new order each epoch, from trainer.seed")
@@ -185,20 +202,20 @@ class Data(Section):
 
 
 class Reward(Section):
-    function: str | dict[str, float] | None = Field("exact_match", description="null: none, where rollout.environment gives the rewards; else built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
-    num_workers: Positive = Field(1, description="processes that run the function, for each engine")
-    timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take: for one response, or for all that a function of lists is called with")
-    memory_limit_gib: PositiveFloat | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")
+    function: FilePath | dict[FilePath, Float] | None = Field("exact_match", description="null: none, where rollout.environment gives the rewards; else built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
+    num_workers: Processes = Field(1, description="processes that run the function, for each engine")
+    timeout_seconds: Seconds = Field(60.0, description="how long one call of the function may take: for one response, or for all that a function of lists is called with")
+    memory_limit_gib: Annotated[float, Field(gt=0, le=10**6)] | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")
     pass_env: tuple[str, ...] = Field((), description="environment variables that the function gets although their names are those of secrets, such as OPENAI_API_KEY")
     on_error: Literal["raise", "zero"] = Field("raise", description="raise: a call that raises, hangs, ends its process or returns something else ends the run; zero: its response has score 0, and is counted")
     batch_size: Positive | None = Field(None, description="most responses that a function of lists is called with, as they are written; null = an equal share for each process, once all are written")
-    options: dict[str, dict[str, Any]] = Field({}, description="arguments that functions get in every call, as {my_rewards.py:brevity: {limit: 100}}")
+    options: dict[FilePath, dict[str, Any]] = Field({}, description="arguments that functions get in every call, as {my_rewards.py:brevity: {limit: 100}}")
     skip_special_tokens: bool = Field(True, description="functions get responses as text without special tokens; false = without those alone that begin, end or pad a text: where <think> or <answer> are special")
-    scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")
-    clip: PositiveFloat | None = Field(None, description="clip scaled scores to +- this; null = off")
-    normalize: Literal["none", "running", "batch", "group"] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")
-    length_penalty: Annotated[str, OneOf(LENGTH_PENALTIES)] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
-    overlong_buffer: Positive = Field(256, description="overlong: tokens before rollout.max_response_length over which the penalty grows")
+    scale: Annotated[PositiveFloat, SUMS_SCORES] = Field(1.0, description="factor of every score; the first of the shaping steps")
+    clip: Annotated[PositiveFloat | None, SUMS_SCORES] = Field(None, description="clip scaled scores to +- this; null = off")
+    normalize: Annotated[Literal["none", "running", "batch", "group"], SUMS_SCORES] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")
+    length_penalty: Annotated[str, OneOf(LENGTH_PENALTIES), SUMS_SCORES] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
+    overlong_buffer: Tokens = Field(256, description="overlong: tokens before rollout.max_response_length over which the penalty grows")
     length_penalty_factor: NonNegativeFloat = Field(1.0, description="the largest length penalty")
 
     @property
@@ -216,33 +233,33 @@ class Reward(Section):
 class Placement(Section):
     actor: str = Field("all", description="ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
     critic: str = Field("all", description="ranks of the critic")
-    ref: str | None = Field(None, description="ranks of the reference; null = the actor's")
+    ref: Annotated[str | None, HAS_REFERENCE] = Field(None, description="ranks of the reference; null = the actor's")
     rollout: str = Field("all", description="ranks whose GPUs the SGLang engines use, the actor's or others")
 
 
 class Trainer(Section):
-    output_dir: str = Field(description="folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
+    output_dir: FilePath = Field(description="folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
     total_steps: Positive = Field(100, description="PPO steps")
-    seed: NonNegative = Field(0, description="seeds data order, value head and sampling")
+    seed: Seed = Field(0, description="seeds data order, value head and sampling")
     save_interval: NonNegative = Field(20, description="checkpoint every so many steps, and at the end; 0 = at the end only")
     async_save: bool = Field(True, description="go on training while a checkpoint is written: from the first save on keeps host memory for a copy of what is saved")
     keep_checkpoints: NonNegative = Field(2, description="newest checkpoints to keep; 0 = all")
-    keep_every: NonNegative = Field(0, description="keep those of every so many steps, too; 0 = none")
+    keep_every: Annotated[NonNegative, ReadIf(("trainer.save_interval",)), ReadIf(("trainer.keep_checkpoints",))] = Field(0, description="keep those of every so many steps, too; 0 = none")
     eval_interval: NonNegative | None = Field(None, description="evaluate on data.val_files and eval.datasets every so many steps, before the first and at the end; 0 = off; null = 10 where there are any")
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
-    num_samples: NonNegative = Field(4, description="prompts of each held-out data set whose responses are printed and kept per evaluation")
+    num_samples: Annotated[NonNegative, HAS_HELD_OUT] = Field(4, description="prompts of each held-out data set whose responses are printed and kept per evaluation")
     max_bad_steps: NonNegative = Field(3, description="so many optimizer steps in a row are skipped, with their rows kept in bad_steps/, where loss or gradients are not finite; one more ends the run")
-    time_limit: PositiveFloat | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
+    time_limit: Seconds | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save; with async_save two saves must fit, as one may be on its way")
-    record_rollouts: str | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
-    replay_rollouts: str | None = Field(None, description="folder of such files to train on, in place of engines")
+    record_rollouts: FilePath | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
+    replay_rollouts: FilePath | None = Field(None, description="folder of such files to train on, in place of engines")
     rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")
     eval_only: bool = Field(False, description="evaluate once and train nothing: output_dir's newest checkpoint, or model.path where there is none")
-    eval_checkpoint: str | None = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
-    extensions: tuple[str, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
-    process_group_timeout_seconds: PositiveFloat = Field(1800.0, description="a collective that waits longer than this ends the run")
-    hang_timeout_seconds: PositiveFloat | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
+    eval_checkpoint: Annotated[FilePath | None, ReadIf(("trainer.eval_only",))] = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
+    extensions: tuple[FilePath, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
+    process_group_timeout_seconds: Seconds = Field(1800.0, description="a collective that waits longer than this ends the run")
+    hang_timeout_seconds: Seconds | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
 
 
 class Config(Section):
@@ -260,6 +277,10 @@ class Config(Section):
     def located(self, errors: Iterable[str]) -> list[str]:
         """Errors about this config, each behind the file and line of the first key it names that was set."""
         return [printable(self._origins.located(error)) for error in errors]
+
+    def is_below(self, key: str, others: Iterable[str]) -> bool:
+        """Whether the command line, or a file above that which wrote a key, wrote one of the others."""
+        return self._origins.rank(key) > min(map(self._origins.rank, others))
 
     @contextmanager
     def locating(self) -> Iterator[None]:
@@ -306,6 +327,17 @@ class Config(Section):
         return (*self.data.val_names, *self.eval.datasets)
 
     @property
+    def plays_episodes(self) -> bool:
+        """Whether responses, of training or of a held-out data set, are episodes."""
+        played = any(one.environment not in (None, NONE) for one in self.eval.datasets.values())
+        return played or self.offers_tools or self.rollout.has_environment
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the policy has tools, in training or on a held-out data set."""
+        return bool(self.rollout.tools) or any(one.tools for one in self.eval.datasets.values())
+
+    @property
     def hang_timeout_seconds(self) -> float:
         """How long all ranks together may give no sign of life."""
         return self.trainer.hang_timeout_seconds or self.trainer.process_group_timeout_seconds / 2
@@ -337,13 +369,13 @@ class Config(Section):
 
     model: Model = Field(description="the model all components start from")
     placement: Placement = Field(Placement(), description="which component lives on which ranks (torchrun's global ranks, one per GPU)")
-    actor: Actor = Field(Actor(), description="the policy")
-    critic: Critic = Field(Critic(), description="the value model")
-    ref: Ref = Field(Ref(), description="the frozen reference policy of the KL penalty")
+    actor: Annotated[Actor, ReadByMethod(("actor.policy_loss",), methods=POLICY_LOSSES)] = Field(Actor(), description="the policy")
+    critic: Annotated[Critic, HAS_CRITIC, HAS_VALUES] = Field(Critic(), description="the value model")
+    ref: Annotated[Ref, HAS_REFERENCE] = Field(Ref(), description="the frozen reference policy of the KL penalty")
     rollout: Rollout = Field(Rollout(), description="sampling and the SGLang engines")
     data: Data = Field(description="prompts")
-    reward: Reward = Field(Reward(), description="scoring of responses")
-    algorithm: Algorithm = Field(Algorithm(), description="advantages and KL")
+    reward: Annotated[Reward, ReadByMethod(("reward.length_penalty",), methods=LENGTH_PENALTIES)] = Field(Reward(), description="scoring of responses")
+    algorithm: Annotated[Algorithm, ReadByMethod(("algorithm.adv_estimator",), methods=ESTIMATORS)] = Field(Algorithm(), description="advantages and KL")
     eval: Eval = Field(Eval(), description="evaluations")
     trainer: Trainer = Field(description="the run")
 

@@ -58,9 +58,6 @@ def _looked_at(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
 
 def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec]) -> Iterator[str]:
     folder = Path(path)
-    if not path:
-        yield f"{key} is empty: name the model's folder"
-        return
     if not folder.is_dir():
         remedy = (
             f"download the model ({Path(sys.prefix).name}/bin/hf download NAME --local-dir FOLDER) or correct the path"
@@ -125,9 +122,6 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
 
 def _output_folder(key: str, folder: str) -> Iterator[str]:
     """Whether the folder is there and can be written, or can be made."""
-    if not folder.strip():
-        yield f"{key} is empty: name a folder"
-        return
     path = Path(folder)
     there = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
     if not there.is_dir():

@@ -98,7 +98,7 @@ def _engine(config: Config, layout: Layout, number: int, rank: int, meeting: Cal
         index=len(before),
         gpu_ids=platform.gpu_ids([one % per_node for one in ranks]),
         log_path=Path(config.trainer.output_dir, "engines", f"engine_{number}{f'_node_{node}' if node else ''}.log"),
-        seed=config.trainer.seed + number,
+        seed=(config.trainer.seed + number) % 2**32,  # numpy takes no larger one
         part=NodePart(node, len(starting), meeting(node)) if several else None,
         num_threads=platform.engine_threads(sum(one // per_node == rank // per_node for one in layout.ranks)),
         lora=config.actor.lora,

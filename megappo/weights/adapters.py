@@ -28,7 +28,7 @@ def draw_adapter(part: torch.Tensor, piece: Piece, groups: ComponentGroups, seed
     if piece.name.endswith(LORA_B):
         part.zero_()
         return
-    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(piece.name.encode()))
+    generator = torch.Generator().manual_seed(seed % 2**32 * 2**32 + zlib.crc32(piece.name.encode()))
     whole = torch.empty(piece.shape).uniform_(-1, 1, generator=generator) / math.sqrt(piece.shape[1])
     if piece.shard_dim is not None:
         whole = whole.chunk(cut_over(piece, groups).size(), piece.shard_dim)[cut_over(piece, groups).rank()]

@@ -1,6 +1,7 @@
 """The dry run tells everything that is wrong, as far as it can be told without weights and engines, and looks at what
 a run would read."""
 
+import hashlib
 import json
 import os
 import re
@@ -238,7 +239,7 @@ def test_odd_values_are_warned_of(plan, run_folder):
             "rollout.server_args: SGLang does not know schedul_policy: did you",
         ),
         ("actor.optim.lr=1e4", "actor.optim.lr 10000.0 is what Adam would change every weight by in a step: lower it"),
-        ("trainer.output_dir=''", "trainer.output_dir is empty: name a folder"),
+        ("trainer.output_dir=''", 'trainer.output_dir: expected text, found "" (write a path'),
         ("trainer.output_dir=/proc/runs/1", "trainer.output_dir: cannot write in /proc ("),
         (f"trainer.output_dir=out/{'x' * 300}", "trainer.output_dir: cannot write in "),
         ("trainer.output_dir=train.jsonl/out", "trainer.output_dir: "),
@@ -299,6 +300,59 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     (run_folder / "out" / "checkpoints" / "step_00000007").rmdir()
     done = plan(run_folder, *finished)
     assert "latest is there, but no checkpoint beside it: put them back, or remove" in done.stderr
+
+
+def with_sums(folder: Path, step: int, **state: object) -> Path:
+    """A checkpoint that has nothing but its state."""
+    path = checkpoint(folder, f"step_{step:08d}")
+    text = json.dumps({"step": step, "models": "an actor and a critic"} | state, indent=1)
+    (path / "state.json").write_text(text)
+    (path / "SHA256SUMS").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  state.json\n")
+    return path
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "find"),
+    [("state.json", b"actor"), ("state.json", b'"step'), ("state.json", b"2,"), ("SHA256SUMS", b"  state")],
+)
+def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, find):
+    """Of the models' names, of JSON's own signs, of the step, and of the sums; nothing of it is believed."""
+    before, newest = with_sums(run_folder, 1), with_sums(run_folder, 2)
+    assert errors_of(plan(run_folder, "run.yaml")) == []
+    flip(newest / name, (newest / name).read_bytes().index(find))
+    done = plan(run_folder, "run.yaml", "trainer.total_steps=1")
+    assert done.returncode == 0, "step 1 is the last, and all of it is there"
+    [line] = done.stderr.splitlines()
+    assert line.startswith("warning: out/checkpoints/step_00000002") and "altered" in line
+    assert line.endswith(": the run goes on from out/checkpoints/step_00000001, the newest whole one")
+    flip(before / "state.json", 3)
+    [error] = errors_of(plan(run_folder, "run.yaml"))
+    assert "step_00000001 is damaged: state.json is altered or cut off" in error and "use another checkpoint" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (Path.unlink, "latest is missing"),
+        (lambda pointer: pointer.write_text("step_00000009\n"), "latest names step_00000009, which is not there"),
+        (lambda pointer: pointer.write_bytes(b"\xff"), "latest is not text"),
+        (lambda pointer: pointer.write_text("newest"), "latest names no checkpoint: expected step_XXXXXXXX, found"),
+    ],
+)
+def test_a_lost_pointer_is_told_with_the_checkpoint_that_is_taken(plan, run_folder, change, said):
+    with_sums(run_folder, 1)
+    change(with_sums(run_folder, 2).with_name("latest"))
+    done = plan(run_folder, "run.yaml")
+    assert done.returncode == 0
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"warning: out/checkpoints/{said}")
+    assert line.endswith(": the run goes on from out/checkpoints/step_00000002, the newest whole one")
 
 
 def test_a_folder_that_a_run_has(plan, run_folder):
