@@ -1,5 +1,6 @@
 """What is on each GPU in each phase of a step, and what the host holds meanwhile."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -91,6 +92,20 @@ class MemoryEstimate:
             place: {phase: dict(self._entries(place, phase)) for phase in self.phases} for place in self.places
         }
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Weights that are handed to an engine at a time."""
+        return self.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of a sync."""
+        return math.ceil(self._policy_bytes / self.bucket_bytes)
+
+    @property
+    def _policy_bytes(self) -> float:
+        return self.cluster.shapes.at(self.config.model.path).size * DTYPES[self.config.model.dtype].nbytes
+
     def _check_fit(self) -> None:
         errors: list[str] = []
         for spec in self.specs.values():
@@ -160,7 +175,7 @@ class MemoryEstimate:
                 yield "engine working memory", self.engine.working
         buckets = 2 if "actor" in dict(place.stages) else int(place.has_engine)
         if phase == SYNC and buckets:  # where the actor is one is gathered while the one before is handed over
-            yield "sync buckets", buckets * (self.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES)
+            yield "sync buckets", min(buckets * self.bucket_bytes, self._policy_bytes)
         # Each stage of the actor sends to engines that have GPUs of their own, in a group of its own.
         weights = self.layouts["actor"].pipeline if place.has_engine and not place.stages else 1
         communicators = sum(_communicators(self.layouts[name]) for name, _ in place.stages) + weights

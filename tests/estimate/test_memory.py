@@ -13,8 +13,9 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
 from megappo.config.schema import Parallel
 from megappo.estimate.fitting import _has_room
-from megappo.estimate.gpus import GIB, find_gpu
+from megappo.estimate.gpus import GIB, GPUS, find_gpu
 from megappo.estimate.memory import Cluster, MemoryEstimate
+from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
 
 MIXTURE = REPOSITORY / "configs" / "qwen3_30b_a3b_4node.yaml"
 
@@ -58,6 +59,16 @@ def test_an_engine_takes_no_more_than_its_tokens() -> None:
     assert limited.engine.cache_tokens == 100_000 < whole.engine.cache_tokens
     # 48 layers, 4 heads of 128 for keys and for values, over 4 GPUs, in bf16
     assert limited.engine.cache == 100_000 * 48 * 2 * 128 * 2 < whole.engine.cache
+
+
+def test_a_sync_takes_round_trips_and_two_buckets_at_most() -> None:
+    [size] = stage_sizes(read_architecture("models/Qwen3-30B-A3B"), Parallel())
+    small, large, whole = (estimate(f"rollout.sync.bucket_bytes={one}") for one in (2**29, 2**31, 2**40))
+    assert small.num_buckets == -(-2 * sum(size) // 2**29) and whole.num_buckets == 1
+    seconds = [TimeEstimate(one, GPUS["h100"]).seconds["sync"] for one in (small, large)]
+    assert seconds[0] - seconds[1] == pytest.approx((small.num_buckets - large.num_buckets) * BUCKET_SECONDS)
+    taken = [one.ledgers[one.fullest]["sync"]["sync buckets"] for one in (small, large, whole)]
+    assert taken == [2**30, 2**32, 2 * sum(size)]
 
 
 @pytest.mark.parametrize(
