@@ -59,13 +59,14 @@ CONFIG = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZE),
     **dict.fromkeys(("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings"), SIZE),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), SIZE),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "n_group", "topk_group"), SIZE),
+    **dict.fromkeys(("moe_intermediate_size", "n_group", "topk_group", "original_max_position_embeddings"), SIZE),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE),
-    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "sliding_window"), COUNT),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "sliding_window"), COUNT),
+    **dict.fromkeys(("shared_expert_intermediate_size", "num_nextn_predict_layers", "num_mtp_layers"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "routed_scaling_factor"), POSITIVE),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), FLAG),
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "rope_interleave"), FLAG),
-    **dict.fromkeys(("hidden_act", "scoring_func", "topk_method"), TEXT),
+    **dict.fromkeys(("hidden_act", "scoring_func", "topk_method", "model_type"), TEXT),
 }
 """The values of config.json that are read anywhere; null is as good as nothing."""
 ROPE = {

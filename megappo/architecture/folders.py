@@ -1,7 +1,6 @@
 """What a folder holds: a model or something else, the tensors that are read, the files that go with them."""
 
-from collections.abc import Iterator
-from fnmatch import fnmatch
+import re
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -11,35 +10,32 @@ from megappo.config.errors import shorten
 from megappo.config.text_files import TextFileError
 
 GIT_LFS = b"version https://git-lfs"
-NO_COMPANIONS = (
-    f".* README* {CONFIG_FILE} adapter_* metadata.json trainer_state.json *.index.json *.safetensors *.bin *.pt *.pth "
-    "*.gguf *.onnx *.h5 *.msgpack *.distcp *.jsonl *.parquet *.arrow *.log *.zip *.tar *.gz *.pkl *.ckpt *.npz"
-).split()
-"""Files of a model's folder that do not go out with an export: weights, data, and what describes the old folder."""
-COMPANION_FOLDERS = ("additional_chat_templates", "custom_generate")
-"""Folders in a model's folder that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
-MERGE = "merge it into its base (PEFT's merge_and_unload, then save_pretrained) and name that folder"
-MEGATRON = "convert it with tools/convert.py megatron-to-hf"
-ADAPTER_FILE = "adapter_config.json"
+COMPANIONS = ("*", "additional_chat_templates/*", "custom_generate/*")
+"""Where the files are that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
+NO_COMPANIONS = re.compile(
+    r"""(?x) (\..* | README.* | config\.json | adapter_.* | metadata\.json | trainer_state\.json | .*\.(index\.json
+    |safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|distcp|ckpt|jsonl|parquet|arrow|log|zip|tar|gz|pkl|npz))$"""
+)
+"""Files among them that do not go out with an export: weights, data, and what describes the old folder."""
 OTHER_FOLDERS = {
-    ADAPTER_FILE: f"holds an adapter, not a model: {MERGE}",
-    "adapter_model.*": f"holds an adapter, not a model: {MERGE}",
-    "snapshots": "is a repository in a Hugging Face cache: name the folder of a revision, such as {inside}",
-    "models--*": "is a Hugging Face cache: name the folder of a revision, such as {folder}/{found}/snapshots/REVISION",
-    "hf_actor": "is the output folder of a run: name {folder}/{found}",
-    "step_*": f"holds training checkpoints: name the run's hf_actor, or {MEGATRON}",
-    "state.json": f"is a training checkpoint: name the run's hf_actor, or {MEGATRON}",
-    ".metadata": f"is a Megatron checkpoint: {MEGATRON}",
+    "adapter_config.json": "holds an adapter, {}: merge it into its base (merge_and_unload, save_pretrained) and name "
+    "that folder; remove the file where it is merged already",
+    "adapter_model.*": "holds an adapter, {}: merge it into its base and name that folder",
+    "snapshots/*": "is a repository in a Hugging Face cache: name the folder of a revision, such as {}",
+    "models--*": "is a Hugging Face cache: name the folder of a revision, such as {}/snapshots/REVISION",
+    "hf_actor": "is the output folder of a run: name {}",
+    "step_*": "holds training checkpoints, {}: name the run's hf_actor, or convert one's actor (tools/convert.py)",
+    "state.json": "is a training checkpoint: name the run's hf_actor, or convert its actor (tools/convert.py)",
+    ".metadata": "is a Megatron checkpoint: convert it with tools/convert.py megatron-to-hf",
     "latest_checkpointed_iteration.txt": "holds Megatron checkpoints: convert one to the Hugging Face format",
-    "zero_to_fp32.py": "is a DeepSpeed checkpoint: convert it to safetensors with its {found}",
+    "zero_to_fp32.py": "is a DeepSpeed checkpoint: convert it to safetensors with {}",
     "fsdp_config.json": "is a checkpoint of FSDP shards: merge them into the Hugging Face format",
     "model_index.json": "holds a diffusion pipeline: choose a language model",
-    "*.gguf": "holds GGUF weights ({found}): download the model as safetensors",
-    "*/config.json": "holds the folders of models: name one of them, such as {inside}",
-    "consolidated*": "holds weights in their author's format ({found}): download the model in the Hugging Face format",
-    "pytorch_model*": "holds weights as pickles ({found}): save them as safetensors, or download those",
-    "*.pt": "holds weights as pickles ({found}): save them as safetensors, or download those",
-    "*.pth": "holds weights as pickles ({found}): save them as safetensors, or download those",
+    "*.gguf": "holds GGUF weights, {}: download the model as safetensors",
+    "*/config.json": "holds the folders of models: name one of them, such as that of {}",
+    "consolidated*": "holds weights in their author's format, {}: download the model in the Hugging Face format",
+    "pytorch_model*": "holds weights as pickles, {}: save them as safetensors, or download those",
+    "*.pt*": "holds weights as pickles, {}: save them as safetensors, or download those",
 }
 """What a folder is instead of a model, and the remedy, by what is found in it."""
 
@@ -53,36 +49,27 @@ def other_kind(folder: Path) -> str | None:
         OSError: the folder cannot be listed.
     """
     next(folder.iterdir(), None)  # which raises what `glob` swallows
-    if (folder / CONFIG_FILE).is_file() and any(folder.glob("model*.safetensors*")):
-        if not (folder / ADAPTER_FILE).is_file():
-            return None
-        return f"holds a model and {ADAPTER_FILE}: {MERGE}, or remove {ADAPTER_FILE} if it is merged already"
-    for pattern, words in OTHER_FOLDERS.items():
-        if found := sorted(folder.glob(pattern)):
-            first = found[0].relative_to(folder).parts[0]
-            revisions = sorted(found[0].iterdir()) if pattern == "snapshots" else []
-            return words.format(found=first, folder=folder, inside=[*revisions, folder / first][0])
+    has_model = (folder / CONFIG_FILE).is_file() and any(folder.glob("model*.safetensors*"))
+    for pattern in list(OTHER_FOLDERS)[: 1 if has_model else None]:
+        for path in sorted(folder.glob(pattern)):
+            return OTHER_FOLDERS[pattern].format(path)
     return None
 
 
 def companions(folder: Path) -> list[Path]:
     """What stands beside config and weights for tokenizer and generation, as paths in the folder."""
-    folders = (folder, *(folder / name for name in COMPANION_FOLDERS if (folder / name).is_dir()))
-    found = [path for one in folders for path in one.iterdir() if not path.is_dir()]
-    return [
-        path.relative_to(folder)
-        for path in sorted(found)
-        if not any(fnmatch(path.name, kind) for kind in NO_COMPANIONS)
-    ]
+    found = sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if not path.is_dir())
+    return [path.relative_to(folder) for path in found if not NO_COMPANIONS.match(path.name)]
 
 
-def companion_faults(folder: Path) -> Iterator[str]:
-    """Why companions cannot be read, a line each."""
+def check_companions(folder: Path) -> None:
+    """See that companions can be read.
+
+    Raises:
+        TextFileError: one cannot.
+    """
     for name in companions(folder):
-        try:
-            _check_readable(folder / name)
-        except TextFileError as error:
-            yield str(error)
+        _check_readable(folder / name)
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
@@ -129,10 +116,8 @@ def _add(found: dict[str, str], path: Path) -> None:
         with safe_open(path, framework="np") as file:
             names = file.keys()
     except SafetensorError as error:
-        raise TextFileError(
-            f"{path} ({path.stat().st_size:,} bytes) is truncated, damaged or no safetensors file ({error}): copy it "
-            "again"
-        ) from error
+        size = path.stat().st_size
+        raise TextFileError(f"{path} ({size:,} bytes) is damaged or truncated ({error}): copy it again") from error
     if again := sorted(found.keys() & names):
         raise TextFileError(
             f"{path} holds {shorten(', '.join(again))}, as {found[again[0]]} does: remove the file that is not "
@@ -142,14 +127,13 @@ def _add(found: dict[str, str], path: Path) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    if path.is_symlink() and not path.exists():
-        raise TextFileError(f"{path} is a link to {path.readlink()}, which is missing: complete the download")
-    if not path.is_file():  # to open a pipe would wait for a writer
+    if not path.is_symlink() and not path.is_file():  # to open a pipe would wait for a writer
         return
     try:
         with path.open("rb") as file:
             start = file.read(len(GIT_LFS))
     except OSError as error:
-        raise TextFileError(f"cannot read {path} ({error.strerror}): let this user read it, or copy it") from error
+        remedy = "let this user read it, copy it, or complete the download"
+        raise TextFileError(f"cannot read {path} ({error.strerror}): {remedy}") from error
     if start == GIT_LFS:
         raise TextFileError(f"{path} is a pointer of Git LFS, not the file: download it with git lfs pull")

@@ -10,7 +10,7 @@ from pathlib import Path
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.files import end_tokens
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
-from megappo.architecture.folders import companion_faults, other_kind, tensor_files
+from megappo.architecture.folders import check_companions, other_kind, tensor_files
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, requests
 from megappo.config.data_files import OTHER_KIND, ending
@@ -72,8 +72,7 @@ def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec
         return
     if not (folder / "tokenizer_config.json").is_file():
         yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
-    yield from (f"{key}: {fault}" for fault in companion_faults(folder))
-    for read in (tensor_files, end_tokens):
+    for read in (tensor_files, check_companions, end_tokens):
         try:
             read(folder)
         except TextFileError as error:

@@ -43,7 +43,7 @@ def test_missing_folder_and_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="nowhere"):
         HFFolder(tmp_path / "nowhere")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(WeightsError, match=r"no model\.safetensors"):
+    with pytest.raises(WeightsError, match=r"holds no model\.safetensors"):
         HFFolder(tmp_path)
     folder = write_sharded(tmp_path / "sharded")
     (folder / "two.safetensors").unlink()
