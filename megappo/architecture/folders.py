@@ -116,10 +116,8 @@ def _add(found: dict[str, str], path: Path) -> None:
         with safe_open(path, framework="np") as file:
             names = file.keys()
     except SafetensorError as error:
-        raise TextFileError(
-            f"{path} ({path.stat().st_size:,} bytes) is truncated, damaged or no safetensors file ({error}): copy it "
-            "again"
-        ) from error
+        size = path.stat().st_size
+        raise TextFileError(f"{path} ({size:,} bytes) is damaged or truncated ({error}): copy it again") from error
     if again := sorted(found.keys() & names):
         raise TextFileError(
             f"{path} holds {shorten(', '.join(again))}, as {found[again[0]]} does: remove the file that is not "

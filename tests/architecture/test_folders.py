@@ -112,9 +112,9 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
 
 
 DAMAGED = {
-    "": "is truncated, damaged or no safetensors file",
-    "<!DOCTYPE html><html>not found</html>": "is truncated, damaged or no safetensors file",
-    "PK\3\4 a zip of torch.save": "is truncated, damaged or no safetensors file",
+    "": "is damaged or truncated",
+    "<!DOCTYPE html><html>not found</html>": "is damaged or truncated",
+    "PK\3\4 a zip of torch.save": "is damaged or truncated",
     "version https://git-lfs.github.com/spec/v1\noid sha256:1\n": "is a pointer of Git LFS, not the file: download it",
 }
 
@@ -132,7 +132,7 @@ def test_a_shard_that_is_cut_off(tmp_path: Path, left: int) -> None:
     index(tmp_path, one="a b c")
     content = (tmp_path / "one.safetensors").read_bytes()
     (tmp_path / "one.safetensors").write_bytes(content[:left])
-    with pytest.raises(TextFileError, match=r"one\.safetensors .* is truncated"):
+    with pytest.raises(TextFileError, match=r"one\.safetensors .* is damaged or truncated"):
         tensor_files(tmp_path)
 
 

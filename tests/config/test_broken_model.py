@@ -121,7 +121,7 @@ FOLDERS = [
     ({"config.json": "a circle"}, CONFIG + "Too many levels of symbolic links: correct the path"),
     ({"model.safetensors": None}, f"model holds no model.safetensors and no {INDEX}: complete the download; other"),
     ({"model.safetensors": "a folder"}, f"model holds no model.safetensors and no {INDEX}: complete the download"),
-    ({"model.safetensors": ""}, "model/model.safetensors (0 bytes) is truncated, damaged or no safetensors file ("),
+    ({"model.safetensors": ""}, "model/model.safetensors (0 bytes) is damaged or truncated ("),
     (
         {"model.safetensors": "version https://git-lfs"},
         "model/model.safetensors is a pointer of Git LFS, not the file: ",
@@ -129,7 +129,7 @@ FOLDERS = [
     ({"tokenizer.json": "version https://git-lfs"}, "model/tokenizer.json is a pointer of Git LFS, not the file: "),
     (
         {"model.safetensors": b"\7" + bytes(7) + b'{"a":{}'},
-        "model/model.safetensors (15 bytes) is truncated, damaged or",
+        "model/model.safetensors (15 bytes) is damaged or truncated",
     ),
     (
         {INDEX: '{"weight_map": {"a": "1.safetensors"}}'},
