@@ -61,7 +61,7 @@ class FilterGroups(Section):
 
 
 class Algorithm(Section):
-    preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = Field(None, description="numerical conventions of another system (whitening, clamps, KL gradient, value loss factor, averaging); null = megappo's")
+    preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = Field(None, description="numerical conventions of another system (whitening, clamps, KL gradient, KL in the reward with a baseline, value loss factor, averaging); null = megappo's")
     adv_estimator: Annotated[str, OneOf(ESTIMATORS)] = Field("gae", description=f"advantage estimator; all but {_WITH_VALUES} do without a critic")
     gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(1.0, description="GAE's lambda")
