@@ -61,7 +61,7 @@ class _Files:
             return _unreadable(f"{named_at}: base: expected a path or a list of paths, found {shorten(repr(bases))}")
         below = Layer({})
         for base in bases:
-            below = self.read(path.parent / base, readers, named_at).over(below)
+            below = self.read(path.parent / os.path.expanduser(base), readers, named_at).over(below)
         return layer.over(below)
 
 

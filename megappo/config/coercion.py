@@ -37,7 +37,8 @@ def as_declared(value: object, annotation: object) -> object:
 
 
 def _as_tuple(value: object, args: tuple) -> object:
-    if isinstance(value, str) and args[-1] is ... and (args[0] is str or get_origin(args[0]) is Literal):
+    kind = get_args(args[0])[0] if get_origin(args[0]) is Annotated else args[0]
+    if isinstance(value, str) and args[-1] is ... and (kind is str or get_origin(kind) is Literal):
         return (value,)
     return tuple(as_declared(item, args[0]) for item in value) if isinstance(value, list | tuple) else value
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megappo.config.kinds import NonNegativeFloat, Positive
+from megappo.config.kinds import NonNegativeFloat, PathText, Positive
 from megappo.config.section import Section
 
 NONE = "none"
@@ -14,7 +14,7 @@ NONE = "none"
 class EvalDataset(Section):
     """A held-out data set; what is null is as for data.val_files."""
 
-    files: tuple[str, ...] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of its prompts")
+    files: tuple[PathText, ...] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of its prompts")
     n: Positive | None = Field(None, description="responses per prompt; null = rollout.val_n")
     temperature: NonNegativeFloat | None = Field(None, description="0 = greedy; null = rollout.val_temperature")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="null = rollout.val_top_p")
@@ -23,9 +23,9 @@ class EvalDataset(Section):
     max_prompt_length: Positive | None = Field(None, description="null = data.max_prompt_length")
     prompt_key: str | None = Field(None, description="null = data.prompt_key")
     label_key: str | None = Field(None, description="null = data.label_key")
-    reward: str | dict[str, float] | None = Field(None, description="as reward.function, which it is where this is null, or several with their weights; none = no function: an environment gives the rewards")
-    environment: str | None = Field(None, description="as rollout.environment, whose limits hold for it; none = one response to a prompt, without tools, too; null = as in training")
-    tools: tuple[str, ...] = Field((), description="as rollout.tools, in place of an environment; rollout.tool_call_parser finds the calls; [] = as environment says")
+    reward: PathText | dict[PathText, float] | None = Field(None, description="as reward.function, which it is where this is null, or several with their weights; none = no function: an environment gives the rewards")
+    environment: PathText | None = Field(None, description="as rollout.environment, whose limits hold for it; none = one response to a prompt, without tools, too; null = as in training")
+    tools: tuple[PathText, ...] = Field((), description="as rollout.tools, in place of an environment; rollout.tool_call_parser finds the calls; [] = as environment says")
     pass_threshold: float | None = Field(None, description="score from which on a response passes; null = rollout.val_pass_threshold")
 
 

@@ -1,6 +1,7 @@
 """People's own Python files, run before a config is read: what they register belongs to it like the program's own."""
 
 import functools
+import os
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def run_extensions(values: Mapping[str, object], before: Callable[[], None] | No
         before()
     errors = []
     for file in named:
-        path = Path(file)
+        path = Path(os.path.expanduser(file))
         if not path.is_file():
             errors.append(f"{KEY}: no file {shorten(file)}{looked_in(file)}: create it or correct the path")
             continue

@@ -1,10 +1,12 @@
 """The kinds of values that keys have: bounded numbers, words, names in a table."""
 
+import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -29,6 +31,26 @@ _OfOthers = Literal["seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "
 Rejection = Literal[_OfTokens, _OfSums, _OfOthers]
 """A divergence of engine and trainer, by token or over a response."""
 TooLong = Literal["error", "skip", "truncate_left"]
+
+
+NOT_A_PATH = "not_a_path"
+"""The type of the error about a path that only a shell could read."""
+
+
+def expanded(path: str) -> str:
+    """A path, or what begins with one, with the home folder in place of ~ at its start.
+
+    Raises:
+        PydanticCustomError: it has a variable, or names nobody's home folder.
+    """
+    found = os.path.expanduser(path)
+    if found.startswith("~") or re.search(r"\$[A-Za-z_{]", path):
+        remedy = "variables and this home folder are not known here: write the whole path, or ./ before a name with ~"
+        raise PydanticCustomError(NOT_A_PATH, remedy)
+    return found
+
+
+PathText = Annotated[str, AfterValidator(expanded)]
 
 
 class OneOf:

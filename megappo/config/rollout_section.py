@@ -4,7 +4,16 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megappo.config.kinds import NonNegative, NonNegativeFloat, OneOf, OpenFraction, Positive, PositiveFloat, Ways
+from megappo.config.kinds import (
+    NonNegative,
+    NonNegativeFloat,
+    OneOf,
+    OpenFraction,
+    PathText,
+    Positive,
+    PositiveFloat,
+    Ways,
+)
 from megappo.config.section import Section
 from megappo.config.transports import AUTO, TRANSPORTS
 
@@ -38,9 +47,9 @@ class Rollout(Section):
     max_engine_restarts: NonNegative = Field(3, description="how often in a row an engine that crashes, hangs or answers nonsense is started anew before the run saves and ends")
     engines: tuple[str, ...] = Field((), description="addresses, http://host:port, of SGLang servers that you started and look after, in place of engines of megappo's own; the environment variable MEGAPPO_ENGINE_API_KEY has their key")
     port: NonNegative = Field(0, le=65535, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
-    server_args: dict[str, str | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; those that SGLang does not know or megappo sets itself are errors")
-    environment: str | None = Field(None, description="FILE.py:CLASS or package.module:CLASS with reset(row) and step(message) -> (observation, reward, done), which answers what the policy writes: episodes of several turns; null = one response to a prompt")
-    tools: tuple[str, ...] = Field((), description="FILE.py:FUNCTION or package.module:FUNCTION each, in place of an environment: the policy's calls are made until it writes a turn without any; the chat template tells of them, by the schema of signature and docstring; reward.function scores the whole")
+    server_args: dict[str, PathText | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; those that SGLang does not know or megappo sets itself are errors")
+    environment: PathText | None = Field(None, description="FILE.py:CLASS or package.module:CLASS with reset(row) and step(message) -> (observation, reward, done), which answers what the policy writes: episodes of several turns; null = one response to a prompt")
+    tools: tuple[PathText, ...] = Field((), description="FILE.py:FUNCTION or package.module:FUNCTION each, in place of an environment: the policy's calls are made until it writes a turn without any; the chat template tells of them, by the schema of signature and docstring; reward.function scores the whole")
     tool_call_parser: str | None = Field(None, description="SGLang's name of the parser for the calls, such as qwen25 or llama3")
     max_turns: Positive = Field(10, description="environment: turns of the policy before an episode is truncated; rollout.max_response_length bounds its tokens, observations included")
     num_environment_workers: Positive = Field(1, description="environment: processes, for each engine, each with any number of environments at once; they get the memory and the variables that the reward function's get")

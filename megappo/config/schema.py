@@ -21,6 +21,7 @@ from megappo.config.kinds import (
     NonNegative,
     NonNegativeFloat,
     OneOf,
+    PathText,
     Positive,
     PositiveFloat,
     TensorKind,
@@ -38,7 +39,7 @@ EVAL_INTERVAL = 10
 
 
 class Model(Section):
-    path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
+    path: PathText = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = Field("auto", description="transformer layers: TransformerEngine's where it is installed with CUDA, else torch-only ones")
 
@@ -134,7 +135,7 @@ class Actor(Trained):
 
 
 class Critic(Trained):
-    model_path: str | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
+    model_path: PathText | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
     value_clip: PositiveFloat | None = Field(0.5, description="clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = Field(None, description="Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = Field(0, description="first PPO steps in which only the critic trains")
@@ -147,8 +148,8 @@ class Ref(Section):
 
 
 class Data(Section):
-    train_files: tuple[str, ...] | dict[str, NonNegativeFloat] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts; as {a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves one out that base names")
-    val_files: tuple[str, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
+    train_files: tuple[PathText, ...] | dict[PathText, NonNegativeFloat] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts; as {a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves one out that base names")
+    val_files: tuple[PathText, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
     train_batch_size: Positive = Field(256, description="prompts per step, at most as many as train_files hold")
     gen_batch_size: Positive | None = Field(None, description="prompts drawn at a time, at least train_batch_size: a step's rollout ends as soon as train_batch_size of them have all responses (with algorithm.filter_groups: as many as are still needed have scores that differ), and what the engines are at is dropped; null = train_batch_size, each of which is waited for")
     prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template; a dotted name leads into objects")
@@ -185,14 +186,14 @@ class Data(Section):
 
 
 class Reward(Section):
-    function: str | dict[str, float] | None = Field("exact_match", description="null: none, where rollout.environment gives the rewards; else built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
+    function: PathText | dict[PathText, float] | None = Field("exact_match", description="null: none, where rollout.environment gives the rewards; else built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
     num_workers: Positive = Field(1, description="processes that run the function, for each engine")
     timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take: for one response, or for all that a function of lists is called with")
     memory_limit_gib: PositiveFloat | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")
     pass_env: tuple[str, ...] = Field((), description="environment variables that the function gets although their names are those of secrets, such as OPENAI_API_KEY")
     on_error: Literal["raise", "zero"] = Field("raise", description="raise: a call that raises, hangs, ends its process or returns something else ends the run; zero: its response has score 0, and is counted")
     batch_size: Positive | None = Field(None, description="most responses that a function of lists is called with, as they are written; null = an equal share for each process, once all are written")
-    options: dict[str, dict[str, Any]] = Field({}, description="arguments that functions get in every call, as {my_rewards.py:brevity: {limit: 100}}")
+    options: dict[PathText, dict[str, Any]] = Field({}, description="arguments that functions get in every call, as {my_rewards.py:brevity: {limit: 100}}")
     scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")
     clip: PositiveFloat | None = Field(None, description="clip scaled scores to +- this; null = off")
     normalize: Literal["none", "running", "batch", "group"] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")
@@ -220,7 +221,7 @@ class Placement(Section):
 
 
 class Trainer(Section):
-    output_dir: str = Field(description="folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
+    output_dir: PathText = Field(description="folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
     total_steps: Positive = Field(100, description="PPO steps")
     seed: NonNegative = Field(0, description="seeds data order, value head and sampling")
     save_interval: NonNegative = Field(20, description="checkpoint every so many steps, and at the end; 0 = at the end only")
@@ -234,12 +235,12 @@ class Trainer(Section):
     max_bad_steps: NonNegative = Field(3, description="so many optimizer steps in a row are skipped, with their rows kept in bad_steps/, where loss or gradients are not finite; one more ends the run")
     time_limit: PositiveFloat | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save; with async_save two saves must fit, as one may be on its way")
-    record_rollouts: str | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
-    replay_rollouts: str | None = Field(None, description="folder of such files to train on, in place of engines")
+    record_rollouts: PathText | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
+    replay_rollouts: PathText | None = Field(None, description="folder of such files to train on, in place of engines")
     rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")
     eval_only: bool = Field(False, description="evaluate once and train nothing: output_dir's newest checkpoint, or model.path where there is none")
-    eval_checkpoint: str | None = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
-    extensions: tuple[str, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
+    eval_checkpoint: PathText | None = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
+    extensions: tuple[PathText, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
     process_group_timeout_seconds: PositiveFloat = Field(1800.0, description="a collective that waits longer than this ends the run")
     hang_timeout_seconds: PositiveFloat | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
 
