@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from megappo.variables import visible_devices
+
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
 """Packages that megatron-core does without where they cannot be imported, and what it imports of them."""
@@ -101,8 +103,7 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
     if not has_cuda():
         return []
     _check_has_gpu(max(local_ranks))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(max(local_ranks) + 1)]
+    names = visible_devices(os.environ) or [str(i) for i in range(max(local_ranks) + 1)]
     return [names[i] for i in local_ranks]
 
 

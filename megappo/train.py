@@ -48,6 +48,7 @@ from megappo.trainer.preflight import check_run
 from megappo.trainer.resuming import already_finished
 from megappo.trainer.watchdog import Watchdog
 
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TRAINING = "megappo.training:train"
 """Imported only for a run that has something to do: megatron-core and transformers take seconds on every rank."""
 
@@ -60,8 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = config_parser("torchrun --nproc-per-node N -m megappo.train", description)
     args = parser.parse_intermixed_args(arguments)
     escape_unprintable()
-    if "WORLD_SIZE" not in os.environ:
-        print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
+    if lacking := [name for name in OF_TORCHRUN if name not in os.environ]:
+        remedy = "launch/slurm.sbatch" if "SLURM_PROCID" in os.environ else "launch/local.sh CONFIG"
+        found = "" if "WORLD_SIZE" in lacking else f" (WORLD_SIZE is another's: {', '.join(lacking)} are not set)"
+        print(f"error: megappo.train runs under torchrun: start it with {remedy}{found}", file=sys.stderr)
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     report_failures(f"rank {rank}")

@@ -105,6 +105,8 @@ def allowed(package: str) -> frozenset[str]:
         "architecture": {"architecture", "config", "table"},
         "estimate": {"estimate", "architecture", "config", "placement"},
         "keeper": {"lifetime"},
+        "platform": {"variables"},
+        "interruption": {"variables"},
         "megatron_setup": {"megatron_on_cpu", "platform"},
     }
     return frozenset(within.get(package, ()))

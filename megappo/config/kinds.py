@@ -18,9 +18,12 @@ def as_path(text: str) -> str:
     Raises:
         PydanticCustomError: it is empty, or needs more of a shell.
     """
+    if not text.strip():
+        raise PydanticCustomError(EXPLAINED, "it is empty: name a path, or write null where there is none")
     path = os.path.expanduser(text)
-    if not path.strip() or re.search(r"^~|\$[A-Za-z_{(]", path):
-        raise PydanticCustomError(EXPLAINED, "write a path without $NAME or ~NAME, which nothing replaces here")
+    if path.startswith("~") or re.search(r"\$[A-Za-z_{(]", path):
+        remedy = "variables and this home folder are not known here: write the whole path, or ./ before a name with ~"
+        raise PydanticCustomError(EXPLAINED, remedy)
     return path
 
 

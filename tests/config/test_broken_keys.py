@@ -356,8 +356,8 @@ PLACEMENTS = {
     ),
 }
 FILES = {
-    "model.path=''": 'model.path: expected text, found "" (write a path without',
-    "critic.model_path=''": 'critic.model_path: expected text | null, found "" (write a path',
+    "model.path=''": 'model.path: expected text, found "" (it is empty',
+    "critic.model_path=''": 'critic.model_path: expected text | null, found "" (it is empty',
     "model.path=absent": "model.path: no folder absent (looked in /",
     "critic.model_path=absent": "critic.model_path: no folder absent (looked in /",
     "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl (looked in /",

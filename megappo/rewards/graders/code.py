@@ -6,12 +6,12 @@ import math
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from megappo.variables import PACKAGE_ROOT, PYTHON
 
 OPENING = re.compile(r"[^`]*`{3,}[ \t]*([^\s`]*)\s*|\s*`{3,}[ \t]*([^\s`]+)\s[^`]*")
 """A line that ends with three backquotes and maybe a tag, or begins with these and goes on."""
@@ -123,12 +123,11 @@ def code_label(label: Any) -> None:
 
 
 def _tried(job: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
-    package_parent = str(Path(__file__).resolve().parents[3])
-    environment = {"PATH": os.defpath, "PYTHONPATH": package_parent, "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
     folder = tempfile.mkdtemp(prefix="megappo_trial_")
     try:
         done = subprocess.run(
-            [sys.executable, "-s", "-m", "megappo.rewards.trial"],
+            [*PYTHON, "-s", "-m", "megappo.rewards.trial"],
             input=json.dumps({**job, "folder": folder}).encode(),
             env=environment,
             capture_output=True,
