@@ -15,7 +15,7 @@ export NPROC=${NPROC:-2}
 if [[ ${1:-} == gpu ]]; then
     shift
     venv=.venv-gpu
-    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
+    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
     if [[ $gpus -lt $NPROC ]]; then
         echo "quickstart.sh: expected $NPROC GPUs, nvidia-smi finds $gpus; on the CPU: bash launch/quickstart.sh" >&2
         exit 1
