@@ -16,7 +16,7 @@ settings=()
 if [[ ${1:-} == gpu ]]; then
     shift
     venv=.venv-gpu
-    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
+    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
     if [[ $gpus -eq 1 ]]; then
         NPROC=1
         settings=(placement.actor,critic=0 actor.parallel.tensor=1 critic.parallel.pipeline=1)

@@ -203,3 +203,36 @@ def test_a_program_of_others_keeps_its_folder(tmp_path):
         [sys.executable, "-m", "theirs.run"], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60
     )
     assert done.stdout == "1 None\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "said"),
+    [
+        (
+            "torchrun --standalone --nproc-per-node 1 -m megappo.train no.yaml",
+            {"PET_NNODES": "2"},
+            ["PET_NNODES=2", "error: --standalone starts one node, and --nnodes is 2: unset PET_NNODES"],
+        ),
+        (
+            "train no.yaml",
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "23456"},
+            ["launch/local.sh CONFIG (WORLD_SIZE is another's: LOCAL_RANK, LOCAL_WORLD_SIZE are not set)"],
+        ),
+        pytest.param(
+            "train no.yaml", {"SLURM_PROCID": "0"}, ["start it with launch/slurm.sbatch"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_variables_of_another_launcher_are_named(tmp_path, command, variables, said):
+    name, *words = command.split()
+    given = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | variables
+    done = subprocess.run(
+        [sys.executable, "-m", f"megappo.{name}", *words],
+        cwd=tmp_path,
+        env=given,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert all(part in done.stderr for part in said), done.stderr
