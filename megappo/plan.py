@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.evaluates:
             print(f"\nevaluation\n{evaluation_summary(config)}")
     errors = check_run(config, world_size, ranks_per_node)
-    warnings = [*config_warnings(config), *resume_warnings(config)]
+    warnings = [*config_warnings(config), *(() if errors else resume_warnings(config))]
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
     if args.gpu and is_arranged:

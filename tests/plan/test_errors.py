@@ -130,6 +130,22 @@ def test_a_rollout_that_ends_by_its_scores_needs_them_before_it_has_ended(plan, 
 
 
 @pytest.mark.parametrize(
+    ("found", "names"),
+    [("{'score': 1, 'acc': 1}", "score, acc"), ("1.0", "score"), ("{'score': 1, 'pred': '7'}", "score")],
+)
+def test_groups_are_not_filtered_by_what_no_function_returns(plan, run_folder, found, names):
+    (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {found}\n")
+    filtering = ("reward.function=reward.py:f", "algorithm.filter_groups.enable=true")
+    [error] = errors_of(plan(run_folder, "run.yaml", *filtering, "algorithm.filter_groups.metric=accuracy"))
+    assert error == (
+        "error: algorithm.filter_groups.metric accuracy: reward.function reward.py:f returns no such number of a "
+        f"response: set one of {names}"
+    )
+    known = names.split(", ")[-1]
+    assert errors_of(plan(run_folder, "run.yaml", *filtering, f"algorithm.filter_groups.metric={known}")) == []
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         ("def f(p, r, l):\n    return [1.0]\n", "returned 1 values for 2 responses"),
