@@ -1,6 +1,6 @@
 """Keys of the method that contradict each other, or that the rest of the config leaves without effect."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from megappo.config.describe import show
 from megappo.config.errors import shorten
@@ -90,6 +90,17 @@ def num_scores_errors(config: Config, num_scores: int) -> list[str]:
         f"reward.function {config.reward.function} returned one score per response, and algorithm.adv_estimator "
         f"{config.algorithm.adv_estimator} needs several: return a list of two or more for each response, or choose "
         "another estimator, such as grpo"
+    ]
+
+
+def metric_errors(config: Config, told: Collection[str]) -> list[str]:
+    """Why groups cannot be filtered by what reward.function returns beside a score; found once it has been called."""
+    groups = config.algorithm.filter_groups
+    if not groups.enable or groups.metric in ("score", *told):
+        return []
+    return [
+        f"algorithm.filter_groups.metric {groups.metric}: reward.function {config.reward.function} returns no such "
+        f"number of a response: set one of {', '.join(['score', *told])}"
     ]
 
 

@@ -13,7 +13,8 @@ from megappo.config.schema import Config, Rollout
 from megappo.config.transports import TRANSPORTS
 from megappo.config.unread import unread_errors
 
-ADDRESS = re.compile(r"https?://[^/\s]+:\d+")
+ADDRESS = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
+LARGEST_PORT = 65535
 MOST_DIVISORS_TRIED = 10**6
 
 
@@ -126,9 +127,15 @@ def _environment(config: Config) -> Iterator[str]:
 def _engines(rollout: Rollout) -> Iterator[str]:
     """Of servers that run already."""
     for url in rollout.engines:
-        if not ADDRESS.fullmatch(url):
-            yield f"rollout.engines: {shorten(repr(url))} is no address of a server: write such as http://10.0.0.7:30000"
-    for url in sorted({url for url in rollout.engines if rollout.engines.count(url) > 1}):
+        parts = ADDRESS.fullmatch(url)
+        if parts is None or not 0 < int(parts[1]) <= LARGEST_PORT:
+            shown = shorten(repr(re.sub("//.*@", "//...@", url)))
+            yield (
+                f"rollout.engines: {shown} is no address of a server: write such as http://10.0.0.7:30000, and a key "
+                "into the environment variable MEGAPPO_ENGINE_API_KEY"
+            )
+    urls = [url.lower() for url in rollout.engines]
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield f"rollout.engines names {url} twice: name it once"
     if rollout.sync.transport == "ipc":
         yield "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"

@@ -1,4 +1,4 @@
-"""What makes a run read a key: conditions that stand beside keys, and sections, in the schema."""
+"""What makes a run read keys: each section of the schema lists its conditions in `read_if`."""
 
 import json
 from collections.abc import Mapping
@@ -9,34 +9,38 @@ from typing import Any
 from megappo.config.methods import Method
 
 OFF = (None, False, 0, "", (), "none", "fixed")
+"""Values of a switch that is off."""
 
 
 @dataclass(frozen=True)
 class ReadIf:
-    """A run reads the key, or all keys of the section, if the switches are on.
+    """A run reads these keys if all switches are on. Several keys are separated by spaces.
 
     Attributes:
-        switches: the keys that decide; a reason names the first.
+        keys: names in the section; of a section it holds for what is in it.
+        switches: the keys that decide, dotted; a reason names the first.
         by: a property of the config that decides for them.
-        unless: the key is read unless they are on.
-        reason: why it is not read.
-        but: keys of the section that this is not about.
+        unless: the keys are read unless all are on.
+        reason: why they are not read.
+        but: keys of a section in `keys` that are read all the same.
     """
 
-    switches: tuple[str, ...]
+    keys: str
+    switches: str
     by: str = ""
     unless: bool = False
     reason: str = "{} is {}"
-    but: tuple[str, ...] = ()
+    but: str = ""
 
     def unread(self, config: Any, name: str) -> str:
         """Why a run of this config does not read a key of this name; "" if it does."""
-        is_on = all(attrgetter(key)(config) not in OFF for key in ((self.by,) if self.by else self.switches))
-        return "" if is_on != self.unless or name in self.but else self._reason(config)
+        is_on = all(attrgetter(key)(config) not in OFF for key in (self.by or self.switches).split())
+        return "" if is_on != self.unless or name in self.but.split() else self.told(config)
 
-    def _reason(self, config: Any) -> str:
-        value = json.dumps(attrgetter(self.switches[0])(config))
-        return self.reason.format(self.switches[0], value.strip('"'))
+    def told(self, config: Any) -> str:
+        """The reason, in which {} stand for the first switch and its value."""
+        switch = self.switches.split()[0]
+        return self.reason.format(switch, json.dumps(attrgetter(switch)(config)).strip('"'))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,36 +52,44 @@ class ReadByMethod(ReadIf):
 
     def unread(self, config: Any, name: str) -> str:
         reading = [method for method, one in self.methods.items() if name in one.reads]
-        return self._reason(config) if reading and attrgetter(self.switches[0])(config) not in reading else ""
+        return self.told(config) if reading and attrgetter(self.switches)(config) not in reading else ""
 
 
-CLIP_RATIO = ReadIf(
-    ("actor.clip_ratio_low", "actor.clip_ratio_high"), unless=True, reason="{} and actor.clip_ratio_high are set"
-)
-HAS_VALUES = ReadIf(("algorithm.adv_estimator",), by="has_values", reason="{} {} does without values, which gae needs")
-HAS_CRITIC = ReadIf(
-    ("algorithm.adv_estimator", "algorithm.shared_backbone"),
-    by="has_critic",
-    reason="this run builds no critic",
-    but=("value_clip", "huber_delta", "loss_agg_mode"),
+HAS_VALUES = ReadIf(
+    "critic lam_alpha critic_lam bootstrap_truncated shared_backbone",
+    "algorithm.adv_estimator",
+    by="has_values",
+    reason="{} {} does without values, which gae needs",
 )
 HAS_REFERENCE = ReadIf(
-    ("algorithm.use_kl_in_reward", "actor.use_kl_loss"),
+    "ref",
+    "algorithm.use_kl_in_reward actor.use_kl_loss",
     by="kl_kinds",
     reason="{} and actor.use_kl_loss are false, so that no reference is built",
 )
-HAS_KL_LOSS = ReadIf(("actor.use_kl_loss",))
-HAS_KL_IN_REWARD = ReadIf(("algorithm.use_kl_in_reward",))
-ADAPTS_KL = ReadIf(("algorithm.kl_ctrl.type",))
-HAS_WEIGHTS = ReadIf(("algorithm.rollout_correction.level",))
-FILTERS_GROUPS = ReadIf(("algorithm.filter_groups.enable",))
+HAS_HELD_OUT = ReadIf(
+    "val_n val_temperature val_top_p val_top_k val_pass_threshold num_samples",
+    "data.val_files eval.datasets",
+    by="held_out_names",
+    reason="{} and eval.datasets are empty",
+)
+ONE_CLIP_RATIO = ReadIf(
+    "clip_ratio",
+    "actor.clip_ratio_low actor.clip_ratio_high",
+    unless=True,
+    reason="{} and actor.clip_ratio_high are set",
+)
 SUMS_SCORES = ReadIf(
-    ("algorithm.adv_estimator",),
+    "scale clip normalize length_penalty",
+    "algorithm.adv_estimator",
     by="algorithm.method.needs_score_components",
     unless=True,
     reason="{} {} takes the scores one by one, not their sum",
 )
-HAS_HELD_OUT = ReadIf(("data.val_files", "eval.datasets"), by="held_out_names", reason="{} and eval.datasets are empty")
-HAS_EPISODES = ReadIf(("rollout.environment",), by="plays_episodes")
-HAS_TOOLS = ReadIf(("rollout.tools",), by="offers_tools", reason="{} is empty")
-OWN_ENGINES = ReadIf(("rollout.engines",), unless=True, reason="{} run already")
+HAS_CRITIC = ReadIf(
+    "critic",
+    "algorithm.adv_estimator algorithm.shared_backbone",
+    by="has_critic",
+    reason="this run builds no critic",
+    but="value_clip huber_delta loss_agg_mode",
+)

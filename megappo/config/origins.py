@@ -30,10 +30,10 @@ class Origins:
         return self.places.get(path, self.file)
 
     def rank(self, key: str) -> int:
-        """Number of the source that wrote a key: 0 for the one that wins, the largest where none did."""
-        sources = list(dict.fromkeys(map(_source, self.places.values())))
+        """Where the source of a key stands among the others: 0 is the one that wins, the largest is none."""
+        sources = [place.rpartition(":")[0] for place in self.places.values()]
         place = self.places.get(tuple(key.split(".")))
-        return len(sources) if place is None else sources.index(_source(place))
+        return len(sources) if place is None else sources.index(place.rpartition(":")[0])
 
     def located(self, error: str) -> str:
         """The error behind the place of the first key it names that was written anywhere, else behind the file."""
@@ -41,8 +41,3 @@ class Origins:
         named += [path[:-1] for path in named if len(path) > 3]  # of eval.datasets.NAME.n, what has that name
         place = next((self.places[path] for path in named if path in self.places), self.file)
         return f"{place}: {error}" if place else error
-
-
-def _source(place: str) -> str:
-    """The file of a place; "" for the command line."""
-    return place.rpartition(":")[0]

@@ -9,13 +9,11 @@ from pydantic import Field, PrivateAttr
 
 from megappo.config.algorithm_section import Algorithm
 from megappo.config.conditions import (
-    CLIP_RATIO,
     HAS_CRITIC,
     HAS_HELD_OUT,
-    HAS_KL_LOSS,
     HAS_REFERENCE,
     HAS_VALUES,
-    SUMS_SCORES,
+    ONE_CLIP_RATIO,
     ReadByMethod,
     ReadIf,
 )
@@ -36,7 +34,6 @@ from megappo.config.kinds import (
     OneOf,
     Positive,
     PositiveFloat,
-    Processes,
     Seconds,
     Seed,
     TensorKind,
@@ -44,8 +41,9 @@ from megappo.config.kinds import (
     TooLong,
     Ways,
 )
-from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Method, PolicyLoss
+from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, PolicyLoss
 from megappo.config.origins import Origins
+from megappo.config.reward_section import Reward
 from megappo.config.rollout_section import Rollout
 from megappo.config.section import Section
 
@@ -123,8 +121,10 @@ class Trained(Section):
 
 
 class Actor(Trained):
+    read_if = (ONE_CLIP_RATIO, ReadIf("kl_loss_coef kl_loss_type kl_loss_unbiased", "actor.use_kl_loss"))
+
     policy_loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("clip", description="policy loss; clip is PPO's, with clip-higher and dual clip")
-    clip_ratio: Annotated[PositiveFloat, CLIP_RATIO] = Field(0.2, description="PPO's epsilon: the probability ratio is clipped to 1 +- this")
+    clip_ratio: PositiveFloat = Field(0.2, description="PPO's epsilon: the probability ratio is clipped to 1 +- this")
     clip_ratio_low: PositiveFloat | None = Field(None, description="lower epsilon; null = clip_ratio")
     clip_ratio_high: PositiveFloat | None = Field(None, description="upper epsilon (clip-higher); null = clip_ratio")
     clip_ratio_c: PositiveFloat | None = Field(3.0, gt=1, description="dual clip: bound on the loss of negative advantages; null = off")
@@ -139,9 +139,9 @@ class Actor(Trained):
     opsm_delta: PositiveFloat | None = Field(None, description="off-policy sequence masking: no gradient from tokens of negative advantage in a response whose mean of old_log_probs - log_probs passes this, such as 1e-4; null = off")
     entropy_coeff: NonNegativeFloat = Field(0.0, description="weight of the entropy bonus")
     use_kl_loss: bool = Field(False, description="add kl_loss_coef x KL(policy, reference) to the loss; builds a reference")
-    kl_loss_coef: Annotated[NonNegativeFloat, HAS_KL_LOSS] = Field(0.001, description="weight of the KL loss")
-    kl_loss_type: Annotated[KLKind, HAS_KL_LOSS] = Field("k3", description="KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary")
-    kl_loss_unbiased: Annotated[bool, HAS_KL_LOSS] = Field(False, description="weight the KL loss of k1 or k3 by the ratio to the policy before the update, which makes its gradient unbiased")
+    kl_loss_coef: NonNegativeFloat = Field(0.001, description="weight of the KL loss")
+    kl_loss_type: KLKind = Field("k3", description="KL estimator of the loss; k1+ and k3+ have k2's gradient; full = over the whole vocabulary")
+    kl_loss_unbiased: bool = Field(False, description="weight the KL loss of k1 or k3 by the ratio to the policy before the update, which makes its gradient unbiased")
     target_kl: PositiveFloat | None = Field(None, description="skip the rest of a step's mini-batches and epochs once actor/ppo_kl of one passes this; null = off")
 
     @property
@@ -201,54 +201,34 @@ class Data(Section):
         return [stem(file) for file in self.val_files]
 
 
-class Reward(Section):
-    function: FilePath | dict[FilePath, Float] | None = Field("exact_match", description="null: none, where rollout.environment gives the rewards; else built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
-    num_workers: Processes = Field(1, description="processes that run the function, for each engine")
-    timeout_seconds: Seconds = Field(60.0, description="how long one call of the function may take: for one response, or for all that a function of lists is called with")
-    memory_limit_gib: Annotated[float, Field(gt=0, le=10**6)] | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")
-    pass_env: tuple[str, ...] = Field((), description="environment variables that the function gets although their names are those of secrets, such as OPENAI_API_KEY")
-    on_error: Literal["raise", "zero"] = Field("raise", description="raise: a call that raises, hangs, ends its process or returns something else ends the run; zero: its response has score 0, and is counted")
-    batch_size: Positive | None = Field(None, description="most responses that a function of lists is called with, as they are written; null = an equal share for each process, once all are written")
-    options: dict[FilePath, dict[str, Any]] = Field({}, description="arguments that functions get in every call, as {my_rewards.py:brevity: {limit: 100}}")
-    skip_special_tokens: bool = Field(True, description="functions get responses as text without special tokens; false = without those alone that begin, end or pad a text: where <think> or <answer> are special")
-    scale: Annotated[PositiveFloat, SUMS_SCORES] = Field(1.0, description="factor of every score; the first of the shaping steps")
-    clip: Annotated[PositiveFloat | None, SUMS_SCORES] = Field(None, description="clip scaled scores to +- this; null = off")
-    normalize: Annotated[Literal["none", "running", "batch", "group"], SUMS_SCORES] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")
-    length_penalty: Annotated[str, OneOf(LENGTH_PENALTIES), SUMS_SCORES] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
-    overlong_buffer: Tokens = Field(256, description="overlong: tokens before rollout.max_response_length over which the penalty grows")
-    length_penalty_factor: NonNegativeFloat = Field(1.0, description="the largest length penalty")
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Each function with the factor of its scores; a weight of 0 leaves out one that a base file names."""
-        given = {self.function: 1.0} if isinstance(self.function, str) else self.function or {}
-        return {function: weight for function, weight in given.items() if weight}
-
-    @property
-    def penalty(self) -> Method:
-        """What length_penalty reads."""
-        return LENGTH_PENALTIES[self.length_penalty]
-
-
 class Placement(Section):
+    read_if = (HAS_REFERENCE,)
+
     actor: str = Field("all", description="ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
     critic: str = Field("all", description="ranks of the critic")
-    ref: Annotated[str | None, HAS_REFERENCE] = Field(None, description="ranks of the reference; null = the actor's")
+    ref: str | None = Field(None, description="ranks of the reference; null = the actor's")
     rollout: str = Field("all", description="ranks whose GPUs the SGLang engines use, the actor's or others")
 
 
 class Trainer(Section):
+    read_if = (
+        ReadIf("keep_every", "trainer.save_interval"),
+        ReadIf("keep_every", "trainer.keep_checkpoints"),
+        ReadIf("eval_checkpoint", "trainer.eval_only"),
+        HAS_HELD_OUT,
+    )
+
     output_dir: FilePath = Field(description="folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
     total_steps: Positive = Field(100, description="PPO steps")
     seed: Seed = Field(0, description="seeds data order, value head and sampling")
     save_interval: NonNegative = Field(20, description="checkpoint every so many steps, and at the end; 0 = at the end only")
     async_save: bool = Field(True, description="go on training while a checkpoint is written: from the first save on keeps host memory for a copy of what is saved")
     keep_checkpoints: NonNegative = Field(2, description="newest checkpoints to keep; 0 = all")
-    keep_every: Annotated[NonNegative, ReadIf(("trainer.save_interval",)), ReadIf(("trainer.keep_checkpoints",))] = Field(0, description="keep those of every so many steps, too; 0 = none")
+    keep_every: NonNegative = Field(0, description="keep those of every so many steps, too; 0 = none")
     eval_interval: NonNegative | None = Field(None, description="evaluate on data.val_files and eval.datasets every so many steps, before the first and at the end; 0 = off; null = 10 where there are any")
     resume: Literal["auto", "never"] = Field("auto", description="auto: go on from output_dir's newest checkpoint; never: refuse a folder that has one")
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
-    num_samples: Annotated[NonNegative, HAS_HELD_OUT] = Field(4, description="prompts of each held-out data set whose responses are printed and kept per evaluation")
+    num_samples: NonNegative = Field(4, description="prompts of each held-out data set whose responses are printed and kept per evaluation")
     max_bad_steps: NonNegative = Field(3, description="so many optimizer steps in a row are skipped, with their rows kept in bad_steps/, where loss or gradients are not finite; one more ends the run")
     time_limit: Seconds | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save; with async_save two saves must fit, as one may be on its way")
@@ -256,7 +236,7 @@ class Trainer(Section):
     replay_rollouts: FilePath | None = Field(None, description="folder of such files to train on, in place of engines")
     rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")
     eval_only: bool = Field(False, description="evaluate once and train nothing: output_dir's newest checkpoint, or model.path where there is none")
-    eval_checkpoint: Annotated[FilePath | None, ReadIf(("trainer.eval_only",))] = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
+    eval_checkpoint: FilePath | None = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
     extensions: tuple[FilePath, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
     process_group_timeout_seconds: Seconds = Field(1800.0, description="a collective that waits longer than this ends the run")
     hang_timeout_seconds: Seconds | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
@@ -264,6 +244,13 @@ class Trainer(Section):
 
 class Config(Section):
     """A whole run. The YAML's top-level keys are the sections."""
+
+    read_if = (
+        ReadByMethod("actor", "actor.policy_loss", methods=POLICY_LOSSES),
+        ReadByMethod("reward", "reward.length_penalty", methods=LENGTH_PENALTIES),
+        ReadByMethod("algorithm", "algorithm.adv_estimator", methods=ESTIMATORS),
+        *(HAS_CRITIC, HAS_VALUES, HAS_REFERENCE),
+    )
 
     _origins: Origins = PrivateAttr(Origins())
 
@@ -369,13 +356,13 @@ class Config(Section):
 
     model: Model = Field(description="the model all components start from")
     placement: Placement = Field(Placement(), description="which component lives on which ranks (torchrun's global ranks, one per GPU)")
-    actor: Annotated[Actor, ReadByMethod(("actor.policy_loss",), methods=POLICY_LOSSES)] = Field(Actor(), description="the policy")
-    critic: Annotated[Critic, HAS_CRITIC, HAS_VALUES] = Field(Critic(), description="the value model")
-    ref: Annotated[Ref, HAS_REFERENCE] = Field(Ref(), description="the frozen reference policy of the KL penalty")
+    actor: Actor = Field(Actor(), description="the policy")
+    critic: Critic = Field(Critic(), description="the value model")
+    ref: Ref = Field(Ref(), description="the frozen reference policy of the KL penalty")
     rollout: Rollout = Field(Rollout(), description="sampling and the SGLang engines")
     data: Data = Field(description="prompts")
-    reward: Annotated[Reward, ReadByMethod(("reward.length_penalty",), methods=LENGTH_PENALTIES)] = Field(Reward(), description="scoring of responses")
-    algorithm: Annotated[Algorithm, ReadByMethod(("algorithm.adv_estimator",), methods=ESTIMATORS)] = Field(Algorithm(), description="advantages and KL")
+    reward: Reward = Field(Reward(), description="scoring of responses")
+    algorithm: Algorithm = Field(Algorithm(), description="advantages and KL")
     eval: Eval = Field(Eval(), description="evaluations")
     trainer: Trainer = Field(description="the run")
 

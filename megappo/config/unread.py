@@ -1,4 +1,4 @@
-"""Keys that were set where nothing reads them, by the conditions beside them in the schema."""
+"""Keys that were set where nothing reads them, by the conditions of their sections."""
 
 from collections.abc import Iterator
 
@@ -20,12 +20,12 @@ def unread_errors(config: Config) -> Iterator[str]:
 def _unread(config: Config, section: Section, prefix: str, above: list[ReadIf]) -> Iterator[str]:
     for name, field in type(section).model_fields.items():
         key, value = prefix + name, getattr(section, name)
-        conditions = above + [item for item in field.metadata if isinstance(item, ReadIf)]
+        conditions = above + [one for one in section.read_if if name in one.keys.split()]
         if isinstance(value, Section) and field.default is not None:
             yield from _unread(config, value, f"{key}.", conditions)
         elif value != field.default:
             for condition in conditions:
-                if (reason := condition.unread(config, name)) and not config.is_below(key, condition.switches):
-                    change = f"drop it, or change {condition.switches[0]}"
+                if (reason := condition.unread(config, name)) and not config.is_below(key, condition.switches.split()):
+                    change = f"drop it, or change {condition.switches.split()[0]}"
                     yield f"{key} {shorten(show(value))} has no effect, as {reason}: {change}"
                     break

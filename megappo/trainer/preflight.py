@@ -8,11 +8,11 @@ from megappo.config.errors import ConfigError, shorten
 from megappo.config.eval_sets import tasks
 from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
-from megappo.placement.nodes import uneven_engines
+from megappo.placement.nodes import port_errors, uneven_engines
 from megappo.placement.ranks import placement_layouts
 from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.spec import missing_function
-from megappo.rollout.server_args import server_args_errors
+from megappo.rollout.server_args import parser_errors, server_args_errors
 from megappo.sync.route import find_route
 from megappo.trainer.files import file_errors
 from megappo.trainer.resuming import resume_errors
@@ -47,6 +47,7 @@ def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | No
         return [*errors, *error.errors]
     if ranks_per_node is not None:
         errors += uneven_engines(layouts["rollout"], ranks_per_node)
+    errors += port_errors(config.rollout.port, layouts["rollout"], ranks_per_node or world_size)
     return [*errors, *find_route(config, layouts, ranks_per_node).errors(on_gpus=False)]
 
 
@@ -67,6 +68,7 @@ def _user_code_errors(config: Config) -> Iterator[str]:
     for key, rollout in {one.environment_key: one.rollout for one in found}.items():
         for spec in filter(None, (rollout.environment, *rollout.tools)):
             yield from _missing(spec, key, {})
+    yield from parser_errors(config.rollout.tool_call_parser)
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"

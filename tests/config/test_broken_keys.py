@@ -180,7 +180,29 @@ CONTRADICTIONS = {
     "rollout.engines=[10.0.0.7:30000]": (
         "rollout.engines: '10.0.0.7:30000' is no address of a server: write such as http://10.0.0.7:30000"
     ),
-    "rollout.engines=[http://a:1, http://a:1]": "rollout.engines names http://a:1 twice: name it once",
+    "rollout.engines=[http://a:1, http://A:1]": "rollout.engines names http://a:1 twice: name it once",
+    **{
+        f"rollout.engines={url}": f"rollout.engines: {shown!r} is no address of a server: write such as http://10.0.0.7:"
+        for url, shown in {
+            "http://h:99999": "http://h:99999",
+            "http://h:0": "http://h:0",
+            "http://me:secret@h:30000": "http://...@h:30000",
+            "https://key@h:30000": "https://...@h:30000",
+            "http://h:30000/v1": "http://h:30000/v1",
+            "http://h?engine:30000": "http://h?engine:30000",
+            "h:30000": "h:30000",
+        }.items()
+    },
+    "rollout.port=65535": (
+        "rollout.port 65535 is too high for the 4 engines of a node, which take as many ports: lower it to 65532"
+    ),
+    "rollout.port=65535 rollout.tensor_parallel=2": "rollout.port 65535 is too high for the 2 engines of a node, which",
+    "rollout.tools=json:loads rollout.tool_call_parser=qwen_25": (
+        "rollout.tool_call_parser 'qwen_25' is not SGLang's: set one of apertus2509, "
+    ),
+    "eval.datasets={a: {files: val.jsonl, tools: json:loads}} rollout.tool_call_parser=llama-3": (
+        "rollout.tool_call_parser 'llama-3' is not SGLang's: set one of apertus2509, "
+    ),
     "model.layer_spec=torch actor.lora.target_modules=[q_proj, k_proj]": (
         "actor.lora.target_modules: SGLang cannot serve q_proj and k_proj alone: name v_proj, too"
     ),
@@ -478,6 +500,13 @@ def test_keys_at_their_defaults_are_told_of_the_file(refusals, capsys):
     assert plan.main(["run.yaml"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error == "error: run.yaml: placement: every component is on 'all' ranks: say how many with --world-size N"
+
+
+def test_servers_of_all_forms_and_the_last_ports_are_valid(accepted):
+    servers = "[http://10.0.0.7:30000, https://node-1.cluster:65535, 'http://[fe80::1]:1', http://h:7]"
+    accepted(f"rollout.engines={servers}", "rollout.sync.transport=disk")
+    accepted("rollout.port=65532")
+    accepted("rollout.port=65535", "placement.rollout=0")
 
 
 def test_a_bound_that_a_loss_does_not_have_is_no_matter(accepted):

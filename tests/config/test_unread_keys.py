@@ -5,10 +5,9 @@ import re
 
 import pytest
 
-from megappo.config.conditions import ReadIf
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
-from megappo.config.schema import Config
+from megappo.config.schema import Config, Critic
 from megappo.config.unread import unread_errors
 
 GRPO = "algorithm.adv_estimator=grpo rollout.n=4"
@@ -108,15 +107,8 @@ def test_a_base_may_hold_keys_of_a_method_that_is_not_chosen(run_folder, accepte
 def test_every_condition_names_keys_that_there_are(run_folder):
     known, config = {key.path for key in keys()}, load_config(run_folder / "run.yaml")
     assert list(unread_errors(config)) == []
-    conditions = [item for field in _fields(Config) for item in field.metadata if isinstance(item, ReadIf)]
-    assert len(conditions) > 40
-    for condition in conditions:
-        assert set(condition.switches) <= known
-        condition.unread(config, "name")
-
-
-def _fields(section):
-    for field in section.model_fields.values():
-        yield field
-        if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
-            yield from _fields(field.annotation)
+    for section in [Config, *(key.section for key in keys() if key.section)]:
+        for condition in section.read_if:
+            assert set(condition.switches.split()) <= known and condition.unread(config, "name") is not None
+            assert set(condition.but.split()) <= set(Critic.model_fields)
+            assert set(condition.keys.split()) & set(section.model_fields), "a shared condition has those of several"

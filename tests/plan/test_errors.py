@@ -139,6 +139,22 @@ def test_a_rollout_that_ends_by_its_scores_needs_them_before_it_has_ended(plan, 
 
 
 @pytest.mark.parametrize(
+    ("found", "names"),
+    [("{'score': 1, 'acc': 1}", "score, acc"), ("1.0", "score"), ("{'score': 1, 'pred': '7'}", "score")],
+)
+def test_groups_are_not_filtered_by_what_no_function_returns(plan, run_folder, found, names):
+    (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {found}\n")
+    filtering = ("reward.function=reward.py:f", "algorithm.filter_groups.enable=true")
+    [error] = errors_of(plan(run_folder, "run.yaml", *filtering, "algorithm.filter_groups.metric=accuracy"))
+    assert error == (
+        "error: algorithm.filter_groups.metric accuracy: reward.function reward.py:f returns no such number of a "
+        f"response: set one of {names}"
+    )
+    known = names.split(", ")[-1]
+    assert errors_of(plan(run_folder, "run.yaml", *filtering, f"algorithm.filter_groups.metric={known}")) == []
+
+
+@pytest.mark.parametrize(
     ("body", "message"),
     [
         ("def f(p, r, l):\n    return [1.0]\n", "returned 1 values for 2 responses"),
@@ -239,7 +255,7 @@ def test_odd_values_are_warned_of(plan, run_folder):
             "rollout.server_args: SGLang does not know schedul_policy: did you",
         ),
         ("actor.optim.lr=1e4", "actor.optim.lr 10000.0 is what Adam would change every weight by in a step: lower it"),
-        ("trainer.output_dir=''", 'trainer.output_dir: expected text, found "" (write a path'),
+        ("trainer.output_dir=''", 'trainer.output_dir: expected text, found "" (it is empty'),
         ("trainer.output_dir=/proc/runs/1", "trainer.output_dir: cannot write in /proc ("),
         (f"trainer.output_dir=out/{'x' * 300}", "trainer.output_dir: cannot write in "),
         ("trainer.output_dir=train.jsonl/out", "trainer.output_dir: "),
