@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from torch.distributed import Store
@@ -39,7 +40,11 @@ class OwnEngine:
     part_of: int | None = None
 
     def wait_ready(self) -> EngineClient | None:
-        """Its client, once it is up."""
+        """Its client, once it is up; the same at each call."""
+        return self._client
+
+    @cached_property
+    def _client(self) -> EngineClient | None:
         if self.part is not None:
             self.part.wait_ready()
         return self.engine.wait_ready() if self.engine is not None else None
