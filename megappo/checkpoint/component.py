@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
@@ -16,7 +16,7 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
 from megappo.models.build import ModelChunks
-from megappo.models.sharding import load_chunks, sharded_chunks
+from megappo.models.sharding import sharded_chunks
 from megappo.placement.groups import ComponentGroups
 
 
@@ -50,8 +50,9 @@ def load_model(
         CheckpointError: a tensor is missing, unknown, of another shape, or damaged.
     """
     _check_vocabulary(chunks, folder, info, vocab_size)
-    loaded = _load({"model": sharded_chunks(chunks, groups)}, groups, folder, ignored=OPTIMIZER_PREFIX)
-    load_chunks(chunks, groups, loaded["model"])
+    state = sharded_chunks(chunks, groups)
+    apply_factories(state)
+    _load({"model": state}, groups, folder, ignored=OPTIMIZER_PREFIX)
 
 
 def reshard(
@@ -132,7 +133,9 @@ def _check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vo
 def _load(state: dict[str, Any], groups: ComponentGroups, folder: Path, ignored: str) -> dict[str, Any]:
     """`state` from the folder, which may hold objects, and tensors whose name starts with `ignored`, besides."""
     try:
-        loaded, extra, absent = load_sharded(state, folder, groups.as_world(), StrictHandling.RETURN_ALL)
+        loaded, extra, absent = load_sharded(
+            state, folder, groups.as_world(), StrictHandling.RETURN_ALL, groups.collection.dp_cp
+        )
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"cannot load {folder}: {reason(error)}. It is damaged, or not of the model that config.json describes"

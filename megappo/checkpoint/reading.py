@@ -1,6 +1,8 @@
 """A component's folder read without running code of it: torch and Megatron would unpickle what they find there."""
 
 import io
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +10,17 @@ import torch
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonLoadStrategy
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import read_metadata
+from megappo.observe.life import LIFE
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader, but for the pickles: metadata names only what describes tensors, objects are empty."""
+    """torch's reader, but for the pickles: metadata names only what describes tensors, objects are empty. Of a stored
+    tensor it reads the numbers that are requested, where torch's reads and holds all of them."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -29,31 +33,56 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Everything the plan asks for; torch itself reads tensors with `weights_only`, but not objects."""
-        return super().read_data(plan, _Checked(planner))
+        """Everything the plan asks for, file by file."""
+
+        def file_name(item: ReadItem) -> str:
+            return self.storage_data[item.storage_index].relative_path
+
+        for name, items in groupby(sorted(plan.items, key=file_name), key=file_name):
+            with Path(self.path, name).open("rb") as file:
+                for item in items:
+                    LIFE.sign()
+                    stored = self._slice_file(file, self.storage_data[item.storage_index])
+                    if item.type == LoadItemType.BYTE_IO:
+                        planner.load_bytes(item, _empty_objects(stored, item))
+                    else:
+                        target = planner.resolve_tensor(item).detach()
+                        planner.commit_tensor(item, target.copy_(_numbers(stored, item.storage_offsets, item.lengths)))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
-class _Checked:
-    """A planner that is given objects only after a look at them."""
+def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """A box of a tensor that torch.save has written into a part of a file; what lies before and after is not read.
 
-    def __init__(self, planner: LoadPlanner):
-        self._planner = planner
+    Raises:
+        CheckpointError: the part is too short for the tensor that it describes.
+    """
+    meta = torch.load(stored, map_location="meta", weights_only=True)
+    steps = list(zip(offsets, lengths, meta.stride(), strict=True))
+    first = meta.storage_offset() + sum(offset * stride for offset, _, stride in steps)
+    numbers = torch.empty(1 + sum((length - 1) * stride for _, length, stride in steps), dtype=meta.dtype)
+    # torch.load notes where a tensor's numbers lie if it does not read them.
+    stored.seek(meta.untyped_storage()._checkpoint_offset + first * meta.itemsize)
+    if stored.readinto(numbers.view(torch.uint8).numpy()) != numbers.nbytes:
+        raise CheckpointError("a tensor is larger than the part of the file that holds it, which is damaged")
+    return numbers.as_strided(lengths, meta.stride())
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        objects = torch.load(value, weights_only=True)
-        # TransformerEngine keeps the scales of FP8 in a pickle of its own here, and would unpickle it.
-        if not isinstance(objects, list) or not all(map(_is_empty, objects)):
-            raise CheckpointError(
-                f"{read_item.storage_index.fqn} is not empty: this version keeps no such states of modules, and does "
-                "not load them"
-            )
-        written = io.BytesIO()
-        torch.save(objects, written)
-        written.seek(0)
-        self._planner.load_bytes(read_item, written)
+def _empty_objects(stored: Any, item: ReadItem) -> io.BytesIO:
+    """Objects of a file, after a look at them: torch itself reads tensors with `weights_only`, but not these."""
+    objects = torch.load(io.BytesIO(stored.read()), weights_only=True)
+    # TransformerEngine keeps the scales of FP8 in a pickle of its own here, and would unpickle it.
+    if not isinstance(objects, list) or not all(map(_is_empty, objects)):
+        raise CheckpointError(
+            f"{item.storage_index.fqn} is not empty: this version keeps no such states of modules, and does not load "
+            "them"
+        )
+    written = io.BytesIO()
+    torch.save(objects, written)
+    written.seek(0)
+    return written
 
 
 def _is_empty(found: object) -> bool:

@@ -12,10 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.exchange_utils import (
+    ShardDistribution,
+    determine_main_replica_uniform_distribution,
+)
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -23,11 +28,13 @@ from megatron.core.dist_checkpointing.strategies.base import StrategyAction, reg
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
+from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megappo import platform
 from megappo.checkpoint.checksums import new_sum
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.host_copies import HostCopies
@@ -138,17 +145,62 @@ def _buckets(request: AsyncRequest) -> list[WriteBucket]:
     return [] if request.async_fn is None else request.async_fn_args[1]
 
 
-def load_sharded(state: dict[str, Any], folder: Path, as_world: AbstractContextManager, strict: StrictHandling) -> Any:
+def load_sharded(
+    state: dict[str, Any],
+    folder: Path,
+    as_world: AbstractContextManager,
+    strict: StrictHandling,
+    replicas: dist.ProcessGroup | None = None,
+) -> Any:
     """What `dist_checkpointing.load` returns for a component's folder, without running code of it; all its ranks
-    together."""
+    together. Tensors are loaded in place.
+
+    Args:
+        replicas: a group whose ranks share out the reading of what several of them need; None: all of the component's.
+    """
     with as_world:
         return dist_checkpointing.load(
             state,
             str(folder),
-            sharded_strategy=TorchDistLoadShardedStrategy(),
+            sharded_strategy=_ReadOnce(replicas),
             common_strategy=SafeCommon(),
             strict=strict,
         )
+
+
+class _ReadOnce(TorchDistLoadShardedStrategy):
+    """Megatron's way to load, but each tensor that several ranks of a group need is read by one, which sends it to the
+    others. Megatron's own wrapper for that, of 0.16.1, receives copies on a CPU and holds them all."""
+
+    def __init__(self, replicas: dist.ProcessGroup | None):
+        super().__init__()
+        self._replicas = replicas
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+        """`sharded_state_dict` with tensors and objects in the places of what describes them."""
+        plan = determine_main_replica_uniform_distribution(sharded_state_dict, self._replicas, ignore_groups=True)
+        readers = plan.main_rank_for_shard if plan else {}
+        rank = dist.get_rank(self._replicas)
+        leaves = {str(number): leaf for number, leaf in enumerate(nested_values(sharded_state_dict))}
+        shards = {n: _sharded_tensor_shard_id(leaf) for n, leaf in leaves.items() if isinstance(leaf, ShardedTensor)}
+        tensors = {number: leaves[number].data.detach() for number in shards}
+        read = {number: leaf for number, leaf in leaves.items() if readers.get(shards.get(number), rank) == rank}
+        found = super().load(read, checkpoint_dir)
+        if plan:
+            self._exchange(plan, {shard: tensors[number] for number, shard in shards.items()})
+        values = iter({**leaves, **found, **tensors}.values())
+        return dict_list_map_outplace(lambda leaf: next(values), sharded_state_dict)
+
+    def _exchange(self, plan: ShardDistribution, held: dict[Any, torch.Tensor]) -> None:
+        for shard, reader in plan.main_rank_for_shard.items():
+            if len(plan.all_ranks_for_shard[shard]) > 1:
+                described = plan.shard_to_metadata[shard]
+                target = held.get(shard)
+                if target is None:  # this rank holds other experts
+                    target = torch.empty(described.local_shape, dtype=described.dtype, device=platform.device())
+                sent = target.contiguous()
+                dist.broadcast(sent, group=self._replicas, group_src=reader)
+                target.copy_(sent)
 
 
 def reason(error: BaseException) -> str:

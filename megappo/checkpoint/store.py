@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException  # of any rank; not an Exception
 
@@ -49,6 +50,9 @@ class Checkpointed(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def as_world(self) -> AbstractContextManager: ...
+
+    @property
+    def replicas(self) -> dist.ProcessGroup: ...
 
 
 class CheckpointStore:
@@ -270,7 +274,7 @@ def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:
     """What `load_state_dict` takes, from a checkpoint."""
     wanted = component.sharded_state_dict(is_loading=True)
     try:
-        return load_sharded(wanted, path / name, component.as_world(), StrictHandling.RAISE_ALL)
+        return load_sharded(wanted, path / name, component.as_world(), StrictHandling.RAISE_ALL, component.replicas)
     except (Exception, CheckpointException) as error:
         raise CheckpointError(
             f"cannot load {name} from {path}: {reason(error)}. The checkpoint is damaged or of another model; write "

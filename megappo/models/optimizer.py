@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -37,6 +38,11 @@ def make_saveable(optimizer: ChainedOptimizer) -> None:
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
             part.sharded_param_state_fully_reshardable = partial(sharded_states, part)
+            part.load_parameter_state_from_fully_reshardable = _in_place
+
+
+def _in_place(states: dict[int, Any]) -> None:
+    """Nothing is left to do: `sharded_states` has had them loaded where they belong."""
 
 
 def clipped_step(optimizer: ChainedOptimizer) -> float:

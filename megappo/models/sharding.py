@@ -48,10 +48,3 @@ def sharded_optimizer(
         if not part.get("param_state", True):  # all on other ranks, or of no parameters: Megatron would warn
             del part["param_state"]
     return state
-
-
-def load_chunks(chunks: ModelChunks, groups: ComponentGroups, state: dict[str, dict[str, Any]]) -> None:
-    """Take what `dist_checkpointing.load` returned for `sharded_chunks`."""
-    with groups.active():
-        for i, chunk in enumerate(chunks):
-            chunk.load_state_dict(state[f"model{i}"], strict=not _base(chunk))

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import get_megatron_optimizer
@@ -32,7 +33,7 @@ from megappo.models.data_parallel import data_parallel
 from megappo.models.optimizer import clipped_step, lr_scheduler, make_saveable, optimizer_config
 from megappo.models.output_layer import LogitFactors, output_weight
 from megappo.models.routing import router_bias_kept
-from megappo.models.sharding import load_chunks, sharded_chunks, sharded_optimizer
+from megappo.models.sharding import sharded_chunks, sharded_optimizer
 from megappo.models.stages import KnownShapes
 from megappo.observe.life import LIFE
 from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
@@ -340,14 +341,16 @@ class TrainedEngine(MegatronEngine):
         model = sharded_chunks(self.chunks, self.groups)
         with self.groups.active():
             optimizer = sharded_optimizer(self.optimizer, model, self.groups, is_loading)
+        if is_loading:  # into the weights themselves, where Megatron would merge copies of what factories cut
+            apply_factories(model)
         return {"model": model, "optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `dist_checkpointing.load` returned for `sharded_state_dict(is_loading=True)`.
+        """Take what `dist_checkpointing.load` returned for `sharded_state_dict(is_loading=True)`, into which it has
+        loaded weights in place.
 
         The optimizer's settings stay those of this run's config, whatever the checkpoint was trained with.
         """
-        load_chunks(self.chunks, self.groups, state["model"])
         with self.groups.active():
             self.optimizer.load_state_dict(state["optimizer"])
             settings = {"betas": self.optim.betas, "eps": self.optim.eps}
@@ -359,6 +362,11 @@ class TrainedEngine(MegatronEngine):
     def as_world(self) -> AbstractContextManager:
         """Makes the component's group the default one: dist_checkpointing is hard-wired to that."""
         return self.groups.as_world()
+
+    @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that hold the same weights, experts aside."""
+        return self.groups.collection.dp_cp
 
     def _loss(
         self, loss_fn: LossFn, packed: PackedBatch, output: torch.Tensor
