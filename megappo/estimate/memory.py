@@ -250,5 +250,9 @@ def _places(layouts: Mapping[str, Layout], world_size: int, *, has_engines: bool
 
 
 def _communicators(layout: Layout) -> int:
-    sizes = (layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert * layout.expert_tensor)
-    return sum(size > 1 for size in sizes)
+    """NCCL's communicators of a rank: one for each set of ranks that a dimension's collectives, the gradients' or the
+    gradient norm's span."""
+    sizes = {"t": layout.tensor, "c": layout.context, "d": layout.data, "p": layout.pipeline}
+    spanned = {"".join(one for one in dims if sizes[one] > 1) for dims in ("t", "c", "cd", "p", "tcdp")}
+    experts = layout.expert * layout.expert_tensor
+    return len(spanned - {""}) + (2 if experts > 1 else 0)
