@@ -17,6 +17,7 @@ from megappo.architecture.files import CONFIG_FILE, named_architecture
 from megappo.architecture.folders import other_kind
 from megappo.config.errors import looked_in
 from megappo.config.text_files import TextFileError
+from megappo.keeper import ask_to_end
 from megappo.rollout import launch
 from megappo.rollout.keeper import remove_traces
 
@@ -69,7 +70,7 @@ def _serve(command_line: list[str]) -> int:
     try:
         return keeper.wait()
     finally:
-        keeper.terminate()  # it ends SGLang's processes and removes their traces
+        ask_to_end(keeper)  # it ends SGLang's processes and removes their traces
         keeper.wait()
         remove_traces(temporary)
 

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, NamedTuple, get_args
 
 from megappo.cores import unbound
-from megappo.keeper import KILL_TIMEOUT_SECONDS
+from megappo.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
 from megappo.rewards.forms import Graded, Rows, Takes, Way
 from megappo.rewards.frames import FrameError, receive, send
 from megappo.rewards.worker import (
@@ -183,7 +183,7 @@ def end(process: subprocess.Popen, timeout_seconds: float) -> None:
     """Let a keeper end by itself, then have it end with all that it keeps."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_seconds)
-    process.terminate()
+    ask_to_end(process)
     with suppress(subprocess.TimeoutExpired):
         process.wait(2 * KILL_TIMEOUT_SECONDS)
     process.kill()

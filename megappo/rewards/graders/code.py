@@ -4,7 +4,6 @@ import ast
 import json
 import math
 import os
-import re
 import subprocess
 import tempfile
 import warnings
@@ -13,9 +12,7 @@ from typing import Any
 
 from megappo.variables import PACKAGE_ROOT, PYTHON
 
-OPENING = re.compile(r"[^`]*`{3,}[ \t]*([^\s`]*)\s*|\s*`{3,}[ \t]*([^\s`]+)\s[^`]*")
-"""A line that ends with three backquotes and maybe a tag, or begins with these and goes on."""
-CLOSING = re.compile(r"(.*?)`{3,}\s*")
+FENCE = "```"
 ENDING_SECONDS = 20.0
 TOLERANCE = 1e-6
 """Of decimal numbers that a program writes."""
@@ -69,16 +66,26 @@ def program_in(response: str) -> str:
     """The last block of a response that is tagged as Python, else its last without a tag, else all of it."""
     of_tag: dict[str, str] = {}
     tag, block = None, list[str]()
-    for line in [*response.split("\n"), "```"]:  # a last block without an end has one, too
+    for line in [*response.split("\n"), FENCE]:  # a last block without an end has one, too
         if tag is None:
-            if found := OPENING.fullmatch(line):
-                tag, block = (found[1] or found[2] or "").lower(), []
-        elif found := CLOSING.fullmatch(line):
-            of_tag["py" if tag.startswith("py") else tag] = "\n".join([*block, found[1]])
+            tag, block = _opened(line), []
+        elif (end := line.rstrip()).endswith(FENCE):
+            of_tag["py" if tag.startswith("py") else tag] = "\n".join([*block, end.rstrip("`")])
             tag = None
         else:
             block.append(line)
     return of_tag.get("py", of_tag.get("", response))
+
+
+def _opened(line: str) -> str | None:
+    """The tag of the block that begins with a line: one that ends with backquotes and maybe a tag, or begins with these
+    and goes on; None for another line. No regular expression does this in linear time."""
+    before, fence, rest = line.partition(FENCE)
+    after = rest.lstrip("`")
+    words = after.split()
+    if not fence or "`" in before + after or (len(words) > 1 and before.strip()):
+        return None
+    return words[0].lower() if words else ""
 
 
 def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
