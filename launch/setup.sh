@@ -170,13 +170,17 @@ nvidia_wheels() {
     "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia")'
 }
 
-# Kernels that SGLang compiles at run time are linked with lib64/libcudart.so, which pip's toolkit calls otherwise.
+# Kernels that SGLang compiles at run time are linked with lib64/libcudart.so, which pip's toolkit calls otherwise, and
+# with lib64/stubs/libcuda.so, which it lacks: an empty library by the name of the driver's, found when they are loaded.
 link_cuda_runtime() {
     local home
     home=$(nvidia_wheels)/cu13
     [[ -d $home/lib ]] || return 0
     ln -sfn lib "$home/lib64"
     ln -sf libcudart.so.13 "$home/lib/libcudart.so"
+    mkdir -p "$home/lib/stubs"
+    "${CXX:-c++}" -shared -Wl,-soname,libcuda.so.1 -o "$home/lib/stubs/libcuda.so" -x c++ /dev/null ||
+        fail "${CXX:-c++} cannot link a shared library: see above"
 }
 
 # Where TransformerEngine's build, which looks into one folder at most, finds headers that pip keeps in three.

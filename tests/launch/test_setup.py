@@ -325,6 +325,8 @@ def test_transformer_engine_is_built_with_the_headers_of_the_wheels(tmp_path, in
     [wheels] = (tmp_path / "repository" / ".venv-gpu").glob("lib/python*/site-packages/nvidia")
     assert cuda_home == f"{wheels}/cu13"
     assert (wheels / "cu13" / "lib64" / "libcudart.so").samefile(wheels / "cu13" / "lib" / "libcudart.so.13")
+    stub = subprocess.run(["readelf", "-d", wheels / "cu13" / "lib64" / "stubs" / "libcuda.so"], capture_output=True)
+    assert b"[libcuda.so.1]" in stub.stdout
     assert includes.split(":") == ["/mine", *(f"{wheels}/{name}/include" for name in ("cu13", "cudnn", "nccl"))]
 
 
