@@ -62,6 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "WORLD_SIZE" not in os.environ:
         print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
         return 2
+    if unseen := platform.unseen_gpus():  # plain torchrun does not look
+        if os.environ["LOCAL_RANK"] == "0":
+            print(f"error: {unseen}", file=sys.stderr)
+        return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         stay_on_this_node()  # plain torchrun has not,
