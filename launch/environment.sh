@@ -35,6 +35,17 @@ whole() {
         refuse "the variable $1 is '${!1}': expected a whole number from $2 to $3"
 }
 
+# The driver that CUDA 13 needs; without a word where nvidia-smi gives no version.
+least_driver=580
+check_driver() {
+    local driver
+    driver=$({ nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null || true; } | head -n 1)
+    [[ $driver =~ ^([0-9]+)\. && ${BASH_REMATCH[1]} -lt $least_driver ]] || return 0
+    echo "$name: the driver of this machine's GPUs is $driver, but CUDA 13 needs $least_driver or newer: update it; or, to" \
+        "use the CPU, hide them: CUDA_VISIBLE_DEVICES= bash launch/$name ..." >&2
+    exit 1
+}
+
 name=$(basename "$0")
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 gpus=$(num_gpus)
@@ -45,6 +56,7 @@ if [[ $gpus -eq 0 ]]; then
     python=$repository/.venv/bin/python
     remedy="run: bash launch/setup.sh"
 else
+    check_driver
     # Tensor parallelism overlaps communication and computation only in this order of kernels.
     export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
     python=$repository/.venv-gpu/bin/python

@@ -50,6 +50,8 @@ def packages() -> str:
 
 def gpus() -> str:
     """The GPUs that torch sees."""
+    if unseen := platform.unseen_gpus():
+        raise Problem(unseen)
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if not names and torch.version.cuda and visible_devices(os.environ) != []:
         raise Problem(f"torch for CUDA {torch.version.cuda} sees no GPU")
@@ -205,7 +207,7 @@ def _on_gpus(places: Iterable[str | None]) -> str:
 
 CHECKS: dict[str, tuple[Callable[[], str], str]] = {
     "packages": (packages, "bash launch/setup.sh, on GPUs: bash launch/setup.sh gpu"),
-    "gpus": (gpus, "look at nvidia-smi: CUDA 13 needs driver 580 or newer; in a container, docker run --gpus all"),
+    "gpus": (gpus, "look at nvidia-smi; in a container, docker run --gpus all"),
     "collectives": (collectives, "NCCL_DEBUG=INFO before the command says more; unset NCCL_* and GLOO_*; see /dev/shm"),
     "attention": (
         attention,

@@ -22,6 +22,9 @@ TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.o
 ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
 """Environment variable: of a node without GPUs the cores, which its engines share while the trainer's ranks wait."""
 NVIDIA_SMI_SECONDS = 60.0
+LEAST_DRIVERS = {"12": 525, "13": 580}
+"""CUDA's major version -> that of the oldest driver which runs it. Source: CUDA's release notes."""
+DEVICES = Path("/dev")
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Of glibc: take no piece of memory straight from the kernel, and give back what is free at the end beyond so many
 bytes."""
@@ -30,6 +33,34 @@ bytes."""
 def has_cuda() -> bool:
     """Whether torch sees a CUDA device."""
     return torch.cuda.is_available()
+
+
+def unseen_gpus() -> str:
+    """Why torch sees none of the GPUs that this machine shows, and what to do; "" where it sees some, the machine shows
+    none, or CUDA_VISIBLE_DEVICES hides all of them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = [name for name in (visible or "").split(",") if name and not name.startswith("-")]
+    if has_cuda() or (visible is not None and not named):
+        return ""
+    cuda = torch.version.cuda
+    drivers = nvidia_smi(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*"))) or (len(named) if cuda else 0)
+    if not shown:
+        return ""
+    driver = drivers[0].strip() if drivers else "unknown: nvidia-smi does not answer"
+    needed = LEAST_DRIVERS.get((cuda or "").partition(".")[0], 0)
+    major = driver.partition(".")[0]
+    if cuda is None:
+        why, remedy = "it is built for a CPU", "take .venv-gpu/bin/python (bash launch/setup.sh gpu makes it)"
+    elif major.isdecimal() and int(major) < needed:
+        why, remedy = f"CUDA {cuda} needs driver {needed} or newer", f"update the driver to {needed} or newer"
+    else:
+        why = f"it is built for CUDA {cuda}, which needs driver {needed} or newer"
+        remedy = "look at what nvidia-smi and torch.cuda.init() report; in a container, docker run --gpus all"
+    return (
+        f"this machine shows {shown} GPU{'s' * (shown > 1)} (driver {driver}), but torch {torch.__version__} sees "
+        f"none: {why}. To use them, {remedy}. To use the CPU, hide them: CUDA_VISIBLE_DEVICES= before the command"
+    )
 
 
 def device() -> torch.device:

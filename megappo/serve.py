@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"expected a folder first, found {arguments[0] if arguments else 'nothing'}; {USAGE}")
     folder, *rest = arguments
     fault = folder_fault(Path(folder), with_tokenizer=not any(word.startswith(OWN_TOKENIZER) for word in rest))
+    fault = fault or platform.unseen_gpus()
     return _refuse(fault) if fault else _serve(["--model-path", folder, *rest])
 
 

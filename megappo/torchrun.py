@@ -49,6 +49,9 @@ def main() -> int:
     bind_stores()
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))
+    if unseen := platform.unseen_gpus():
+        print(f"error: {unseen}", file=sys.stderr)
+        return 2
     if taken := [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PET_")]:
         print(f"torchrun's options, where the command does not name them: {', '.join(taken)}", file=sys.stderr)
     if args.standalone and parse_min_max_nnodes(args.nnodes)[1] > 1:

@@ -66,6 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = "" if "WORLD_SIZE" in lacking else f" (WORLD_SIZE is another's: {', '.join(lacking)} are not set)"
         print(f"error: megappo.train runs under torchrun: start it with {remedy}{found}", file=sys.stderr)
         return 2
+    if unseen := platform.unseen_gpus():  # plain torchrun does not look
+        if os.environ["LOCAL_RANK"] == "0":
+            print(f"error: {unseen}", file=sys.stderr)
+        return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     report_failures(f"rank {rank}")
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:

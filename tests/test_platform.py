@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,95 @@ def _uneven(rank: int, world_size: int, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(2, 5, 1), (0, 3, 4), (4, 4, 4), (0, 0, 0)])
 def test_parts_of_different_lengths_are_gathered_and_summed(sizes: tuple[int, ...]) -> None:
     run_ranks(3, _uneven, sizes)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A machine as nvidia-smi (a stand-in), /dev and torch's build show it; torch sees no GPU."""
+
+    def of(smi: str | None, cuda: str | None = "13.0", *, devices: int = 0, visible: str | None = None) -> None:
+        (tmp_path / "bin").mkdir()
+        if smi is not None:
+            (tmp_path / "bin" / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}\n")
+            (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+        for number in range(devices):
+            (tmp_path / f"nvidia{number}").touch()
+        (tmp_path / "nvidiactl").touch()
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+        monkeypatch.setattr(megappo.platform, "DEVICES", tmp_path)
+        monkeypatch.setattr(megappo.platform, "has_cuda", lambda: False)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    return of
+
+
+EIGHT = "for i in 1 2 3 4 5 6 7 8; do echo 535.183.01; done"
+UNSEEN = {
+    "an old driver": (
+        (EIGHT,),
+        ["8 GPUs (driver 535.183.01)", "CUDA 13.0 needs driver 580 or newer", "update the driver"],
+    ),
+    "one that is too old for CUDA 12": (("echo 470.57", "12.8"), ["1 GPU (driver 470.57)", "needs driver 525"]),
+    "the environment for a CPU": (("echo 580.65.06", None), ["built for a CPU", "bash launch/setup.sh gpu"]),
+    "some of them chosen": ((EIGHT, "13.0", {"visible": "0,1"}), ["driver 580 or newer", "update the driver"]),
+    "a driver that is new enough": (("echo 580.65.06",), ["docker run --gpus all", "torch.cuda.init()"]),
+    "nvidia-smi that fails": (
+        ("echo NVML >&2; exit 18", "13.0", {"devices": 2}),
+        ["2 GPUs", "nvidia-smi does not answer"],
+    ),
+    "no nvidia-smi": ((None, "13.0", {"devices": 4}), ["4 GPUs", "nvidia-smi does not answer"]),
+    "GPUs that are named and not there": ((None, "13.0", {"visible": "0,3"}), ["2 GPUs", "nvidia-smi does not answer"]),
+}
+
+
+@pytest.mark.parametrize(("shown", "words"), UNSEEN.values(), ids=UNSEEN)
+def test_gpus_that_torch_does_not_see_are_an_error_with_both_remedies(machine, shown, words) -> None:
+    *arguments, options = shown if isinstance(shown[-1], dict) else (*shown, {})
+    machine(*arguments, **options)
+    found = megappo.platform.unseen_gpus()
+    assert all(word in found for word in words), found
+    assert found.endswith("hide them: CUDA_VISIBLE_DEVICES= before the command")
+
+
+@pytest.mark.parametrize(
+    ("smi", "options"),
+    [
+        (EIGHT, {"visible": ""}),
+        (EIGHT, {"visible": "-1"}),
+        (None, {}),
+        ("exit 9", {}),
+        (None, {"cuda": None, "visible": "0"}),
+    ],
+    ids=["hidden", "hidden by -1", "no GPU", "a driver without a GPU", "none, in the environment for a CPU"],
+)
+def test_a_machine_that_shows_no_gpu_computes_on_the_cpu(machine, smi, options) -> None:
+    machine(smi, **options)
+    assert megappo.platform.unseen_gpus() == ""
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["megappo.torchrun", "--standalone", "--nproc-per-node", "2", "-m", "megappo.train", "no.yaml"],
+        ["torch.distributed.run", "--nproc-per-node", "2", "-m", "megappo.train", "no.yaml"],
+        ["megappo.serve", "."],
+    ],
+    ids=lambda command: command[0],
+)
+def test_nothing_starts_on_the_cpu_of_a_machine_with_gpus_unless_they_are_hidden(command, tmp_path) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 535.183.01\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (tmp_path / name).write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    variables = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    variables |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "1 GPU (driver 535.183.01)" in line and "built for a CPU" in line

@@ -109,6 +109,9 @@ def _pipeline_arguments(parallel: Parallel) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline if interleaved else None,
         # Two stages of several chunks are each other's next and previous stage: in a batch their messages would cross.
         "batch_p2p_comm": not interleaved,
+        # True by default, which has the host wait for the whole GPU at each message (megatron-core 0.16.1,
+        # p2p_communication.py). torch's batch_isend_irecv needs it no more: its requests order themselves by streams.
+        "batch_p2p_sync": False,
         "overlap_p2p_comm": interleaved,
     }
 

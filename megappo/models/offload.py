@@ -4,6 +4,9 @@ By storage, not by tensor: parameters, main parameters and optimizer states are 
 that depend on dtype and optimizer, and so nothing has to be pointed anew. On a GPU a storage that sleeps has size 0,
 and its content lies in pinned host memory. On a CPU it keeps its size, since an engine may share it, and holds NaN:
 what uses it all the same shows.
+
+The copies of one kind share an `Arena`. torch's allocator of pinned memory rounds each allocation up to a power of two
+(torch 2.14.1, ATen/core/CachingHostAllocator.h), so that copies of their own would take up to twice their bytes.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,6 +19,8 @@ from megappo.models.train_engine import MegatronEngine, TrainedEngine
 from megappo.placement.uses import Use
 
 NAN_BYTE = 255  # NaN in every floating dtype
+SMALLEST_PIECE = 2**20
+"""Bytes: what the rounding of an arena wastes at most."""
 
 
 class Offload:
@@ -31,21 +36,29 @@ class Offload:
         self._engine = engine
         self._kinds = tuple(kinds)
         self._memories: dict[TensorKind, list[_Memory]] = {}
+        self._arenas: dict[TensorKind, Arena] = {}
         self.asleep: set[TensorKind] = set()
         self._saved: set[TensorKind] = {"gradients"}  # every optimizer step begins by making them 0
 
     @property
     def host_bytes(self) -> int:
         """Of the copies on the host, which are kept for the next time."""
-        return sum(memory.copy.nbytes() for kind in self._memories.values() for memory in kind if memory.copy)
+        return sum(arena.nbytes for arena in self._arenas.values())
 
     def rest(self, use: Use) -> None:
         """Put to sleep what is not needed."""
         unneeded = [kind for kind in self._kinds if kind not in use and kind not in self.asleep]
         found = _storages(self._engine) if unneeded else {}
         for kind in unneeded:
-            known = {memory.storage._cdata: memory for memory in self._memories.get(kind, ())}
-            self._memories[kind] = [known.get(storage._cdata) or _Memory(storage) for storage in found[kind]]
+            known = [memory.storage._cdata for memory in self._memories.get(kind, ())]
+            if known != [storage._cdata for storage in found[kind]]:
+                self._memories[kind] = [_Memory(storage) for storage in found[kind]]
+                if kind != "gradients":
+                    self._saved.discard(kind)
+                    self._arenas.pop(kind, None)  # before the new one, which may take its memory
+                    self._arenas[kind] = arena = Arena(sum(memory.size for memory in self._memories[kind]))
+                    for memory in self._memories[kind]:
+                        memory.copy = arena.take(memory.size)
             for memory in self._memories[kind]:
                 memory.sleep(save=kind not in self._saved)
             self._saved.add(kind)
@@ -60,20 +73,53 @@ class Offload:
         self._saved -= {kind for kind, changes in use.items() if changes and kind != "gradients"}
 
 
+class Arena:
+    """Host memory of a fixed size, pinned on a GPU, in pieces whose sizes are powers of two.
+
+    Args:
+        nbytes: that `take` may give in all.
+    Attributes:
+        nbytes: of all pieces: the same, rounded up to a multiple of SMALLEST_PIECE.
+    """
+
+    def __init__(self, nbytes: int):
+        self._pieces = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_cuda()) for size in piece_sizes(nbytes)
+        ]
+        self.nbytes = sum(map(len, self._pieces))
+        self._free = iter(self._pieces)
+        self._piece = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int) -> list[torch.Tensor]:
+        """The next so many bytes, in order: parts of one or several pieces."""
+        parts: list[torch.Tensor] = []
+        while nbytes:
+            if not len(self._piece):
+                self._piece = next(self._free)
+            part, self._piece = self._piece[:nbytes], self._piece[nbytes:]
+            parts.append(part)
+            nbytes -= len(part)
+        return parts
+
+
+def piece_sizes(nbytes: int) -> list[int]:
+    """Powers of two, the largest first, that add up to so many bytes, rounded up to a multiple of SMALLEST_PIECE."""
+    rounded = -(-nbytes // SMALLEST_PIECE) * SMALLEST_PIECE
+    return [1 << bit for bit in reversed(range(rounded.bit_length())) if rounded >> bit & 1]
+
+
 class _Memory:
-    """A storage, and what it held when it was last saved."""
+    """A storage, and what it held when it was last saved, in parts; no parts where that need not be kept."""
 
     def __init__(self, storage: torch.UntypedStorage):
         self.storage = storage
         self.size = storage.nbytes()
-        self.copy: torch.UntypedStorage | None = None
+        self.copy: list[torch.Tensor] = []
 
     def sleep(self, *, save: bool) -> None:
         if save:
-            if self.copy is None:
-                pinned = torch.empty(self.size, dtype=torch.uint8, pin_memory=platform.has_cuda())
-                self.copy = pinned.untyped_storage()
-            self.copy.copy_(self.storage, non_blocking=True)
+            for kept, bytes_here in self._parts():
+                kept.copy_(bytes_here, non_blocking=True)
         if platform.has_cuda():
             self.storage.resize_(0)
         else:
@@ -82,8 +128,13 @@ class _Memory:
     def wake(self) -> None:
         if platform.has_cuda():
             self.storage.resize_(self.size)
-        if self.copy is not None:
-            self.storage.copy_(self.copy, non_blocking=True)
+        for kept, bytes_here in self._parts():
+            bytes_here.copy_(kept, non_blocking=True)
+
+    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each part of the copy, and the bytes of the storage that it is of."""
+        whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        return zip(self.copy, whole.split([len(part) for part in self.copy]) if self.copy else (), strict=True)
 
 
 def _storages(engine: MegatronEngine) -> dict[TensorKind, list[torch.UntypedStorage]]:

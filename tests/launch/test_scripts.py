@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megappo.platform import LEAST_DRIVERS
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "launch").iterdir()) + [ROOT / ".ci" / "run"]
 
@@ -136,6 +138,44 @@ def test_the_quickstart_on_gpus_trains_in_16_bits_on_one_or_two(tmp_path, gpus, 
     assert words[words.index("--nproc-per-node") + 1] == nproc
     assert "model.dtype=bf16" in words
     assert ("actor.parallel.tensor=1" in words) == (gpus == 1)
+
+
+HEAD = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "here"}
+SMI = """case $1 in -L) echo "GPU 0"; echo "GPU 1";; --query-gpu=driver_version) echo {driver}; echo {driver};; esac"""
+
+
+@pytest.mark.parametrize("script", ["local.sh", "torchrun_node.sh"])
+@pytest.mark.parametrize(
+    ("driver", "devices", "venv"),
+    [
+        ("535.183.01", None, None),
+        ("570.124.06", "0,1", None),
+        ("580.65.06", None, ".venv-gpu"),
+        ("610.1", None, ".venv-gpu"),
+        ("535.183.01", "", ".venv"),
+        ("[N/A]", None, ".venv-gpu"),  # it does not say: torch is to find out
+    ],
+)
+def test_a_driver_that_is_too_old_is_refused_before_anything_starts(
+    tmp_path, monkeypatch, script, driver, devices, venv
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    executable(tmp_path / "bin" / "nvidia-smi", SMI.format(driver=driver))
+    both_environments(tmp_path)
+    variables = HEAD | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    variables |= {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+    result = run(["bash", copy_script(script, tmp_path), "c.yaml"], tmp_path, **variables)
+    if venv is not None:
+        assert result.returncode == 0 and result.stdout.splitlines()[1] == venv
+        return
+    assert result.returncode == 1 and result.stdout == ""
+    assert f"{driver}, but CUDA 13 needs 580 or newer: update it" in result.stderr
+    assert f"CUDA_VISIBLE_DEVICES= bash launch/{script}" in result.stderr
+
+
+def test_scripts_and_program_need_the_same_driver():
+    text = (ROOT / "launch" / "environment.sh").read_text()
+    assert f"least_driver={LEAST_DRIVERS['13']}\n" in text
 
 
 REFUSING = """[[ $2 == megappo.plan ]] || { echo started; exit 0; }

@@ -5,12 +5,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from host_reads import host_reads
-from ppo_engines import Case, make_engine, make_rows
+from ppo_engines import Case, make_engine, make_loss, make_rows
 from spawn import run_ranks
 from tiny_models import VOCAB_SIZE, hf_folder, hf_model
 from tiny_shapes import MIXTURES, SHAPE, TWO_LAYERS
@@ -146,3 +147,31 @@ def check_transformer_engine(root: str) -> None:
 
 def test_dense_layers_of_transformer_engines_never_read_and_mixtures_no_more_often_than_stated(tmp_path: Path) -> None:
     call(check_transformer_engine, make_models(tmp_path, IN_TRANSFORMER_ENGINE))
+
+
+STAGES = {
+    "pp2": Case(Layout((0, 1), pipeline=2)),
+    "pp2, several micro-batches": Case(Layout((0, 1), pipeline=2), max_tokens=12),
+    "pp2, recomputed": Case(Layout((0, 1), pipeline=2), recompute="full"),
+    "tp2": Case(Layout((0, 1), tensor=2)),
+    "cp2": Case(Layout((0, 1), context=2)),
+    "dp2": Case(Layout((0, 1))),
+}
+
+
+def count_synchronizations(rank: int, world_size: int, folder: Path, cases: dict[str, Case]) -> None:
+    """Each waits for all that the GPU has been given: no message between ranks may need one."""
+    counted: list[str] = []
+    with patch.object(torch.cuda, "synchronize", lambda device=None: counted.append("")):
+        for name, case in cases.items():
+            groups = build_groups({"actor": case.layout}, seed=0)["actor"]
+            engine = make_engine(folder, case, groups, "actor")
+            rows = make_rows(VOCAB_SIZE).select([0, 1, 2, 3])
+            engine.forward(rows)
+            engine.train_batch(rows, make_loss("actor", rows))
+            assert not counted, (name, len(counted))
+    assert engine.config.batch_p2p_sync is False
+
+
+def test_no_pass_waits_for_the_whole_gpu(tmp_path: Path) -> None:
+    run_ranks(2, count_synchronizations, hf_folder(tmp_path, "qwen2", num_hidden_layers=4), STAGES)

@@ -15,6 +15,8 @@ from ppo_engines import make_loss, make_rows
 from megappo import platform
 from megappo.models.offload import Offload
 
+PINNED_BATCHES = 2**24
+"""Bytes of micro-batches, at most."""
 KINDS = ("weights", "gradients", "optimizer")
 
 
@@ -62,6 +64,9 @@ def measure() -> dict:
         assert any((after[name] != state).any() for name, state in states.items())
     if watcher:
         watcher.end()
+        pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+        assert pinned < 1.05 * offload.host_bytes + PINNED_BATCHES, f"{pinned} bytes for {offload.host_bytes}"
+        figures |= {"host_gib": offload.host_bytes / GIB, "pinned_gib": pinned / GIB}
     return {"stage": "offload", **figures}
 
 

@@ -1,0 +1,89 @@
+"""Host memory of what sleeps: its bytes are those of the plan, whatever torch's allocator rounds up to."""
+
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+from planning import REPOSITORY
+from published_models import published_folders
+
+from megappo.config.loading import load_config
+from megappo.estimate.gpus import GIB
+from megappo.estimate.memory import Cluster, MemoryEstimate
+from megappo.models import offload
+from megappo.models.offload import SMALLEST_PIECE, Arena, Offload, piece_sizes
+
+RECIPES = {"qwen2.5_7b_critic_7b_8gpu": 8, "llama3.1_70b_8node": 64, "qwen3_30b_a3b_4node": 32}
+
+
+def rounded_up(nbytes: int) -> int:
+    """As torch's allocator of pinned memory does."""
+    return 1 << (nbytes - 1).bit_length()
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1, SMALLEST_PIECE, SMALLEST_PIECE + 1, 5 * 2**30, 2**33 + 1, 2**33 - 1, 11423731200]
+)
+def test_pieces_add_up_and_are_not_rounded(nbytes: int) -> None:
+    sizes = piece_sizes(nbytes)
+    assert sizes == sorted(map(rounded_up, sizes), reverse=True)
+    assert 0 <= sum(sizes) - nbytes < SMALLEST_PIECE
+
+
+def test_nothing_takes_nothing() -> None:
+    assert piece_sizes(0) == [] and Arena(0).take(0) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_published_models_take_what_the_plan_says(recipe: str, tmp_path: Path) -> None:
+    with contextlib.chdir(published_folders(tmp_path)):
+        config = load_config(REPOSITORY / "configs" / f"{recipe}.yaml", ["actor.offload=[weights,gradients,optimizer]"])
+        memory = MemoryEstimate(config, Cluster(RECIPES[recipe], 79.1 * GIB))
+        planned = [int(x) for place in memory.places for one in place.stages for x in memory.copied(*one).values()]
+    taken = [sum(map(rounded_up, piece_sizes(size))) for size in planned]
+    assert all(size <= found <= 1.05 * size for size, found in zip(planned, taken, strict=True))
+    assert max(rounded_up(size) / size for size in planned) > 1.3, "in one piece they would take more"
+
+
+class Model:
+    """The storages of a model's kinds, as `_storages` finds them."""
+
+    def __init__(self, *sizes: int):
+        self.weights = [torch.randint(0, 200, (size,), dtype=torch.uint8) for size in sizes]
+        self.optimizer = [torch.randint(0, 200, (3 * size,), dtype=torch.uint8) for size in sizes]
+
+    def storages(self) -> dict[str, list[torch.UntypedStorage]]:
+        kinds = {"weights": self.weights, "gradients": [], "optimizer": self.optimizer}
+        return {kind: [tensor.untyped_storage() for tensor in tensors] for kind, tensors in kinds.items()}
+
+
+@pytest.mark.parametrize("sizes", [(64,), (1, 63, 64, 65), (1000, 3), (7,) * 40, (2**12 + 1, 2**12 - 1)])
+def test_what_sleeps_comes_back_to_the_bit_however_pieces_cut_it(sizes: tuple[int, ...], monkeypatch) -> None:
+    monkeypatch.setattr(offload, "SMALLEST_PIECE", 16)
+    monkeypatch.setattr(offload, "_storages", Model.storages)
+    model = Model(*sizes)
+    found = Offload(model, ("weights", "optimizer"))
+    for step in range(3):
+        before = [tensor.clone() for tensor in model.weights + model.optimizer]
+        found.rest({})
+        assert all((tensor == 255).all() for tensor in model.weights + model.optimizer)
+        assert 4 * sum(sizes) <= found.host_bytes < 4 * sum(sizes) + 2 * 16
+        found.wake({"weights": True, "optimizer": True})
+        assert all(map(torch.equal, before, model.weights + model.optimizer))
+        model.weights[0] += 1
+        if step == 1:  # a checkpoint has been loaded: the states are other tensors
+            model.optimizer = [torch.randint(0, 200, (3 * size,), dtype=torch.uint8) for size in sizes]
+
+
+def test_what_was_not_changed_is_not_copied_again(monkeypatch) -> None:
+    monkeypatch.setattr(offload, "_storages", Model.storages)
+    model = Model(100)
+    found = Offload(model, ("weights",))
+    before = model.weights[0].clone()
+    found.rest({})
+    found.wake({"weights": False})
+    model.weights[0].zero_()  # which nothing but a use that changes them may do
+    found.rest({})
+    found.wake({"weights": False})
+    assert torch.equal(model.weights[0], before)
