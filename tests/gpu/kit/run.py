@@ -78,8 +78,9 @@ def end_session(process: subprocess.Popen) -> None:
 
 
 def commit() -> str:
-    """Return the commit of the working tree."""
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    """Return the commit of the working tree, with -dirty behind it where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"
 
 
