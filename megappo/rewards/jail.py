@@ -12,10 +12,10 @@ import platform
 import resource
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG = 38, 1
+PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
 NOTIF_RECV, NOTIF_SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
 NOTIFICATION, RESPONSE = struct.Struct("=QIIi60x"), struct.Struct("=QqiI")
@@ -33,14 +33,11 @@ MAX_OPEN_FILES = 64
 MAX_THREADS = 64
 MAX_CREATED = 64
 """Files and folders that a process may create in its life."""
-O_TRUNC, TMPFILE, OWNER_RIGHTS = 0x200, 0o20000000, 0o700
-CLONE_THREAD = 0x10000
 ALLOW, KILL, ASK = 0x7FFF0000, 0x80000000, 0x7FC00000
 REFUSE, ABSENT = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column in what follows, and the number by which seccomp knows it."""
-SECCOMP, CLONE, OPEN, OPENAT = (317, 277), (56, 220), (2, None), (257, 56)
-MKDIR, MKDIRAT, UMASK, PRCTL = (83, None), (258, 34), (95, 166), (157, 167)
+SECCOMP, CLONE = (317, 277), (56, 220)
 REFUSED = """
     socket 41 198, kill 62 129, tkill 200 130, tgkill 234 131, ptrace 101 117, execve 59 221, execveat 322 281,
     fork 57 -, vfork 58 -, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438,
@@ -54,17 +51,33 @@ REFUSED = """
     removexattrat 466 466, file_setattr 469 469, mq_open 240 180, sched_setaffinity 203 122, setpriority 141 140,
     sched_setparam 142 118, sched_setscheduler 144 119, sched_setattr 314 274, ioprio_set 251 30, inotify_init 253 -,
     inotify_init1 294 26, fanotify_init 300 262, flock 73 32, bind 49 200, sendmsg 46 211, sendmmsg 307 269,
-    sync 162 81, creat 85 -, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, syslog 103 116, syncfs 306 267
+    sync 162 81, creat 85 -, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, syslog 103 116, syncfs 306 267,
+    clone 56 220 0 0x10000 == 0, openat 257 56 2 0x203 == 0x200, open 2 - 1 0x203 == 0x200, prctl 157 167 0 -1 == 1,
+    mkdir 83 - 1 0o700 != 0o700, mkdirat 258 34 2 0o700 != 0o700, umask 95 166 0 0o700 != 0,
+    prlimit64 302 261 0 -1 != 0, fcntl 72 25 1 -1 == 6, fcntl 72 25 1 -1 == 7, fcntl 72 25 1 -1 == 8,
+    fcntl 72 25 1 -1 == 10, fcntl 72 25 1 -1 == 15, fcntl 72 25 1 -1 == 37, fcntl 72 25 1 -1 == 38,
+    fcntl 72 25 1 -1 == 1024, fcntl 72 25 1 -1 == 1026, fcntl 72 25 1 -1 == 1031, ioctl 16 29 1 -1 == 0x8901,
+    ioctl 16 29 1 -1 == 0x8902, ioctl 16 29 1 -1 == 0x40086602, ioctl 16 29 1 -1 == 0x401c5820
 """
 """System calls, each with its numbers on both machines, by which a process reaches the network, other processes, files
-without opening them, or memory that is not of its address space, or makes what is not counted."""
-FCNTLS = (6, 7, 8, 10, 15, 37, 38, 1024, 1026, 1031)
-"""F_SETLK, F_SETLKW, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ."""
-IOCTLS = (0x8901, 0x8902, 0x40086602, 0x401C5820)
-"""FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR: with those before, commands that send signals to any
-process, watch, lock or change a file that is open to be read, or take memory."""
+without opening them, or memory that is not of its address space, or makes what is not counted.
+
+Behind some it says where: which argument, under which mask, has a value, or has not. clone without CLONE_THREAD; open
+with O_TRUNC alone, which Landlock's first version lets; PR_SET_PDEATHSIG, as it ends with what runs it; folders that
+their owner could not list; limits of others. F_SETLK, F_SETLKW, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_OFD_SETLK,
+F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ, FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR send
+signals, lock, watch or change a file that is open to be read, or take memory."""
+HIDDEN = "clone3 435 435, openat2 437 437"
+"""Their arguments cannot be seen: as they are not there, the older ones are used in their place."""
+ASKED = """
+    clone 56 220 0 0x10000 != 0, open 2 - 1 0x400040 != 0, openat 257 56 2 0x400040 != 0, mkdir 83 -, mkdirat 258 34
+"""
+"""A thread, O_CREAT or O_TMPFILE, folders."""
 LOAD, JUMP_EQUAL, JUMP_FROM, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
+ALWAYS = ("0", "0", "==", "0")
+OTHER_NUMBERS = ((JUMP_FROM, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE))
+"""The same calls have others, too."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -87,7 +100,7 @@ def confine(folder: str, *, memory_bytes: int, cpu_seconds: int, file_bytes: int
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     _restrict_files(folder)
     _drop_capabilities()
-    _filter_calls(_refusals(), 0)
+    _filter_calls([*OTHER_NUMBERS, *_rules(REFUSED, REFUSE), *_rules(HIDDEN, ABSENT)], 0)
 
 
 def supervise() -> int:
@@ -101,7 +114,7 @@ def supervise() -> int:
     """
     _machine()
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
-    return _filter_calls(_questions(), SECCOMP_FILTER_FLAG_NEW_LISTENER)
+    return _filter_calls(list(_rules(ASKED, ASK)), SECCOMP_FILTER_FLAG_NEW_LISTENER)
 
 
 def answer(listener: int, num_created: int) -> int:
@@ -183,62 +196,18 @@ def _filter_calls(instructions: Sequence[tuple[int, int, int, int]], flags: int)
     return _check(_libc.syscall(SECCOMP[column], SECCOMP_SET_MODE_FILTER, flags, described), "seccomp")
 
 
-def _questions() -> Sequence[tuple[int, int, int, int]]:
-    creates = os.O_CREAT | TMPFILE
-    return [
-        *_where(CLONE, 0, CLONE_THREAD, 0, unless=True, verdict=ASK),
-        *_where(OPEN, 1, creates, 0, unless=True, verdict=ASK),
-        *_where(OPENAT, 2, creates, 0, unless=True, verdict=ASK),
-        *_where(MKDIR, 0, 0, 0, verdict=ASK),
-        *_where(MKDIRAT, 0, 0, 0, verdict=ASK),
-    ]
-
-
-def _refusals() -> Sequence[tuple[int, int, int, int]]:
+def _rules(table: str, verdict: int) -> Iterator[tuple[int, int, int, int]]:
     column, _ = _machine()
-    found = [(JUMP_FROM, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]  # the same calls by other numbers
-    for call in REFUSED.split(","):
-        numbers = call.split()[1:]
+    for rule in table.split(","):
+        _, *numbers, argument, mask, sign, value = rule.split() if "=" in rule else [*rule.split(), *ALWAYS]
         if numbers[column] != "-":
-            found += [(JUMP_EQUAL, 0, 1, int(numbers[column])), (RETURN, 0, 0, REFUSE)]
-    for number in (435, 437):  # clone3, openat2: their arguments cannot be seen; the older ones are used in their place
-        found += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ABSENT)]
-    found += _where(CLONE, 0, CLONE_THREAD, 0)  # threads alone
-    found += _where(OPENAT, 2, O_TRUNC | os.O_ACCMODE, O_TRUNC)  # Landlock's first version lets it
-    found += _where(OPEN, 1, O_TRUNC | os.O_ACCMODE, O_TRUNC)
-    found += _where(MKDIR, 1, OWNER_RIGHTS, OWNER_RIGHTS, unless=True)  # else its owner could not list it
-    found += _where(MKDIRAT, 2, OWNER_RIGHTS, OWNER_RIGHTS, unless=True)
-    found += _where(UMASK, 0, OWNER_RIGHTS, 0, unless=True)
-    found += _where(PRCTL, 0, 0xFFFFFFFF, PR_SET_PDEATHSIG)  # it ends with what runs it
-    for numbers, commands in (((72, 25), FCNTLS), ((16, 29), IOCTLS)):
-        for command in commands:
-            found += _where(numbers, 1, 0xFFFFFFFF, command)
-    return found + _where((302, 261), 0, 0xFFFFFFFF, 0, unless=True)  # prlimit64: its own limits alone
-
-
-def _where(
-    numbers: tuple[int | None, int | None],
-    argument: int,
-    mask: int,
-    value: int,
-    *,
-    unless: bool = False,
-    verdict: int = REFUSE,
-) -> list[tuple[int, int, int, int]]:
-    """Refuse a call, by its numbers on each machine, where an argument has a value, or has not."""
-    number = numbers[_machine()[0]]
-    return (
-        []
-        if number is None
-        else [
-            (JUMP_EQUAL, 0, 5, number),
-            (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument),
-            (AND, 0, 0, mask),
-            (JUMP_EQUAL, int(unless), int(not unless), value),
-            (RETURN, 0, 0, verdict),
-            (LOAD, 0, 0, NUMBER_AT),
-        ]
-    )
+            is_equal = sign == "=="
+            yield JUMP_EQUAL, 0, 5, int(numbers[column])
+            yield LOAD, 0, 0, ARGUMENTS_AT + 8 * int(argument)
+            yield AND, 0, 0, int(mask, 0) & 0xFFFFFFFF
+            yield JUMP_EQUAL, int(not is_equal), int(is_equal), int(value, 0)
+            yield RETURN, 0, 0, verdict
+            yield LOAD, 0, 0, NUMBER_AT
 
 
 def _check(result: int, call: str) -> int:
