@@ -3,17 +3,44 @@
 # and $nproc, how many processes to start: one per visible GPU, in .venv-gpu; without a GPU 2, in .venv. NPROC goes
 # before both numbers.
 
+# Files of the working folder must not hide modules, by their names or by an empty part of PYTHONPATH.
+export PYTHONSAFEPATH=1
+PYTHONPATH=$(tr ':' '\n' <<<"${PYTHONPATH-}" | sed '/^$/d' | paste -sd :)
+[[ -n $PYTHONPATH ]] && export PYTHONPATH || unset PYTHONPATH
+
+# As visible_devices of megappo/variables.py.
 num_gpus() {
-    if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
-        tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]' || true
-    else
-        { nvidia-smi -L 2>/dev/null || true; } | wc -l
+    if [[ -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
+        { nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true
+        return
     fi
+    local devices device count=0
+    IFS=, read -ra devices <<<"${CUDA_VISIBLE_DEVICES//[[:space:]]/}"
+    for device in "${devices[@]}"; do
+        [[ $device =~ ^([0-9]+|(GPU|MIG)-.+)$ ]] || break
+        count=$((count + 1))
+        [[ $device != MIG-* ]] || break
+    done
+    echo "$count"
+}
+
+refuse() {
+    echo "$name: $*" >&2
+    exit 2
+}
+
+# usage: whole NAME LEAST MOST: the variable NAME, which is set, must be such a number
+whole() {
+    [[ ${!1} =~ ^(0|[1-9][0-9]{0,5})$ && ${!1} -ge $2 && ${!1} -le $3 ]] ||
+        refuse "the variable $1 is '${!1}': expected a whole number from $2 to $3"
 }
 
 name=$(basename "$0")
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 gpus=$(num_gpus)
+if [[ $gpus -eq 0 && ! ${CUDA_VISIBLE_DEVICES--1} =~ ^(-1|none|void|NoDevFiles)?$ ]]; then
+    echo "$name: CUDA_VISIBLE_DEVICES='$CUDA_VISIBLE_DEVICES' names no GPU: using the CPU" >&2
+fi
 if [[ $gpus -eq 0 ]]; then
     python=$repository/.venv/bin/python
     remedy="run: bash launch/setup.sh"
@@ -28,4 +55,5 @@ if [[ ! -x $python ]]; then
     echo "$name: $python does not exist; $remedy" >&2
     exit 1
 fi
+[[ -z ${NPROC:-} ]] || whole NPROC 1 100000
 nproc=${NPROC:-$((gpus > 0 ? gpus : 2))}

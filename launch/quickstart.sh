@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model: set-up, a small dataset and checkpoint, then PPO on this machine: on its CPU,
-# or, where the first word is gpu, on two of its GPUs.
+# or, where the first word is gpu, on two of its GPUs, or its only one.
 # usage: bash launch/quickstart.sh [gpu] [key=value ...]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -12,14 +12,20 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
 fi
 # The config places everything on two ranks.
 export NPROC=${NPROC:-2}
+settings=()
 if [[ ${1:-} == gpu ]]; then
     shift
     venv=.venv-gpu
-    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)
-    if [[ $gpus -lt $NPROC ]]; then
+    gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
+    if [[ $gpus -eq 1 ]]; then
+        NPROC=1
+        settings=(placement.actor,critic=0 actor.parallel.tensor=1 critic.parallel.pipeline=1)
+    elif [[ $gpus -lt $NPROC ]]; then
         echo "quickstart.sh: expected $NPROC GPUs, nvidia-smi finds $gpus; on the CPU: bash launch/quickstart.sh" >&2
         exit 1
     fi
+    # SGLang computes in 16 bits there, and the model's heads are too small for its faster attention.
+    settings+=(model.dtype=bf16 rollout.sync.probe_tolerance=0.05 rollout.server_args.attention_backend=triton)
     bash launch/setup.sh gpu
 else
     venv=.venv
@@ -35,11 +41,11 @@ run=outputs/quickstart/run
 if [[ -f $run/report.html && " $*" != *" trainer.output_dir="* ]]; then
     kept=$run-$(date -r "$run/report.html" +%Y%m%d-%H%M%S)
     # What is wrong with the arguments is told before anything is moved; otherwise local.sh tells it.
-    $venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "$@" "trainer.output_dir=$kept" > /dev/null
+    $venv/bin/python -m megappo.plan --world-size "$NPROC" configs/quickstart.yaml "${settings[@]}" "$@" "trainer.output_dir=$kept" > /dev/null
     flock --nonblock --conflict-exit-code 75 "$run/.lock" mv "$run" "$kept" || {
         [[ $? -ne 75 ]] || echo "quickstart.sh: a run is at work in $run" >&2
         exit 1
     }
     echo "the last run is kept in $kept"
 fi
-exec bash launch/local.sh configs/quickstart.yaml "$@"
+exec bash launch/local.sh configs/quickstart.yaml "${settings[@]}" "$@"

@@ -1,5 +1,6 @@
 """PPO for large language models. Every command imports this first."""
 
+import os
 import sys
 from importlib.util import find_spec
 
@@ -10,3 +11,9 @@ if lacking := [name for name in NEEDED if find_spec(name) is None]:  # one line,
         f"error: this Python ({sys.executable}) lacks {', '.join(lacking)}: use .venv/bin/python, which "
         "launch/setup.sh makes (on GPUs .venv-gpu/bin/python)"
     )
+
+# A command that was started without python -P: neither in it nor in what it starts may files of the working folder hide
+# what is installed. While `python -m NAME` looks for NAME, the arguments begin with -m.
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "megappo." in sys.orig_argv[-len(sys.argv)]:
+    del sys.path[0]
+    os.environ["PYTHONSAFEPATH"] = "1"

@@ -27,6 +27,7 @@ from megappo.listening import LOOPBACK, listener, stay_on_this_node
 from megappo.rollout.client import SamplingParams
 from megappo.rollout.inference_engine import Engine
 from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.variables import faults, visible_devices
 
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_BYTES = 2**30
@@ -50,11 +51,10 @@ def packages() -> str:
 def gpus() -> str:
     """The GPUs that torch sees."""
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    if not names and torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+    if not names and torch.version.cuda and visible_devices(os.environ) != []:
         raise Problem(f"torch for CUDA {torch.version.cuda} sees no GPU")
-    return (
-        ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none: the CPU runs everything"
-    )
+    found = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return found or f"none: the CPU runs everything (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')})"
 
 
 def collectives() -> str:
@@ -146,6 +146,13 @@ def _write_model(folder: Path) -> None:
     Qwen2ForCausalLM(Qwen2Config(**heads, **sizes)).save_pretrained(folder)
 
 
+def variables() -> str:
+    """What the processes of a run read of the environment."""
+    if found := "; ".join(faults(os.environ)):
+        raise Problem(found)
+    return "folders to write to, and GPUs, are named as they must be"
+
+
 def ports() -> str:
     """A free port of loopback, and a connection to it."""
     with listener(LOOPBACK, 0) as server, socket.create_connection(server.getsockname(), timeout=5):
@@ -212,6 +219,7 @@ CHECKS: dict[str, tuple[Callable[[], str], str]] = {
         engine,
         "what SGLang says stands above; not installed: bash launch/setup.sh; see docs/troubleshooting.md",
     ),
+    "variables": (variables, "export another value in the shell, or the script of the job, that starts the run"),
     "ports": (
         ports,
         "ip link set lo up; ip_local_port_range (sysctl) may be too narrow, or a firewall guards loopback",

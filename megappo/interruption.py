@@ -3,10 +3,13 @@
 The standard library alone, as the signal is handled before anything else is imported.
 """
 
+import math
 import os
 import signal
 import time
 from types import FrameType
+
+from megappo.variables import moment
 
 SIGNAL = signal.SIGUSR1
 """What asks a rank to save and end."""
@@ -82,6 +85,5 @@ def deadline(time_limit: float | None, grace: float) -> float:
         grace: seconds before the limit that saving may take.
     """
     if time_limit is not None:
-        launched = os.environ.get(LAUNCHER_STARTED, _STARTED)
-        return float(os.environ.get("SLURM_JOB_START_TIME", launched)) + time_limit - grace
-    return float(os.environ.get("SLURM_JOB_END_TIME", "inf")) - grace
+        return (moment("SLURM_JOB_START_TIME") or moment(LAUNCHER_STARTED) or _STARTED) + time_limit - grace
+    return (moment("SLURM_JOB_END_TIME") or math.inf) - grace

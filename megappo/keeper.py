@@ -2,7 +2,8 @@
 
 The keeper runs the command. When that ends, or the owner is gone, whatever ended it, or SIGTERM asks for it, the keeper
 ends every process that descends from it: also one that has a session of its own, or whose parent ended before it, as
-the kernel makes the keeper its parent then. The standard library alone, so it is there at once and takes little memory.
+the kernel makes the keeper its parent then. What the kernel sends it when the owner is gone is SIGCONT, so that it
+does all this although it was stopped. The standard library alone, so it is there at once and takes little memory.
 """
 
 import os
@@ -10,14 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from megappo.lifetime import adopt_orphans, die_with
 
-AWAITED = {signal.SIGTERM, signal.SIGCHLD}
+AWAITED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT}
 POLL_SECONDS = 0.02
 KILL_TIMEOUT_SECONDS = 10.0
 
@@ -42,20 +43,33 @@ def keep(owner: int, command: Sequence[str], before_kill: Callable[[int], object
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the owner may have it ignored
     adopt_orphans()
-    die_with(owner, signal.SIGTERM)
+    die_with(owner, signal.SIGCONT)
     try:
-        code = _run(command)
+        code = _run(command, (owner, os.getpid()))
     finally:
         _end_descendants(before_kill)
     return code if code >= 0 else 128 - code
 
 
-def _run(command: Sequence[str]) -> int:
+def ask_to_end(process: subprocess.Popen) -> None:
+    """Ask a keeper of this process to end with all that it keeps, although it may be stopped."""
+    process.terminate()
+    process.send_signal(signal.SIGCONT)
+
+
+def _run(command: Sequence[str], owners: Collection[int]) -> int:
+    """The command's end, or that of its owner.
+
+    Args:
+        owners: who sends SIGCONT when the owner is gone; from others, as of Slurm, it asks for nothing.
+    """
     # Nothing here has a second thread, which could hold a lock that the child needs before it runs the command.
     process = subprocess.Popen(command, preexec_fn=partial(_begin, os.getpid()))
     with open(os.devnull) as null:
         os.dup2(null.fileno(), 0)
-    while signal.sigwait(AWAITED) != signal.SIGTERM:
+    while (found := signal.sigwaitinfo(AWAITED)).si_signo != signal.SIGTERM:
+        if found.si_signo == signal.SIGCONT and found.si_pid in owners:
+            break
         for pid, status in _ended_children():  # orphans, too
             if pid == process.pid:
                 process.returncode = os.waitstatus_to_exitcode(status)

@@ -16,7 +16,6 @@ from megappo import megatron_on_cpu, platform
 # What megatron-core warns of on every run, by its own doing.
 HARMLESS_WARNINGS = (
     ".*Apex (is|are) not installed",
-    "full scope is deprecated. Use empty cuda_graph_scope",
     "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",

@@ -44,7 +44,8 @@ from megappo.sync.route import find_route
 from megappo.trainer.lock import in_use
 from megappo.trainer.preflight import arrangement_errors, check_run
 from megappo.trainer.rehearsal import rehearse
-from megappo.trainer.resuming import already_finished
+from megappo.trainer.resuming import already_finished, resume_warnings
+from megappo.variables import faults
 
 WIDTH = 120
 
@@ -78,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
         if config.evaluates:
             print(f"\nevaluation\n{evaluation_summary(config)}")
-    errors, warnings = check_run(config, world_size, ranks_per_node), list(config_warnings(config))
+    errors = check_run(config, world_size, ranks_per_node, on_gpus=bool(args.gpu))
+    warnings = [*config_warnings(config), *(() if errors else resume_warnings(config)), *faults(os.environ)]
     if not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
     if args.gpu and is_arranged:

@@ -7,10 +7,13 @@ import inspect
 import os
 import resource
 import shutil
+import subprocess
 import sysconfig
 from pathlib import Path
 
 import torch
+
+from megappo.variables import visible_devices
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
@@ -18,6 +21,7 @@ TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.o
 
 ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
 """Environment variable: of a node without GPUs the cores, which its engines share while the trainer's ranks wait."""
+NVIDIA_SMI_SECONDS = 60.0
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Of glibc: take no piece of memory straight from the kernel, and give back what is free at the end beyond so many
 bytes."""
@@ -96,13 +100,35 @@ def free_gpu_share() -> float:
     return free / total
 
 
+def bytes_of_others() -> int:
+    """What is taken of this process's GPU besides the memory of its own tensors; 0 on a CPU."""
+    if not has_cuda():
+        return 0
+    free, total = torch.cuda.mem_get_info(device())
+    return total - free - torch.cuda.memory_reserved(device())
+
+
+def gpu_processes() -> list[str]:
+    """The processes on this process's GPU with their memory, as nvidia-smi lists them: in a container perhaps none."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    uuid = torch.cuda.get_device_properties(device()).uuid
+    return nvidia_smi([*query, f"--id=GPU-{uuid}"])
+
+
+def nvidia_smi(command: list[str]) -> list[str]:
+    """The lines that it prints; none where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
 def gpu_ids(local_ranks: list[int]) -> list[str]:
     """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     if not has_cuda():
         return []
     _check_has_gpu(max(local_ranks))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(i) for i in range(max(local_ranks) + 1)]
+    names = visible_devices(os.environ) or [str(i) for i in range(max(local_ranks) + 1)]
     return [names[i] for i in local_ranks]
 
 

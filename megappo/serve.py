@@ -14,8 +14,10 @@ from types import FrameType
 
 from megappo import platform
 from megappo.architecture.files import CONFIG_FILE, named_architecture
+from megappo.architecture.folders import other_kind
 from megappo.config.errors import looked_in
 from megappo.config.text_files import TextFileError
+from megappo.keeper import ask_to_end
 from megappo.rollout import launch
 from megappo.rollout.keeper import remove_traces
 
@@ -41,6 +43,8 @@ def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
     if not folder.is_dir():
         wanted = "a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
         return f"no folder {folder}{looked_in(folder)}: expected {wanted}"
+    if kind := other_kind(folder):
+        return f"{folder} {kind}"
     needed = [CONFIG_FILE, "*.safetensors", *(["tokenizer_config.json"] if with_tokenizer else [])]
     missing = [pattern for pattern in needed if not any(folder.glob(pattern))]
     if missing:
@@ -66,7 +70,7 @@ def _serve(command_line: list[str]) -> int:
     try:
         return keeper.wait()
     finally:
-        keeper.terminate()  # it ends SGLang's processes and removes their traces
+        ask_to_end(keeper)  # it ends SGLang's processes and removes their traces
         keeper.wait()
         remove_traces(temporary)
 

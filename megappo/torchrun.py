@@ -31,6 +31,7 @@ from megappo.interruption import EXIT_AGAIN
 from megappo.launcher.agent import Agent, OtherNodeError, StartAgain
 from megappo.lifetime import EXIT_LOST_RANK
 from megappo.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
+from megappo.threads import report_failures
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """They tell of each process they end, and of files they pass on."""
@@ -43,10 +44,17 @@ def main() -> int:
     again, or 128 + n when signal n ended torchrun."""
     for name in LOGGERS:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    report_failures("launcher")
     platform.raise_open_file_limit()
     bind_stores()
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))
+    if taken := [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PET_")]:
+        print(f"torchrun's options, where the command does not name them: {', '.join(taken)}", file=sys.stderr)
+    if args.standalone and parse_min_max_nnodes(args.nnodes)[1] > 1:
+        remedy = "unset PET_NNODES, or start every node by launch/torchrun_node.sh"
+        print(f"error: --standalone starts one node, and --nnodes is {args.nnodes}: {remedy}", file=sys.stderr)
+        return 2
     platform.share_cores(args.nproc_per_node)
     platform.keep_freed_memory()
     if args.max_restarts and parse_min_max_nnodes(args.nnodes)[1] > 1:
@@ -80,6 +88,8 @@ def prepared(args: argparse.Namespace) -> argparse.Namespace:
         stay_on_this_node()
     elif args.node_rank == 0:
         args.master_addr = head_address(args.master_addr)
+    if not args.module:
+        os.environ.pop("PYTHONSAFEPATH", None)  # scripts find their neighbours
     if args.training_script == "megappo.train":
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(GRACE_SECONDS))
         Agent.ranks_can_save = True

@@ -40,6 +40,7 @@ from megappo.observe.console import escape_unprintable
 from megappo.placement.ranks import placement_layouts
 from megappo.rollout.launch import home_of_sockets, nccl_variables
 from megappo.table import resolved
+from megappo.threads import report_failures
 from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.own_engine import OwnEngine, start_engine
@@ -47,6 +48,7 @@ from megappo.trainer.preflight import check_run
 from megappo.trainer.resuming import already_finished
 from megappo.trainer.watchdog import Watchdog
 
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TRAINING = "megappo.training:train"
 """Imported only for a run that has something to do: megatron-core and transformers take seconds on every rank."""
 
@@ -59,10 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = config_parser("torchrun --nproc-per-node N -m megappo.train", description)
     args = parser.parse_intermixed_args(arguments)
     escape_unprintable()
-    if "WORLD_SIZE" not in os.environ:
-        print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
+    if lacking := [name for name in OF_TORCHRUN if name not in os.environ]:
+        remedy = "launch/slurm.sbatch" if "SLURM_PROCID" in os.environ else "launch/local.sh CONFIG"
+        found = "" if "WORLD_SIZE" in lacking else f" (WORLD_SIZE is another's: {', '.join(lacking)} are not set)"
+        print(f"error: megappo.train runs under torchrun: start it with {remedy}{found}", file=sys.stderr)
         return 2
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    report_failures(f"rank {rank}")
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         stay_on_this_node()  # plain torchrun has not,
     platform.raise_open_file_limit()  # nor has it raised this
@@ -107,7 +112,8 @@ def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int
     config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
     if config.trainer.eval_only:
         INTERRUPTION.never_saves()
-    if errors := check_run(config, world_size, int(os.environ["LOCAL_WORLD_SIZE"])):
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    if errors := check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda()):
         raise ConfigError(*errors)
     with config.locating():
         _train(config, store, rank, world_size, cleanup)

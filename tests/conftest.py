@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from weight_sources import push
 
 from megappo.config.schema import Rollout
+from megappo.megatron_setup import HARMLESS_WARNINGS, HARMLESS_WARNINGS_ON_CPU
 from megappo.rollout.client import EngineClient
 from megappo.rollout.inference_engine import Engine
 
@@ -29,6 +30,8 @@ pytest_plugins = ["tiny_run", "network"]  # fixtures of whole runs
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    for message in HARMLESS_WARNINGS + HARMLESS_WARNINGS_ON_CPU:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
 
 
 SHARED = ("engine", "run", "made", "of_sglang")

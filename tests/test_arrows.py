@@ -14,6 +14,7 @@ BOTTOM = frozenset(
     {
         *("architecture", "config", "table", "platform", "torchvision_on_cpu"),
         *("lifetime", "interruption", "keeper", "cores", "listening", "imports", "moments"),
+        *("threads", "user_modules", "variables"),
     }
 )
 APART = frozenset({"weights", "rollout", "checkpoint"})
@@ -49,6 +50,7 @@ WITHOUT_TORCH = (
     "megappo/placement/ranks.py",
     "megappo/placement/uses.py",
     "megappo/sync/route.py",
+    "megappo/checkpoint/checksums.py",
     "megappo/checkpoint/errors.py",
     "megappo/checkpoint/folders.py",
     "megappo/observe/files.py",
@@ -70,6 +72,7 @@ WITHOUT_TORCH = (
     "megappo/data/parquet_rows.py",
     "megappo/data/prompts.py",
     "megappo/data/records.py",
+    "megappo/data/special_tokens.py",
     "megappo/data/token_bounds.py",
     "megappo/data/tokenizer.py",
     "megappo/data/unpacking.py",
@@ -98,10 +101,12 @@ def allowed(package: str) -> frozenset[str]:
         return (MIDDLE - (APART if package in APART else frozenset())) | BOTTOM | {package}
     within = {
         "ppo": {"ppo", "moments"},
-        "config": {"config", "table"},
+        "config": {"config", "table", "user_modules"},
         "architecture": {"architecture", "config", "table"},
         "estimate": {"estimate", "architecture", "config", "placement"},
         "keeper": {"lifetime"},
+        "platform": {"variables"},
+        "interruption": {"variables"},
         "megatron_setup": {"megatron_on_cpu", "platform"},
     }
     return frozenset(within.get(package, ()))

@@ -90,6 +90,12 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str, str]] = {
         "--ipc=host",
     ),
     "no engine": ("engine", without_sglang, "not installed", "bash launch/setup.sh"),
+    "a cache that nothing expands": (
+        "variables",
+        lambda patch: patch.setenv("TRITON_CACHE_DIR", "$SCRATCH/triton"),
+        "TRITON_CACHE_DIR is '$SCRATCH/triton': expected a whole path",
+        "export another value",
+    ),
     "no loopback": (
         "ports",
         lambda patch: patch.setattr(doctor, "LOOPBACK", "192.0.2.77"),

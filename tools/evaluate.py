@@ -48,11 +48,11 @@ def main() -> int:
         return 2
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
     words = [args.config, *overrides]
-    plan = [sys.executable, "-m", "megappo.plan", "--world-size", str(num_ranks), *words]
+    plan = [sys.executable, "-P", "-m", "megappo.plan", "--world-size", str(num_ranks), *words]
     if code := subprocess.run(plan, env=environment, stdout=subprocess.DEVNULL).returncode:
         return code
     launcher = ["-m", "megappo.torchrun", "--standalone", "--nproc-per-node", str(num_ranks)]
-    os.execve(sys.executable, [sys.executable, *launcher, "-m", "megappo.train", *words], environment)
+    os.execve(sys.executable, [sys.executable, "-P", *launcher, "-m", "megappo.train", *words], environment)
 
 
 def _arguments() -> argparse.Namespace:

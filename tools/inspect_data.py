@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
         default=3,
         help="the first prompts of each file to show, besides its longest one (default: 3)",
     )
-    parser.add_argument("--tokens", action="store_true", help="show their tokens, too")
+    parser.add_argument("--tokens", action="store_true", help="show their tokens, too, ID='PIECE', special ones in []")
     parser.add_argument(
         "--records", type=_count, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
     )
@@ -84,13 +84,17 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(config.model.path)
     taken, vocab_size = _taken(config), shared_vocabulary(config)
     data, order_by = config.data, config.data.order_by
-    files = [("data.train_files", file, data, order_by, taken[TRAINING]) for file in data.files]
+    reward = config.reward
+    files = [("data.train_files", file, data, order_by, taken[TRAINING], reward) for file in data.files]
     files += [
-        (one.key, file, one.data, None, taken[name]) for name, one in eval_sets(config).items() for file in one.files
+        (one.key, file, one.data, None, taken[name], one.reward)
+        for name, one in eval_sets(config).items()
+        for file in one.files
     ]
     num_wrong = 0
-    for key, file, data, order_by, takes in files:
-        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes, order_by=order_by)
+    for key, file, data, order_by, takes, reward in files:
+        own = {"order_by": order_by, "reward": reward}
+        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes, **own)
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)
@@ -203,7 +207,9 @@ def _shown(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase | None") -> Itera
         yield f"  {column}: {value!r}"
     yield prompt.text
     if tokenizer:
-        yield " ".join(f"{token}={tokenizer.decode([token])!r}" for token in prompt.tokens)
+        special = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+        pieces = ((token, f"{token}={tokenizer.decode([token])!r}") for token in prompt.tokens)
+        yield " ".join(f"[{piece}]" if token in special else piece for token, piece in pieces)
 
 
 if __name__ == "__main__":

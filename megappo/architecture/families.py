@@ -93,6 +93,8 @@ class Family:
             (multi-head latent attention, DeepSeek-V2's report, section 2.1).
         only: keys of config.json with the values that are computed here, besides those of every family (see
             `parsing.ONLY`); a config.json that is silent means one of them.
+        ignores: keys of config.json that change nothing where they are not read, besides those of every family (see
+            `keys.WITHOUT_EFFECT`).
     """
 
     qkv_bias: bool = False
@@ -102,6 +104,7 @@ class Family:
     rope_theta: float = 10000.0
     latent_attention: bool = False
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    ignores: tuple[str, ...] = ()
 
 
 def _deepseek(renormalizes: bool, scores: str, methods: tuple[str, ...], **experts: Any) -> Family:
@@ -122,13 +125,14 @@ def _deepseek(renormalizes: bool, scores: str, methods: tuple[str, ...], **exper
             "topk_method": methods,
             "norm_topk_prob": (renormalizes,),
         },
+        ignores=("ep_size", "seq_aux", "qk_head_dim", "n_group", "topk_group"),
     )
 
 
 FAMILIES = Table(
     "model family",
     {
-        "LlamaForCausalLM": Family(),
+        "LlamaForCausalLM": Family(sliding_window=True),  # which none of Meta's has
         "MistralForCausalLM": Family(sliding_window=True),
         "Qwen2ForCausalLM": Family(qkv_bias=True),
         "Qwen3ForCausalLM": Family(qk_layernorm=True),
@@ -136,6 +140,7 @@ FAMILIES = Table(
             sliding_window=True,
             experts=ExpertFormat("intermediate_size", "block_sparse_moe", "w1", "w3", "w2", renormalizes=True),
             rope_theta=1e6,
+            only={"norm_topk_prob": (True,)},
         ),
         "Qwen2MoeForCausalLM": Family(qkv_bias=True, experts=ExpertFormat(shared=SharedExpertFormat())),
         "Qwen3MoeForCausalLM": Family(qk_layernorm=True, experts=ExpertFormat()),

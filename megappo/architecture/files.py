@@ -44,6 +44,12 @@ TEXT = Kind("text", lambda value: isinstance(value, str))
 TEXTS = Kind("list of text", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
 NAMES = Kind("non-empty list of text", lambda value: TEXTS.fits(value) and bool(value))
 SECTION = Kind("object", lambda value: isinstance(value, dict))
+FILES = Kind(
+    "object of names of files in its own folder",
+    lambda value: (
+        SECTION.fits(value) and TEXTS.fits([*value.values()]) and all(Path(i).name == i for i in value.values())
+    ),
+)
 TOKENS = Kind("token id or list of them", lambda value: all(COUNT.fits(i) for i in _listed(value)))
 
 CONFIG = {
@@ -53,13 +59,14 @@ CONFIG = {
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZE),
     **dict.fromkeys(("head_dim", "intermediate_size", "vocab_size", "max_position_embeddings"), SIZE),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), SIZE),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "n_group", "topk_group"), SIZE),
+    **dict.fromkeys(("moe_intermediate_size", "n_group", "topk_group", "original_max_position_embeddings"), SIZE),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), SIZE),
-    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers", "sliding_window"), COUNT),
+    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "sliding_window"), COUNT),
+    **dict.fromkeys(("shared_expert_intermediate_size", "num_nextn_predict_layers", "num_mtp_layers"), COUNT),
     **dict.fromkeys(("rms_norm_eps", "rope_theta", "routed_scaling_factor"), POSITIVE),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window", "norm_topk_prob"), FLAG),
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "rope_interleave"), FLAG),
-    **dict.fromkeys(("hidden_act", "scoring_func", "topk_method"), TEXT),
+    **dict.fromkeys(("hidden_act", "scoring_func", "topk_method", "model_type"), TEXT),
 }
 """The values of config.json that are read anywhere; null is as good as nothing."""
 ROPE = {
@@ -120,25 +127,17 @@ def end_tokens(folder: Path) -> list[int]:
     return [token for token in _listed(found.get("eos_token_id")) if token is not None]
 
 
-def check_weights(folder: Path) -> None:
-    """Whether the folder's safetensors are there, as far as names and sizes tell.
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index of a folder's safetensors lists them.
 
     Raises:
-        TextFileError: one is missing or empty, or the index of them cannot be read.
+        TextFileError: it cannot be read, or lists none.
     """
-    names = [SINGLE]
-    if (folder / INDEX).is_file():
-        weight_map = _read(folder / INDEX, {"weight_map": SECTION}).get("weight_map") or {}
-        names = sorted(set(map(str, weight_map.values()))) or [SINGLE]
-    elif not (folder / SINGLE).is_file():
-        raise TextFileError(
-            f"{folder} holds no {SINGLE} and no {INDEX}: complete the download; other weight formats are not read"
-        )
-    lacking = [name for name in names if not (folder / name).is_file()]
-    empty = [name for name in names if name not in lacking and not (folder / name).stat().st_size]
-    for what, found in (("lacks", lacking), ("holds an empty", empty)):
-        if found:
-            raise TextFileError(f"{folder} {what} {shorten(', '.join(found))}: complete the download")
+    file = folder / INDEX
+    found = _read(file, {"weight_map": FILES}).get("weight_map")
+    if not found:
+        raise TextFileError(f"cannot use {file}: it has no weight_map: copy it again")
+    return dict(found)
 
 
 def _read(file: Path, kinds: dict[str, Kind]) -> dict[str, Any]:

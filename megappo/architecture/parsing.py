@@ -7,7 +7,9 @@ from typing import Any
 
 from megappo.architecture.architecture import Architecture, Experts, LatentAttention, Rope
 from megappo.architecture.families import FAMILIES, ExpertFormat, Family, HeadKind, language_model
-from megappo.architecture.files import CONFIG_FILE, read_model_config
+from megappo.architecture.files import CONFIG_FILE, INDEX, ROPE, SINGLE, read_model_config
+from megappo.architecture.folders import other_kind
+from megappo.architecture.keys import uncomputed
 from megappo.config.errors import ConfigError, shorten
 from megappo.config.text_files import TextFileError
 
@@ -34,7 +36,12 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "qkv_bias": (True,),
+    "rope_is_neox_style": (True,),
+    "rope_interleaved": (False,),
+    "is_causal": (True,),
+    "activation": ("silu", "swiglu"),
+    "position_embedding_type": ("rope", "rotary"),
+    "transformers_weights": (SINGLE, INDEX),
 }
 """Keys of config.json with the values that are computed here; null is as good as nothing, which means one of them."""
 ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
@@ -52,6 +59,14 @@ SCALINGS = {
 """Rotary scalings that are computed here, and the numbers each takes."""
 LATENT_SCALINGS = {"default": (), "yarn": ("factor", "original_max_position_embeddings")}
 """Those that Megatron's latent attention computes."""
+COMPUTED = (
+    *("architectures", "layer_types", "model_type", "rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
+    *("original_max_position_embeddings", "num_key_value_heads", "sliding_window", "use_sliding_window"),
+    *("tie_word_embeddings", "norm_topk_prob", "num_nextn_predict_layers", "num_mtp_layers"),
+)
+"""Further keys that are read of config.json."""
+ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
+"""Keys with the rotary positions: of transformers 5, and before."""
 _ANOTHER = "choose another model"
 
 
@@ -67,11 +82,13 @@ def read_architecture(folder: str | Path, head: HeadKind = "policy") -> Architec
     Raises:
         ArchitectureError: config.json cannot be read, or the model cannot be trained.
     """
+    folder = Path(folder)
     try:
-        found = read_model_config(Path(folder))
+        found = read_model_config(folder)
     except TextFileError as error:
-        raise ArchitectureError(str(error)) from error
-    return parse(found, Path(folder) / CONFIG_FILE, head)
+        kind = other_kind(folder) if folder.is_dir() else None
+        raise ArchitectureError(f"{folder} {kind}" if kind else str(error)) from error
+    return parse(found, folder / CONFIG_FILE, head)
 
 
 def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Architecture:
@@ -89,8 +106,9 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
     missing = ", ".join(_missing(found, family))
     if missing:
         raise ArchitectureError(f"{file} lacks {missing}: download it again")
-    faults = [f"{file}: {fault}: download it again" for fault in _contradictions(found, family)]
-    faults += [f"{file} of this {named} has {fault}: {_ANOTHER}" for fault in _unsupported(found, family)]
+    faults = [f"{file}: {fault}: correct it, or download it again" for fault in _contradictions(found, family)]
+    remedy = f"{_ANOTHER}, or remove the key if the model computes the same without it"
+    faults += [f"{file} of this {named} has {fault}: {remedy}" for fault in _unsupported(found, family)]
     faults += [f"{file}: {fault}: {_ANOTHER}" for fault in _unsupported_rope(found, family)]
     if faults:
         raise ArchitectureError(*faults)
@@ -107,7 +125,7 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
         latent=LatentAttention(**_sizes(found, LATENT_SIZES)) if family.latent_attention else None,
         tied=bool(found.get("tie_word_embeddings", False)),  # Hugging Face's default
         sliding_window=_sliding_window(found, family),
-        num_further_layers=found.get("num_nextn_predict_layers") or 0,
+        num_further_layers=found.get("num_nextn_predict_layers") or found.get("num_mtp_layers") or 0,
         raw_config=found,
         head=head,
     )
@@ -118,13 +136,16 @@ def _sizes(found: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _missing(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    keys = [*SIZES.values(), *(_expert_keys(found, family.experts) if family.experts else ())]
-    keys += LATENT_SIZES.values() if family.latent_attention else ()
-    for key in dict.fromkeys(keys):
+    for key in _needed(found, family):
         if found.get(key) is None and not (key == LATENT_SIZES["q_rank"] and key in found):
             yield key
     if family.experts and not any(found.get(key) for key in family.experts.count):
         yield family.experts.count[-1]
+
+
+def _needed(found: Mapping[str, Any], family: Family) -> dict[str, None]:
+    experts = _expert_keys(found, family.experts) if family.experts else ()
+    return dict.fromkeys((*SIZES.values(), *experts, *(LATENT_SIZES.values() if family.latent_attention else ())))
 
 
 def _expert_keys(found: Mapping[str, Any], experts: ExpertFormat) -> Iterator[str]:
@@ -138,7 +159,8 @@ def _has_groups(found: Mapping[str, Any], experts: ExpertFormat) -> bool:
 
 
 def _contradictions(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Sizes that no model can have."""
+    """Sizes that no model can have, and what is said twice, differently."""
+    yield from _rope_contradictions(found)
     heads, hidden, shared = found["num_attention_heads"], found["hidden_size"], _num_kv_heads(found)
     if family.experts:
         yield from _expert_contradictions(found, family.experts)
@@ -163,13 +185,18 @@ def _expert_contradictions(found: Mapping[str, Any], experts: ExpertFormat) -> I
 
 def _unsupported(found: Mapping[str, Any], family: Family) -> Iterator[str]:
     """What config.json asks for and is not computed here: `key = value, which is not supported`."""
-    only = {**ONLY, **(ONLY_OF_EXPERTS if family.experts else {}), **family.only}
+    only = ONLY | {"qkv_bias": (family.qkv_bias,), "use_qk_norm": (family.qk_layernorm,)}
+    only |= {**(ONLY_OF_EXPERTS if family.experts else {}), **family.only}
     keys = [key for key, values in only.items() if found.get(key) is not None and found[key] not in values]
     attention = {"full_attention"}
     if _sliding_window(found, family):  # which is at least as long as any row
         attention.add("sliding_attention")
     keys += ["layer_types"] if set(found.get("layer_types") or ()) - attention else []
     keys += _unsupported_routing(found, family.experts) if family.experts else []
+    counts = family.experts.count if family.experts else ()
+    keys += uncomputed(found, {*COMPUTED, *_needed(found, family), *counts, *only, *family.ignores})
+    kind = (found.get("model_type") or "").replace("_", "")  # by which transformers chooses what is computed
+    keys += [] if any(kind in name.lower() for name in FAMILIES) else ["model_type"]
     yield from (f"{key} = {shorten(repr(found[key]))}, which is not supported" for key in keys)
 
 
@@ -177,8 +204,8 @@ def _unsupported_routing(found: Mapping[str, Any], experts: ExpertFormat) -> Ite
     top_k, groups = found["num_experts_per_tok"], _groups(found, experts)
     if top_k == 1 and _renormalizes(found, experts):
         yield "num_experts_per_tok"  # its probability would always be 1, and the router could not learn
-    if experts.shared and experts.shared.count and not found[experts.shared.count]:
-        yield experts.shared.count
+    if experts.shared:
+        yield from (key for key in experts.shared.keys if not found[key])
     # To Megatron a group is as good as its best experts, so many as a token gets in each of its groups.
     if groups and experts.groups and top_k // groups[1] != experts.groups.rated_by:
         yield "topk_group"
@@ -187,7 +214,8 @@ def _unsupported_routing(found: Mapping[str, Any], experts: ExpertFormat) -> Ite
 def _unsupported_rope(found: Mapping[str, Any], family: Family) -> Iterator[str]:
     rope, scalings = _rope_section(found), _scalings(family)
     lacking = [name for name in scalings.get(_kind(rope), ()) if rope.get(name) is None]
-    if _kind(rope) not in scalings or lacking or rope.get("partial_rotary_factor", 1) != 1:
+    unknown = [*uncomputed(rope, ROPE.keys() - {"partial_rotary_factor"})]  # a kind ignores the numbers of others
+    if _kind(rope) not in scalings or lacking or unknown:
         needs = "; ".join(f"{kind} ({', '.join(names)})" if names else kind for kind, names in scalings.items())
         yield f"rope {rope} is not supported; supported are, over the whole head, {needs}"
     elif _kind(rope) == "yarn" and (
@@ -199,6 +227,16 @@ def _unsupported_rope(found: Mapping[str, Any], family: Family) -> Iterator[str]
             f"rope {rope} is not supported: of yarn neither attention_factor, nor truncate = false, nor one of "
             "mscale and mscale_all_dim without the other"
         )
+
+
+def _rope_contradictions(found: Mapping[str, Any]) -> Iterator[str]:
+    """What config.json says twice of rotary positions, differently."""
+    sections = [found[name] for name in ROPE_SECTIONS if found.get(name)]
+    places = [found, *({**section, "rope_type": _kind(section)} for section in sections)]
+    for key in ROPE:
+        values = [place[key] for place in places if place.get(key) is not None]
+        if any(value != values[0] for value in values):
+            yield f"several values of {key} ({', '.join(map(str, values))})"
 
 
 def _rope(found: Mapping[str, Any], family: Family) -> Rope:
@@ -213,8 +251,7 @@ def _rope(found: Mapping[str, Any], family: Family) -> Rope:
 
 
 def _rope_section(found: Mapping[str, Any]) -> dict[str, Any]:
-    """rope_parameters (transformers 5) or rope_scaling (before)."""
-    return found.get("rope_parameters") or found.get("rope_scaling") or {}
+    return next((found[name] for name in ROPE_SECTIONS if found.get(name)), {})
 
 
 def _kind(rope: Mapping[str, Any]) -> str:

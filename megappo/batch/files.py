@@ -54,6 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         save_file(dict(tensors), path, dict(metadata or {}))
     except SafetensorError as error:  # it says the system's error in words of its own
         raise OSError(f"cannot write {path}: {error}") from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors 0.8 lets its owner alone read it
 
 
 def _written(rows: Rows) -> torch.Tensor:

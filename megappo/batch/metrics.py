@@ -58,6 +58,7 @@ ROW_METRICS = Table(
         "reward/kl_penalty": RowMetric(of_tokens("kl_penalty")),
         "rollout/response_length": RowMetric(lambda rows: rows.response_lengths.float()),
         "rollout/truncated_frac": RowMetric(of_rows("truncated"), "mean"),
+        "rollout/masked_frac": RowMetric(lambda rows: ~rows.response_mask.bool().any(dim=1), "mean"),
         "rollout/log_prob_diff": RowMetric(log_prob_diff),
         "advantages": RowMetric(of_tokens("advantages"), (*SPREAD, "histogram")),
         "advantages/clipped": RowMetric(of_tokens("clipped_advantages")),

@@ -1,4 +1,7 @@
-"""SHA256SUMS of a checkpoint, as sha256sum writes and checks it: what a disk or a copy has changed is told by name."""
+"""SHA256SUMS of a checkpoint, as sha256sum writes and checks it: what a disk or a copy has changed is told by name.
+
+Without torch, as the dry run checks state.json.
+"""
 
 import hashlib
 import os
@@ -6,13 +9,15 @@ import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megappo.batch.exchange import Exchange
 from megappo.checkpoint.durable import sync
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import STATE
 from megappo.observe.life import LIFE
+
+if TYPE_CHECKING:
+    from megappo.batch.exchange import Exchange
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -24,7 +29,7 @@ def new_sum() -> Any:
     return hashlib.sha256()
 
 
-def write_sums(checkpoint: Path, exchange: Exchange, known: Mapping[str, str]) -> None:
+def write_sums(checkpoint: Path, exchange: "Exchange", known: Mapping[str, str]) -> None:
     """See that every file of a checkpoint is on the disk, and write their sums; all ranks share the files out.
 
     Args:
@@ -45,7 +50,7 @@ def write_sums(checkpoint: Path, exchange: Exchange, known: Mapping[str, str]) -
     exchange.on_rank_0(lambda: _write(checkpoint / SUMS, _text(dict(sorted(sums.items())))))
 
 
-def damage(checkpoint: Path, exchange: Exchange, under: str = "") -> str:
+def damage(checkpoint: Path, exchange: "Exchange", under: str = "") -> str:
     """What of a checkpoint is not as it was written, by name; "" if all is. All ranks share the files out.
 
     Args:
@@ -58,7 +63,7 @@ def damage(checkpoint: Path, exchange: Exchange, under: str = "") -> str:
     return ", ".join(faults[:_SHOWN]) + more
 
 
-def refuse_damaged(folder: Path, exchange: Exchange) -> None:
+def refuse_damaged(folder: Path, exchange: "Exchange") -> None:
     """See that a checkpoint, or one component of it, is as it was written; other folders have no sums to tell.
 
     Raises:
@@ -145,7 +150,7 @@ def _write(path: Path, text: str) -> None:
     sync(path)
 
 
-def _over_ranks(exchange: Exchange, mine: Mapping[str, str]) -> dict[str, str]:
+def _over_ranks(exchange: "Exchange", mine: Mapping[str, str]) -> dict[str, str]:
     return {name: digest for part in exchange.share(dict(mine)) for name, digest in part.items()}
 
 

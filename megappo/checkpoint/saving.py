@@ -13,10 +13,13 @@ class Saving:
     Args:
         path: its name when it is complete. partial: its name until then.
         writings: of all components, in the same order on every rank; None of those that are not on this one.
+    Attributes:
+        error: what ended the thread, other than what `Writing.finish` reports.
     """
 
     def __init__(self, path: Path, partial: Path, writings: Sequence[Writing | None]):
         self.path, self.partial, self.writings = path, partial, writings
+        self.error: Exception | None = None
         # No process waits for it at its end: what it leaves has no name to go on from.
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
 
@@ -46,6 +49,9 @@ class Saving:
         return {path: digest for sums in found for path, digest in sums.items()}
 
     def _write(self) -> None:
-        for writing in self.writings:
-            if writing is not None:
-                writing.write()
+        try:
+            for writing in self.writings:
+                if writing is not None:
+                    writing.write()
+        except Exception as error:
+            self.error = error

@@ -164,6 +164,7 @@ class CheckpointStore:
             return None
         saving.join()
         with self._removed_if_it_fails(saving.path, saving.partial):
+            self.exchange.raise_together(saving.error)
             for writing in saving.writings if saving.in_background else ():
                 self._finish(writing)
             write_sums(saving.partial, self.exchange, saving.sums)
@@ -231,7 +232,7 @@ class CheckpointStore:
         write_durably(pointer, path.name + "\n")
         old += [_set_aside(checkpoint) for checkpoint in self._old(path)]
         # Takes long where files are large; what it leaves, the next save removes.
-        self._removal = threading.Thread(target=_remove, args=old, daemon=True)
+        self._removal = threading.Thread(target=_remove, name="checkpoint-removal", args=old, daemon=True)
         self._removal.start()
         if not saving.in_background:
             self._removal.join()

@@ -1,12 +1,10 @@
 """Keys of the method that contradict each other, or that the rest of the config leaves without effect."""
 
-from collections.abc import Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Collection, Iterator
 
 from megappo.config.describe import show
 from megappo.config.errors import shorten
 from megappo.config.eval_sets import eval_sets, tasks
-from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, Method
 from megappo.config.schema import Config
 
 
@@ -17,7 +15,6 @@ def algorithm_errors(config: Config) -> list[str]:
         *_early_stop(config),
         *_groups(config),
         *_warmup(config),
-        *_unused(config),
         *_rewards(config),
         *_kl_controller(config),
         *_unbiased_kl(config),
@@ -52,60 +49,6 @@ def _early_stop(config: Config) -> Iterator[str]:
             f"actor.target_kl {actor.target_kl} has nothing to skip: a step has one optimizer step only; drop "
             "it, or raise actor.ppo_epochs or lower actor.ppo_mini_batch_size"
         )
-
-
-def _unused(config: Config) -> Iterator[str]:
-    """Keys that were set but that nothing reads."""
-    algorithm, actor, reward = config.algorithm, config.actor, config.reward
-    correction = algorithm.rollout_correction
-    estimator, weights = f"algorithm.adv_estimator {algorithm.adv_estimator}", "algorithm.rollout_correction"
-    with_values = " or ".join(name for name, one in ESTIMATORS.items() if one.needs_values)
-    no_reference = "algorithm.use_kl_in_reward and actor.use_kl_loss are false, so that no reference is built"
-    summed = (algorithm.method.needs_score_components, f"{estimator} takes the scores one by one, not their sum")
-    unread = {
-        **_unread_by("algorithm", ESTIMATORS, algorithm.method, estimator),
-        **_unread_by("actor", POLICY_LOSSES, actor.method, f"actor.policy_loss {actor.policy_loss}"),
-        **_unread_by("reward", LENGTH_PENALTIES, reward.penalty, f"reward.length_penalty {reward.length_penalty}"),
-        **dict.fromkeys(
-            [f"algorithm.{key}" for key in ("shared_backbone", "bootstrap_truncated", "lam_alpha", "critic_lam")],
-            (not config.has_values, f"{estimator} does without values, which {with_values} needs"),
-        ),
-        **dict.fromkeys(
-            ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
-            (not algorithm.filter_groups.enable, "algorithm.filter_groups.enable is false"),
-        ),
-        "algorithm.value_coef": (not algorithm.shared_backbone, "algorithm.shared_backbone is false"),
-        **dict.fromkeys(
-            ("actor.kl_loss_coef", "actor.kl_loss_type", "actor.kl_loss_unbiased"),
-            (not actor.use_kl_loss, "actor.use_kl_loss is false"),
-        ),
-        **dict.fromkeys(
-            ("algorithm.kl_penalty", "algorithm.kl_ctrl"),
-            (not algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false"),
-        ),
-        **dict.fromkeys(
-            [f"{weights}.{key}" for key in ("mode", "threshold", "threshold_lower", "normalize")],
-            (correction.level == "none", f"{weights}.level is none"),
-        ),
-        **dict.fromkeys(
-            ("placement.ref", "ref.parallel", "ref.max_tokens_per_micro_batch"), (not config.kl_kinds, no_reference)
-        ),
-        **dict.fromkeys(
-            ("critic.model_path", "critic.warmup_steps"), (not config.has_critic, "this run builds no critic")
-        ),
-        **dict.fromkeys([f"reward.{key}" for key in ("scale", "clip", "normalize", "length_penalty")], summed),
-    }
-    for key, (is_unread, reason) in unread.items():
-        section, _, name = key.rpartition(".")
-        values = attrgetter(section)(config)
-        if is_unread and getattr(values, name) != type(values).model_fields[name].default:
-            yield f"{key} {shorten(show(getattr(values, name)))} has no effect, as {reason}: drop it"
-
-
-def _unread_by(section: str, methods: Mapping[str, Method], method: Method, name: str) -> dict[str, tuple[bool, str]]:
-    """The keys that some of the methods read: whether this one does not, and a reason."""
-    keys = {key: None for one in methods.values() for key in one.reads}
-    return {f"{section}.{key}": (key not in method.reads, f"{name} does not read it") for key in keys}
 
 
 def _groups(config: Config) -> Iterator[str]:
@@ -147,6 +90,17 @@ def num_scores_errors(config: Config, num_scores: int) -> list[str]:
         f"reward.function {config.reward.function} returned one score per response, and algorithm.adv_estimator "
         f"{config.algorithm.adv_estimator} needs several: return a list of two or more for each response, or choose "
         "another estimator, such as grpo"
+    ]
+
+
+def metric_errors(config: Config, told: Collection[str]) -> list[str]:
+    """Why groups cannot be filtered by what reward.function returns beside a score; found once it has been called."""
+    groups = config.algorithm.filter_groups
+    if not groups.enable or groups.metric in ("score", *told):
+        return []
+    return [
+        f"algorithm.filter_groups.metric {groups.metric}: reward.function {config.reward.function} returns no such "
+        f"number of a response: set one of {', '.join(['score', *told])}"
     ]
 
 

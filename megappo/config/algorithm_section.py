@@ -4,6 +4,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
+from megappo.config.conditions import HAS_VALUES, ReadIf
 from megappo.config.kinds import (
     Fraction,
     KLKind,
@@ -13,6 +14,7 @@ from megappo.config.kinds import (
     Positive,
     PositiveFloat,
     Rejection,
+    Tokens,
 )
 from megappo.config.methods import ESTIMATORS, Estimator
 from megappo.config.section import Section
@@ -22,13 +24,21 @@ _WITH_VALUES = ", ".join(name for name, method in ESTIMATORS.items() if method.n
 
 
 class KLCtrl(Section):
+    read_if = (
+        ReadIf("horizon target_kl", "algorithm.kl_ctrl.type"),
+    )
+
     type: Literal["fixed", "adaptive"] = Field("fixed", description="keep kl_coef, or steer it towards target_kl")
     kl_coef: NonNegativeFloat = Field(0.001, description="weight of the KL penalty in the reward")
-    horizon: Positive = Field(10000, description="adaptive: responses over which the coefficient adapts")
+    horizon: Tokens = Field(10000, description="adaptive: responses over which the coefficient adapts")
     target_kl: PositiveFloat = Field(0.1, description="adaptive: KL per response token to hold")
 
 
 class RolloutCorrection(Section):
+    read_if = (
+        ReadIf("mode threshold threshold_lower normalize", "algorithm.rollout_correction.level"),
+    )
+
     level: Literal["none", "token", "sequence", "geometric"] = Field("none", description="importance weights pi_trainer / pi_engine by token, response (product) or response (geometric mean)")
     mode: Literal["truncate", "mask"] = Field("truncate", description="beyond the thresholds: bound the weight (TIS), or make it 0 (IcePop)")
     threshold: Annotated[float, Field(ge=1)] = Field(2.0, description="largest weight")
@@ -46,13 +56,23 @@ class RolloutCorrection(Section):
 
 
 class FilterGroups(Section):
+    read_if = (
+        ReadIf("metric max_num_gen_batches", "algorithm.filter_groups.enable"),
+    )
+
     enable: bool = Field(False, description="train on groups whose scores differ, and take further prompts in place of the others (DAPO's dynamic sampling)")
     metric: str = Field("score", description="what is to differ among the responses to a prompt: score, or the name of a number that the reward function tells beside it")
     max_num_gen_batches: Positive = Field(10, description="batches of prompts that a step may take; then the first groups without a difference make up what lacks")
 
 
 class Algorithm(Section):
-    preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = Field(None, description="numerical conventions of another system (whitening, clamps, KL gradient, value loss factor, averaging); null = megappo's")
+    read_if = (
+        HAS_VALUES,
+        ReadIf("kl_penalty kl_ctrl", "algorithm.use_kl_in_reward"),
+        ReadIf("value_coef", "algorithm.shared_backbone"),
+    )
+
+    preset: Literal["verl", "slime", "miles", "openrlhf", "nemo_rl"] | None = Field(None, description="numerical conventions of another system (whitening, clamps, KL gradient, KL in the reward with a baseline, value loss factor, averaging); null = megappo's")
     adv_estimator: Annotated[str, OneOf(ESTIMATORS)] = Field("gae", description=f"advantage estimator; all but {_WITH_VALUES} do without a critic")
     gamma: Fraction = Field(1.0, description="discount per token")
     lam: Fraction = Field(1.0, description="GAE's lambda")
@@ -60,7 +80,7 @@ class Algorithm(Section):
     critic_lam: Fraction | None = Field(None, description="lambda of the critic's returns (decoupled GAE); null = lam")
     gae_level: Literal["token", "turn"] = Field("token", description="gae: what is one action; turn: each turn of an episode has one reward, value and advantage, and gamma and lam are per turn")
     bootstrap_truncated: bool = Field(False, description="value a truncated response's future by the critic instead of 0")
-    mask_truncated: bool = Field(False, description="leave truncated responses, and episodes that were not ended, out of losses and advantages; with an estimator that compares the responses to a prompt also the only one that is left (DAPO's overlong filtering)")
+    mask_truncated: bool = Field(False, description="leave truncated responses, and episodes that were not ended, out of losses and advantages; where the responses to a prompt are compared (by the estimator, or for reward.normalize group) also the only one that is left (DAPO's overlong filtering)")
     norm_adv_by_std_in_grpo: bool = Field(True, description="grpo: divide by the group's standard deviation; false = Dr. GRPO")
     whiten_advantages: bool | None = Field(None, description=f"shift and scale advantages to mean 0, variance 1 over all response tokens of a step; null = for {_WHITENING}")
     advantages_clip: PositiveFloat | None = Field(None, description="clip advantages to +- this, after whitening; null = off")

@@ -4,7 +4,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic_core import PydanticCustomError
+
 from megappo.config.errors import ConfigError, shorten
+from megappo.config.kinds import as_path
 from megappo.config.reading import Layer, parse
 from megappo.config.text_files import TextFileError, read_text
 
@@ -61,7 +64,11 @@ class _Files:
             return _unreadable(f"{named_at}: base: expected a path or a list of paths, found {shorten(repr(bases))}")
         below = Layer({})
         for base in bases:
-            below = self.read(path.parent / base, readers, named_at).over(below)
+            try:
+                file = path.parent / as_path(base)
+            except PydanticCustomError as error:
+                return _unreadable(f"{named_at}: base: expected a path, found {shorten(repr(base))} ({error})")
+            below = self.read(file, readers, named_at).over(below)
         return layer.over(below)
 
 

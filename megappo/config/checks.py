@@ -11,8 +11,10 @@ from megappo.config.eval_checks import evaluation_errors
 from megappo.config.eval_sets import eval_sets, tasks
 from megappo.config.schema import Config, Rollout
 from megappo.config.transports import TRANSPORTS
+from megappo.config.unread import unread_errors
 
-ADDRESS = re.compile(r"https?://[^/\s]+:\d+")
+ADDRESS = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
+LARGEST_PORT = 65535
 MOST_DIVISORS_TRIED = 10**6
 
 
@@ -20,6 +22,7 @@ def config_errors(config: Config) -> list[str]:
     """Every contradiction, one line each, naming the keys, their values and the remedy."""
     return [
         *algorithm_errors(config),
+        *unread_errors(config),
         *_adapters(config),
         *_rollout(config),
         *_engines_adapters(config),
@@ -88,8 +91,8 @@ def nearest_divisors(number: int, size: int) -> str:
 
 
 def _adapters(config: Config) -> Iterator[str]:
-    for name, section in (("actor", config.actor), ("critic", config.critic)):
-        if section.lora is not None and config.model.layer_spec != "torch":
+    for name, lora in (("actor", config.actor.lora), ("critic", config.has_critic and config.critic.lora)):
+        if lora and config.model.layer_spec != "torch":
             yield (
                 f"{name}.lora needs model.layer_spec torch, found {config.model.layer_spec}: set that, as what "
                 "TransformerEngine's layers read is not seen outside of them"
@@ -117,30 +120,25 @@ def _environment(config: Config) -> Iterator[str]:
     with_tools = [one.environment_key for one in found if one.rollout.tools]
     if with_tools and rollout.tool_call_parser is None:
         yield f"{with_tools[0]} needs rollout.tool_call_parser: name SGLang's for the model, such as qwen25"
-    if not with_tools and not rollout.tools and rollout.tool_call_parser is not None:
-        yield f"rollout.tool_call_parser {rollout.tool_call_parser} has no effect without rollout.tools: drop it"
-    has_episodes = any(one.rollout.has_environment for one in found)
-    if has_episodes and config.data.too_long == "truncate_left":
+    if any(one.rollout.has_environment for one in found) and config.data.too_long == "truncate_left":
         yield "data.too_long truncate_left would cut an episode's first messages: set it to skip"
-    if has_episodes or rollout.has_environment:
-        return
-    for key in ("max_turns", "num_environment_workers", "environment_timeout_seconds"):
-        if getattr(rollout, key) != Rollout.model_fields[key].default:
-            yield f"rollout.{key} {getattr(rollout, key)} has no effect without rollout.environment: drop it"
 
 
 def _engines(rollout: Rollout) -> Iterator[str]:
     """Of servers that run already."""
     for url in rollout.engines:
-        if not ADDRESS.fullmatch(url):
-            yield f"rollout.engines: {shorten(repr(url))} is no address of a server: write such as http://10.0.0.7:30000"
-    for url in sorted({url for url in rollout.engines if rollout.engines.count(url) > 1}):
+        parts = ADDRESS.fullmatch(url)
+        if parts is None or not 0 < int(parts[1]) <= LARGEST_PORT:
+            shown = shorten(repr(re.sub("//.*@", "//...@", url)))
+            yield (
+                f"rollout.engines: {shown} is no address of a server: write such as http://10.0.0.7:30000, and a key "
+                "into the environment variable MEGAPPO_ENGINE_API_KEY"
+            )
+    urls = [url.lower() for url in rollout.engines]
+    for url in sorted({url for url in urls if urls.count(url) > 1}):
         yield f"rollout.engines names {url} twice: name it once"
     if rollout.sync.transport == "ipc":
         yield "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
-    for key in ("server_args", "port", "mem_fraction_static", "max_engine_restarts"):
-        if getattr(rollout, key) != Rollout.model_fields[key].default:
-            yield f"rollout.{key} has no effect on rollout.engines, which run already: drop it"
 
 
 def _engines_adapters(config: Config) -> Iterator[str]:

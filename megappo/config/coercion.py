@@ -6,8 +6,8 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 from pydantic_core import PydanticCustomError
 
 LARGEST = 2**63 - 1
-TOO_LARGE = "too_large"
-"""The type of the error about an int beyond LARGEST."""
+EXPLAINED = "explained"
+"""The type of an error whose text adds to what the key's description says."""
 
 
 def as_declared(value: object, annotation: object) -> object:
@@ -37,7 +37,8 @@ def as_declared(value: object, annotation: object) -> object:
 
 
 def _as_tuple(value: object, args: tuple) -> object:
-    if isinstance(value, str) and args[-1] is ... and (args[0] is str or get_origin(args[0]) is Literal):
+    item = get_args(args[0])[0] if get_origin(args[0]) is Annotated else args[0]
+    if isinstance(value, str) and args[-1] is ... and (item is str or get_origin(item) is Literal):
         return (value,)
     return tuple(as_declared(item, args[0]) for item in value) if isinstance(value, list | tuple) else value
 
@@ -52,7 +53,7 @@ def _as_number(value: object, kind: type) -> int | float:
     if isinstance(value, float) and not value.is_integer():
         raise ValueError("not a whole number")
     if abs(value) > LARGEST:
-        raise PydanticCustomError(TOO_LARGE, "of more than 64 bits")
+        raise PydanticCustomError(EXPLAINED, "of more than 64 bits")
     return int(value)
 
 

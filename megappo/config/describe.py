@@ -21,6 +21,8 @@ REQUIRED = PydanticUndefined
 NAME = "NAME"
 """Stands in a key for a name that the user gives, as in eval.datasets.NAME.n."""
 
+UNREACHED = 10**6
+"""Limits from here on are there for what no machine has room for; only an error tells of them."""
 WORDS: dict[object, str] = {bool: "true | false", str: "text", int: "int", float: "float", Any: "any value"}
 
 
@@ -142,7 +144,7 @@ def _describe_list(args: tuple, metadata: Iterable[object]) -> str:
 
 
 def _bounds(metadata: Iterable[object]) -> str:
-    """` >= 1`, ` in (0, 1]`: the outermost, that is last, limit of each side."""
+    """` >= 1`, ` in (0, 1]`: the outermost, that is last, limit of each side that may be reached."""
     low = high = None
     for item in metadata:
         match item:
@@ -150,7 +152,7 @@ def _bounds(metadata: Iterable[object]) -> str:
                 low = (">=", f"[{limit}")
             case Gt(gt=limit):
                 low = (">", f"({limit}")
-            case Le(le=limit):
+            case Le(le=int() | float() as limit) if limit < UNREACHED:
                 high = ("<=", f"{limit}]")
             case Lt(lt=limit):
                 high = ("<", f"{limit})")

@@ -31,8 +31,6 @@ def evaluation_errors(config: Config) -> Iterator[str]:
 def _eval_only(config: Config) -> Iterator[str]:
     trainer = config.trainer
     if not trainer.eval_only:
-        if trainer.eval_checkpoint is not None:
-            yield "trainer.eval_checkpoint has no effect without trainer.eval_only: set that to true, or drop it"
         return
     if not config.held_out_names:
         yield "trainer.eval_only needs data.val_files or eval.datasets, found none: name some"

@@ -1,14 +1,16 @@
 """People's own Python files, run before a config is read: what they register belongs to it like the program's own."""
 
 import functools
-import importlib.util
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from pydantic_core import PydanticCustomError
+
 from megappo.config.coercion import as_declared
 from megappo.config.errors import looked_in, shorten
+from megappo.config.kinds import as_path
+from megappo.user_modules import home_of, share_all
 
 KEY = "trainer.extensions"
 
@@ -28,29 +30,39 @@ def run_extensions(values: Mapping[str, object], before: Callable[[], None] | No
         before()
     errors = []
     for file in named:
-        path = Path(file)
+        try:
+            path = Path(as_path(file))
+        except PydanticCustomError:  # left to the schema
+            continue
         if not path.is_file():
             errors.append(f"{KEY}: no file {shorten(file)}{looked_in(file)}: create it or correct the path")
             continue
         try:
             _run(str(path.resolve()))
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too, and exceptions that libraries keep from `except Exception`
             errors.append(f"{KEY}: {file} raised {_told(error, str(path.resolve()))}: correct the file")
+    share_all()
     return errors
 
 
 @functools.cache
 def _run(path: str) -> None:
-    """Import a file under its path as the module's name, which no other module has."""
-    spec = importlib.util.spec_from_file_location(path, path)
-    if spec is None or spec.loader is None:
+    """Import a file, with the modules of its folder in place of another's."""
+    if not path.endswith(".py"):
         raise ImportError(f"{Path(path).name} is no Python file")
-    sys.modules[path] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[path])
+    home = home_of(str(Path(path).parent))
+    home.enter()
+    home.load(path)
 
 
 def _told(error: BaseException, path: str) -> str:
     """An exception, and the last line of the file that it came through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
-    return shorten(f"{type(error).__name__}: {error}") + where
+    try:
+        text = str(error)
+    except Exception as another:  # of the extension's own class
+        text = f"(its message cannot be read: {type(another).__name__})"
+    return shorten(f"{type(error).__name__}{': ' if text else ''}{text}") + where

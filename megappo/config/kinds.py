@@ -1,19 +1,49 @@
-"""The kinds of values that keys have: bounded numbers, words, names in a table."""
+"""The kinds of values that keys have: bounded numbers, words, names in a table, paths."""
 
+import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
+from megappo.config.coercion import EXPLAINED
+
+
+def as_path(text: str) -> str:
+    """A path with ~ as the home folder, as a shell reads it.
+
+    Raises:
+        PydanticCustomError: it is empty, or needs more of a shell.
+    """
+    if not text.strip():
+        raise PydanticCustomError(EXPLAINED, "it is empty: name a path, or write null where there is none")
+    path = os.path.expanduser(text)
+    if path.startswith("~") or re.search(r"\$[A-Za-z_{(]", path):
+        remedy = "variables and this home folder are not known here: write the whole path, or ./ before a name with ~"
+        raise PydanticCustomError(EXPLAINED, remedy)
+    return path
+
+
+FilePath = Annotated[str, AfterValidator(as_path)]
+"""A path, or a name that may begin with one, such as FILE.py:FUNCTION."""
+Float = Annotated[float, Field(le=1e15)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e15)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e15)]
+Seconds = Annotated[float, Field(gt=0, le=1e8)]
+Positive = Annotated[int, Field(ge=1, le=10**6)]
+"""A number of what is handled one by one: prompts, responses, steps, GiB."""
+Tokens = Annotated[int, Field(ge=1, le=10**9)]
+Bytes = Annotated[int, Field(ge=1, le=2**40)]
+Processes = Annotated[int, Field(ge=1, le=4096)]
+NonNegative = Annotated[int, Field(ge=0, le=10**9)]
+Seed = Annotated[int, Field(ge=0)]
+TopK = Annotated[int, Field(ge=-1, le=10**9)]
 MOST_RANKS = 100_000
 """Of a run, and so of every way of cutting a model."""
 Ways = Annotated[int, Field(ge=1, le=MOST_RANKS)]

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from megappo.config.bases import read_file
-from megappo.config.coercion import TOO_LARGE
+from megappo.config.coercion import EXPLAINED
 from megappo.config.describe import NAME, REQUIRED, Key, declared, keys, nearest_key, nearest_word, show
 from megappo.config.errors import MOST_ERRORS, ConfigError, shorten
 from megappo.config.extensions import run_extensions
@@ -92,7 +92,7 @@ def _schema_errors(error: ValidationError, layer: Layer, origins: Origins) -> li
             lines.update(_missing(known, path, origins) if layer.complete else {})
         elif problem["type"] == "extra_forbidden":
             lines[path] = f"{origins.of(path)}: {'.'.join(path)}: unknown key; {nearest_key('.'.join(path))}"
-        elif (path := _key_path(known, path)) not in lines:
+        elif (path := _key_path(known, path)) not in lines or _why(problem["type"], ""):
             key, value = known[declared(path)], _at(layer.values, path)
             found = shorten(show(value)) + _why(problem["type"], problem["msg"]) + nearest_word(key, value)
             lines[path] = f"{origins.of(path)}: {'.'.join(path)}: expected {key.values}, found {found}"
@@ -101,7 +101,7 @@ def _schema_errors(error: ValidationError, layer: Layer, origins: Origins) -> li
 
 def _why(kind: str, message: str) -> str:
     """What the expected values do not say."""
-    return f" ({message})" if kind == TOO_LARGE else ""
+    return f" ({message})" if kind in (EXPLAINED, "less_than_equal") else ""
 
 
 def _missing(known: dict[str, Key], path: KeyPath, origins: Origins) -> dict[KeyPath, str]:

@@ -16,7 +16,8 @@ class Origins:
 
     Attributes:
         file: the config; "" where there is none.
-        places: key -> `run.yaml:12` or `command line`; keys at their defaults are not in it.
+        places: key -> `run.yaml:12` or `command line`; keys at their defaults are not in it. What wins comes first: the
+            command line, then the file, then its bases.
     """
 
     file: str = field(default="", compare=False)
@@ -27,6 +28,12 @@ class Origins:
         while path and path not in self.places:
             path = path[:-1]
         return self.places.get(path, self.file)
+
+    def rank(self, key: str) -> int:
+        """Where the source of a key stands among the others: 0 is the one that wins, the largest is none."""
+        sources = [place.rpartition(":")[0] for place in self.places.values()]
+        place = self.places.get(tuple(key.split(".")))
+        return len(sources) if place is None else sources.index(place.rpartition(":")[0])
 
     def located(self, error: str) -> str:
         """The error behind the place of the first key it names that was written anywhere, else behind the file."""

@@ -19,7 +19,7 @@ class Layer:
 
     Attributes:
         values: nested dicts.
-        origins: where a key was written, such as `run.yaml:12`.
+        origins: where a key was written, such as `run.yaml:12`; the source that wins comes first.
         errors: what was wrong with the text, one line each.
         complete: False when a source could not be read at all, so that keys may be missing for that reason.
     """
@@ -33,7 +33,7 @@ class Layer:
         """Both merged deeply; where they disagree this one wins."""
         return Layer(
             _merged(below.values, self.values),
-            below.origins | self.origins,
+            self.origins | {path: place for path, place in below.origins.items() if path not in self.origins},
             below.errors + self.errors,
             below.complete and self.complete,
         )

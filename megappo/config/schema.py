@@ -8,14 +8,25 @@ from annotated_types import MinLen
 from pydantic import Field, PrivateAttr
 
 from megappo.config.algorithm_section import Algorithm
+from megappo.config.conditions import (
+    HAS_CRITIC,
+    HAS_HELD_OUT,
+    HAS_REFERENCE,
+    HAS_VALUES,
+    ONE_CLIP_RATIO,
+    ReadByMethod,
+    ReadIf,
+)
 from megappo.config.data_files import stem
 from megappo.config.errors import ConfigError, printable
-from megappo.config.eval_section import Eval
+from megappo.config.eval_section import NONE, Eval
 from megappo.config.kinds import (
     ADAPTED_MODULES,
     AdaptedModule,
     Aggregation,
     Decay,
+    FilePath,
+    Float,
     Fraction,
     KLKind,
     NonNegative,
@@ -23,12 +34,16 @@ from megappo.config.kinds import (
     OneOf,
     Positive,
     PositiveFloat,
+    Seconds,
+    Seed,
     TensorKind,
+    Tokens,
     TooLong,
     Ways,
 )
-from megappo.config.methods import LENGTH_PENALTIES, POLICY_LOSSES, Method, PolicyLoss
+from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES, PolicyLoss
 from megappo.config.origins import Origins
+from megappo.config.reward_section import Reward
 from megappo.config.rollout_section import Rollout
 from megappo.config.section import Section
 
@@ -38,7 +53,7 @@ EVAL_INTERVAL = 10
 
 
 class Model(Section):
-    path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
+    path: FilePath = Field(description="Hugging Face folder (config.json, safetensors, tokenizer) that training starts from")
     dtype: Literal["fp32", "bf16"] = Field("bf16", description="parameter and activation type of every model; fp32 on a CPU")
     layer_spec: Literal["auto", "torch", "transformer_engine"] = Field("auto", description="transformer layers: TransformerEngine's where it is installed with CUDA, else torch-only ones")
 
@@ -95,7 +110,7 @@ class Trained(Section):
     lora: Lora | None = Field(None, description="train low-rank adapters beside the matrices, and a value head, instead of the weights; null = train all weights")
     recompute: Literal["none", "selective", "full"] = Field("none", description="activation recomputation in the backward pass")
     offload: Literal["auto"] | tuple[TensorKind, ...] = Field((), description="what sleeps in the host's memory while no phase needs it on the device: weights, gradients, optimizer; auto = what does not fit otherwise, by the plan's arithmetic")
-    max_tokens_per_micro_batch: Positive = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")
+    max_tokens_per_micro_batch: Tokens = Field(8192, description="tokens (prompt + response) packed into one micro-batch at most, over all ranks that parallel.context shares them out to")
     ppo_mini_batch_size: Positive = Field(256, description="prompts (each with rollout.n responses) per optimizer step")
     ppo_epochs: Positive = Field(1, description="passes over the rollouts of a step")
     loss_agg_mode: Aggregation | None = Field(None, description=f"how token losses are averaged, always over all data-parallel ranks; -norm divides by rollout.max_response_length; null = token-mean or algorithm.preset's, but seq-mean-token-mean for the policy term of {_OWN_AVERAGING}")
@@ -106,6 +121,8 @@ class Trained(Section):
 
 
 class Actor(Trained):
+    read_if = (ONE_CLIP_RATIO, ReadIf("kl_loss_coef kl_loss_type kl_loss_unbiased", "actor.use_kl_loss"))
+
     policy_loss: Annotated[str, OneOf(POLICY_LOSSES)] = Field("clip", description="policy loss; clip is PPO's, with clip-higher and dual clip")
     clip_ratio: PositiveFloat = Field(0.2, description="PPO's epsilon: the probability ratio is clipped to 1 +- this")
     clip_ratio_low: PositiveFloat | None = Field(None, description="lower epsilon; null = clip_ratio")
@@ -114,8 +131,8 @@ class Actor(Trained):
     tau_pos: PositiveFloat = Field(1.0, description="sapo: sharpness of the soft gate where advantages are positive")
     tau_neg: PositiveFloat = Field(1.05, description="sapo: the same where they are not")
     clip_cov_ratio: Fraction = Field(0.0002, description="clip_cov: share of a mini-batch's tokens taken out of the gradient")
-    clip_cov_lb: float = Field(1.0, description="clip_cov: covariance from which on a token may be taken out")
-    clip_cov_ub: float = Field(5.0, description="clip_cov: covariance up to which a token may be taken out")
+    clip_cov_lb: Float = Field(1.0, description="clip_cov: covariance from which on a token may be taken out")
+    clip_cov_ub: Float = Field(5.0, description="clip_cov: covariance up to which a token may be taken out")
     kl_cov_ratio: Fraction = Field(0.0002, description="kl_cov: share of a mini-batch's tokens that get the KL penalty")
     ppo_kl_coef: NonNegativeFloat = Field(1.0, description="kl_cov: weight of that penalty")
     dro_beta: PositiveFloat = Field(0.1, description="dro: weight of the squared log-ratio")
@@ -134,7 +151,7 @@ class Actor(Trained):
 
 
 class Critic(Trained):
-    model_path: str | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
+    model_path: FilePath | None = Field(None, description="Hugging Face folder the critic starts from, of a language or a reward model; null = model.path")
     value_clip: PositiveFloat | None = Field(0.5, description="clip new values to old values +- this in the value loss; null = off")
     huber_delta: PositiveFloat | None = Field(None, description="Huber value loss: linear beyond this error; null = squared error")
     warmup_steps: NonNegative = Field(0, description="first PPO steps in which only the critic trains")
@@ -143,12 +160,12 @@ class Critic(Trained):
 class Ref(Section):
     parallel: Parallel | None = Field(None, description="layout of the frozen reference; null = the actor's")
     offload: Literal["auto"] | tuple[Literal["weights"], ...] = Field((), description="weights: they sleep in the host's memory while no phase needs them on the device; auto = if they do not fit otherwise")
-    max_tokens_per_micro_batch: Positive | None = Field(None, description="tokens per forward micro-batch; null = the actor's")
+    max_tokens_per_micro_batch: Tokens | None = Field(None, description="tokens per forward micro-batch; null = the actor's")
 
 
 class Data(Section):
-    train_files: tuple[str, ...] | dict[str, NonNegativeFloat] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts; as {a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves one out that base names")
-    val_files: tuple[str, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
+    train_files: tuple[FilePath, ...] | dict[FilePath, NonNegativeFloat] = Field(min_length=1, description="jsonl, jsonl.gz or parquet files of training prompts; as {a.jsonl: 0.7, b.jsonl: 0.3} each gives its share of every step's, and has epochs of its own; 0 leaves one out that base names")
+    val_files: tuple[FilePath, ...] = Field((), description="jsonl, jsonl.gz or parquet files of held-out prompts; each is reported under its name")
     train_batch_size: Positive = Field(256, description="prompts per step, at most as many as train_files hold")
     gen_batch_size: Positive | None = Field(None, description="prompts drawn at a time, at least train_batch_size: a step's rollout ends as soon as train_batch_size of them have all responses (with algorithm.filter_groups: as many as are still needed have scores that differ), and what the engines are at is dropped; null = train_batch_size, each of which is waited for")
     prompt_key: str = Field("prompt", description="field with the prompt: a string, or chat messages put through the tokenizer's template; a dotted name leads into objects")
@@ -156,7 +173,7 @@ class Data(Section):
     apply_chat_template: bool = Field(False, description="a prompt that is a string is a user's message, and put through the template like chat messages; false = it goes to the model as it is")
     system_prompt: str | None = Field(None, description="system message before chat messages that have none; null = none")
     chat_template_kwargs: dict[str, str | int | float | bool] = Field({}, description="variables of the chat template, such as {enable_thinking: false}")
-    max_prompt_length: Positive = Field(1024, description="tokens of a prompt; too_long says what a longer one is")
+    max_prompt_length: Tokens = Field(1024, description="tokens of a prompt; too_long says what a longer one is")
     too_long: TooLong = Field("error", description="a prompt longer than max_prompt_length: an error that names its line, left out, or cut to its last tokens, without those that a template puts before; what is left out or cut is counted at the start")
     on_bad_row: Literal["error", "skip"] = Field("error", description="a malformed record, or one without a field that is needed: an error that names its line, or left out and counted")
     shuffle: bool = Field(True, description="a new order each epoch, from trainer.seed")
@@ -184,35 +201,9 @@ class Data(Section):
         return [stem(file) for file in self.val_files]
 
 
-class Reward(Section):
-    function: str | dict[str, float] | None = Field("exact_match", description="null: none, where rollout.environment gives the rewards; else built-in name, or FILE.py:FUNCTION or package.module:FUNCTION of (prompts, responses, labels, **columns) -> list of scores, or of lists of them; or of verl's or TRL's form. Of several, each with its weight, as {gsm8k: 1, my_rewards.py:brevity: 0.1}, a response has all the scores; 0 leaves one out that base names")
-    num_workers: Positive = Field(1, description="processes that run the function, for each engine")
-    timeout_seconds: PositiveFloat = Field(60.0, description="how long one call of the function may take: for one response, or for all that a function of lists is called with")
-    memory_limit_gib: PositiveFloat | None = Field(16.0, description="memory that each of these processes may take, and each that it starts; null = any")
-    pass_env: tuple[str, ...] = Field((), description="environment variables that the function gets although their names are those of secrets, such as OPENAI_API_KEY")
-    on_error: Literal["raise", "zero"] = Field("raise", description="raise: a call that raises, hangs, ends its process or returns something else ends the run; zero: its response has score 0, and is counted")
-    batch_size: Positive | None = Field(None, description="most responses that a function of lists is called with, as they are written; null = an equal share for each process, once all are written")
-    options: dict[str, dict[str, Any]] = Field({}, description="arguments that functions get in every call, as {my_rewards.py:brevity: {limit: 100}}")
-    scale: PositiveFloat = Field(1.0, description="factor of every score; the first of the shaping steps")
-    clip: PositiveFloat | None = Field(None, description="clip scaled scores to +- this; null = off")
-    normalize: Literal["none", "running", "batch", "group"] = Field("none", description="shift and scale scores to mean 0, deviation 1: over all steps so far, this step, or the responses to a prompt")
-    length_penalty: Annotated[str, OneOf(LENGTH_PENALTIES)] = Field("none", description="added last: DAPO's soft overlong punishment, or -length_penalty_factor x length / rollout.max_response_length")
-    overlong_buffer: Positive = Field(256, description="overlong: tokens before rollout.max_response_length over which the penalty grows")
-    length_penalty_factor: NonNegativeFloat = Field(1.0, description="the largest length penalty")
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Each function with the factor of its scores; a weight of 0 leaves out one that a base file names."""
-        given = {self.function: 1.0} if isinstance(self.function, str) else self.function or {}
-        return {function: weight for function, weight in given.items() if weight}
-
-    @property
-    def penalty(self) -> Method:
-        """What length_penalty reads."""
-        return LENGTH_PENALTIES[self.length_penalty]
-
-
 class Placement(Section):
+    read_if = (HAS_REFERENCE,)
+
     actor: str = Field("all", description="ranks of the actor: 'all', '0-7', '0,2', '0-3,6' (inclusive)")
     critic: str = Field("all", description="ranks of the critic")
     ref: str | None = Field(None, description="ranks of the reference; null = the actor's")
@@ -220,9 +211,16 @@ class Placement(Section):
 
 
 class Trainer(Section):
-    output_dir: str = Field(description="folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
+    read_if = (
+        ReadIf("keep_every", "trainer.save_interval"),
+        ReadIf("keep_every", "trainer.keep_checkpoints"),
+        ReadIf("eval_checkpoint", "trainer.eval_only"),
+        HAS_HELD_OUT,
+    )
+
+    output_dir: FilePath = Field(description="folder for config.yaml, metrics.jsonl, tensorboard/, checkpoints/, rollouts/")
     total_steps: Positive = Field(100, description="PPO steps")
-    seed: NonNegative = Field(0, description="seeds data order, value head and sampling")
+    seed: Seed = Field(0, description="seeds data order, value head and sampling")
     save_interval: NonNegative = Field(20, description="checkpoint every so many steps, and at the end; 0 = at the end only")
     async_save: bool = Field(True, description="go on training while a checkpoint is written: from the first save on keeps host memory for a copy of what is saved")
     keep_checkpoints: NonNegative = Field(2, description="newest checkpoints to keep; 0 = all")
@@ -232,20 +230,27 @@ class Trainer(Section):
     export_hf: bool = Field(True, description="write the actor as a Hugging Face folder (hf_actor/) at the end")
     num_samples: NonNegative = Field(4, description="prompts of each held-out data set whose responses are printed and kept per evaluation")
     max_bad_steps: NonNegative = Field(3, description="so many optimizer steps in a row are skipped, with their rows kept in bad_steps/, where loss or gradients are not finite; one more ends the run")
-    time_limit: PositiveFloat | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
+    time_limit: Seconds | None = Field(None, description="seconds that the job may take, from its allocation's start on: the run saves and ends before; null = SLURM's limit, else none")
     grace_seconds: NonNegativeFloat = Field(120.0, description="how long before the limit it begins to save; with async_save two saves must fit, as one may be on its way")
-    record_rollouts: str | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
-    replay_rollouts: str | None = Field(None, description="folder of such files to train on, in place of engines")
+    record_rollouts: FilePath | None = Field(None, description="folder that gets each step's rollouts (tokens, log-probs, scores) in a file; tools/show_rollouts.py shows them")
+    replay_rollouts: FilePath | None = Field(None, description="folder of such files to train on, in place of engines")
     rollout_only: bool = Field(False, description="roll out by model.path's weights and record it, without training")
     eval_only: bool = Field(False, description="evaluate once and train nothing: output_dir's newest checkpoint, or model.path where there is none")
-    eval_checkpoint: str | None = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
-    extensions: tuple[str, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
-    process_group_timeout_seconds: PositiveFloat = Field(1800.0, description="a collective that waits longer than this ends the run")
-    hang_timeout_seconds: PositiveFloat | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
+    eval_checkpoint: FilePath | None = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
+    extensions: tuple[FilePath, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
+    process_group_timeout_seconds: Seconds = Field(1800.0, description="a collective that waits longer than this ends the run")
+    hang_timeout_seconds: Seconds | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
 
 
 class Config(Section):
     """A whole run. The YAML's top-level keys are the sections."""
+
+    read_if = (
+        ReadByMethod("actor", "actor.policy_loss", methods=POLICY_LOSSES),
+        ReadByMethod("reward", "reward.length_penalty", methods=LENGTH_PENALTIES),
+        ReadByMethod("algorithm", "algorithm.adv_estimator", methods=ESTIMATORS),
+        *(HAS_CRITIC, HAS_VALUES, HAS_REFERENCE),
+    )
 
     _origins: Origins = PrivateAttr(Origins())
 
@@ -259,6 +264,10 @@ class Config(Section):
     def located(self, errors: Iterable[str]) -> list[str]:
         """Errors about this config, each behind the file and line of the first key it names that was set."""
         return [printable(self._origins.located(error)) for error in errors]
+
+    def is_below(self, key: str, others: Iterable[str]) -> bool:
+        """Whether the command line, or a file above that which wrote a key, wrote one of the others."""
+        return self._origins.rank(key) > min(map(self._origins.rank, others))
 
     @contextmanager
     def locating(self) -> Iterator[None]:
@@ -277,6 +286,11 @@ class Config(Section):
     def has_values(self) -> bool:
         """Whether the estimator needs values."""
         return self.algorithm.method.needs_values
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether the responses to a prompt are compared, by the estimator or to normalise their scores."""
+        return self.algorithm.method.compares_responses or self.reward.normalize == "group"
 
     @property
     def has_critic(self) -> bool:
@@ -298,6 +312,17 @@ class Config(Section):
     def held_out_names(self) -> tuple[str, ...]:
         """Under which each held-out data set is reported; see `eval_sets`."""
         return (*self.data.val_names, *self.eval.datasets)
+
+    @property
+    def plays_episodes(self) -> bool:
+        """Whether responses, of training or of a held-out data set, are episodes."""
+        played = any(one.environment not in (None, NONE) for one in self.eval.datasets.values())
+        return played or self.offers_tools or self.rollout.has_environment
+
+    @property
+    def offers_tools(self) -> bool:
+        """Whether the policy has tools, in training or on a held-out data set."""
+        return bool(self.rollout.tools) or any(one.tools for one in self.eval.datasets.values())
 
     @property
     def hang_timeout_seconds(self) -> float:

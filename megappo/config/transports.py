@@ -9,7 +9,7 @@ from megappo.table import Function, Table
 
 AUTO = "auto"
 """The rollout.sync.transport with which an engine takes the first of the table that is open to it."""
-GPU_BUCKET_BYTES, CPU_BUCKET_BYTES = 512 * 2**20, 128 * 2**20
+GPU_BUCKET_BYTES, CPU_BUCKET_BYTES = 2 * 2**30, 128 * 2**20
 """rollout.sync.bucket_bytes where it is null."""
 
 

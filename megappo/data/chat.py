@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 Tools = Sequence[dict[str, Any]]
 Conversation = str | list[dict[str, Any]]
 """A text, or messages."""
+MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*['"](role|content)['"]\s*:""")
+"""How chat messages begin that were written as JSON, or as Python shows them, in a text."""
 
 
 class Chat:
@@ -45,6 +47,11 @@ class Chat:
         """
         if prompt == "":
             raise ValueError("the prompt is empty")
+        if isinstance(prompt, str) and MESSAGES_AS_TEXT.match(prompt):
+            raise ValueError(
+                f"the prompt is a text that holds chat messages, {prompt!r:.60}: write the list itself, or where the "
+                "text is meant a message with it, [{'role': 'user', 'content': text}]"
+            )
         if isinstance(prompt, str):
             if self._config.apply_chat_template:
                 return self._with_system([{"role": "user", "content": prompt}])
@@ -60,13 +67,15 @@ class Chat:
             )
         return self._with_system(prompt)
 
-    def text_of(self, conversation: Conversation) -> str:
+    def text_of(self, conversation: Conversation, *, continues: bool = True) -> str:
         """As the model sees it, up to where its answer begins.
 
+        Args:
+            continues: where the last message is the assistant's, the answer goes on with it, and is no further one.
         Raises:
             ValueError: the template refuses the messages, or makes nothing of them.
         """
-        text = conversation if isinstance(conversation, str) else self._rendered(conversation)
+        text = conversation if isinstance(conversation, str) else self._rendered(conversation, continues)
         if not text:
             raise ValueError("the prompt is empty")
         return text
@@ -77,17 +86,17 @@ class Chat:
             return messages
         return [{"role": "system", "content": system}, *messages]
 
-    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], continues: bool) -> str:
         if not self._tokenizer.chat_template:
             raise ValueError(
                 "the prompt is chat messages but the tokenizer has no chat template: use strings, or add one, "
                 "chat_template.jinja in the model's folder"
             )
         given = self._config.chat_template_kwargs
+        continues = continues and messages[-1]["role"] == "assistant"
+        given = given | {"continue_final_message": continues, "add_generation_prompt": not continues}
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=self._tools, tokenize=False, add_generation_prompt=True, **given
-            )
+            return self._tokenizer.apply_chat_template(messages, tools=self._tools, tokenize=False, **given)
         except Exception as error:  # templates refuse messages with jinja2's own exceptions
             raise ValueError(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 

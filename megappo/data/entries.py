@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megappo.config.schema import Data
-from megappo.data.chat import Chat
+from megappo.data.chat import Chat, Conversation
 from megappo.data.faults import Check, Done
 from megappo.data.fields import Fields, look_up
 from megappo.data.lost_text import lost_text
 from megappo.data.records import Records
+from megappo.data.special_tokens import odd_tokens
 from megappo.data.token_bounds import TokenBounds
-from megappo.data.tokenizer import encode
+from megappo.data.tokenizer import encode, ids_by_file
 from megappo.observe.life import LIFE
+from megappo.rewards.builtin import check_label
 from megappo.rewards.forms import PROMPTS
 
 if TYPE_CHECKING:
@@ -25,6 +27,12 @@ MAX_NESTING = 100
 RECORDS_AT_ONCE = 1000
 LOOKED_AT_FOR_LOSS = 1000
 """Records of a file whose tokens are made text again, where these may have lost some: it takes as long as the rest."""
+COMPARED = 100
+"""Records of a file whose tokens are held against tokenizer.json's."""
+OTHERWISE = (
+    "the prompt has other tokens by tokenizer.json alone than with tokenizer_config.json: make both say the same "
+    "(added tokens, split_special_tokens), as the tokenizer's save_pretrained does"
+)
 
 
 @dataclass(frozen=True)
@@ -32,16 +40,24 @@ class Entry:
     """Text and label of a record.
 
     Attributes:
-        text: as the model sees it. is_chat: from chat messages, whose template brings the special tokens itself.
+        text: as the model sees it.
+        conversation: that it is of.
         columns: what the reward function takes besides.
         rank: by which it is ordered.
+        left_out: why fields that nobody asks for by name are not in columns.
     """
 
     text: str
-    is_chat: bool
+    conversation: Conversation
     label: Any
     columns: dict[str, Any]
     rank: float = 0.0
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is of chat messages, whose template brings the special tokens itself."""
+        return not isinstance(self.conversation, str)
 
 
 def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
@@ -67,22 +83,32 @@ def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
     columns = fields.columns_of(record)
     _check_value("prompt", prompt)
     _check_value("label", label)
-    for name, value in columns.items():
-        _check_value(f"field {name!r}, which reward.function takes,", value)
+    check_label(label, fields.reward.weights)
+    left_out = []
+    for name, value in list(columns.items()):
+        try:
+            _check_value(f"field {name!r}, which reward.function takes,", value)
+        except ValueError as error:
+            if fields.takes.welcome is not None or name in fields.takes.needed:
+                raise
+            left_out.append(f"{error}, or do without: it is left out")
+            del columns[name]
     conversation = chat.conversation(prompt)
     if fields.takes.raw_prompts:
         columns[PROMPTS] = conversation
-    return Entry(chat.text_of(conversation), not isinstance(conversation, str), label, columns, rank)
+    return Entry(chat.text_of(conversation), conversation, label, columns, rank, tuple(left_out))
 
 
 def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Token ids of each entry."""
+    """Token ids of each entry; one BOS where both its text, which a chat template may have made, and the tokenizer
+    bring it."""
+    twice = [tokenizer.bos_token_id] * 2
     tokens: list[list[int]] = [[]] * len(entries)
     for is_chat in (False, True):
         places = [place for place, entry in enumerate(entries) if entry.is_chat == is_chat]
         texts = [entries[place].text for place in places]
         for place, ids in zip(places, encode(texts, tokenizer, special=not is_chat), strict=True):
-            tokens[place] = ids
+            tokens[place] = ids[1:] if ids[:2] == twice else ids
     return tokens
 
 
@@ -115,12 +141,13 @@ class Checker:
             for number, record in zip(part, records.at(part), strict=True):
                 try:
                     entries[number] = entry_of(record, self._fields, self._chat)
+                    check.add(number, entries[number].left_out, "warn")
                 except ValueError as error:
                     check.add(number, error.args, self._on_bad_row)
             if self._fields.order_by is not None:
                 check.ranks.extend(entries[number].rank if number in entries else math.nan for number in part)
             for number, fault, done in self._wrong_tokens(entries):
-                if done != "warn" or done not in check.found:
+                if done != "lost" or done not in check.found:
                     check.add(number, [fault], done)
         return check
 
@@ -134,7 +161,7 @@ class Checker:
             fewest = self._bounds.at_least(entry.text)
             if fewest > limit and (self._all_embedded or not is_cut):
                 yield number, self._too_long(f"{len(entry.text):,} characters, so at least {fewest:,}"), too_long
-            elif self._bounds.at_most(entry.text) > limit or not self._all_embedded:
+            elif self._bounds.at_most(entry.text) > limit or not self._all_embedded or number < COMPARED:
                 unsure[number] = entry
         for number, tokens in zip(unsure, tokens_of(list(unsure.values()), self._tokenizer), strict=True):
             if len(tokens) > limit:
@@ -146,7 +173,14 @@ class Checker:
             if self._may_lose and tokens and number < LOOKED_AT_FOR_LOSS:
                 decoded = self._tokenizer.decode(tokens)
                 if lost := lost_text(entries[number].text, decoded, self._tokenizer.unk_token):
-                    yield number, lost, "warn"
+                    yield number, lost, "lost"
+            if tokens and number < COMPARED:
+                entry = entries[number]
+                by_file = ids_by_file(entry.text, self._tokenizer, special=not entry.is_chat) or tokens
+                if by_file[len(by_file) - len(tokens) :] != tokens:
+                    yield number, OTHERWISE, "error"
+                for odd in odd_tokens(entry.conversation, tokens, self._tokenizer):
+                    yield number, odd, "warn"
 
     def _too_long(self, found: str) -> str:
         limit = f"{self._fields.section}.max_prompt_length {self._config.max_prompt_length}"

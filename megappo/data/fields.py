@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megappo.config.schema import Reward
 from megappo.rewards.forms import Takes
 
 MAX_VALUE = 80
 """Characters of a value, in messages."""
+NO_REWARD = Reward(function=None)
 MAX_NAMES = 200
 """Characters of the fields that a file or an object has, in messages."""
 
@@ -42,6 +44,7 @@ class Fields:
         takes: of the reward function.
         section: of the config, where the keys of these files stand.
         order_by: see data.order_by.
+        reward: whose functions get the label.
     """
 
     prompt_key: str
@@ -49,6 +52,7 @@ class Fields:
     takes: Takes
     section: str = "data"
     order_by: str | None = None
+    reward: Reward = NO_REWARD
 
     @cached_property
     def wanted(self) -> tuple[Wanted, ...]:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING, eval_sets
-from megappo.config.schema import Config, Data
+from megappo.config.schema import Config, Data, Reward
 from megappo.data.chat import Chat
 from megappo.data.entries import Checker, Entry, entry_of, tokens_of
 from megappo.data.faults import BEGINNINGS, Check, DataFile, Done, check_lines
-from megappo.data.fields import Fields
+from megappo.data.fields import NO_REWARD, Fields
 from megappo.data.file_heads import RecordsError
 from megappo.data.order import Order, Turns
 from megappo.data.records import Records, open_records
+from megappo.data.special_tokens import unseen_tokens
 from megappo.data.unpacking import Unpack, unpacked
 from megappo.rewards.forms import NOTHING, Takes
 
@@ -59,6 +60,7 @@ class PromptDataset:
         takes: what reward function and environment take besides prompt and label.
         unpack: see `open_records`.
         weights: of the files, each of which has epochs of its own then; none: they are one.
+        reward: the section, with the functions that score responses.
         order_by: see data.order_by; in this order prompts are taken once all have been looked at.
 
     Attributes:
@@ -79,13 +81,15 @@ class PromptDataset:
         unpack: Unpack = unpacked,
         weights: Sequence[float] = (),
         order_by: str | None = None,
+        reward: Reward = NO_REWARD,
     ):
         self.config = config
         self.seed = seed
         self._key = key
         self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, config, takes.tools)
-        self._fields = Fields(config.prompt_key, config.label_key, takes, key.rpartition(".")[0], order_by)
+        section = key.rpartition(".")[0]
+        self._fields = Fields(config.prompt_key, config.label_key, takes, section, order_by, reward)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
         self.kept: Sequence[int] = range(self._starts[-1])
@@ -146,10 +150,12 @@ class PromptDataset:
         return self._lines(parts, "error", "bad_row")
 
     def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
-        """What else several ranks' `check` found, one line for each file at most."""
+        """What else several ranks' `check` found, and what reward functions do not see, one line for each reason."""
         of_files = zip(self.files, zip(*parts, strict=True), strict=True)
-        lines = (check_lines(file, checks, self._fields.wanted, "warn") for file, checks in of_files)
-        return [line for of_file in lines for line in itertools.islice(of_file, 1)]
+        lost = (check_lines(file, checks, self._fields.wanted, "lost") for file, checks in of_files)
+        lines = itertools.chain.from_iterable(itertools.islice(of_file, 1) for of_file in lost)
+        unseen = (f"{self._key}: {line}" for line in unseen_tokens(self._fields.reward, self._tokenizer))
+        return [*lines, *self._lines(parts, "warn"), *unseen]
 
     def leave_out(self, parts: Sequence[Sequence[Check]]) -> list[str]:
         """Go on without the records that are to be left out; how many, these and prompts that are cut, one line for
@@ -233,10 +239,14 @@ def open_datasets(
     taken = defaultdict(lambda: NOTHING, takes)
     train = None
     if not config.trainer.eval_only:
-        own: dict[str, Any] = {"weights": tuple(data.shares.values()), "order_by": data.order_by}
+        own: dict[str, Any] = {
+            "weights": tuple(data.shares.values()),
+            "order_by": data.order_by,
+            "reward": config.reward,
+        }
         train = PromptDataset(data.files, tokenizer, data, seed, takes=taken[TRAINING], unpack=unpack, **own)
     val = {
-        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken[name], unpack)
+        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken[name], unpack, reward=one.reward)
         for name, one in eval_sets(config).items()
     }
     return train, val

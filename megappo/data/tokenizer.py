@@ -1,7 +1,10 @@
 """The tokenizer of a Hugging Face folder: loading it, texts as tokens, the tokens that end a response."""
 
+import copy
+import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +16,21 @@ from megappo.observe.life import LIFE
 from megappo.torchvision_on_cpu import define_torchvision_operators
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+TOKENIZER_FILE = "tokenizer.json"
 CHARACTERS_AT_ONCE = 500_000
 """Characters of the texts in one call of the tokenizer, which takes some hundred bytes of memory for each."""
 
 
 def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     """Tokenizer of a local Hugging Face folder; code in the folder is not run.
+
+    Where there is a tokenizer.json, the tokenizer does what this says, whatever class tokenizer_config.json names.
+    transformers 5.19 gives some classes steps of their own instead: LlamaTokenizer, which many byte-level BPEs name
+    (DeepSeek's among them), has SentencePiece's, so that their texts lose blanks and line ends.
+    https://github.com/huggingface/transformers/issues/45488
 
     Raises:
         ConfigError: the folder has no usable tokenizer.
@@ -33,14 +43,46 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores)))
     define_torchvision_operators()  # which some tokenizers need, Llama's among them
     try:
-        from transformers import AutoTokenizer  # not above: it takes a second, and with torch four
+        # Not above: it takes a second, and with torch four.
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+        if Path(folder, TOKENIZER_FILE).is_file():
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers raises whatever its parsers do
         reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
         raise ConfigError(
             f"model.path: cannot load the tokenizer in {folder} ({reason}): complete the download"
         ) from error
+
+
+def ids_by_file(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[int] | None:
+    """Token ids of a text by tokenizer.json alone; None where there is none. Arguments as of `encode`."""
+    file = Path(tokenizer.name_or_path, TOKENIZER_FILE).resolve()
+    return _read(file).encode(text, add_special_tokens=special).ids if file.is_file() else None
+
+
+@lru_cache(maxsize=1)
+def _read(file: Path) -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_file(str(file))
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """The same, but `skip_special_tokens` leaves out those alone that begin, end or pad a text."""
+    from tokenizers import Tokenizer
+
+    ends = end_token_ids(tokenizer.name_or_path, tokenizer)
+    hidden = {*tokenizer.special_tokens_map.values(), *tokenizer.convert_ids_to_tokens(ends)}
+    shown, state = copy.deepcopy(tokenizer), json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in state["added_tokens"]:
+        token["special"] &= token["content"] in hidden
+    shown._tokenizer = Tokenizer.from_str(json.dumps(state))
+    return shown
 
 
 def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[list[int]]:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+from megappo.keeper import ask_to_end
 from megappo.observe.life import LIFE
 from megappo.rewards.frames import CHUNK_BYTES, FrameError, framed, receive, taken
 from megappo.rewards.process import end, start
@@ -162,7 +163,7 @@ class Worker:
         """Have it end at once; its episodes are lost."""
         self.detach()
         self.is_up = False
-        self.process.terminate()
+        ask_to_end(self.process)
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(EpisodeLost("its process ended"))

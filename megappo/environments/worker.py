@@ -175,7 +175,7 @@ async def _in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             outcome = (None, error)
         loop.call_soon_threadsafe(settle, *outcome)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name="environment-call", daemon=True).start()
     result, error = await done
     if error is not None:
         raise error

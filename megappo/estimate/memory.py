@@ -1,5 +1,6 @@
 """What is on each GPU in each phase of a step, and what the host holds meanwhile."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from megappo.estimate.gpus import GIB
 from megappo.estimate.model_memory import activation_bytes, head_bytes, micro_batches_in_flight, state_bytes
 from megappo.estimate.shapes import Shapes
 from megappo.placement.arithmetic import batch_splits
-from megappo.placement.components import components_of
+from megappo.placement.components import build_order, components_of
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import placement_layouts
 from megappo.placement.uses import Use, uses_of
@@ -30,7 +31,7 @@ GPUS_PER_NODE = 8
 """Where nobody says."""
 STATE_BYTES_PER_PARAMETER = 12
 """Main parameter and moments in fp32, which a save copies to the hosts of the ranks that share them out."""
-ROLLOUT, SYNC, PROBE, SAVE = "rollout", "sync", "probe", "save"
+START, ROLLOUT, SYNC, PROBE, SAVE = "start", "rollout", "sync", "probe", "save"
 
 Ledger = dict[str, float]
 """What -> bytes."""
@@ -67,7 +68,7 @@ class MemoryEstimate:
     Args:
         config: without an offload that is still to be settled.
     Attributes:
-        phases: in the order of a step.
+        phases: the start, then those of a step in their order.
         places: each kind of rank, with the ranks of it.
         ledgers: place -> phase -> what is on a GPU of such a rank.
     Raises:
@@ -86,10 +87,24 @@ class MemoryEstimate:
         self.uses = uses_of(self.specs)
         forward = [spec.forward.phase for spec in self.specs.values() if spec.forward]
         updates = [f"update_{name}" for name, spec in self.specs.items() if spec.training]
-        self.phases = [ROLLOUT, *forward, *updates, SYNC, PROBE, SAVE]
+        self.phases = [START, ROLLOUT, *forward, *updates, SYNC, PROBE, SAVE]
         self.ledgers: dict[Place, dict[str, Ledger]] = {
             place: {phase: dict(self._entries(place, phase)) for phase in self.phases} for place in self.places
         }
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Weights that are handed to an engine at a time."""
+        return self.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of a sync."""
+        return math.ceil(self._policy_bytes / self.bucket_bytes)
+
+    @property
+    def _policy_bytes(self) -> float:
+        return self.cluster.shapes.at(self.config.model.path).size * DTYPES[self.config.model.dtype].nbytes
 
     def _check_fit(self) -> None:
         errors: list[str] = []
@@ -110,7 +125,7 @@ class MemoryEstimate:
 
     def passes(self, phase: str) -> dict[str, Use]:
         """The components that a phase runs, each for a forward pass or (where it needs gradients) an update."""
-        return {} if phase in (ROLLOUT, SYNC, PROBE, SAVE) else self.uses[phase]
+        return {} if phase in (START, ROLLOUT, SYNC, PROBE, SAVE) else self.uses[phase]
 
     def states(self, name: str, stage: int) -> dict[TensorKind, float]:
         """What a rank of a component's stage keeps from step to step (see `state_bytes`)."""
@@ -143,8 +158,23 @@ class MemoryEstimate:
         fullest = max(nodes.values(), key=lambda held: sum(held.values()))
         return dict(fullest)
 
+    def _building(self, place: Place) -> Ledger:
+        """The models when most of them is there: each is built whole, and what of it sleeps leaves before the next."""
+        stages, resident, moments = dict(place.stages), Ledger(), [Ledger()]
+        for name in filter(stages.__contains__, build_order(self.specs)):
+            states, spec = self.states(name, stages[name]), self.specs[name]
+            moments.append(resident | {f"{name} {kind}": size for kind, size in states.items()})
+            if spec.training and spec.training.section.optim.distributed:  # Megatron copies them into its buffer
+                held = {f"{name} {kind}": states[kind] for kind in ("weights", "gradients")}
+                copied = states["gradients"] * DTYPES[self.config.model.dtype].nbytes / 4
+                moments.append(resident | held | {f"{name} weights, copied": copied})
+            resident |= {f"{name} {kind}": size for kind, size in states.items() if kind not in spec.offload.value}
+        return max(moments, key=lambda held: sum(held.values()))
+
     def _entries(self, place: Place, phase: str) -> Iterator[tuple[str, float]]:
-        for name, stage in place.stages:
+        if phase == START:
+            yield from self._building(place).items()
+        for name, stage in place.stages if phase != START else ():
             use = self.uses.get(SYNC if phase == PROBE else phase, {}).get(name, {})
             for kind, size in self.states(name, stage).items():
                 if kind in use or kind not in self.specs[name].offload.value:
@@ -160,7 +190,7 @@ class MemoryEstimate:
                 yield "engine working memory", self.engine.working
         buckets = 2 if "actor" in dict(place.stages) else int(place.has_engine)
         if phase == SYNC and buckets:  # where the actor is one is gathered while the one before is handed over
-            yield "sync buckets", buckets * (self.config.rollout.sync.bucket_bytes or GPU_BUCKET_BYTES)
+            yield "sync buckets", min(buckets * self.bucket_bytes, self._policy_bytes)
         # Each stage of the actor sends to engines that have GPUs of their own, in a group of its own.
         weights = self.layouts["actor"].pipeline if place.has_engine and not place.stages else 1
         communicators = sum(_communicators(self.layouts[name]) for name, _ in place.stages) + weights
@@ -220,5 +250,9 @@ def _places(layouts: Mapping[str, Layout], world_size: int, *, has_engines: bool
 
 
 def _communicators(layout: Layout) -> int:
-    sizes = (layout.tensor, layout.context, layout.data, layout.pipeline, layout.expert * layout.expert_tensor)
-    return sum(size > 1 for size in sizes)
+    """NCCL's communicators of a rank: one for each set of ranks that a dimension's collectives, the gradients' or the
+    gradient norm's span."""
+    sizes = {"t": layout.tensor, "c": layout.context, "d": layout.data, "p": layout.pipeline}
+    spanned = {"".join(one for one in dims if sizes[one] > 1) for dims in ("t", "c", "cd", "p", "tcdp")}
+    experts = layout.expert * layout.expert_tensor
+    return len(spanned - {""}) + (2 if experts > 1 else 0)

@@ -49,7 +49,8 @@ class Nodes:
 
     def leave(self, reason: str) -> None:
         """Tell the others why this node ends, if none has told before."""
-        farewell = threading.Thread(target=self._say, args=[f"{self._name}: {reason}"], daemon=True)
+        account = f"{self._name}: {reason}"
+        farewell = threading.Thread(target=self._say, name="farewell", args=[account], daemon=True)
         farewell.start()
         farewell.join(FAREWELL_SECONDS)  # a store that was cut off would not answer for minutes
 

@@ -26,7 +26,7 @@ def end_at_once() -> None:
     signal.set_wakeup_fd(wakeup)
     for number in ending_signals():
         signal.signal(number, lambda number, frame: None)  # the wakeup needs a handler
-    threading.Thread(target=_wait_for, args=[signalled], daemon=True).start()
+    threading.Thread(target=_wait_for, name="signals", args=[signalled], daemon=True).start()
 
 
 def _wait_for(signalled: int) -> None:

@@ -63,6 +63,7 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         attention_softmax_in_fp32=True,
         calculate_per_token_loss=True,
+        cuda_graph_scope=[],  # whole layers, if any; Megatron's default, "full", is deprecated
         # Packed micro-batches differ in length; Megatron then demands this dispatcher even of dense models.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",

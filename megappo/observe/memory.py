@@ -3,6 +3,8 @@
 import os
 import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -33,7 +35,10 @@ class PhaseMemory:
         self._children_listed = 0.0
         self._children_bytes = 0
         self._lock = threading.Lock()
-        threading.Thread(target=self._sample_often, name="memory-sampler", daemon=True).start()
+        self._sampler = threading.Thread(
+            target=_sample_often, name="memory-sampler", args=[weakref.ref(self)], daemon=True
+        )
+        self._sampler.start()
 
     def start(self, phase: str) -> None:
         """Begin a phase; phases do not nest."""
@@ -48,7 +53,9 @@ class PhaseMemory:
 
     def metrics(self) -> dict[str, Metric]:
         """Peaks since the last call, in GiB: `memory/<phase>_peak_gib`, and `memory/host_peak_gib/sum`, of resident
-        memory."""
+        memory. None once the thread has ended: it would not have seen them."""
+        if not self._sampler.is_alive():
+            return {}
         with self._lock:
             peaks = {f"memory/{phase}_peak_gib": Metric((peak / _GIB,), "max") for phase, peak in self._bytes.items()}
             peaks["memory/host_peak_gib/sum"] = Metric((self._host_bytes / _GIB,), "sum")
@@ -56,11 +63,10 @@ class PhaseMemory:
             self._host_bytes = 0
         return peaks
 
-    def _sample_often(self) -> None:
-        while True:
-            self._sample_children()
-            self._sample()
-            time.sleep(_SAMPLE_SECONDS)
+    def sample_all(self) -> None:
+        """Look at this process and its children."""
+        self._sample_children()
+        self._sample()
 
     def _sample(self) -> None:
         with self._lock:
@@ -78,6 +84,14 @@ class PhaseMemory:
             self._children = self._own.children(recursive=True)
             self._children_listed = time.monotonic()
         self._children_bytes = sum(map(_resident_bytes, self._children))
+
+
+def _sample_often(memory: Callable[[], PhaseMemory | None]) -> None:
+    """What the thread does until nothing refers to the memory any more."""
+    while (measured := memory()) is not None:
+        measured.sample_all()
+        del measured
+        time.sleep(_SAMPLE_SECONDS)
 
 
 def _resident_bytes(process: psutil.Process) -> int:

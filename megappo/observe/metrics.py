@@ -37,6 +37,8 @@ class Histogram:
     def write(self, tensorboard: SummaryWriter, name: str, step: int) -> None:
         total, squares, *counts = self.numbers
         filled = [i for i, count in enumerate(counts) if count]
+        if not filled:
+            return
         limits = BUCKETS.tolist()
         low, high = limits[max(filled[0] - 1, 0)], limits[min(filled[-1], len(limits) - 2)]
         tensorboard.add_histogram_raw(name, low, high, sum(counts), total, squares, limits, counts, step)
@@ -171,16 +173,8 @@ def merge_metrics(several: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def reduce_ranks(of_ranks: Iterable[Mapping[str, Metric]]) -> dict[str, Any]:
-    """The values of metrics of which every rank has a part, or none.
-
-    Raises:
-        ValueError: a mean of no values.
-    """
-    metrics = merge_metrics(of_ranks)
-    for name, metric in metrics.items():
-        if metric.reduction == "mean" and not metric.part[1]:
-            raise ValueError(f"no value of {name!r} on any rank")
-    return {name: metric.value for name, metric in metrics.items()}
+    """The values of metrics of which every rank has a part, or none. The mean of no value is NaN."""
+    return {name: metric.value for name, metric in merge_metrics(of_ranks).items()}
 
 
 def read_metrics(output_dir: str | Path) -> list[dict[str, Any]]:

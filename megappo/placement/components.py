@@ -191,6 +191,11 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
     return {"actor": _frozen(found["actor"])} if config.trainer.eval_only else found
 
 
+def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
+    """The order in which models are built: first those that another's head reads."""
+    return sorted(specs, key=lambda name: specs[name].reference is not None)
+
+
 def _frozen(actor: ComponentSpec) -> ComponentSpec:
     """The actor of a run that only evaluates: it has weights to send, and log-probs to compare with the engines'."""
     forward = ForwardPass("old_log_probs", {"log_probs": "old_log_probs"})

@@ -144,8 +144,9 @@ class ComponentGroups:
 def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | None = None) -> dict[str, ComponentGroups]:
     """Create every component's process groups. All ranks of the world call it together, with the same arguments.
 
-    Components with equal rank sets share groups. Each group runs one collective, since NCCL's first batched
-    point-to-point call on a group needs every member. All ranks make all groups, in one order: what torch calls a group
+    Components with equal rank sets share groups. A pipeline's group runs one collective, since NCCL's first batched
+    point-to-point call on a group needs every member; the others connect when they are first used, and those that
+    nothing uses never take NCCL's memory. All ranks make all groups, in one order: what torch calls a group
     that its members make alone depends on how many groups each of them is in, which differs.
 
     Args:
@@ -167,10 +168,15 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
         for name, ranks in named[component]
         if _is_of_the_host(name, layout)
     }
+    pipelines = {ranks for groups in named.values() for name, ranks in groups if name == "pp"}
     made: Groups = {tuple(range(dist.get_world_size())): dist.group.WORLD}
     for _, ranks in chain.from_iterable(named.values()):
         if ranks not in made:
-            made[ranks] = _new_group(ranks, platform.backend(of_the_host=ranks in of_the_host), timeout)
+            backend = platform.backend(of_the_host=ranks in of_the_host)
+            made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    for ranks in sorted(pipelines):
+        if dist.get_rank() in ranks and len(ranks) > 1:
+            dist.all_reduce(torch.zeros(1, device=platform.device()), group=made[ranks])
     return {name: _component_groups(layout, seed, named[name], made) for name, layout in layouts.items()}
 
 
@@ -215,13 +221,6 @@ def _spanning(ranks: Ranks, sizes: dict[str, int], dimensions: str) -> Iterator[
     others = [i for i in range(grid.dim()) if i not in spanned]
     size = prod(grid.shape[i] for i in spanned)
     return map(tuple, grid.permute(*others, *spanned).reshape(-1, size).tolist())
-
-
-def _new_group(ranks: Ranks, backend: str, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    if dist.get_rank() in ranks and len(ranks) > 1:
-        dist.all_reduce(torch.zeros(1, device=platform.device()), group=group)
-    return group
 
 
 def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, Ranks]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from megappo.config.checks import LARGEST_PORT
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import TENSOR_OF_ENGINES, format_ranks
 
@@ -24,3 +25,13 @@ def uneven_engines(rollout: Layout, ranks_per_node: int) -> Iterator[str]:
                 f"{TENSOR_OF_ENGINES} a divisor or a multiple of {ranks_per_node}, and start placement.rollout on a "
                 "multiple of that"
             )
+
+
+def port_errors(port: int, rollout: Layout, ranks_per_node: int) -> Iterator[str]:
+    """Engines of a node take ports one after the other."""
+    most = -(-max(map(len, by_node(rollout.ranks, ranks_per_node))) // rollout.tensor)
+    if port + most - 1 > LARGEST_PORT:
+        yield (
+            f"rollout.port {port} is too high for the {most} engines of a node, which take as many ports: lower it to "
+            f"{LARGEST_PORT + 1 - most} or less"
+        )

@@ -105,18 +105,18 @@ def whiten(
     Returns:
         (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.
 
+    The variance of fewer than two tokens is 0, so that a single one becomes 0 with shift_mean, and stays what it is
+    without, as in slime. verl raises there.
+
     Raises:
-        ValueError: fewer than two tokens with mask 1, on every rank of the group alike.
-        FloatingPointError: one that is not finite, likewise.
+        FloatingPointError: a token with mask 1 is not finite, on every rank of the group alike.
     Source: verl's masked_whiten; variance as of `moments_over_ranks`, in float64.
     """
     valid = mask.bool()
     count, mean, squares = moments_over_ranks(x.detach().double()[valid], group)
-    if count < 2:
-        raise ValueError(f"a variance needs at least 2 tokens with mask 1, got {int(count)}")
     if not math.isfinite(mean):
         raise FloatingPointError(f"the {int(count)} tokens with mask 1 are not all finite")
-    variance, eps = squares / (count - whitening.ddof), whitening.eps
+    variance, eps = squares / max(count - whitening.ddof, 1), whitening.eps
     scale = (max(variance, eps) if whitening.clamps_variance else variance + eps) ** -0.5
     whitened = (x.double() - mean) * scale
     if not shift_mean:

@@ -13,19 +13,30 @@
 | kl_true_gradient    | no            | no                  | no                  | no                 | yes           |
 | value_loss_factor   | 0.5           | 1                   | 1                   | 0.5                | 0.5           |
 | loss_agg_mode       | token-mean    | seq-mean-token-mean | seq-mean-token-mean | token-mean         | token-mean    |
+| counts_empty_rows   | verl: yes     | yes                 | yes                 | no                 | no            |
+| kl_gamma            | none          | 0                   | 0                   | 1                  | 0             |
 
 Read from: verl's trainer/ppo/core_algos.py (kl_penalty_forward, compute_policy_loss_vanilla, compute_value_loss) and
 utils/torch_functional.py (masked_whiten); slime's utils/ppo_utils.py and utils/distributed_utils.py, our k3 being what
 it calls low_var_kl; miles' backends/training_utils/loss_hub; OpenRLHF's models/utils.py (compute_approx_kl),
 models/loss.py and its experience maker; NeMo-RL's algorithms/loss/loss_functions.py (ClippedPGLossFn),
 algorithms/utils.py (calculate_kl) and algorithms/advantage_estimator.py.
-What no preset follows: a normaliser per micro-batch or per rank (the loss never depends on how the mini-batch was cut);
-losses for which verl clamps the log-ratio otherwise than for PPO's clip (gspo, gmpo, clip_cov, kl_cov: see there);
-miles' reading of a log-ratio that is NaN as 0. slime and miles compute the whitening's variance as E[x^2] - E[x]^2,
-which is the same number with less precision. `none` of log_ratio_clamp is EXP_LIMIT.
+What no preset follows:
+- A normaliser per micro-batch or per rank: the loss never depends on how the mini-batch was cut.
+- Losses for which a system clamps the log-ratio differently than for PPO's clip. verl: gspo, gmpo, clip_cov, kl_cov;
+  see there. OpenRLHF: its 20 is ppo's, its gspo clamps nothing.
+- miles reads a log-ratio that is NaN or infinite as 0. Here an infinite one is clamped as any other; of NaN the loss is
+  NaN, too, and a run skips the optimizer step.
+- The unbiased KL loss (`losses.kl_loss`): the estimate is clamped here, before the ratio; in slime, miles and NeMo-RL
+  the product with the ratio, whose gradient vanishes where the policy moved most.
+- NeMo-RL whitens gdpo's advantages over responses, by the standard deviation with ddof 1 and no eps; here over tokens.
+- A group of one response: the estimators refuse it here. NeMo-RL gives 0, verl's grpo the score itself.
+- KL in the reward of grpo: slime, miles and NeMo-RL have none. With their presets it is as for reinforce++'s baseline.
+- The variance of the whitening in slime and miles is E[x^2] - E[x]^2: the same number with less precision.
+`none` of log_ratio_clamp is EXP_LIMIT.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 EXP_LIMIT = 88.0
 """exp of more overflows float32. Behind a clip an infinity would still make the gradient 0 x inf."""
@@ -50,7 +61,7 @@ class Whitening:
 
 @dataclass(frozen=True)
 class Conventions:
-    """Choices that papers leave open and systems make differently; the defaults are verl's.
+    """Choices that papers leave open and systems make differently; the defaults are verl's, but for counts_empty_rows.
 
     Attributes:
         whitening: of advantages.
@@ -63,6 +74,10 @@ class Conventions:
             estimate x grad log_prob; see `kl_estimate`.
         value_loss_factor: of the squared error in the value loss.
         loss_agg_mode: where neither the config nor the policy loss's method says one.
+        counts_empty_rows: True = the seq-mean modes divide by all rows of a mini-batch; False = by those with a token.
+        kl_gamma: where estimators compare the responses to a prompt, the KL in the reward is subtracted from a token's
+            advantage: the sum from the token on, with this discount (0 = its own, 1 = of all). None = the response's
+            whole KL is subtracted from its score, before the comparison.
     """
 
     whitening: Whitening = Whitening()
@@ -74,6 +89,8 @@ class Conventions:
     kl_true_gradient: bool = False
     value_loss_factor: float = 0.5
     loss_agg_mode: str = "token-mean"
+    counts_empty_rows: bool = False
+    kl_gamma: float | None = None
 
     @property
     def log_ratio_bound(self) -> float:
@@ -89,17 +106,27 @@ _BIASED = Whitening(ddof=0, clamps_variance=True)
 
 DEFAULT = Conventions()
 
+_BY_SAMPLES = Conventions(
+    value_loss_factor=1.0, loss_agg_mode="seq-mean-token-mean", counts_empty_rows=True, kl_gamma=0.0
+)
+
 PRESETS: dict[str, Conventions] = {
-    "verl": DEFAULT,
-    "slime": Conventions(
-        log_ratio_clamp=None, kl_input_clamp=None, value_loss_factor=1.0, loss_agg_mode="seq-mean-token-mean"
-    ),
-    "miles": Conventions(value_loss_factor=1.0, loss_agg_mode="seq-mean-token-mean"),
+    "verl": replace(DEFAULT, counts_empty_rows=True),
+    "slime": replace(_BY_SAMPLES, log_ratio_clamp=None, kl_input_clamp=None),
+    "miles": _BY_SAMPLES,
     "openrlhf": Conventions(
-        whitening=_BIASED, reinforce_whitening=_BIASED, kl_input_clamp=None, kl_clamped=frozenset(KL_KINDS)
+        whitening=_BIASED,
+        reinforce_whitening=_BIASED,
+        kl_input_clamp=None,
+        kl_clamped=frozenset(KL_KINDS),
+        kl_gamma=1.0,
     ),
     "nemo_rl": Conventions(
-        reinforce_whitening=_BIASED, log_ratio_clamp=None, kl_clamped=frozenset(KL_KINDS), kl_true_gradient=True
+        reinforce_whitening=_BIASED,
+        log_ratio_clamp=None,
+        kl_clamped=frozenset(KL_KINDS),
+        kl_true_gradient=True,
+        kl_gamma=0.0,
     ),
 }
 """algorithm.preset -> its conventions; the table above."""

@@ -30,9 +30,9 @@ def rollout_is_weights(
 ) -> tuple[torch.Tensor, Unreduced]:
     """Importance weights pi_trainer / pi_engine, bounded, and 0 where a token or response is rejected.
 
-    The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser, which
-    stays the response_mask's. So it is for IcePop in verl, slime and NeMo-RL; but what verl rejects (rollout_rs, veto)
-    it removes from the mask, and so from the normaliser.
+    The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser, as for
+    IcePop in verl, slime and NeMo-RL. What verl rejects (rollout_rs, veto) leaves the mask: the divisor of token-mean
+    alone (seq-mean modes have a constant), whitening, GAE, KL, entropy, the critic. Advantages differed by up to 1.1.
 
     Args:
         old_log_probs: [B, R] of the trainer, before the update.
@@ -179,7 +179,7 @@ def _metrics(
     """By `rollout_is/<name>`, over the mask tokens.
 
     mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's
-        versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold.
+        versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold, at level token alone.
     clipped_frac: tokens whose weight a threshold capped or made 0. <name>_frac: tokens that a `reject` rejects.
     rejected_frac: responses left with no weight above 0, for whatever reason. veto_frac: those with a vetoed token.
     ess: effective sample size of the weights returned, (sum w)^2 / (n sum w^2); 1 = all equal, 0 = all rejected.

@@ -11,8 +11,9 @@ def dppo_tv(tokens: Tokens, config: PolicyConfig) -> Result:
     The loss is -min(ratio, clip_ratio_c), detached, x A x log_prob; 0 where A > 0 and p - p_old > clip_ratio_high, or
     A <= 0 and p_old - p > clip_ratio_low, with p and p_old the token's probabilities.
 
-    Args and Returns: as `clip`; clip_ratio_c null = the ratio is not truncated; the paper advises a large one (verl:
-    20). pg_clipfrac is the fraction of tokens left out, pg_clipfrac_lower of those kept with a truncated ratio.
+    Args and Returns: as `clip`; clip_ratio_c null = the ratio is not truncated; the paper advises a large one (verl's
+    default is 3.0, its example's 10000). pg_clipfrac is the fraction of tokens left out, pg_clipfrac_lower of those
+    kept with a truncated ratio.
     Source: Qi et al. 2026 (Rethinking the Trust Region in LLM RL, arXiv 2602.04879), DPPO-Binary-TV; verl's
         compute_policy_loss_dppo_tv.
     """

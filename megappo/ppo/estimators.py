@@ -7,8 +7,9 @@ taken in float64. `groups` [B] int64 says which responses answer the same prompt
 order; all of a prompt's responses must be in one call.
 
 Every estimator raises ValueError for a response without any token with mask 1, those that compare the responses to a
-prompt also where a prompt has one response only (verl takes the score of a single response as its advantage there); and
-FloatingPointError for a reward on a token with mask 1 that is not finite.
+prompt also where a prompt has one response only; and FloatingPointError for a reward on a token with mask 1 that is not
+finite. For a single response NeMo-RL's advantage is 0; verl's is the score itself, but its vectorised rloo gives 0 and
+its grpo_passk raises, too.
 """
 
 import torch
@@ -189,7 +190,8 @@ def gdpo(
     Raises:
         ValueError, FloatingPointError: as the module says; the second also for a component.
     Source: Liu et al. 2026 (GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242); verl's
-        compute_gdpo_outcome_advantage. Its gdpo_reward_weights, factors of each score's advantages, are all 1 here.
+        compute_gdpo_outcome_advantage. Its gdpo_reward_weights, factors of each score's advantages that a user may set
+        (NeMo-RL's reward_weights), are all 1 here. NeMo-RL whitens the sum over responses, not over tokens.
     """
     zeros, valid = torch.zeros_like(response_mask, dtype=torch.float32), response_mask.bool()
     rewards = [add_to_last_token(zeros, valid, scores) for scores in score_components.unbind(1)]
@@ -210,7 +212,7 @@ def optimal_token_baseline(
 
     The weight of a response at position t is the sum up to t of 1 - 2 p + sum_pi_squared, the squared norm of the
     gradient of the token's log-prob in the logits, times rollout_is_weights^2: the baseline has the least variance.
-    Where one response alone reaches a position, the baseline is 0.
+    Where one response alone reaches a position, the baseline is 0, so that the advantage is the return.
 
     Args:
         token_level_rewards, response_mask, groups: see the module.
@@ -222,7 +224,9 @@ def optimal_token_baseline(
     Returns:
         (advantages, returns): returns without the baseline.
     Source: Li et al. 2026 (The Optimal Token Baseline, arXiv 2602.07078); verl's
-        compute_optimal_token_baseline_advantage with handle_zero_tail.
+        compute_optimal_token_baseline_advantage with handle_zero_tail, which is off there by default: the baseline of
+        such a position is then the response's own return, and its advantage 0. A single response it takes without a
+        baseline.
     """
     returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
     prompts, valid = Groups(groups), response_mask.bool()

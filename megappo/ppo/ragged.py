@@ -30,10 +30,8 @@ def check_finite(name: str, values: torch.Tensor, valid: torch.Tensor | None = N
 
 def add_to_last_token(x: torch.Tensor, valid: torch.Tensor, amounts: torch.Tensor) -> torch.Tensor:
     """x, [B, R], with amounts [B] added at each row's last token with mask 1; a row without any stays as it is."""
-    position = torch.arange(valid.shape[1], device=valid.device)
-    last = torch.where(valid, position, -1).argmax(dim=1, keepdim=True)
-    amounts = torch.where(valid.any(dim=1), amounts.float(), 0.0)
-    return x.scatter_add(1, last, amounts[:, None])
+    is_last = valid & (valid.cumsum(dim=1) == valid.sum(dim=1, keepdim=True))
+    return x + torch.where(is_last, amounts.float()[:, None], 0.0)
 
 
 class Packing:

@@ -81,7 +81,8 @@ class Crew:
         self._error: RewardError | None = None
         self._is_closed = False
         self._ending_seconds = CLOSE_TIMEOUT_SECONDS
-        self._threads = [Thread(target=self._serve, daemon=True) for _ in range(settings.num_workers)]
+        workers = range(settings.num_workers)
+        self._threads = [Thread(target=self._serve, name="reward-worker", daemon=True) for _ in workers]
         self._lanes: list[Lane | None] = []
         for thread in self._threads:
             thread.start()

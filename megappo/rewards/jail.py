@@ -6,14 +6,20 @@ else, resource limits. The standard library alone, as the process has nothing el
 
 import ctypes
 import errno
+import fcntl
 import os
 import platform
 import resource
 import struct
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG = 38, 1
+SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
+NOTIF_RECV, NOTIF_SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
+NOTIFICATION, RESPONSE = struct.Struct("=QIIi60x"), struct.Struct("=QqiI")
+"""Of Linux's seccomp_notif the id, the thread's pid, flags and the call's number; of seccomp_notif_resp all."""
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 RIGHTS_OF_ABI = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}
@@ -22,37 +28,41 @@ SCOPES_SINCE, SCOPES = 6, 3
 """The version with scopes, and all of them: no signal and no abstract socket of a process that is not confined, too."""
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/urandom", "/etc/ld.so.cache", "/proc/cpuinfo")
 """What Python and its libraries need beside where it is installed."""
-O_TRUNC = 0x200
+MAX_OPEN_FILES = 64
+"""Of a process: also what pairs of sockets, pipes and the like may hold of the kernel's memory."""
+MAX_THREADS = 64
+MAX_CREATED = 64
+"""Files and folders that a process may create in its life."""
+O_TRUNC, TMPFILE, OWNER_RIGHTS = 0x200, 0o20000000, 0o700
 CLONE_THREAD = 0x10000
-ALLOW, KILL = 0x7FFF0000, 0x80000000
+ALLOW, KILL, ASK = 0x7FFF0000, 0x80000000, 0x7FC00000
 REFUSE, ABSENT = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 """Column in what follows, and the number by which seccomp knows it."""
-REFUSED = {
-    **{"socket": (41, 198), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "ptrace": (101, 117)},
-    **{"execve": (59, 221), "execveat": (322, 281), "fork": (57, None), "vfork": (58, None)},
-    **{"process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438)},
-    **{"pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "io_uring_setup": (425, 425)},
-    **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "kcmp": (312, 272)},
-    **{"mknod": (133, None), "mknodat": (259, 33), "memfd_create": (319, 279), "memfd_secret": (447, 447)},
-    **{"truncate": (76, 45), "chmod": (90, None), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
-    **{"chown": (92, None), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None)},
-    **{"utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5)},
-    **{"lsetxattr": (189, 6), "removexattr": (197, 14), "lremovexattr": (198, 15), "mount": (165, 40)},
-    **{"umount2": (166, 39), "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280)},
-    **{"add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "perf_event_open": (298, 241)},
-    **{"userfaultfd": (323, 282), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190)},
-    **{"fchmod": (91, 52), "fchown": (93, 55), "fsetxattr": (190, 7), "fremovexattr": (199, 16)},
-    **{"setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)},
-    **{"mq_open": (240, 180), "sched_setaffinity": (203, 122), "setpriority": (141, 140)},
-    **{"sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274)},
-    **{"ioprio_set": (251, 30)},
-}
-"""System calls by which a process reaches the network, other processes, files without opening them, or memory that is
-not of its address space."""
-FCNTLS = {"F_SETOWN": 8, "F_SETSIG": 10, "F_SETOWN_EX": 15}
-IOCTLS = {"FIOSETOWN": 0x8901, "SIOCSPGRP": 0x8902, "FS_IOC_SETFLAGS": 0x40086602, "FS_IOC_FSSETXATTR": 0x401C5820}
-"""Commands that send signals to any process, or change a file that is open to be read."""
+SECCOMP, CLONE, OPEN, OPENAT = (317, 277), (56, 220), (2, None), (257, 56)
+MKDIR, MKDIRAT, UMASK, PRCTL = (83, None), (258, 34), (95, 166), (157, 167)
+REFUSED = """
+    socket 41 198, kill 62 129, tkill 200 130, tgkill 234 131, ptrace 101 117, execve 59 221, execveat 322 281,
+    fork 57 -, vfork 58 -, process_vm_readv 310 270, process_vm_writev 311 271, pidfd_getfd 438 438,
+    pidfd_send_signal 424 424, pidfd_open 434 434, io_uring_setup 425 425, rt_sigqueueinfo 129 138,
+    rt_tgsigqueueinfo 297 240, kcmp 312 272, mknod 133 -, mknodat 259 33, memfd_create 319 279, memfd_secret 447 447,
+    truncate 76 45, chmod 90 -, fchmodat 268 53, fchmodat2 452 452, chown 92 -, lchown 94 -, fchownat 260 54,
+    utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, removexattr 197 14,
+    lremovexattr 198 15, mount 165 40, umount2 166 39, unshare 272 97, setns 308 268, bpf 321 280, add_key 248 217,
+    request_key 249 218, keyctl 250 219, perf_event_open 298 241, userfaultfd 323 282, shmget 29 194, msgget 68 186,
+    semget 64 190, fchmod 91 52, fchown 93 55, fsetxattr 190 7, fremovexattr 199 16, setxattrat 463 463,
+    removexattrat 466 466, file_setattr 469 469, mq_open 240 180, sched_setaffinity 203 122, setpriority 141 140,
+    sched_setparam 142 118, sched_setscheduler 144 119, sched_setattr 314 274, ioprio_set 251 30, inotify_init 253 -,
+    inotify_init1 294 26, fanotify_init 300 262, flock 73 32, bind 49 200, sendmsg 46 211, sendmmsg 307 269,
+    sync 162 81, creat 85 -, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, syslog 103 116, syncfs 306 267
+"""
+"""System calls, each with its numbers on both machines, by which a process reaches the network, other processes, files
+without opening them, or memory that is not of its address space, or makes what is not counted."""
+FCNTLS = (6, 7, 8, 10, 15, 37, 38, 1024, 1026, 1031)
+"""F_SETLK, F_SETLKW, F_SETOWN, F_SETSIG, F_SETOWN_EX, F_OFD_SETLK, F_OFD_SETLKW, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ."""
+IOCTLS = (0x8901, 0x8902, 0x40086602, 0x401C5820)
+"""FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR: with those before, commands that send signals to any
+process, watch, lock or change a file that is open to be read, or take memory."""
 LOAD, JUMP_EQUAL, JUMP_FROM, AND, RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
 NUMBER_AT, MACHINE_AT, ARGUMENTS_AT = 0, 4, 16
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,12 +83,48 @@ def confine(folder: str, *, memory_bytes: int, cpu_seconds: int, file_bytes: int
         Unprotected: the kernel does not let it.
     """
     limit(memory_bytes=memory_bytes, cpu_seconds=cpu_seconds, file_bytes=file_bytes)
-    if platform.machine() not in MACHINES:
-        raise Unprotected(f"there is no filter for machines of {platform.machine()}")
+    _machine()
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     _restrict_files(folder)
     _drop_capabilities()
-    _filter_calls()
+    _filter_calls(_refusals(), 0)
+
+
+def supervise() -> int:
+    """Have every process that this one starts from now on wait for `answer` before it starts a thread, or creates a
+    file or folder. This process must do neither.
+
+    Returns:
+        a descriptor that can be read when one waits.
+    Raises:
+        Unprotected: the kernel does not let it.
+    """
+    _machine()
+    _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    return _filter_calls(_questions(), SECCOMP_FILTER_FLAG_NEW_LISTENER)
+
+
+def answer(listener: int, num_created: int) -> int:
+    """Answer a process that waits, unless it has ended: it may have MAX_THREADS and create MAX_CREATED files.
+
+    Returns:
+        1 if it is to create a file, else 0.
+    """
+    is_thread = False
+    with suppress(OSError):
+        asked = fcntl.ioctl(listener, NOTIF_RECV, bytes(NOTIFICATION.size))
+        question, pid, _, call = NOTIFICATION.unpack(asked)
+        is_thread = call == CLONE[_machine()[0]]
+        found, most = (len(os.listdir(f"/proc/{pid}/task")), MAX_THREADS) if is_thread else (num_created, MAX_CREATED)
+        refusal = 0 if found < most else -(errno.EAGAIN if is_thread else errno.ENOSPC)
+        fcntl.ioctl(listener, NOTIF_SEND, RESPONSE.pack(question, 0, refusal, 0 if refusal else CONTINUE))
+    return int(not is_thread)
+
+
+def _machine() -> tuple[int, int]:
+    if platform.machine() not in MACHINES:
+        raise Unprotected(f"there is no filter for machines of {platform.machine()}")
+    return MACHINES[platform.machine()]
 
 
 def limit(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
@@ -88,6 +134,9 @@ def limit(*, memory_bytes: int, cpu_seconds: int, file_bytes: int) -> None:
         (resource.RLIMIT_CPU, cpu_seconds),
         (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_SIGPENDING, MAX_OPEN_FILES),  # timers, too
     ):
         _, hard = resource.getrlimit(what)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -122,46 +171,74 @@ def _drop_capabilities() -> None:
     _check(_libc.capset(header, none), "capset")
 
 
-def _filter_calls() -> None:
-    program = b"".join(struct.pack("=HBBI", *instruction) for instruction in _instructions())
+def _filter_calls(instructions: Sequence[tuple[int, int, int, int]], flags: int) -> int:
+    """Run a program of the kernel's packet filter before each call from now on: operation, instructions to skip if so,
+    if not, operand. The descriptor that the flags ask for."""
+    column, machine = _machine()
+    whole = [(LOAD, 0, 0, MACHINE_AT), (JUMP_EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT)]
+    whole += [*instructions, (RETURN, 0, 0, ALLOW)]
+    program = b"".join(struct.pack("=HBBI", *instruction) for instruction in whole)
     kept = ctypes.create_string_buffer(program, len(program))
-    described = struct.pack("@HP", len(program) // 8, ctypes.addressof(kept))
-    _check(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, described, 0, 0), "seccomp")
+    described = struct.pack("@HP", len(whole), ctypes.addressof(kept))
+    return _check(_libc.syscall(SECCOMP[column], SECCOMP_SET_MODE_FILTER, flags, described), "seccomp")
 
 
-def _instructions() -> list[tuple[int, int, int, int]]:
-    """A program of the kernel's packet filter: operation, instructions to skip if so, if not, operand."""
-    column, machine = MACHINES[platform.machine()]
-    own = {name: numbers[column] for name, numbers in REFUSED.items() if numbers[column] is not None}
-    found = [(LOAD, 0, 0, MACHINE_AT), (JUMP_EQUAL, 1, 0, machine), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER_AT)]
-    found += [(JUMP_FROM, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]  # the same calls by other numbers
-    for number in own.values():
-        found += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+def _questions() -> Sequence[tuple[int, int, int, int]]:
+    creates = os.O_CREAT | TMPFILE
+    return [
+        *_where(CLONE, 0, CLONE_THREAD, 0, unless=True, verdict=ASK),
+        *_where(OPEN, 1, creates, 0, unless=True, verdict=ASK),
+        *_where(OPENAT, 2, creates, 0, unless=True, verdict=ASK),
+        *_where(MKDIR, 0, 0, 0, verdict=ASK),
+        *_where(MKDIRAT, 0, 0, 0, verdict=ASK),
+    ]
+
+
+def _refusals() -> Sequence[tuple[int, int, int, int]]:
+    column, _ = _machine()
+    found = [(JUMP_FROM, 0, 1, 0x40000000), (RETURN, 0, 0, REFUSE)]  # the same calls by other numbers
+    for call in REFUSED.split(","):
+        numbers = call.split()[1:]
+        if numbers[column] != "-":
+            found += [(JUMP_EQUAL, 0, 1, int(numbers[column])), (RETURN, 0, 0, REFUSE)]
     for number in (435, 437):  # clone3, openat2: their arguments cannot be seen; the older ones are used in their place
         found += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, ABSENT)]
-    found += _where((56, 220)[column], 0, CLONE_THREAD, 0)  # clone: threads alone
-    found += _where((257, 56)[column], 2, O_TRUNC | os.O_ACCMODE, O_TRUNC)  # openat: Landlock's first version lets it
-    if column == 0:
-        found += _where(2, 1, O_TRUNC | os.O_ACCMODE, O_TRUNC)  # open
-    for number, commands in (((72, 25)[column], FCNTLS), ((16, 29)[column], IOCTLS)):
-        for command in commands.values():
-            found += _where(number, 1, 0xFFFFFFFF, command)
-    found += _where((302, 261)[column], 0, 0xFFFFFFFF, 0, unless=True)  # prlimit64: its own limits alone
-    return [*found, (RETURN, 0, 0, ALLOW)]
+    found += _where(CLONE, 0, CLONE_THREAD, 0)  # threads alone
+    found += _where(OPENAT, 2, O_TRUNC | os.O_ACCMODE, O_TRUNC)  # Landlock's first version lets it
+    found += _where(OPEN, 1, O_TRUNC | os.O_ACCMODE, O_TRUNC)
+    found += _where(MKDIR, 1, OWNER_RIGHTS, OWNER_RIGHTS, unless=True)  # else its owner could not list it
+    found += _where(MKDIRAT, 2, OWNER_RIGHTS, OWNER_RIGHTS, unless=True)
+    found += _where(UMASK, 0, OWNER_RIGHTS, 0, unless=True)
+    found += _where(PRCTL, 0, 0xFFFFFFFF, PR_SET_PDEATHSIG)  # it ends with what runs it
+    for numbers, commands in (((72, 25), FCNTLS), ((16, 29), IOCTLS)):
+        for command in commands:
+            found += _where(numbers, 1, 0xFFFFFFFF, command)
+    return found + _where((302, 261), 0, 0xFFFFFFFF, 0, unless=True)  # prlimit64: its own limits alone
 
 
 def _where(
-    number: int, argument: int, mask: int, value: int, *, unless: bool = False
-) -> Sequence[tuple[int, int, int, int]]:
-    """Refuse a call where an argument has a value, or has not."""
-    return [
-        (JUMP_EQUAL, 0, 5, number),
-        (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument),
-        (AND, 0, 0, mask),
-        (JUMP_EQUAL, int(unless), int(not unless), value),
-        (RETURN, 0, 0, REFUSE),
-        (LOAD, 0, 0, NUMBER_AT),
-    ]
+    numbers: tuple[int | None, int | None],
+    argument: int,
+    mask: int,
+    value: int,
+    *,
+    unless: bool = False,
+    verdict: int = REFUSE,
+) -> list[tuple[int, int, int, int]]:
+    """Refuse a call, by its numbers on each machine, where an argument has a value, or has not."""
+    number = numbers[_machine()[0]]
+    return (
+        []
+        if number is None
+        else [
+            (JUMP_EQUAL, 0, 5, number),
+            (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument),
+            (AND, 0, 0, mask),
+            (JUMP_EQUAL, int(unless), int(not unless), value),
+            (RETURN, 0, 0, verdict),
+            (LOAD, 0, 0, NUMBER_AT),
+        ]
+    )
 
 
 def _check(result: int, call: str) -> int:

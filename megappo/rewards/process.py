@@ -6,17 +6,15 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from megappo.cores import unbound
-from megappo.keeper import KILL_TIMEOUT_SECONDS
+from megappo.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
 from megappo.rewards.forms import Graded, Rows, Takes, Way
 from megappo.rewards.frames import FrameError, receive, send
 from megappo.rewards.worker import (
@@ -27,6 +25,7 @@ from megappo.rewards.worker import (
     MAX_SCORES,
     is_part_name,
 )
+from megappo.variables import PYTHON, for_python
 
 ENDING_SECONDS = 2.0
 """How long a worker that has closed its connection may take to end."""
@@ -168,11 +167,11 @@ def start(
         words: the module's arguments, behind the bytes of memory that it may take.
     """
     ours, theirs = socket.socketpair()
-    keeper = [sys.executable, "-m", "megappo.keeper", str(os.getpid())]
+    keeper = [*PYTHON, "-m", "megappo.keeper", str(os.getpid())]
     limit = "" if memory_limit_gib is None else str(int(memory_limit_gib * 2**30))
     with theirs, unbound():
         process = subprocess.Popen(
-            [*keeper, sys.executable, "-m", module, limit, *words],
+            [*keeper, *PYTHON, "-m", module, limit, *words],
             stdin=theirs,
             env=environment(os.environ, pass_env),
             start_new_session=True,
@@ -184,7 +183,7 @@ def end(process: subprocess.Popen, timeout_seconds: float) -> None:
     """Let a keeper end by itself, then have it end with all that it keeps."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout_seconds)
-    process.terminate()
+    ask_to_end(process)
     with suppress(subprocess.TimeoutExpired):
         process.wait(2 * KILL_TIMEOUT_SECONDS)
     process.kill()
@@ -192,10 +191,11 @@ def end(process: subprocess.Popen, timeout_seconds: float) -> None:
 
 
 def environment(variables: Mapping[str, str], pass_env: Collection[str]) -> dict[str, str]:
-    """What a worker gets of its owner's variables: not the secrets, but for those that are named. It finds megappo."""
+    """What a worker gets of its owner's variables: not the secrets, but for those that are named. Scripts that it
+    starts find their neighbours, as anywhere."""
     passed = {name: value for name, value in variables.items() if name in pass_env or not SECRETS.search(name)}
-    package_parent = str(Path(__file__).resolve().parents[2])
-    return passed | {"PYTHONPATH": os.pathsep.join(filter(None, [package_parent, variables.get("PYTHONPATH")]))}
+    passed.pop("PYTHONSAFEPATH", None)
+    return for_python(passed)
 
 
 def _not_scores(found: str) -> WorkerError:

@@ -48,7 +48,7 @@ def parse_spec(spec: str, key: str = "reward.function", builtin: Mapping[str, st
 
 def _file_of(module: str) -> str:
     """A module's file; "" where none is found by its name alone. An import would run the packages that it lies in."""
-    places = (Path(entry, *module.split(".")) for entry in sys.path)
+    places = (Path(entry, *module.split(".")) for entry in (Path.cwd(), *sys.path))
     files = (file for place in places for file in (place / "__init__.py", place.with_suffix(".py")))
     return next((str(file.resolve()) for file in files if file.is_file()), "")
 

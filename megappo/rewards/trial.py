@@ -2,8 +2,10 @@
 
 Reads from its input, as JSON, a `Job`. Writes lines of JSON: {"unprotected": why} alone, or {} and then what each test
 gave: {"output": what the program wrote}, {"result": what its function returned, as JSON in a text}, {"passed": true} or
-{"failed": why}. The expected outputs of the first two kinds of tests never come here: the program cannot find them.
-Whatever a program has written is read by descriptors from before it began. The standard library alone.
+{"failed": why}. The expected outputs of the first two kinds of tests never come here. Tests that are code run in a
+process of their own, and programs in children of one that has begun before there were tests: no memory that a program
+can read has ever held one. Whatever a program has written is read by descriptors from before it began. The standard
+library alone.
 """
 
 import atexit
@@ -11,22 +13,27 @@ import builtins
 import json
 import os
 import select
-import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import ModuleType
 from typing import IO, Any, NamedTuple
 
 from megappo.lifetime import die_with
-from megappo.rewards.jail import confine, limit
+from megappo.rewards.frames import receive, send
+from megappo.rewards.jail import answer, confine, limit, supervise
+from megappo.rewards.remote_calls import MAX_BYTES, run_test, serve_names
 
 MAX_OUTPUT_BYTES = 2**22
-FILE_BYTES = 2**24
+FILE_BYTES = MAX_OUTPUT_BYTES + 1
+"""Of each file of a program: jail.MAX_CREATED of them are its share of the disk."""
 MAX_REASON = 300
 STDIN, STDOUT, STDERR, RESULT = range(4)
 """Descriptors of a program."""
@@ -35,7 +42,7 @@ LIBRARIES = (
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
 PRELUDE = "\n".join([*(f"from {name} import *" for name in LIBRARIES), *(f"import {name}" for name in LIBRARIES)])
-"""What functions may use without importing it, as LiveCodeBench and verl's prime_code have it."""
+"""What programs may use without importing it, as LiveCodeBench and verl's prime_code have it."""
 Outcome = dict[str, Any]
 
 
@@ -44,7 +51,8 @@ class Job(NamedTuple):
 
     Attributes:
         code: the program.
-        tests: {"stdin": text}, {"function": name, "arguments": list} or {"test": code, "entry_point": name or null}.
+        tests: {"stdin": text}, {"function": name, "arguments": list} or {"test": code, "entry_point": name or null};
+            of what is told the process that runs programs, one, without what follows on "test".
         test_seconds: of each test; total_seconds: of all, those beyond fail.
         memory_bytes: of each.
         is_protected: False: without confinement, but for limits.
@@ -61,15 +69,38 @@ class Job(NamedTuple):
 
 
 def main() -> None:
+    runner, its_end = socket.socketpair()
+    owner = os.getpid()
+    if os.fork() == 0:
+        die_with(owner)
+        runner.close()
+        _run_programs(its_end)
+    its_end.close()
     job = Job(**json.load(sys.stdin))
     if job.is_protected and (reason := _why_unprotected()):
         return _say({"unprotected": reason})
     _say({})
-    if any("stdin" not in test for test in job.tests):
-        exec(PRELUDE, {})  # once, not in each process
     deadline = time.monotonic() + job.total_seconds
     for test in job.tests:
-        _say(_outcome(job, test, deadline))
+        _say(_outcome(runner, job, test, deadline))
+
+
+def _run_programs(asked: socket.socket) -> None:
+    """Run programs, and answer how each ended."""
+    sys.dont_write_bytecode = True  # else this process would create files, and wait for its own permission
+    exec(PRELUDE, {})  # once, not in each process
+    listener = None
+    with suppress(EOFError):
+        while True:
+            job = Job(*json.loads(receive(asked, MAX_BYTES)))
+            _, descriptors, _, _ = socket.recv_fds(asked, 1, RESULT + 1)
+            if job.is_protected and listener is None:
+                listener = supervise()
+            program = partial(_child, descriptors, job, partial(_ending, job.code, job.tests[0]))
+            send(asked, json.dumps(_run(program, job.test_seconds, listener)).encode())
+            for descriptor in descriptors:
+                os.close(descriptor)
+    os._exit(0)
 
 
 def _say(told: Outcome) -> None:
@@ -81,6 +112,7 @@ def _why_unprotected() -> str:
     ours, theirs = os.pipe()
     if (pid := os.fork()) == 0:
         try:
+            supervise()
             confine("/dev", memory_bytes=2**40, cpu_seconds=60, file_bytes=0)
             os.write(theirs, b"confined")
         except Exception as error:
@@ -94,47 +126,58 @@ def _why_unprotected() -> str:
     return "" if told == "confined" else told or f"it ended a process ({os.waitstatus_to_exitcode(status)})"
 
 
-def _outcome(job: Job, test: dict[str, Any], deadline: float) -> Outcome:
+def _outcome(runner: socket.socket, job: Job, test: dict[str, Any], deadline: float) -> Outcome:
     """Of one test, in a fresh folder."""
     seconds = min(job.test_seconds, deadline - time.monotonic())
     if seconds <= 0:
         return {"failed": f"no time was left of {job.total_seconds:g} seconds"}
     folder = tempfile.mkdtemp(dir=job.folder)
     files = [tempfile.TemporaryFile(dir=folder, buffering=0) for _ in range(RESULT + 1)]  # noqa: SIM115
+    ours, theirs = socket.socketpair()
     try:
         files[STDIN].write(test.get("stdin", "").encode(errors="replace"))
         files[STDIN].seek(0)
-        token = os.urandom(16).hex()
-        status = _run(lambda: _child(folder, files, job, test, token), seconds)
-        if status is None:
+        descriptors = [file.fileno() for file in files]
+        shown = {name: test[name] for name in ("stdin", "function", "arguments") if name in test}
+        one = job._replace(tests=[shown], test_seconds=seconds, folder=folder)
+        send(runner, json.dumps(one).encode())
+        socket.send_fds(runner, [b"."], [*descriptors[:RESULT], theirs.fileno() if "test" in test else descriptors[-1]])
+        theirs.close()
+        examined = 0
+        if "test" in test:
+            its_own = [descriptors[STDIN], descriptors[RESULT], descriptors[RESULT], ours.fileno()]
+            examined = _run(partial(_child, its_own, one, partial(_examine, test)), seconds)
+        ours.close()
+        ended = json.loads(receive(runner, MAX_BYTES))
+        if None in (examined, ended):
             return {"failed": f"took longer than {seconds:.3g} seconds"}
-        return _told(files, status, test, token)
+        return _told(files, ended or examined, test)
     finally:
         for file in files:
             file.close()
-        with suppress(RecursionError):  # of folders in folders: `code` removes these
-            shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run(["rm", "-rf", folder])  # shutil cannot remove a thousand folders within each other
 
 
-def _told(files: Sequence[IO[bytes]], status: int, test: dict[str, Any], token: str) -> Outcome:
+def _told(files: Sequence[IO[bytes]], status: int, test: dict[str, Any]) -> Outcome:
     """What a program that has ended left behind."""
     if status != 0:
-        why = _read(files[STDERR]).decode(errors="replace").strip().rpartition("\n")[2]
+        why = (_read(files[STDERR]) + _read(files[RESULT])).decode(errors="replace").strip().rpartition("\n")[2]
         return {"failed": why[-MAX_REASON:] or f"ended with {status}"}
-    kind = STDOUT if "stdin" in test else RESULT
+    if "test" in test:
+        return {"passed": True}
+    kind, name = (STDOUT, "output") if "stdin" in test else (RESULT, "result")
     found = _read(files[kind])
     if len(found) > MAX_OUTPUT_BYTES:
         return {"failed": f"wrote more than {MAX_OUTPUT_BYTES} bytes"}
-    told = found.decode(errors="replace")
-    if "stdin" in test:
-        return {"output": told}
-    if "function" in test:
-        return {"result": told}
-    return {"passed": True} if told == token else {"failed": "ended before the test did"}
+    return {name: found.decode(errors="replace")}
 
 
-def _run(child: Callable[[], None], seconds: float) -> int | None:
-    """How a child ended; None: it took too long, and was killed."""
+def _run(child: Callable[[], None], seconds: float, listener: int | None = None) -> int | None:
+    """How a child ended; None: it took too long, and was killed.
+
+    Args:
+        listener: of `jail.supervise`.
+    """
     owner = os.getpid()
     if (pid := os.fork()) == 0:
         try:
@@ -142,34 +185,37 @@ def _run(child: Callable[[], None], seconds: float) -> int | None:
             child()
         finally:
             os._exit(1)
-    descriptor = os.pidfd_open(pid)
+    ended = os.pidfd_open(pid)
     waiting = select.poll()
-    waiting.register(descriptor, select.POLLIN)
-    has_ended = waiting.poll(1000 * seconds)
-    os.close(descriptor)
-    if not has_ended:
+    for descriptor in filter(None, (ended, listener)):
+        waiting.register(descriptor, select.POLLIN)
+    deadline, ready, num_files = time.monotonic() + seconds, dict[int, int](), 0
+    while ended not in ready and (left := deadline - time.monotonic()) > 0:
+        ready = dict(waiting.poll(1000 * left))
+        if listener in ready:
+            num_files += answer(listener, num_files)
+    os.close(ended)
+    if ended not in ready:
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status) if has_ended else None
+    return os.waitstatus_to_exitcode(status) if ended in ready else None
 
 
-def _child(folder: str, files: Sequence[IO[bytes]], job: Job, test: dict[str, Any], token: str) -> None:
-    """Run the program, and end."""
-    os.chdir(folder)
-    for descriptor, file in enumerate(files):
-        os.dup2(file.fileno(), descriptor)
+def _child(descriptors: Sequence[int], job: Job, work: Callable[[], int]) -> None:
+    """Run a program, or a test, and end."""
+    os.chdir(job.folder)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
     os.closerange(RESULT + 1, min(os.sysconf("SC_OPEN_MAX"), 2**16))
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
-    written = sys.stdout
+    written, status = sys.stdout, 1
     limits = {"memory_bytes": job.memory_bytes, "cpu_seconds": int(job.test_seconds) + 1, "file_bytes": FILE_BYTES}
-    code, status = job.code, 1
     try:
         if job.is_protected:
-            confine(folder, **limits)
+            confine(job.folder, **limits)
         else:
             limit(**limits)
-        del job, limits
-        status = _ending(lambda: _execute(code, test, token))
+        status = work()
         _finish()
         for file in {sys.stdout, written}:
             with suppress(ValueError):  # it has been closed
@@ -180,46 +226,46 @@ def _child(folder: str, files: Sequence[IO[bytes]], job: Job, test: dict[str, An
     os._exit(status)
 
 
-def _ending(program: Callable[[], None]) -> int:
-    """The exit code that it asks for."""
+def _examine(test: dict[str, Any]) -> int:
     try:
-        program()
+        run_test(socket.socket(fileno=RESULT), test["test"], test["entry_point"], LIBRARIES)
+    except (EOFError, ConnectionError):  # the program has ended, and says why itself
+        return 1
+    return 0
+
+
+def _ending(code: str, test: dict[str, Any]) -> int:
+    """Run a program; the exit code that it asks for."""
+    try:
+        _execute(code, test)
     except SystemExit as ending:
         return 0 if ending.code in (None, 0) else 1
     return 0
 
 
-def _execute(code: str, test: dict[str, Any], token: str) -> None:
-    """The program, as a module, and then the test; a function has what a prelude gives as it has what Python does."""
+def _execute(code: str, test: dict[str, Any]) -> None:
+    """The program, as a module, which has what a prelude gives as it has what Python does, and what is asked of it."""
     module = ModuleType("__main__" if "stdin" in test else "solution")
     sys.modules[module.__name__] = module
     names = vars(module)
     names["__file__"] = os.path.abspath("solution.py")
-    if "stdin" not in test:
-        names["__builtins__"] = _prelude()
+    names["__builtins__"] = _prelude()
     sys.setrecursionlimit(max(sys.getrecursionlimit(), 100_000))
     exec(compile(code, "solution.py", "exec"), names)
     if "function" in test:
         owner = names["Solution"]() if isinstance(names.get("Solution"), type) else None
         function = getattr(owner, test["function"], None) or names[test["function"]]
-        _write(json.dumps(function(*test["arguments"])))
-    elif "test" in test:
-        known = {name: one for name, one in names.items() if name != "__builtins__"}  # what the program has written
-        exec(compile(test["test"], "test.py", "exec"), known)
-        if test["entry_point"]:
-            known["check"](known[test["entry_point"]])
-        _write(token)
+        with open(RESULT, "w", closefd=False) as file:
+            file.write(json.dumps(function(*test["arguments"])))
+    elif "stdin" not in test:
+        with suppress(EOFError, ConnectionError):
+            serve_names(socket.socket(fileno=RESULT), names)
 
 
 def _prelude() -> dict[str, Any]:
     names: dict[str, Any] = {}
     exec(PRELUDE, names)
     return names | vars(builtins)
-
-
-def _write(result: str) -> None:
-    with open(RESULT, "w", closefd=False) as file:
-        file.write(result)
 
 
 def _finish() -> None:

@@ -1,17 +1,15 @@
 """What worker processes that run users' code have in common: the standard library alone, so they start at once."""
 
 import importlib
-import importlib.util
 import os
 import resource
 import socket
-import sys
 import traceback
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from megappo.rewards.forms import BadFunction
+from megappo.user_modules import Home, home_of
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_FRAMES = 10
@@ -73,22 +71,21 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]} ... ({len(text)} characters)"
 
 
+def home(source: str) -> Home | None:
+    """The folder of a file (FILE.py), or the working folder where a module is in that; None for what is installed."""
+    folder = home_of(os.path.dirname(source) if source.endswith(".py") else os.getcwd())
+    return folder if source.endswith(".py") or folder.find_spec(source.partition(".")[0]) else None
+
+
 def load(source: str, name: str) -> Any:
     """What a file (FILE.py) or a module defines under a name."""
-    module = _from_file(source) if source.endswith(".py") else importlib.import_module(source)
+    folder = home(source)
+    if folder is not None:
+        folder.enter()
+    module = folder.load(source) if source.endswith(".py") else importlib.import_module(source)
     function = getattr(module, name, None)
     if not callable(function):
         own = (key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
         known = sorted(key for key in own if callable(vars(module)[key]) and not key.startswith("_"))
         raise BadFunction(f"does not exist: the file defines {cut(', '.join(known), 1000) or 'no function'}")
     return function
-
-
-def _from_file(file: str) -> ModuleType:
-    # The file can import its neighbours; they come last, so that they hide nothing.
-    sys.path.append(os.path.dirname(file))
-    spec = importlib.util.spec_from_file_location("megappo_user_code", file)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial, reduce
-from importlib import import_module
 from itertools import islice
 from numbers import Rational
 from operator import index, or_
 from typing import Any, NamedTuple
 
-from megappo.rewards.builtin import ANSWERS
+from megappo.rewards.builtin import beside
 from megappo.rewards.forms import BadFunction, Call, Graded, RewardFunction, Rows, Step, awaited, recognised, runner
 from megappo.rewards.frames import receive, send
-from megappo.rewards.user_code import attempt, limit_memory, load, named, own_connection
+from megappo.rewards.user_code import attempt, home, limit_memory, load, named, own_connection
+from megappo.user_modules import Home
 
 MAX_ROWS_BYTES = 2**62
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -48,11 +48,13 @@ SCORE, LOSS_WEIGHT, STEP_SCORES = "score", "loss_weight", "step_scores"
 
 
 class Weighted(NamedTuple):
-    """A function, its name, the factor of its scores, and of a built-in one what finds a response's answer."""
+    """A function, its name, the factor of its scores, the folder of its modules, and of a built-in one what finds a
+    response's answer."""
 
     name: str
     weight: float
     function: RewardFunction
+    home: Home | None
     answer_of: Callable[[str], Any]
 
 
@@ -77,20 +79,17 @@ def main() -> None:
 def _load_all(specs: list[list[Any]]) -> list[Weighted]:
     names = [name for _, name, _, _ in specs]
     return [
-        Weighted(name, weight, _of(names, name, partial(_load, source, name, options)), _answer_of(source, name))
+        Weighted(name, weight, *_of(names, name, partial(_load, source, name, options)), _answer_of(source, name))
         for source, name, weight, options in specs
     ]
 
 
-def _load(source: str, name: str, options: Mapping[str, Any]) -> RewardFunction:
-    return recognised(load(source, name), options)
+def _load(source: str, name: str, options: Mapping[str, Any]) -> tuple[RewardFunction, Home | None]:
+    return recognised(load(source, name), options), home(source)
 
 
 def _answer_of(source: str, name: str) -> Callable[[str], Any]:
-    if f"{source}:{name}" not in ANSWERS:
-        return lambda response: None
-    module, _, function = ANSWERS[f"{source}:{name}"].partition(":")
-    return getattr(import_module(module), function)
+    return beside(f"{source}:{name}", "answer") or (lambda response: None)
 
 
 def _told(functions: list[Weighted]) -> dict[str, Any]:
@@ -106,6 +105,8 @@ def _replies(functions: list[Weighted], number: int, rows: Rows, seconds: float)
     """What a function finds of rows."""
     names, weighted = [one.name for one in functions], functions[number]
     function = weighted.function
+    if weighted.home is not None:
+        weighted.home.enter()
     responses = [[one] for one in rows.responses] if function.form.per_row else [list(rows.responses)]
     calls = function.calls(rows)
     results = _at_once(function, calls, seconds) if function.way == "rows" else map(partial(_one, function), calls)

@@ -109,6 +109,11 @@ class EngineClient:
         """What the server was started with, by SGLang's names."""
         return self._get("/server_info")
 
+    def held_bytes(self) -> float:
+        """What the engine counts of weights and KV cache on each of its GPUs."""
+        usage = self.server_args()["internal_states"][0]["memory_usage"]
+        return (usage["weight"] + usage["kvcache"]) * 2**30
+
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """One response for each prompt (token ids), in order, in one request."""
         reply = self.post("/generate", generate_body(prompts, params, self.adapter))

@@ -104,20 +104,23 @@ class Conversation:
         if observation:
             if self.messages is not None:
                 self.messages += observation
-                self.segments = [self._rendered()]
+                self.segments = [self._segment(self.chat.text_of(self.messages))]
             else:
                 [first], text = self.segments, _text(observation)
                 self.segments = [Segment(first.prompt + self._encoded(text), first.text + text)]
         return self.room > 0
 
     def write(self, generation: Generation, turn: int) -> str:
-        """Keep what the policy wrote; its text, without the special token that ends a turn."""
+        """Keep what the policy wrote; its text, without the special token that ends a turn. The first turn goes on with
+        an assistant's message that the prompt ends with."""
         tokens = generation.tokens
         self.segments[-1].write(generation, self._decoded(tokens), turn)
         ends = bool(tokens) and not self.tokenizer.decode(tokens[-1:], skip_special_tokens=True)
         text = self._decoded(tokens[:-1] if ends else tokens)
         if self.messages is not None:
-            self.messages.append({"role": "assistant", "content": text})
+            goes_on = turn == 1 and self.messages[-1]["role"] == "assistant"
+            before = self.messages.pop()["content"] if goes_on else ""
+            self.messages.append({"role": "assistant", "content": before + text})
         return text
 
     def observe(self, observation: Messages) -> bool:
@@ -131,9 +134,9 @@ class Conversation:
             text = _text(observation)
         else:
             self.messages += observation
-            rendered = self.chat.text_of(self.messages)
+            rendered = self.chat.text_of(self.messages, continues=False)
             if not rendered.startswith(segment.text):
-                new = self._rendered()
+                new = self._segment(rendered)
                 self.segments += [new] if (fits := self._room_of(new) > 0) else []
                 return fits
             text = rendered[len(segment.text) :]
@@ -142,8 +145,7 @@ class Conversation:
             segment.observe(tokens, text)
         return fits
 
-    def _rendered(self) -> Segment:
-        text = self.chat.text_of(self.messages)
+    def _segment(self, text: str) -> Segment:
         return Segment(self._encoded(text), text)
 
     def _encoded(self, text: str) -> list[int]:

@@ -4,7 +4,6 @@ import atexit
 import importlib.util
 import os
 import secrets
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from megappo import platform
 from megappo.config.schema import Lora, Rollout
 from megappo.cores import unbound
+from megappo.keeper import ask_to_end
 from megappo.observe.life import LIFE
 from megappo.rollout import launch
 from megappo.rollout.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
@@ -63,8 +63,6 @@ class Engine:
         )
         self._arguments |= part.server_arguments if part else {}
         self._variables = part.variables if part else {}
-        if gpu_ids and dtype == "fp32":
-            self._variables = launch.FP32_GPU_VARIABLES | self._variables
         self._resized: dict[str, float] = {}
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
@@ -140,8 +138,7 @@ class Engine:
         """End the engine's processes, and only those; may be called at any time, and again."""
         if self._process is None:
             return
-        self._process.terminate()  # the keeper ends the server's processes and removes their traces
-        self._process.send_signal(signal.SIGCONT)  # and would wait with it, were it stopped itself
+        ask_to_end(self._process)  # the keeper ends the server's processes and removes their traces
         self._process.wait()
         self._process = None
         self._guard.close()

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megappo.keeper import keep
+from megappo.variables import PYTHON
 
 
 def main() -> int:
@@ -19,7 +20,7 @@ def main() -> int:
     owner, folder = int(sys.argv[1]), Path(sys.argv[2])
     files: set[Path] = set()
     try:
-        server = [sys.executable, "-m", "megappo.rollout.server"]
+        server = [*PYTHON, "-m", "megappo.rollout.server"]
         return keep(owner, server, before_kill=lambda pid: files.update(shared_memory(pid)))
     finally:
         for path in files:

@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from megappo.cores import usable
 from megappo.rollout.client import EngineError
 from megappo.rollout.in_place import LOADER, PIECE_BYTES
 from megappo.rollout.keeper import remove_stale_loads, remove_traces
+from megappo.variables import PYTHON, for_python
 
 HOST = "127.0.0.1"
 CPU_ARGUMENTS = {
@@ -39,10 +39,6 @@ GPU_ARGUMENTS = {
     "cuda_graph_backend_prefill": "disabled",  # SGLang's default there refuses graphs that sleep
 }
 GPU_VARIABLES = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}  # CUDA graphs sleep, too
-FP32_GPU_ARGUMENTS = {"attention_backend": "triton"}
-"""In fp32: SGLang's choice for Hopper, FlashAttention 3, takes 16-bit numbers alone (0.5.23)."""
-FP32_GPU_VARIABLES = {"TRITON_F32_DEFAULT": "ieee"}
-"""In fp32: Triton's products round their factors to TF32 by default, about 1e-3 in log-probs."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
 SPIN_COUNT = "3000"
@@ -56,7 +52,6 @@ else it first reads what it overwrites. glibc's own threshold grows with the cac
 480, where 512 MiB of pieces took 82 ms, and 46 so; 192 MiB on an AMD EPYC: 70 and 45 ms."""
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
-PACKAGE_ROOT = Path(__file__).parents[2]
 MODELS = "megappo.rollout.sglang_models"
 
 
@@ -103,7 +98,6 @@ def server_arguments(
         "max_running_requests": rollout.max_running_requests,
         "log_level": "warning",
         **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else OWN_CPU_ARGUMENTS),
-        **(FP32_GPU_ARGUMENTS if on_gpu and dtype == "fp32" else {}),
         **({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {}),
         **(_adapter_arguments(lora, on_gpu=on_gpu) if lora else {}),
         **rollout.server_args,
@@ -134,7 +128,7 @@ def start_keeper(
         output: where it writes to; None = where this process does.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "megappo.rollout.keeper", str(os.getpid()), str(temporary)],
+        [*PYTHON, "-m", "megappo.rollout.keeper", str(os.getpid()), str(temporary)],
         stdin=subprocess.PIPE,
         stdout=output,
         stderr=subprocess.STDOUT if output else None,
@@ -175,7 +169,7 @@ def environment_of_owner(temporary: Path) -> dict[str, str]:
     """The owner's environment without torchrun's variables, which would draw SGLang into the trainer's group."""
     dropped = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    variables = for_python(variables) | {"PYTHONSAFEPATH": "1"}
     variables["TMPDIR"] = str(temporary)
     variables.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
     variables["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"  # a generated token makes each check last a second

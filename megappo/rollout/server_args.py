@@ -6,6 +6,7 @@ They are read in SGLang's source, as importing it takes seconds.
 import ast
 import difflib
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,8 @@ RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", 
 RESERVED |= {"custom_weight_loader", "incremental_streaming_output"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
 RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
+PARSERS = "srt/function_call/function_call_parser.py"
+"""Of SGLang: the file whose table names the parsers of calls."""
 FIELDS = "srt/arg_groups/fields"
 """Of SGLang: the folder whose classes declare the fields of ServerArgs."""
 
@@ -30,6 +33,16 @@ def server_args_errors(names: Iterable[str]) -> Iterator[str]:
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"did you mean {near[0]}?" if near else "remove it"
             yield f"rollout.server_args: SGLang does not know {name}: {advice}"
+
+
+def parser_errors(parser: str | None) -> Iterator[str]:
+    """Why SGLang cannot parse the calls of tools."""
+    spec = importlib.util.find_spec("sglang")
+    if parser is None or spec is None or spec.origin is None:
+        return
+    names = re.findall(r'^ +"([\w-]+)": \w+Detector,', (Path(spec.origin).parent / PARSERS).read_text(), re.M)
+    if parser not in names:
+        yield f"rollout.tool_call_parser {parser!r} is not SGLang's: set one of {', '.join(names)}"
 
 
 @cache

@@ -12,6 +12,7 @@ from megappo.environments.worker import called
 from megappo.rewards.forms import BadFunction
 from megappo.rewards.user_code import load, named
 from megappo.rollout import cpu
+from megappo.user_modules import share_all
 
 UNREADABLE = "error: the call cannot be read: it must be JSON that names a function which there is"
 
@@ -68,6 +69,7 @@ def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[
     if parser not in known:
         raise BadFunction(f"cannot parse calls by {parser!r}: rollout.tool_call_parser is one of {', '.join(known)}")
     loaded = [load(source, name) for source, name in functions]
+    share_all()
     try:
         schemas = [get_json_schema(function) for function in loaded]
     except Exception as error:

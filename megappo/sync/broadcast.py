@@ -182,7 +182,7 @@ def _on_a_thread(call: Callable[[], object]) -> Future[None]:
             time.sleep(NOTICE_SECONDS)
             done.set_exception(error)
 
-    Thread(target=run, daemon=True).start()
+    Thread(target=run, name="weight-broadcast", daemon=True).start()
     return done
 
 

@@ -1,6 +1,6 @@
 """The proofs that the engines have the actor's weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -13,10 +13,17 @@ ROUNDING = {"bf16": 0.05, "fp32": 1e-3}
 """model.dtype -> the mean difference of log-probs that rounding may cause."""
 FAR = 5.0
 """A run stops beyond so many times the tolerance. Below, experts that rounding routes elsewhere may explain it."""
+Checksums = Sequence[Mapping[str, str]]
+"""For each of an engine's ranks: name of a weight -> checksum."""
 
 
 def verified_sync(
-    sync: Callable[[], object], client: EngineClient | None, *, barrier: Callable[[], object], as_loaded: bool
+    sync: Callable[[], object],
+    client: EngineClient | None,
+    *,
+    barrier: Callable[[], object],
+    as_loaded: bool,
+    loaded: Checksums = (),
 ) -> None:
     """The first sync, proven by the engines' own checksums: of weights spoiled before, none may be left.
 
@@ -24,12 +31,13 @@ def verified_sync(
         client: of the engine that this rank owns. barrier: waits for all ranks.
         as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
             restore them to the bit. Otherwise only a weight that was not set at all is found.
+        loaded: their checksums, of an engine that has slept since; empty = the engine has them still.
     Raises:
         EngineError: some of an engine's weights were not set, or not to what they were; each named.
     """
-    loaded, spoiled = [], []
+    spoiled = []
     if client is not None:
-        loaded = client.weight_checksums()
+        loaded = loaded or client.weight_checksums()
         client.reset_weights()
         spoiled = client.weight_checksums()
     barrier()

@@ -16,7 +16,7 @@ from megappo.observe.timers import Timers
 from megappo.placement.ranks import placement_layouts
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.datasets import load_datasets
-from megappo.trainer.inference import NoEngines, connect
+from megappo.trainer.inference import NoEngines, connect, start_engines
 from megappo.trainer.models import build_models
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.phases import Phases
@@ -45,9 +45,10 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
     replayed = config.trainer.replay_rollouts
     datasets = load_datasets(config, own, exchange)
     left_out = datasets.check(exchange)
-    if platform.has_cuda():  # an engine sizes its KV cache by the memory that is free: let no model take any before
-        own.wait_ready()
-        exchange.share(None)
+    is_new = progress.checkpoint is None and not config.rollout.engines  # servers that run already may hold anything
+    started = None
+    if replayed is None:
+        started = start_engines(config, layouts, own, exchange, as_loaded=config.proves_weights and is_new)
     models = build_models(config, layouts, exchange)
     progress.restore(models)
     start = [progress.describe(), progress.notice]
@@ -55,9 +56,9 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
     for line in (*left_out, *settled_offloads(asked, config)):
         observer.message(line)
     phase = Phases(models)
-    if replayed is None:
+    if started is not None:
         rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
-        engines = connect(config, layouts, models, Probe(config, datasets.train, rollouts, models.actor), phase)
+        engines = connect(config, started, models, Probe(config, datasets.train, rollouts, models.actor), phase)
         batches = SampledBatches(
             datasets.train, rollouts, engines.sleep, _record(config, exchange), num_drawn=progress.num_drawn
         )

@@ -123,15 +123,20 @@ class Scattered:
         """Bring fields of the owned rows to the scattered ones."""
         scatter_fields([(self, names)], owned)
 
-    def mini_batches(self) -> list[tuple[Rows, int, int]]:
-        """This rank's rows of each mini-batch, with the tokens of mask 1, and the rows that have any, of all shards."""
+    def mini_batches(self, *, counts_empty_rows: bool = False) -> list[tuple[Rows, int, int]]:
+        """This rank's rows of each mini-batch, with the tokens of mask 1 and the rows, of all shards.
+
+        Args:
+            counts_empty_rows: count rows without a token of mask 1, too.
+        """
         shard = self.component.layout.shard_of(self.component.exchange.rank)
         parts = []
         start = 0
         for shards in self.split:
             lengths = self.batch.table.policy_lengths[[row for part in shards for row in part]]
             size = len(shards[shard]) if shard is not None else 0
-            parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), int((lengths > 0).sum())))
+            num_rows = len(lengths) if counts_empty_rows else int((lengths > 0).sum())
+            parts.append((self.rows.select(range(start, start + size)), int(lengths.sum()), num_rows))
             start += size
         return parts
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.checksums import refuse_damaged
 from megappo.checkpoint.component import load_model
@@ -28,7 +27,7 @@ from megappo.placement.ranks import placement_layouts
 from megappo.trainer.build import make_observer
 from megappo.trainer.datasets import Datasets, load_datasets
 from megappo.trainer.evaluation import evaluate
-from megappo.trainer.inference import connect
+from megappo.trainer.inference import connect, start_engines
 from megappo.trainer.models import Models, build_models
 from megappo.trainer.own_engine import start_engine
 from megappo.trainer.phases import Phases
@@ -79,19 +78,19 @@ def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
     own = start_engine(config, layouts["rollout"], exchange.rank, run_store(), cleanup)
     datasets = load_datasets(config, own, exchange)
     left_out = datasets.check(exchange)
-    if platform.has_cuda():  # as in `build_run`
-        own.wait_ready()
-        exchange.share(None)
     # Engines that the run starts read model.path themselves; what others hold is not known.
     needs_actor = checkpoint is not None or bool(config.rollout.engines)
-    models = _loaded(config, layouts, checkpoint, exchange) if needs_actor else None
+    models = started = None
+    if needs_actor:
+        started = start_engines(config, layouts, own, exchange, as_loaded=False)
+        models = _loaded(config, layouts, checkpoint, exchange)
     observer = make_observer(config, [f"evaluating {weights}", *left_out], 0, exchange, cleanup)
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
-    if models is not None:
+    if models is not None and started is not None:
         phase = Phases(models)
         probe = Probe(config, next(iter(datasets.val.values())), rollouts, models.actor)
         with phase("sync"):
-            engines = connect(config, layouts, models, probe, phase)
+            engines = connect(config, started, models, probe, phase)
             engines.first_sync(verify=config.proves_weights, as_loaded=False)
     return Evaluating(config, weights, step, datasets, rollouts, observer)
 

@@ -1,5 +1,6 @@
 """From rollouts that were scored and looked at to advantages: rewards per token, corrections, estimate, whitening."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from megappo.batch.trajectories import Trajectories
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
 from megappo.ppo.aggregation import Unreduced
 from megappo.ppo.corrections import rollout_is_weights
+from megappo.ppo.estimators import reinforce_plus_plus
 from megappo.ppo.gae import length_adaptive_lam
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
@@ -28,8 +30,9 @@ class Judged:
         rows: this rank's, with `shaped_scores` and `advantages`; `kl_penalty` where the rewards have one in them,
             `clipped_advantages` where they are clipped, `returns` where there are values, and `rollout_is_weights`
             where they are not all 1.
-        log_prob_diff: the mean over the tokens of |old_log_probs - rollout_log_probs|.
-        kl_penalty: the mean over the tokens of the KL to the reference; None where the rewards have none in them.
+        log_prob_diff: the mean over the tokens of |old_log_probs - rollout_log_probs|; 0 without a token.
+        kl_penalty: the mean over the tokens of the KL to the reference; None where the rewards have none in them, or
+            there is no token.
     """
 
     rows: Rows
@@ -49,11 +52,11 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     trajectories = Trajectories(replace(rows, fields=rows.fields | penalty | weights))
     joined = trajectories.joined
     scores, shaping_metrics = _shaped_scores(run, joined)
-    advantages, returns = _estimate(run, joined, _token_level_rewards(run, joined, scores))
+    advantages, returns = _advantages(run, joined, scores)
     added = {"shaped_scores": scores} | _whitened(run, advantages, joined.response_mask)
     added |= {"returns": returns} if run.config.has_values else {}
     rows = trajectories.spread(**added)
-    looked_at = {"log_prob_diff": (log_prob_diff(rows), "mean")}
+    looked_at = {"log_prob_diff": (log_prob_diff(rows), "mean"), "num_tokens": (rows.response_mask, "sum")}
     if penalty:
         looked_at["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
     if run.config.has_values:
@@ -62,8 +65,12 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
     metrics, found = metrics_over_ranks(run.exchange, rows, correction_metrics | shaping_metrics, looked_at)
     if penalty:
         metrics["reward/kl_coef"] = run.progress.kl.value
+    num_tokens = metrics["rollout/trained_tokens"] = found["num_tokens"]
     if run.config.has_values:
-        metrics["critic/vf_explained_var"] = explained_variance(found["residual"], found["returns"])
+        explained = explained_variance(found["residual"], found["returns"]) if num_tokens > 1 else math.nan
+        metrics["critic/vf_explained_var"] = explained
+    if not num_tokens:
+        return Judged(rows, 0.0, None, metrics)
     return Judged(rows, found["log_prob_diff"], found.get("kl_penalty"), metrics)
 
 
@@ -79,7 +86,18 @@ def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Unreduced]:
     )
 
 
-def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor) -> torch.Tensor:
+def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages and returns, with the KL penalty, where there is one, in the rewards or subtracted behind a baseline:
+    see `Conventions.kl_gamma`."""
+    kl, gamma = rows.fields.get("kl_penalty"), conventions(run.config).kl_gamma
+    if kl is None or gamma is None or not run.config.algorithm.method.compares_responses:
+        return _estimate(run, rows, _token_level_rewards(run, rows, scores, kl))
+    advantages, returns = _estimate(run, rows, _token_level_rewards(run, rows, scores, None))
+    penalties, _ = reinforce_plus_plus(kl, rows.response_mask, gamma)
+    return advantages - run.progress.kl.value * penalties, returns
+
+
+def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor, kl: torch.Tensor | None) -> torch.Tensor:
     """Shaped scores on each response's last token, minus the KL penalty of each token where there is one. Rewards of an
     environment and of steps, which are part of the scores, where they were given, scaled as these are; so what else the
     scores have, the reward function's outcome and a length penalty, is on the last token."""
@@ -87,9 +105,7 @@ def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor) -> torch.Te
     if turn_rewards is not None:
         turn_rewards = turn_rewards * run.config.reward.scale
     last = scores if turn_rewards is None else scores - turn_rewards.sum(dim=1)
-    rewards = compute_token_level_rewards(
-        last, rows.response_mask, rows.fields.get("kl_penalty"), run.progress.kl.value
-    )
+    rewards = compute_token_level_rewards(last, rows.response_mask, kl, run.progress.kl.value)
     return rewards if turn_rewards is None else rewards + turn_rewards
 
 

@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.files import check_weights, end_tokens
+from megappo.architecture.files import end_tokens
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
+from megappo.architecture.folders import check_companions, other_kind, tensor_files
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, requests
 from megappo.config.data_files import OTHER_KIND, ending
@@ -57,18 +58,18 @@ def _looked_at(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
 
 def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec]) -> Iterator[str]:
     folder = Path(path)
-    if not path:
-        yield f"{key} is empty: name the model's folder"
-        return
     if not folder.is_dir():
         remedy = (
             f"download the model ({Path(sys.prefix).name}/bin/hf download NAME --local-dir FOLDER) or correct the path"
         )
         yield f"{key}: no folder {folder}{looked_in(folder)}: {remedy}"
         return
+    if kind := other_kind(folder):
+        yield f"{key}: {folder} {kind}"
+        return
     if not (folder / "tokenizer_config.json").is_file():
         yield f"{key}: {folder} holds no tokenizer_config.json: complete the download"
-    for read in (check_weights, end_tokens):
+    for read in (tensor_files, check_companions, end_tokens):
         try:
             read(folder)
         except TextFileError as error:
@@ -121,9 +122,6 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
 
 def _output_folder(key: str, folder: str) -> Iterator[str]:
     """Whether the folder is there and can be written, or can be made."""
-    if not folder.strip():
-        yield f"{key} is empty: name a folder"
-        return
     path = Path(folder)
     there = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
     if not there.is_dir():

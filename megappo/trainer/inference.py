@@ -1,9 +1,9 @@
 """The inference engines of a run, as its ranks see them: they sleep, wake, and take the actor's weights."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from megappo import platform
@@ -12,13 +12,27 @@ from megappo.config.schema import Config
 from megappo.placement.layout import Layout
 from megappo.rollout.client import WEIGHTS, WORKING_MEMORY, EngineClient
 from megappo.sync.build import build_sync, engine_sleeps
-from megappo.sync.proof import check_log_probs, verified_sync
-from megappo.sync.route import find_route
+from megappo.sync.proof import Checksums, check_log_probs, verified_sync
+from megappo.sync.route import Route, find_route
 from megappo.sync.sync import SyncStats, WeightSync
+from megappo.trainer.footprint import Footprint
 from megappo.trainer.models import Models
+from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
-from megappo.trainer.restarts import Restarts
+from megappo.trainer.restarts import Restarts, stop_engines
+
+
+@dataclass(frozen=True)
+class StartedEngines:
+    """The engines of a run that are up, before any model is there; see `InferenceEngines`."""
+
+    route: Route
+    client: EngineClient | None
+    sleeps: bool
+    asleep: bool
+    loaded: Checksums
+    footprint: Footprint
 
 
 @dataclass
@@ -30,6 +44,9 @@ class InferenceEngines:
         sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
         weight_sync: the way of the actor's weights to the engines.
         probe: asks engines and actor about the same tokens.
+        asleep: the engines that sleep do so now.
+        loaded: checksums of the weights that the engine of this rank has loaded; see `verified_sync`.
+        footprint: of the engine on this rank's GPU.
         sent: what the engines were last given.
     """
 
@@ -39,6 +56,8 @@ class InferenceEngines:
     weight_sync: WeightSync
     probe: Probe
     asleep: bool = False
+    loaded: Checksums = ()
+    footprint: Footprint = field(default_factory=partial(Footprint, 0))
     sent: SyncStats = SyncStats()
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
@@ -61,13 +80,11 @@ class InferenceEngines:
         Args:
             verify, as_loaded: see `verified_sync`.
         """
-        if verify:
-            self._prove(as_loaded)
-            while self._restart_failed():
+        self._wake(partial(self._prove, as_loaded) if verify else self._send)
+        while self._restart_failed():
+            if verify:
                 self._prove(as_loaded)
-        else:
-            self._send()
-            self._mend()
+        self._note_awake()
         self.probe()
 
     def check_rollouts(self, difference: float) -> dict[str, int]:
@@ -80,14 +97,8 @@ class InferenceEngines:
         if self.asleep:
             return
         self.asleep = True
-        if self.client is not None and self.sleeps:
-            with self.client.keeping_fault():
-                self.client.sleep()
-        has_failed = self.client is not None and self.client.has_failed
-        failed = set(self.exchange.share(self.restarts.own.number if has_failed else None)) - {None}
-        if failed:  # what is left of them, on all their nodes, may have memory; as they are to wake they start anew
-            self.restarts.stop(failed)
-            self.exchange.share(None)
+        put_to_sleep(self.client if self.sleeps else None, self.restarts.own, self.exchange)
+        self.footprint.wait_asleep()
 
     def end(self) -> None:
         """`sleep` for good, also of engines that hang or have ended: those that the run has started are ended."""
@@ -107,12 +118,9 @@ class InferenceEngines:
         Raises:
             EngineError: one has failed too often.
         """
-        self._give_back(WEIGHTS)
-        if not any(self.exchange.share(self._has_failed())):
-            self._send(changed=changed)
-        self._give_back(WORKING_MEMORY)
+        self._wake(partial(self._send, changed=changed))
         self._mend()
-        self.asleep = False
+        self._note_awake()
 
     @property
     def restarts(self) -> Restarts:
@@ -130,11 +138,22 @@ class InferenceEngines:
         self._mend()
         self.probe()
 
+    def _wake(self, give: Callable[[], object]) -> None:
+        """Wake those that sleep, but for those that fail, and give all engines the weights in between."""
+        self._give_back(WEIGHTS)
+        if not any(self.exchange.share(self._has_failed())):
+            give()
+        self._give_back(WORKING_MEMORY)
+
+    def _note_awake(self) -> None:
+        self.asleep = False
+        self.footprint.note_awake()
+
     def _prove(self, as_loaded: bool) -> None:
         self.weight_sync.forget()  # what is frozen, too, is spoiled and must come anew
         with self._keeping_fault():
             barrier = partial(self.exchange.share, None)
-            verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=as_loaded)
+            verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=as_loaded, loaded=self.loaded)
 
     def _send(self, *, changed: bool = True) -> None:
         """The actor's weights to the engines, as far as they are there."""
@@ -165,7 +184,7 @@ class InferenceEngines:
     def _give_back(self, memory: Sequence[str]) -> None:
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
-        if self.client is not None and self.sleeps:
+        if self.client is not None and self.sleeps and self.asleep:
             with self.client.keeping_fault():
                 self.client.wake(memory)
 
@@ -194,17 +213,60 @@ class NoEngines:
         """Nothing."""
 
 
-def connect(
-    config: Config, layouts: dict[str, Layout], models: Models, probe: Probe, phase: Phases
-) -> InferenceEngines:
-    """The engines, which are up by now."""
+def start_engines(
+    config: Config, layouts: dict[str, Layout], own: OwnEngine, exchange: Exchange, *, as_loaded: bool
+) -> StartedEngines:
+    """Wait until all engines are up, then have those sleep that share their GPUs with models, which are yet to be
+    built: an engine sizes its KV cache by the memory that is free. All ranks together.
+
+    Args:
+        own: this rank's, which has been started.
+        as_loaded: take the checksums of the weights as they were loaded; asleep, an engine loses them.
+    """
+    route, client = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"])), own.wait_ready()
+    sleeping = {number for number in range(len(route.engines)) if engine_sleeps(route, number)}
+    sleeps = client is not None and own.number in sleeping
+    loaded, held_bytes = list[Mapping[str, str]](), 0.0
+    if client is not None:
+        with client.keeping_fault():
+            loaded = client.weight_checksums() if as_loaded else []
+        held_bytes = client.held_bytes() if sleeps and not client.has_failed else 0.0
+    held = dict(exchange.share((own.number, held_bytes)))
+    mine = next((held[number] for number in sleeping if exchange.rank in route.engines[number].ranks), 0.0)
+    footprint = Footprint(mine)
+    footprint.note_awake()
+    exchange.share(None)  # all have seen what the engines take
+    if sleeping:
+        put_to_sleep(client if sleeps else None, own, exchange)
+    footprint.wait_asleep()
+    return StartedEngines(route, client, sleeps, bool(sleeping), loaded, footprint)
+
+
+def put_to_sleep(client: EngineClient | None, own: OwnEngine, exchange: Exchange) -> None:
+    """Have engines free their GPU memory; all ranks together. Those that fail are ended: as they are to wake they are
+    started anew.
+
+    Args:
+        client: of the engine that this rank owns, if that one sleeps.
+    """
+    if client is not None:
+        with client.keeping_fault():
+            client.sleep()
+    has_failed = client is not None and client.has_failed
+    failed = set(exchange.share(own.number if has_failed else None)) - {None}
+    if failed:  # what is left of them, on all their nodes, may have memory
+        stop_engines(own, failed)
+        exchange.share(None)
+
+
+def connect(config: Config, started: StartedEngines, models: Models, probe: Probe, phase: Phases) -> InferenceEngines:
+    """The engines of a run, once its models are there."""
     rollouts, exchange = probe.rollouts, models.actor.exchange
-    route = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"]))
-    sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
-    ends = (models.actor.engine, rollouts.client)
+    ends = (models.actor.engine, started.client)
     tell = probe.rollouts.observer.message
-    make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange, tell)
-    engines = InferenceEngines(exchange, rollouts.client, sleeps, make_sync(), probe)
+    make_sync = partial(build_sync, config, started.route, models.architecture, *ends, exchange, tell)
+    state = {"asleep": started.asleep, "loaded": started.loaded, "footprint": started.footprint}
+    engines = InferenceEngines(exchange, started.client, started.sleeps, make_sync(), probe, **state)
 
     def give_weights() -> None:
         with phase("sync"):

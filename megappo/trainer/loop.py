@@ -87,6 +87,7 @@ class Trainer:
             scattered = self._begin(step)
         else:
             with run.phase("scatter"):
+                run.engines.sleep()  # the first sync has woken them
                 scattered = run.models.scatter(run.progress.in_flight.batch)
             run.progress.in_flight.resume(scattered)
         return self._end(run.progress.in_flight, scattered)

@@ -4,11 +4,12 @@ What exchanges rows, all ranks do together, before and after; what computes (`fo
 another component.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -20,6 +21,7 @@ from megappo.observe.files import HF_ACTOR
 from megappo.placement.components import components_of, trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.placement.uses import LOAD, NOTHING
 from megappo.table import resolved
 from megappo.trainer.component import Batch, Component, Scattered, gather, scatter_fields
 from megappo.trainer.objectives import LOSS_WEIGHTS
@@ -38,11 +40,19 @@ class Models:
 
     Args:
         components: by name, in the table's order.
+        offloads: of the components that live here.
         architecture: the language model's.
     """
 
-    def __init__(self, config: Config, components: Mapping[str, Component], architecture: Architecture):
+    def __init__(
+        self,
+        config: Config,
+        components: Mapping[str, Component],
+        offloads: Mapping[str, Offload],
+        architecture: Architecture,
+    ):
         self.config = config
+        self.offloads = offloads
         self.architecture = architecture
         self.components = components
         self.specs = components_of(config)
@@ -59,11 +69,16 @@ class Models:
         """What checkpoints hold."""
         return {name: self.components[name].engine for name in self.training}
 
-    @property
-    def offloads(self) -> dict[str, Offload]:
-        """Of the components that live here."""
-        engines = {name: component.engine for name, component in self.components.items()}
-        return {name: Offload(engine, self.specs[name].offload.value) for name, engine in engines.items() if engine}
+    @contextmanager
+    def loading(self, name: str) -> Iterator[None]:
+        """Inside, a component has on the device what a checkpoint is loaded into; all others sleep."""
+        offload = self.offloads.get(name)
+        if offload is not None:
+            offload.wake(LOAD)
+        yield
+        if offload is not None:
+            offload.rest(NOTHING)
+            platform.empty_cache()
 
     def trained_in(self, step: int) -> tuple[str, ...]:
         """The components that are trained in a step."""
@@ -154,6 +169,7 @@ def build_models(config: Config, layouts: Mapping[str, Layout], exchange: Exchan
     """The run's models with the weights that they start from; all ranks together."""
     layouts = {name: layouts[name] for name in components_of(config)}
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    engines = build_engines(config, build_groups(layouts, config.trainer.seed, timeout))
+    engines, offloads = build_engines(config, build_groups(layouts, config.trainer.seed, timeout))
     components = {name: Component(name, layout, engines[name], exchange) for name, layout in layouts.items()}
-    return Models(config, components, read_architecture(config.model.path).with_lora(config.actor.lora))
+    architecture = read_architecture(config.model.path).with_lora(config.actor.lora)
+    return Models(config, components, offloads, architecture)

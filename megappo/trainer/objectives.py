@@ -31,7 +31,7 @@ class ActorLoss:
     """Policy loss - entropy bonus + KL loss, and with a shared backbone + value_coef x value loss: a `LossFn`.
 
     Args:
-        num_tokens, num_sequences: of the whole mini-batch: tokens with mask 1, rows with any.
+        num_tokens, num_sequences: of the whole mini-batch: tokens with mask 1; rows that count (`counts_empty_rows`).
     """
 
     def __init__(self, config: Config, num_tokens: int, num_sequences: int):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from torch.distributed import Store
@@ -39,7 +40,11 @@ class OwnEngine:
     part_of: int | None = None
 
     def wait_ready(self) -> EngineClient | None:
-        """Its client, once it is up."""
+        """Its client, once it is up; the same at each call."""
+        return self._client
+
+    @cached_property
+    def _client(self) -> EngineClient | None:
         if self.part is not None:
             self.part.wait_ready()
         return self.engine.wait_ready() if self.engine is not None else None
@@ -98,7 +103,7 @@ def _engine(config: Config, layout: Layout, number: int, rank: int, meeting: Cal
         index=len(before),
         gpu_ids=platform.gpu_ids([one % per_node for one in ranks]),
         log_path=Path(config.trainer.output_dir, "engines", f"engine_{number}{f'_node_{node}' if node else ''}.log"),
-        seed=config.trainer.seed + number,
+        seed=(config.trainer.seed + number) % 2**32,  # numpy takes no larger one
         part=NodePart(node, len(starting), meeting(node)) if several else None,
         num_threads=platform.engine_threads(sum(one // per_node == rank // per_node for one in layout.ranks)),
         lora=config.actor.lora,

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from megappo.observe.metrics import Metric
 from megappo.observe.timers import Timers
 from megappo.placement.uses import NOTHING, uses_of
+from megappo.threads import FAILED
 from megappo.trainer.models import Models
 
 
@@ -46,6 +47,8 @@ class Phases:
         return self.timers.seconds(phase)
 
     def memory(self) -> dict[str, Metric]:
-        """As `Timers.memory`, with `memory/offloaded_gib/sum`: what this host keeps of what sleeps, if anything."""
+        """As `Timers.memory`, with `memory/offloaded_gib/sum`: what this host keeps of what sleeps, if anything; and
+        `threads/failed`."""
         kept = sum(offload.host_bytes for offload in self.offloads.values())
-        return self.timers.memory() | ({"memory/offloaded_gib/sum": Metric((kept / 2**30,), "sum")} if kept else {})
+        offloaded = {"memory/offloaded_gib/sum": Metric((kept / 2**30,), "sum")} if kept else {}
+        return self.timers.memory() | offloaded | {"threads/failed": Metric((len(FAILED),), "sum")}

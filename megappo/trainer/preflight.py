@@ -8,24 +8,28 @@ from megappo.config.errors import ConfigError, shorten
 from megappo.config.eval_sets import tasks
 from megappo.config.schema import Config
 from megappo.placement.checks import component_errors
-from megappo.placement.nodes import uneven_engines
+from megappo.placement.nodes import port_errors, uneven_engines
 from megappo.placement.ranks import placement_layouts
 from megappo.rewards.builtin import BUILTIN
 from megappo.rewards.spec import missing_function
-from megappo.rollout.server_args import server_args_errors
+from megappo.rollout.server_args import parser_errors, server_args_errors
 from megappo.sync.route import find_route
 from megappo.trainer.files import file_errors
 from megappo.trainer.resuming import resume_errors
 
 
-def check_run(config: Config, world_size: int, ranks_per_node: int | None = None) -> list[str]:
+def check_run(
+    config: Config, world_size: int, ranks_per_node: int | None = None, *, on_gpus: bool = False
+) -> list[str]:
     """Everything wrong with a well-typed config, one line each, where its key was written first: what its keys
     contradict, then what is not on disk.
 
     Args:
         ranks_per_node: None = all are on one.
+        on_gpus: whether the run would have GPUs.
     """
     errors = [
+        *(_gpu_errors(config) if on_gpus else ()),
         *arrangement_errors(config, world_size, ranks_per_node),
         *file_errors(config),
         *server_args_errors(config.rollout.server_args),
@@ -43,7 +47,17 @@ def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | No
         return [*errors, *error.errors]
     if ranks_per_node is not None:
         errors += uneven_engines(layouts["rollout"], ranks_per_node)
+    errors += port_errors(config.rollout.port, layouts["rollout"], ranks_per_node or world_size)
     return [*errors, *find_route(config, layouts, ranks_per_node).errors(on_gpus=False)]
+
+
+def _gpu_errors(config: Config) -> Iterator[str]:
+    own_engines = config.trainer.replay_rollouts is None and not config.rollout.engines
+    if config.model.dtype == "fp32" and own_engines:  # sglang-kernel 0.4.10: "rmsnorm failed to dispatch Float"
+        yield (
+            "model.dtype: fp32 does not run on GPUs, where SGLang's norm takes 16-bit numbers alone: set "
+            "model.dtype=bf16, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        )
 
 
 def _user_code_errors(config: Config) -> Iterator[str]:
@@ -54,6 +68,7 @@ def _user_code_errors(config: Config) -> Iterator[str]:
     for key, rollout in {one.environment_key: one.rollout for one in found}.items():
         for spec in filter(None, (rollout.environment, *rollout.tools)):
             yield from _missing(spec, key, {})
+    yield from parser_errors(config.rollout.tool_call_parser)
     for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
         if name not in os.environ:
             yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"

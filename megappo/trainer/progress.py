@@ -68,7 +68,9 @@ class Progress:
         state = _checked_state(self.checkpoint, self._parts)
         if wrong := wrong_models(self.config, self.checkpoint, state):
             raise CheckpointError(wrong)
-        self.store.load(self.checkpoint, models.trained)
+        for name, engine in models.trained.items():
+            with models.loading(name):
+                self.store.load(self.checkpoint, {name: engine})
         self._check_steps(state["optimizer_steps"], models)
         for name, part in self._parts.items():
             part.load_state_dict(state[name])

@@ -63,6 +63,7 @@ class Record:
             "num_tokens": num_tokens,
             "prompts_drawn": step * self.config.data.draw_size if num_drawn is None else num_drawn,
             "labels": [prompt.label for prompt in prompts],
+            "compared": self.config.compares_responses or not self.config.algorithm.mask_truncated,
         }
         self.exchange.on_rank_0(lambda: self._put(rows_file(self.folder, step), rows, facts))
 
@@ -189,6 +190,11 @@ class Replay:
         ]
         if "turn_rewards" in file.names and (found := step_scores_errors(self.config)):
             errors += found if file.field("turn_rewards").any() else []
+        if self.config.compares_responses and not file.facts.get("compared", True):
+            errors.append(
+                f"trainer.replay_rollouts: {file.path} may have prompts of whose responses algorithm.mask_truncated "
+                "has left one alone, but this run compares them: record the rollouts of a run that does"
+            )
         method = self.config.algorithm.method
         return errors + [
             f"trainer.replay_rollouts: {file.path} has no {field}, which algorithm.adv_estimator "

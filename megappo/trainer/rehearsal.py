@@ -8,7 +8,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
-from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors, step_scores_errors
+from megappo.config.algorithm_checks import (
+    late_scores_errors,
+    metric_errors,
+    num_scores_errors,
+    step_scores_errors,
+)
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING, Task, played_tasks
 from megappo.config.schema import Config
@@ -88,6 +93,8 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
                 num_scores = len(graded.scores) + config.rollout.has_environment  # whose rewards are one more
                 findings.errors += num_scores_errors(config, num_scores)
                 findings.errors += step_scores_errors(config) if any(graded.steps) else []
+                if not config.rollout.has_environment:  # which may return further numbers
+                    findings.errors += metric_errors(config, graded.parts)
     return findings
 
 

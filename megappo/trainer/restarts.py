@@ -63,7 +63,9 @@ class Restarts:
             return False
         for _, text in told:
             self.observer.message(text)
-        is_mine = self.stop(number for number, _ in told)  # all parts before the first would find an old one
+        is_mine = stop_engines(
+            self.own, (number for number, _ in told)
+        )  # all parts before the first would find an old one
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
         lost = self._restart() if is_mine else ""
@@ -72,13 +74,6 @@ class Restarts:
         self._count += len(told)
         self.give_weights()
         return True
-
-    def stop(self, engines: Iterable[int]) -> bool:
-        """End what this rank has of these engines, the whole of one or a part; whether there is any."""
-        is_mine = not {self.own.number, self.own.part_of}.isdisjoint(engines)
-        if is_mine:
-            self.own.stop()
-        return is_mine
 
     def _restart(self) -> str:
         """Why this rank's engine does not start; "" if it does."""
@@ -100,6 +95,14 @@ class Restarts:
         if self.limit == 0:
             return ""
         return f"\nengine {self.own.number} has been started anew {self.limit} times (rollout.max_engine_restarts)"
+
+
+def stop_engines(own: OwnEngine, engines: Iterable[int]) -> bool:
+    """End what this rank has of these engines, the whole of one or a part; whether there is any."""
+    is_mine = not {own.number, own.part_of}.isdisjoint(engines)
+    if is_mine:
+        own.stop()
+    return is_mine
 
 
 def _raise_together(lost: str, anywhere: Sequence[str]) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.batch.folders import recorded_steps
+from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import LATEST, candidates, is_checkpoint, position_of, read_state, step_of
+from megappo.checkpoint.folders import LATEST, STATE, candidates, is_checkpoint, position_of, read_state, step_of
 from megappo.config.errors import looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, REPORT_FILE, has_exported
@@ -100,8 +101,9 @@ def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> 
 
 def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
     try:
+        refuse_altered(checkpoint, STATE)
         state = read_state(checkpoint)
-    except CheckpointError:  # the run takes the one before
+    except CheckpointError:  # the run takes the one before, or says that there is none
         return
     if isinstance(state.get("models"), str) and (wrong := wrong_models(config, checkpoint, state)):
         yield wrong
@@ -137,5 +139,34 @@ def already_finished(config: Config) -> str:
 
 def _checkpoint(config: Config) -> Path | None:
     """The checkpoint a run goes on from, if that one is whole."""
-    found, _ = candidates(Path(config.trainer.output_dir) / CHECKPOINTS)
-    return found[0] if found else None
+    return _choice(config)[0]
+
+
+def resume_warnings(config: Config) -> Iterator[str]:
+    """Which checkpoint the run goes on from, where `latest` does not name it, and why."""
+    try:
+        checkpoint, faults = _choice(config)
+    except CheckpointError:  # among the errors
+        return
+    if checkpoint and faults and config.trainer.eval_checkpoint is None:
+        yield f"{'; '.join(faults)}: the run goes on from {checkpoint}, the newest whole one"
+
+
+def _choice(config: Config) -> tuple[Path | None, list[str]]:
+    """The checkpoint that a run goes on from, as far as names and the sum of state.json tell, and what is wrong with
+    `latest` and with newer ones.
+
+    Raises:
+        CheckpointError: there is none, but `latest`, or damaged ones.
+    """
+    found, problem = candidates(Path(config.trainer.output_dir) / CHECKPOINTS)
+    faults = [problem] if problem else []
+    for path in found:
+        try:
+            refuse_altered(path, STATE)
+            return path, faults
+        except CheckpointError as error:
+            faults.append(str(error))
+    if found:
+        raise CheckpointError("; ".join(faults))
+    return None, faults

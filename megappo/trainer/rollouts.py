@@ -15,6 +15,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.data.tokenizer import showing_special
 from megappo.environments.workers import Workers
 from megappo.interruption import INTERRUPTION, Interrupted
 from megappo.listening import run_store
@@ -82,13 +83,14 @@ class Rollouts:
         num_engines: int,
     ):
         self.config = config
-        self.tokenizer = datasets.tokenizer
+        tokenizer = datasets.tokenizer
+        self.tokenizer = tokenizer if config.reward.skip_special_tokens else showing_special(tokenizer)
         self.client = own.wait_ready()
         self._workers = own.workers
         rewards = self._workers_of(TRAINING).rewards
         if errors := late_scores_errors(config, waits_for_all=rewards is not None and rewards.waits_for_all):
             raise ConfigError(*errors)
-        self._decoder = copy.deepcopy(datasets.tokenizer)  # of its own: tokenizers serve one thread at a time
+        self._decoder = copy.deepcopy(self.tokenizer)  # of its own: tokenizers serve one thread at a time
         self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
         self.exchange = exchange
         self.observer = observer
@@ -272,15 +274,15 @@ class Rollouts:
 
         Raises:
             RewardError: a function failed, and reward.on_error is raise; or as `_scores`.
-            ConfigError: there is nothing to train on; or as `_scores`.
+            ConfigError: as `_scores`.
             EngineError: there are not as many responses as were asked for.
         """
         samples, n = responses.sampled, self.config.rollout.n
         check_known(samples, self.vocab_size)
         graded = responses.scoring.graded()
         parts = responses.scoring.counts() | told_means(graded)
-        algorithm = self.config.algorithm
-        without = masked(samples, compared=algorithm.method.compares_responses) if algorithm.mask_truncated else set()
+        masks = self.config.algorithm.mask_truncated
+        without = masked(samples, compared=self.config.compares_responses) if masks else set()
         of_rewards = {f"reward/{name}": part for name, part in parts.items()}
         metrics = _engine_metrics(responses.use) | of_rewards | episode_metrics(samples)
         written = sum(one.num_policy_tokens for one in chain(samples, responses.greedy))
@@ -293,11 +295,6 @@ class Rollouts:
         num_prompts = self.config.data.train_batch_size
         if (found := sum(nums_samples)) != n * num_prompts:
             raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {found} in all")
-        if not batch.table.policy_lengths.any():
-            raise ConfigError(
-                "algorithm.mask_truncated leaves nothing to train on, as every response of the step was cut off: raise "
-                "rollout.max_response_length, or set it to false"
-            )
         if self.config.algorithm.method.needs_greedy_baseline:
             baselines = {"baselines": self._baselines(responses, batch.rows)}
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))

@@ -2,28 +2,42 @@
 
 from functools import partial
 
+from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
 from megappo.models.build import build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.offload import Offload
 from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import Head, MegatronEngine, TrainedEngine
-from megappo.placement.components import ComponentSpec, components_of
+from megappo.placement.components import ComponentSpec, build_order, components_of
 from megappo.placement.groups import ComponentGroups
+from megappo.placement.uses import NOTHING
 from megappo.weights.critic import critic_architecture
 from megappo.weights.load import load_hf
 
 
-def build_engines(config: Config, groups: dict[str, ComponentGroups]) -> dict[str, MegatronEngine | None]:
-    """This rank's part of each component; None outside a component."""
+def build_engines(
+    config: Config, groups: dict[str, ComponentGroups]
+) -> tuple[dict[str, MegatronEngine | None], dict[str, Offload]]:
+    """This rank's part of each component, None outside a component; and the offloads of those that live here.
+
+    One after another: what of one sleeps does so before the next takes memory.
+    """
     specs = components_of(config)
     engines: dict[str, MegatronEngine | None] = {}
-    for name in sorted(specs, key=lambda name: specs[name].reference is not None):  # first what another's head reads
+    offloads: dict[str, Offload] = {}
+    for name in build_order(specs):
         spec = specs[name]
         reference = engines[spec.reference] if spec.reference is not None else None
-        engines[name] = _engine(config, spec, groups[name], reference) if groups[name].member else None
-    return engines
+        engine = _engine(config, spec, groups[name], reference) if groups[name].member else None
+        engines[name] = engine
+        if engine is not None:
+            offloads[name] = Offload(engine, spec.offload.value)
+            offloads[name].rest(NOTHING)
+            platform.empty_cache()  # the next one's tensors are of other sizes
+    return engines, offloads
 
 
 def architecture_of(spec: ComponentSpec) -> Architecture:

@@ -19,7 +19,7 @@ from megappo.interruption import INTERRUPTION
 from megappo.models.train_engine import ELSEWHERE, LossFn, OptimizerStep, TrainedEngine
 from megappo.observe.metrics import Metric
 from megappo.trainer.component import Scattered
-from megappo.trainer.objectives import SELECTED, ActorLoss, critic_loss
+from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_loss
 from megappo.trainer.statistics import NOT_KEPT
 
 Steps = list[OptimizerStep]
@@ -33,7 +33,7 @@ def update_actor(scattered: Scattered, config: Config) -> Steps:
         return []
     actor = config.actor
     steps: Steps = []
-    for rows, *counts in _mini_batches(scattered, engine, actor.ppo_epochs):
+    for rows, *counts in _mini_batches(scattered, engine, actor.ppo_epochs, config):
         loss = ActorLoss(config, *counts)
         if actor.method.select is not None:
             rows = _with_selection(engine, rows, actor.method.select, actor)
@@ -49,15 +49,17 @@ def update_critic(scattered: Scattered, config: Config) -> Steps:
     engine = scattered.component.engine
     if not isinstance(engine, TrainedEngine):
         return []
-    mini_batches = _mini_batches(scattered, engine, config.critic.ppo_epochs)
+    mini_batches = _mini_batches(scattered, engine, config.critic.ppo_epochs, config)
     losses = ((rows, critic_loss(config, *counts)) for rows, *counts in mini_batches)
     steps = [_trained(scattered, engine, rows, loss, config) for rows, loss in losses]
     return steps if engine.is_output else []
 
 
-def _mini_batches(scattered: Scattered, engine: TrainedEngine, ppo_epochs: int) -> Iterator[tuple[Rows, int, int]]:
+def _mini_batches(
+    scattered: Scattered, engine: TrainedEngine, ppo_epochs: int, config: Config
+) -> Iterator[tuple[Rows, int, int]]:
     """As `Scattered.mini_batches`, epoch after epoch: those that are left, until the run is to be interrupted."""
-    parts = scattered.mini_batches()
+    parts = scattered.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
     while scattered.num_updates < ppo_epochs * len(parts):
         scattered.interrupted = engine.anywhere(bool(INTERRUPTION.reason))
         if scattered.interrupted:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
@@ -60,9 +61,14 @@ class Watchdog:
 
     def _wait_for_question(self) -> bool:
         """Give signs until a rank asks, this or another; whether this was the first."""
-        given, total, silence = LIFE.signs, 0, 0.0
+        given, total, silence, stopped = LIFE.signs, 0, 0.0, 0.0
         while total < ASKED:
             time.sleep(self._beat)
+            if is_stopped(os.getppid()):  # the launcher, whose store would not answer
+                stopped += self._beat
+                self._end_without_launcher(stopped)
+                continue
+            stopped = 0.0
             signs = LIFE.signs
             before, total = total, self._store.add(SIGNS, signs - given or int(LIFE.is_waiting))
             given = signs
@@ -71,6 +77,13 @@ class Watchdog:
             if silence >= self._seconds:
                 return self._store.add(SIGNS, ASKED) < 2 * ASKED
         return False
+
+    def _end_without_launcher(self, stopped: float) -> None:
+        if stopped >= self._seconds:
+            launcher = f"the launcher of rank {self._rank} (pid {os.getppid()}, {socket.gethostname()})"
+            limit = f"{self._seconds:g} s (trainer.hang_timeout_seconds)"
+            print(f"error: {launcher} has been stopped for {limit}; let it go on by SIGCONT", file=sys.stderr)
+            os._exit(1)
 
     def _end(self, answers: int) -> None:
         """Print what the ranks have answered and end this one; the launcher ends the others."""
@@ -87,6 +100,12 @@ class Watchdog:
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal or a debugger."""
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from megappo.architecture.parameters import LORA_B, Piece
 from megappo.config.schema import Lora
@@ -28,7 +28,7 @@ def draw_adapter(part: torch.Tensor, piece: Piece, groups: ComponentGroups, seed
     if piece.name.endswith(LORA_B):
         part.zero_()
         return
-    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(piece.name.encode()))
+    generator = torch.Generator().manual_seed(seed % 2**32 * 2**32 + zlib.crc32(piece.name.encode()))
     whole = torch.empty(piece.shape).uniform_(-1, 1, generator=generator) / math.sqrt(piece.shape[1])
     if piece.shard_dim is not None:
         whole = whole.chunk(cut_over(piece, groups).size(), piece.shard_dim)[cut_over(piece, groups).rank()]
@@ -50,6 +50,7 @@ def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str |
         OSError: they cannot be written.
     """
     tensors = {PREFIX + name: tensor.contiguous() for name, tensor in adapters}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    # safetensors 0.8's own save_file makes a file that nobody else may read.
+    (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     config = peft_config(lora) | {"base_model_name_or_path": str(base)}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

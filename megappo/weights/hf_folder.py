@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.files import GENERATION_FILE, write_model_config
+from megappo.architecture.files import write_model_config
+from megappo.architecture.folders import companions
 from megappo.models.build import ModelChunks
 from megappo.models.dtypes import NAMES
 from megappo.placement.groups import ComponentGroups
@@ -23,18 +24,6 @@ from megappo.weights.staging import staged
 Bucket = list[tuple[str, torch.Tensor]]
 
 ADAPTER_FOLDER = "adapter"
-COMPANIONS = (
-    GENERATION_FILE,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def write_hf_folder(
@@ -125,7 +114,8 @@ def _write_adapters(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy what stands beside config and weights, as far as it is there: tokenizer and generation config."""
-    for name in COMPANIONS:
-        if (source / name).is_file():
+    """Copy what stands beside config and weights, for tokenizer and generation, unless `target` has it already."""
+    for name in companions(source):
+        if not (target / name).exists():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)

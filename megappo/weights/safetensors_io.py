@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.files import INDEX, SINGLE
+from megappo.architecture.folders import tensor_files
+from megappo.config.text_files import TextFileError
 from megappo.models.dtypes import NAMES
 
 HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors, which then start on a page
@@ -26,17 +28,20 @@ class HFFolder(AbstractContextManager):
     A context manager: the files stay open (memory-mapped) inside it.
 
     Raises:
-        FileNotFoundError: the folder, its safetensors, or a file its index names is missing.
-        WeightsError: a file is damaged or truncated, or holds other tensors than the index says.
+        WeightsError: the folder, its safetensors, or a file that its index names is missing, cannot be read, is damaged
+            or truncated, or lacks a tensor that the index lists there.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self._file_of = _index(self.folder)
+        try:
+            self._file_of = tensor_files(self.folder)
+        except TextFileError as error:
+            raise WeightsError(str(error)) from error
         self._name_in_file: dict[str, str] = {}  # of tensors that were renamed
-        self._files = {file: _open(self.folder / file) for file in sorted(set(self._file_of.values()))}
-        for file, handle in self._files.items():
-            _check_names(self.folder / file, {n for n, f in self._file_of.items() if f == file}, set(handle.keys()))
+        self._files = {
+            file: safe_open(self.folder / file, framework="pt") for file in sorted(set(self._file_of.values()))
+        }
 
     def __exit__(self, *error: object) -> None:
         self._files.clear()
@@ -66,54 +71,6 @@ class HFFolder(AbstractContextManager):
 
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(self._name_in_file.get(name, name))
-
-
-def _index(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name."""
-    if (folder / INDEX).is_file():
-        file_of = _weight_map(folder / INDEX)
-        missing = sorted({file for file in file_of.values() if not (folder / file).is_file()})
-        if missing:
-            raise FileNotFoundError(
-                f"{folder / INDEX} names files that are missing: {', '.join(missing)}; copy them too"
-            )
-        return file_of
-    if (folder / SINGLE).is_file():
-        return dict.fromkeys(_open(folder / SINGLE).keys(), SINGLE)
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
-    raise FileNotFoundError(
-        f"expected {SINGLE} or {INDEX} in {folder}, found {found}; "
-        "weights in another format must be saved as safetensors first"
-    )
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    try:
-        file_of = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(
-            f"{path} is not a safetensors index with a weight_map ({error!r}); copy the file again"
-        ) from error
-    outside = [file for file in file_of.values() if Path(file).name != file]
-    if outside:
-        raise WeightsError(f"{path} names {outside[0]}, which is not a file of its own folder")
-    return file_of
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        size = path.stat().st_size
-        raise WeightsError(f"{path} ({size} bytes) is damaged or truncated ({error}); copy it again") from error
-
-
-def _check_names(path: Path, indexed: set[str], found: set[str]) -> None:
-    if indexed != found:
-        raise WeightsError(
-            f"{path} and the index disagree: missing from the file {sorted(indexed - found)}, "
-            f"missing from the index {sorted(found - indexed)}; copy both from the same checkpoint"
-        )
 
 
 class ShardedWriter:

@@ -47,6 +47,13 @@ def test_rows_are_read_as_they_were_written(tmp_path, bounds):
         assert torch.equal(torch.cat([part.fields[name] for part in parts]), values), name
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o700])
+def test_whoever_may_read_the_folder_may_read_the_file(tmp_path, mode):
+    tmp_path.chmod(mode)
+    write_rows(tmp_path / "rows", make_rows(), {})
+    assert (tmp_path / "rows").stat().st_mode & 0o777 == mode & 0o644
+
+
 def test_what_is_cut_off_or_something_else_is_refused_by_name(tmp_path):
     path = tmp_path / "rows"
     write_rows(path, make_rows(), {})

@@ -25,6 +25,7 @@ HF_CONFIG = {
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
 }
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # as safetensors has them
 PLACE = re.compile(r"error: (?:(?P<file>[^:]+\.yaml)(?::(?P<line>\d+))?|command line): ")
 REMEDY = re.compile(
     r"\b(expected|did you mean|here nest it|has \w+, \w+|would|must|set|drop|remove|write|name|rename|correct|lower"
@@ -40,7 +41,7 @@ def run_folder(tmp_path, monkeypatch) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(HF_CONFIG))
-    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "1+1=": 2}, unk_token="[UNK]"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="[UNK]").save_pretrained(model)
     for name in ("train.jsonl", "val.jsonl"):

@@ -61,8 +61,8 @@ CONTRADICTIONS = {
     "actor.clip_ratio=1": "actor.clip_ratio 1.0 must be below 1: lower it, as the ratio is clipped",
     "actor.clip_ratio_low=1.5": "actor.clip_ratio_low 1.5 must be below 1",
     "algorithm.use_kl_in_reward=false algorithm.kl_ctrl.type=adaptive": (
-        'algorithm.kl_ctrl {"type": "adaptive", "kl_coef": 0.001, "horizon": 10000, "target_kl": 0.1} has no effect, '
-        "as algorithm.use_kl_in_reward is false: drop it"
+        'algorithm.kl_ctrl.type "adaptive" has no effect, as algorithm.use_kl_in_reward is false: drop it, or change '
+        "algorithm.use_kl_in_reward"
     ),
     "algorithm.kl_ctrl={type: adaptive, kl_coef: 0}": "algorithm.kl_ctrl.kl_coef 0 stays 0 however adaptive",
     "actor.tau_pos=2": "actor.tau_pos 2.0 has no effect, as actor.policy_loss clip does not read it: drop it",
@@ -149,12 +149,12 @@ CONTRADICTIONS = {
     "algorithm.rollout_correction.mode=mask": (
         'algorithm.rollout_correction.mode "mask" has no effect, as algorithm.rollout_correction.level is none: drop it'
     ),
-    "rollout.max_turns=3": "rollout.max_turns 3 has no effect without rollout.environment: drop it",
+    "rollout.max_turns=3": "rollout.max_turns 3 has no effect, as rollout.environment is null: drop it",
     "rollout.environment=json.decoder:JSONDecoder rollout.tools=json:loads rollout.tool_call_parser=qwen25": (
         "rollout.environment and rollout.tools are both set: drop one"
     ),
     "rollout.tools=json:loads": "rollout.tools needs rollout.tool_call_parser: name SGLang's for the model",
-    "rollout.tool_call_parser=qwen25": "rollout.tool_call_parser qwen25 has no effect without rollout.tools: drop it",
+    "rollout.tool_call_parser=qwen25": 'rollout.tool_call_parser "qwen25" has no effect, as rollout.tools is empty:',
     "rollout.environment=json.decoder:JSONDecoder data.too_long=truncate_left": (
         "data.too_long truncate_left would cut an episode's first messages: set it to skip"
     ),
@@ -180,7 +180,29 @@ CONTRADICTIONS = {
     "rollout.engines=[10.0.0.7:30000]": (
         "rollout.engines: '10.0.0.7:30000' is no address of a server: write such as http://10.0.0.7:30000"
     ),
-    "rollout.engines=[http://a:1, http://a:1]": "rollout.engines names http://a:1 twice: name it once",
+    "rollout.engines=[http://a:1, http://A:1]": "rollout.engines names http://a:1 twice: name it once",
+    **{
+        f"rollout.engines={url}": f"rollout.engines: {shown!r} is no address of a server: write such as http://10.0.0.7:"
+        for url, shown in {
+            "http://h:99999": "http://h:99999",
+            "http://h:0": "http://h:0",
+            "http://me:secret@h:30000": "http://...@h:30000",
+            "https://key@h:30000": "https://...@h:30000",
+            "http://h:30000/v1": "http://h:30000/v1",
+            "http://h?engine:30000": "http://h?engine:30000",
+            "h:30000": "h:30000",
+        }.items()
+    },
+    "rollout.port=65535": (
+        "rollout.port 65535 is too high for the 4 engines of a node, which take as many ports: lower it to 65532"
+    ),
+    "rollout.port=65535 rollout.tensor_parallel=2": "rollout.port 65535 is too high for the 2 engines of a node, which",
+    "rollout.tools=json:loads rollout.tool_call_parser=qwen_25": (
+        "rollout.tool_call_parser 'qwen_25' is not SGLang's: set one of apertus2509, "
+    ),
+    "eval.datasets={a: {files: val.jsonl, tools: json:loads}} rollout.tool_call_parser=llama-3": (
+        "rollout.tool_call_parser 'llama-3' is not SGLang's: set one of apertus2509, "
+    ),
     "model.layer_spec=torch actor.lora.target_modules=[q_proj, k_proj]": (
         "actor.lora.target_modules: SGLang cannot serve q_proj and k_proj alone: name v_proj, too"
     ),
@@ -197,7 +219,7 @@ CONTRADICTIONS = {
         "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
     ),
     "rollout.engines=[http://a:1] rollout.mem_fraction_static=0.9": (
-        "rollout.mem_fraction_static has no effect on rollout.engines, which run already: drop it"
+        "rollout.mem_fraction_static 0.9 has no effect, as rollout.engines run already: drop it"
     ),
     "rollout.engines=[http://a:1, http://a:2] placement.rollout=0": (
         "placement.rollout: the one rank 0 does not suffice for 2 rollout.engines: name 2 ranks, one for each"
@@ -239,7 +261,7 @@ CONTRADICTIONS = {
     ),
     "rollout.val_n=2": "rollout.val_n 2 asks for as many times the same response to each prompt of val, as",
     "eval.datasets={a: {files: val.jsonl, top_k: 0}}": "eval.datasets.a.top_k 0 keeps no token: set -1 (off) or at",
-    "trainer.eval_checkpoint=out": "trainer.eval_checkpoint has no effect without trainer.eval_only: set that to true",
+    "trainer.eval_checkpoint=out": 'trainer.eval_checkpoint "out" has no effect, as trainer.eval_only is false:',
     "trainer.eval_only=true data.val_files=[]": "trainer.eval_only needs data.val_files or eval.datasets, found none",
     "trainer.eval_only=true trainer.rollout_only=true": (
         "trainer.rollout_only is of runs that have steps, and trainer.eval_only has none: drop one of them"
@@ -356,8 +378,8 @@ PLACEMENTS = {
     ),
 }
 FILES = {
-    "model.path=''": "model.path is empty: name the model's folder",
-    "critic.model_path=''": "critic.model_path is empty: name the model's folder",
+    "model.path=''": 'model.path: expected text, found "" (it is empty',
+    "critic.model_path=''": 'critic.model_path: expected text | null, found "" (it is empty',
     "model.path=absent": "model.path: no folder absent (looked in /",
     "critic.model_path=absent": "critic.model_path: no folder absent (looked in /",
     "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl (looked in /",
@@ -478,6 +500,13 @@ def test_keys_at_their_defaults_are_told_of_the_file(refusals, capsys):
     assert plan.main(["run.yaml"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error == "error: run.yaml: placement: every component is on 'all' ranks: say how many with --world-size N"
+
+
+def test_servers_of_all_forms_and_the_last_ports_are_valid(accepted):
+    servers = "[http://10.0.0.7:30000, https://node-1.cluster:65535, 'http://[fe80::1]:1', http://h:7]"
+    accepted(f"rollout.engines={servers}", "rollout.sync.transport=disk")
+    accepted("rollout.port=65532")
+    accepted("rollout.port=65535", "placement.rollout=0")
 
 
 def test_a_bound_that_a_loss_does_not_have_is_no_matter(accepted):

@@ -121,11 +121,44 @@ FOLDERS = [
     ({"config.json": "a circle"}, CONFIG + "Too many levels of symbolic links: correct the path"),
     ({"model.safetensors": None}, f"model holds no model.safetensors and no {INDEX}: complete the download; other"),
     ({"model.safetensors": "a folder"}, f"model holds no model.safetensors and no {INDEX}: complete the download"),
-    ({"model.safetensors": ""}, "model holds an empty model.safetensors: complete the download"),
+    ({"model.safetensors": ""}, "model/model.safetensors (0 bytes) is damaged or truncated ("),
+    (
+        {"model.safetensors": "version https://git-lfs"},
+        "model/model.safetensors is a pointer of Git LFS, not the file: ",
+    ),
+    ({"tokenizer.json": "version https://git-lfs"}, "model/tokenizer.json is a pointer of Git LFS, not the file: "),
+    (
+        {"model.safetensors": b"\7" + bytes(7) + b'{"a":{}'},
+        "model/model.safetensors (15 bytes) is damaged or truncated",
+    ),
+    (
+        {INDEX: '{"weight_map": {"a": "1.safetensors"}}'},
+        f"model holds model.safetensors, which transformers reads, and {INDEX}",
+    ),
+    (
+        {"adapter_config.json": "{}", "config.json": None},
+        "model holds an adapter, model/adapter_config.json: merge it into its base",
+    ),
+    ({"adapter_config.json": "{}"}, "model holds an adapter, model/adapter_config.json: merge it into its base"),
+    (
+        {"model.safetensors": None, "pytorch_model.bin": ""},
+        "model holds weights as pickles, model/pytorch_model.bin: save",
+    ),
     ({INDEX: "[]"}, f"cannot use model/{INDEX}: it is not a JSON object: copy it again"),
-    ({INDEX: '{"weight_map": 3}'}, f"cannot use model/{INDEX}: weight_map: expected object, found 3: correct it"),
-    ({INDEX: '{"weight_map": {"a": "1.safetensors"}}'}, "model lacks 1.safetensors: complete the download"),
-    ({INDEX: '{"weight_map": {"a": {}}}'}, "model lacks {}: complete the download"),
+    (
+        {INDEX: '{"weight_map": 3}'},
+        f"cannot use model/{INDEX}: weight_map: expected object of names of files in its own",
+    ),
+    ({INDEX: '{"weight_map": {"a": {}}}'}, f"cannot use model/{INDEX}: weight_map: expected object of names of files"),
+    (
+        {INDEX: '{"weight_map": {"a": "../1.safetensors"}}'},
+        f"cannot use model/{INDEX}: weight_map: expected object of names of files in its own",
+    ),
+    ({INDEX: "{}"}, f"cannot use model/{INDEX}: it has no weight_map: copy it again"),
+    (
+        {INDEX: '{"weight_map": {"a": "1.safetensors"}}', "model.safetensors": None},
+        "model lacks 1.safetensors: complete the download",
+    ),
     ({"tokenizer_config.json": None}, "model holds no tokenizer_config.json: complete the download"),
     ({"tokenizer_config.json": "a folder"}, "model holds no tokenizer_config.json: complete the download"),
     ({"generation_config.json": "[2]"}, "cannot use model/generation_config.json: it is not a JSON object"),

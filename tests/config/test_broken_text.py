@@ -37,7 +37,7 @@ DOCUMENTS = {
     "base: 3\n": "bad.yaml:1: base: expected a path or a list of paths, found 3",
     "base: [run.yaml, [run.yaml]]\n": "bad.yaml:1: base: expected a path or a list of paths, found ['run.yaml', ['run",
     'base: "a\\0b"\n': "bad.yaml:1: base: expected a path or a list of paths, found ['a\\x00b']",
-    "base: ''\n": "bad.yaml:1: base: cannot read .: it is a folder: name a file",
+    "base: ''\n": "bad.yaml:1: base: expected a path, found '' (it is empty",
     f"base: {'b' * 5000}\n": "bad.yaml:1: base: cannot read " + "b" * 80,
     "base: pipe\n": "bad.yaml:1: base: cannot read pipe: it is no ordinary file: name a file",
     "base: circle\n": "bad.yaml:1: base: cannot read circle: Too many levels of symbolic links: correct the path",

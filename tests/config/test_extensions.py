@@ -47,6 +47,21 @@ def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
         ("x = 1\nraise OSError('gone')\n", "raised OSError: gone (line 2): correct the file"),
         ("def f(:\n", "raised SyntaxError: "),
         ("import sys\nsys.exit('stop')\n", "raised SystemExit: stop (line 2)"),
+        ("raise ValueError\n", "raised ValueError (line 1): correct the file"),
+        (
+            "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E\n",
+            "cannot be read: ZeroDivisionError) (line 3)",
+        ),
+        (
+            "class E(Exception):\n    def __str__(self): return None\nraise E\n",
+            "E: (its message cannot be read: TypeErr",
+        ),
+        (
+            "import asyncio\nraise asyncio.CancelledError('by whom')\n",
+            "raised CancelledError: by whom (line 2): correct",
+        ),
+        ("import sys\nsys.exit()\n", "raised SystemExit (line 2): correct the file"),
+        ("raise OSError(chr(0xd800) + chr(27) + '\\n')\n", "raised OSError: \\ud800\\x1b\\n (line 1)"),
         (REGISTERS.format(name="gae"), "the advantage estimator 'gae' exists already"),
     ],
 )

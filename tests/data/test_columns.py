@@ -1,6 +1,7 @@
 """Fields by dotted names, and the columns that go to the reward function."""
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -145,7 +146,24 @@ NO_JSON = {
 }
 
 
-@pytest.mark.parametrize("takes", [ALL, Takes(("odd",)), Takes((), ("odd",))], ids=["all", "needed", "welcome"])
+def test_a_column_that_nobody_names_and_is_not_json_is_left_out_and_told(tmp_path, tokenizer):
+    odd = {name: value for name, (value, _) in NO_JSON.items()}
+    rows = [{"prompt": "1", "label": "1", "fine": 1, **odd}, {"prompt": "1", "label": "1", "no number": 0.5}]
+    data = opened(write(tmp_path, "parquet", *rows), tokenizer, ALL)
+    assert errors_of(data) == []
+    assert [prompt.columns for prompt in data.all] == [
+        {"label": "1", "fine": 1},
+        {"label": "1", "fine": None, "bytes": None, "a date": None, "no number": 0.5},
+    ]
+    told = data.warnings([data.check(1000)])
+    assert all(line.startswith(f"data.train_files: {tmp_path}/d.parquet row 1: ") for line in told)
+    assert [re.search("field '(.*?)'.* is not JSON .*: it is left out$", line)[1] for line in told] == list(NO_JSON)
+
+
+NAMED = [Takes(("odd",)), Takes((), ("odd",)), Takes(("odd",), None)]
+
+
+@pytest.mark.parametrize("takes", NAMED, ids=["needed", "welcome", "needed among all"])
 @pytest.mark.parametrize(("value", "reason"), NO_JSON.values(), ids=NO_JSON)
 def test_a_column_that_is_taken_and_not_json(tmp_path, tokenizer, takes, value, reason):
     file = write(tmp_path, "parquet", {"prompt": "1", "label": "1", "odd": value})

@@ -12,11 +12,13 @@ from megappo.architecture.parameters import stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
 from megappo.config.schema import Parallel
-from megappo.estimate.fitting import _has_room
-from megappo.estimate.gpus import GIB, find_gpu
-from megappo.estimate.memory import Cluster, MemoryEstimate
+from megappo.estimate.fitting import SPARE, _has_room, fits
+from megappo.estimate.gpus import GIB, GPUS, find_gpu
+from megappo.estimate.memory import START, Cluster, MemoryEstimate
+from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
 
 MIXTURE = REPOSITORY / "configs" / "qwen3_30b_a3b_4node.yaml"
+BOTH_7B = REPOSITORY / "configs" / "qwen2.5_7b_critic_7b_8gpu.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +60,73 @@ def test_an_engine_takes_no_more_than_its_tokens() -> None:
     assert limited.engine.cache_tokens == 100_000 < whole.engine.cache_tokens
     # 48 layers, 4 heads of 128 for keys and for values, over 4 GPUs, in bf16
     assert limited.engine.cache == 100_000 * 48 * 2 * 128 * 2 < whole.engine.cache
+
+
+def test_a_sync_takes_round_trips_and_two_buckets_at_most() -> None:
+    [size] = stage_sizes(read_architecture("models/Qwen3-30B-A3B"), Parallel())
+    small, large, whole = (estimate(f"rollout.sync.bucket_bytes={one}") for one in (2**29, 2**31, 2**40))
+    assert small.num_buckets == -(-2 * sum(size) // 2**29) and whole.num_buckets == 1
+    seconds = [TimeEstimate(one, GPUS["h100"]).seconds["sync"] for one in (small, large)]
+    assert seconds[0] - seconds[1] == pytest.approx((small.num_buckets - large.num_buckets) * BUCKET_SECONDS)
+    taken = [one.ledgers[one.fullest]["sync"]["sync buckets"] for one in (small, large, whole)]
+    assert taken == [2**30, 2**32, 2 * sum(size)]
+
+
+CRITIC_BUILT = {"actor weights", "critic weights", "critic gradients", "critic optimizer"}
+ACTOR_TRAINED = {"actor weights", "actor gradients", "actor optimizer"}
+STARTS = {
+    "as it is": ([], CRITIC_BUILT),
+    "the actor stays": (["actor.offload=[]"], CRITIC_BUILT | ACTOR_TRAINED),
+    "all stay": (
+        ["actor.offload=[]", "critic.offload=[]", "ref.offload=[]"],
+        CRITIC_BUILT | ACTOR_TRAINED | {"ref weights"},
+    ),
+    "nothing stays": (["actor.offload=[weights,gradients,optimizer]"], ACTOR_TRAINED),
+    "optimizers in one piece": (
+        ["critic.optim.distributed=false", "actor.offload=[weights,optimizer]"],
+        CRITIC_BUILT - {"actor weights"} | {"actor gradients"},
+    ),
+    "the actor alone": (["algorithm.adv_estimator=grpo"], ACTOR_TRAINED),
+    "the actor's head reads the reference": (
+        ["algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", "actor.kl_loss_type=full", "ref.offload=[]"],
+        ACTOR_TRAINED | {"ref weights"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "held"), STARTS.values(), ids=STARTS)
+def test_a_start_holds_one_model_whole_and_of_those_before_what_stays(overrides: list[str], held: set[str]) -> None:
+    memory = MemoryEstimate(load_config(BOTH_7B, overrides), Cluster(8, 79.1 * GIB))
+    place = memory.fullest
+    states = {f"{n} {kind}": size for n, stage in place.stages for kind, size in memory.states(n, stage).items()}
+    started = memory.ledgers[place][START]
+    found = {entry: size for entry, size in started.items() if entry.split()[0] in memory.specs}
+    assert found == {entry: states[entry] for entry in held}
+    assert started.keys() - held == {"CUDA contexts", "NCCL communicators"}, "the engine sleeps"
+
+
+def test_a_start_of_everything_at_once_would_not_fit() -> None:
+    """7B with a critic of 7B, the engine awake."""
+    memory = MemoryEstimate(load_config(BOTH_7B), Cluster(8, 79.1 * GIB))
+    place = memory.fullest
+    engine = memory.engine.weights + memory.engine.cache + memory.engine.graphs + memory.engine.working
+    at_once = engine + sum(sum(memory.states(*one).values()) for one in place.stages)
+    assert sum(memory.ledgers[place][START].values()) < 45 * GIB < 100 * GIB < at_once
+
+
+def test_a_start_that_does_not_fit_is_refused() -> None:
+    """Over many ranks the optimizer is small, and Megatron copies the weights before there is one."""
+    few = ["actor.max_tokens_per_micro_batch=4096", "actor.recompute=full", "rollout.mem_fraction_static=0.3"]
+    alone = [f"placement.{name}=0-63" for name in ("actor", "critic", "rollout")]
+    short = ["data.max_prompt_length=512", "rollout.max_response_length=512", "actor.offload=[gradients,optimizer]"]
+    config = load_config(BOTH_7B, [*few, *alone, *short, "algorithm.adv_estimator=grpo", "actor.parallel.tensor=1"])
+    memory = MemoryEstimate(config, Cluster(64, 79.1 * GIB))
+    size, phase = memory.peak(memory.fullest)
+    ledger = memory.ledgers[memory.fullest][START]
+    assert phase == START and ledger["actor weights, copied"] == ledger["actor weights"]
+    others = max(sum(one.values()) for name, one in memory.ledgers[memory.fullest].items() if name != START)
+    between = Cluster(64, (size + others) / 2 / (1 - SPARE))
+    assert others < size and not fits(MemoryEstimate(config, between))
 
 
 @pytest.mark.parametrize(

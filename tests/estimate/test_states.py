@@ -84,7 +84,7 @@ def check_bytes(rank: int, world_size: int, folder: Path) -> None:
     for case, (name, layout) in zip(CASES, layouts.items(), strict=True):
         architecture = read_architecture(folder / case.model_type, "value").with_lora(case.lora)
         parallel = Parallel(**case.sizes, sequence=layout.tensor > 1)
-        model = Model(path="", dtype=case.dtype)
+        model = Model(path=".", dtype=case.dtype)
         chunks = build_model(architecture, model, parallel, groups[name], recompute="none", trained=True)
         optim = Optim(distributed=case.distributed)
         engine = TrainedEngine(chunks, groups[name], value_head(), 64, optim, 10)

@@ -120,13 +120,22 @@ def test_the_quickstart_takes_the_gpus_only_where_asked(tmp_path, monkeypatch, f
     assert words[0] == setup and words[-1] == devices
     assert {word for word in words if word.startswith(".venv")} == {folder}
     assert words[words.index("--nproc-per-node") + 1] == "2"
-    assert words[-4:-1] == ["megappo.train", "configs/quickstart.yaml", "trainer.seed=1"]
+    train = words.index("megappo.train")
+    assert words[train + 1] == "configs/quickstart.yaml" and words[-2] == "trainer.seed=1"
 
 
 def test_the_quickstart_on_gpus_says_before_the_set_up_that_there_are_too_few(tmp_path):
-    result = quickstart(tmp_path, 1, "gpu")
+    result = quickstart(tmp_path, 0, "gpu")
     assert result.returncode == 1 and not result.stdout
-    assert "expected 2 GPUs, nvidia-smi finds 1" in result.stderr
+    assert "expected 2 GPUs, nvidia-smi finds 0" in result.stderr
+
+
+@pytest.mark.parametrize(("gpus", "nproc"), [(1, "1"), (2, "2")])
+def test_the_quickstart_on_gpus_trains_in_16_bits_on_one_or_two(tmp_path, gpus, nproc):
+    words = quickstart(tmp_path, gpus, "gpu").stdout.splitlines()
+    assert words[words.index("--nproc-per-node") + 1] == nproc
+    assert "model.dtype=bf16" in words
+    assert ("actor.parallel.tensor=1" in words) == (gpus == 1)
 
 
 REFUSING = """[[ $2 == megappo.plan ]] || { echo started; exit 0; }
@@ -181,6 +190,58 @@ def test_a_node_names_the_variable_that_is_missing(tmp_path, missing):
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith(f"torchrun_node.sh: the variable {missing} is not set: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_a_node_takes_what_a_cluster_sets_for_torchrun(tmp_path):
+    script = copy_script("torchrun_node.sh", tmp_path)
+    both_environments(tmp_path)
+    of_cluster = {"PET_NNODES": "3", "PET_NODE_RANK": "2", "PET_MASTER_ADDR": "head", "PET_MASTER_PORT": "23456"}
+    result = run(["bash", script, "c.yaml"], tmp_path, CUDA_VISIBLE_DEVICES="", **of_cluster)
+    words = result.stdout.splitlines()[2:10]
+    assert words[2:] == ["--nnodes", "3", "--node-rank", "2", "--master-addr", "head"], result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"NNODES": "two"}, "the variable NNODES is 'two': expected a whole number from 1 to 100000"),
+        ({"NNODES": "0"}, "the variable NNODES is '0': expected"),
+        ({"NODE_RANK": "2"}, "the variable NODE_RANK is '2': expected a whole number from 0 to 1"),
+        ({"NODE_RANK": "-1"}, "the variable NODE_RANK is '-1': expected"),
+        ({"MASTER_PORT": "99999"}, "the variable MASTER_PORT is '99999': expected a whole number from 1 to 65535"),
+        ({"MASTER_PORT": "029500"}, "the variable MASTER_PORT is '029500': expected"),
+        ({"MASTER_ADDR": "head:29500"}, "the variable MASTER_ADDR is 'head:29500': expected a name or an address"),
+        ({"MASTER_ADDR": "tcp://head"}, "the variable MASTER_ADDR is 'tcp://head': expected a name or an address"),
+        ({"NPROC": "auto"}, "the variable NPROC is 'auto': expected a whole number from 1 to 100000"),
+        (
+            {"NNODES": "", "SLURM_JOB_ID": "7"},
+            "the variable NNODES is not set: how many nodes the run has (in a job of",
+        ),
+    ],
+)
+def test_a_node_names_the_variable_that_is_wrong(tmp_path, wrong, said):
+    script = copy_script("torchrun_node.sh", tmp_path)
+    both_environments(tmp_path)
+    result = run(["bash", script, "c.yaml"], tmp_path, **(NODE | wrong))
+    assert (result.returncode, result.stdout) == (2, "") and result.stderr.startswith(f"torchrun_node.sh: {said}")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("named", "told"), [("all", True), ("cuda:0", True), ("-1", False), ("NoDevFiles", False)])
+def test_local_tells_which_value_names_no_gpu(tmp_path, named, told):
+    script = copy_script("local.sh", tmp_path)
+    both_environments(tmp_path)
+    result = run(["bash", script, "c.yaml"], tmp_path, CUDA_VISIBLE_DEVICES=named)
+    said = f"local.sh: CUDA_VISIBLE_DEVICES='{named}' names no GPU: using the CPU\n"
+    assert result.returncode == 0 and result.stderr == (said if told else "")
+
+
+def test_scripts_start_python_safe_from_the_working_folder(tmp_path):
+    script = copy_script("local.sh", tmp_path)
+    executable(tmp_path / ".venv" / "bin" / "python", 'echo "safe $PYTHONSAFEPATH path ${PYTHONPATH-unset}"')
+    for given, left in (("", "unset"), (":", "unset"), (":/a::/b c:", "/a:/b c")):
+        result = run(["bash", script, "c.yaml"], tmp_path, CUDA_VISIBLE_DEVICES="", PYTHONPATH=given)
+        assert result.stdout.splitlines()[-1] == f"safe 1 path {left}", result.stderr
 
 
 @pytest.mark.parametrize("number", ["0", "1"])

@@ -34,6 +34,7 @@ def fill(): os.write(os.open("/dev/full", os.O_WRONLY), b"x")
 def watch():
     from megappo.trainer.watchdog import Watchdog
     Watchdog(store, rank, world_size, 2.0)
+def greet(): os.write(1, f"rank {rank} is there\\n".encode())
 def generate():
     from megappo.observe.life import LIFE
     with LIFE.waiting(): time.sleep(5)
@@ -242,6 +243,17 @@ def test_a_rank_that_hangs_is_found_while_others_wait_for_it(launch, fault):
     assert "waits in all_reduce (torch/distributed/distributed_c10d.py line " in others
     assert sum("dist.all_reduce(torch.ones(1))" in line for line in rest) == 1
     assert [line.startswith("error: rank 1 (pid ") for line in rest].count(True) == (fault == "stop")
+
+
+def test_a_launcher_that_is_stopped_is_named_and_its_ranks_end(launch):
+    launcher = launch(*ONE_NODE, "all=watch", "all=greet")
+    ranks = launcher.wait_for_ranks(4)
+    launcher.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: all(rank.status() == psutil.STATUS_ZOMBIE for rank in ranks), 40)
+    found = f"(pid {launcher.process.pid}, {HOST}) has been stopped for 2 s (trainer.hang_timeout_seconds)"
+    assert any(line.startswith("error: the launcher of rank ") and found in line for line in launcher.lines)
+    launcher.process.send_signal(signal.SIGCONT)
+    assert launcher.wait() == 1
 
 
 def test_a_rank_that_waits_for_an_engine_does_not_hang(launch):

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from spawn import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
+from megappo.models.vocab_parallel import ALIGNED_WORDS, vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
 TOKENS, HIDDEN, PADDED = 23, 9, 24
 AT_A_TIME = (1, 5 * TOKENS, 7 * TOKENS, 10**6)
@@ -176,3 +177,33 @@ def refusals(rank: int, world_size: int) -> None:
 
 def test_targets_outside_the_vocabulary_are_nan_and_bad_shapes_are_refused() -> None:
     run_ranks(1, refusals)
+
+
+class MatrixWidths(TorchDispatchMode):
+    """Notes the number of columns of each matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.widths: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.mm.default:
+            self.widths.append(result.shape[1])
+        return result
+
+
+def check_aligned(rank: int, world_size: int) -> None:
+    words, tokens = 1000, 7
+    hidden, weight = torch.randn(tokens, HIDDEN), torch.randn(words, HIDDEN)
+    targets = torch.randint(words, (tokens,))
+    with MatrixWidths() as products:
+        vocab_parallel_log_probs_and_entropy(
+            hidden, weight, targets, dist.group.WORLD, vocab_size=words, at_a_time=tokens * 300
+        )
+    assert products.widths == [256, 256, 256, 232]
+    assert not any(width % ALIGNED_WORDS for width in products.widths[:-1])
+
+
+def test_blocks_of_words_fit_the_kernels_of_gpus() -> None:
+    run_ranks(1, check_aligned)

@@ -66,6 +66,13 @@ def test_nan_stays_readable_json(tmp_path):
     assert lines(tmp_path) == [{"step": 1, "bad": None, "good": 1.0}]
 
 
+def test_a_histogram_of_no_value_is_left_out(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(1, {"a": 2.0, "none": Metric.of(torch.zeros(0), "histogram").value})
+    writer.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "a": 2.0}]
+
+
 def test_a_histogram_of_several_parts_is_in_tensorboard_alone(tmp_path):
     values = torch.tensor([-2.0, 0.0, 0.0, 0.5, 3.0, 1e9])
     parts = [Metric.of(part, "histogram") for part in values.split(2)] + [Metric.of(values[:0], "histogram")]

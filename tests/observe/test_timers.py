@@ -54,6 +54,15 @@ def test_steps_follow_each_other_without_a_gap():
     assert "timing_s/phase" not in last
 
 
+def test_the_thread_that_samples_memory_ends_with_its_timers():
+    timers = Timers()
+    sampler = timers._memory._sampler
+    assert sampler.is_alive()
+    del timers
+    sampler.join(10)
+    assert not sampler.is_alive()
+
+
 def test_a_phase_that_raises_is_closed():
     timers = Timers()
     with pytest.raises(KeyError), timers("rollout"):

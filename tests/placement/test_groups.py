@@ -14,6 +14,7 @@ from tiny_training import Trained, Trainee, check_outputs, reference
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megappo import platform
+from megappo.estimate.memory import _communicators
 from megappo.placement.groups import (
     EMBEDDING_GROUPS,
     EXPERT_GROUPS,
@@ -225,6 +226,40 @@ def _backends(rank: int, world_size: int) -> None:
 
 def test_on_gpus_only_groups_that_the_host_speaks_over_have_sockets() -> None:
     run_ranks(1, _backends)
+
+
+def _connected(rank: int, world_size: int) -> None:
+    reduced, all_reduce = [], dist.all_reduce
+
+    def noted(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        reduced.append(tuple(dist.get_process_group_ranks(group)))
+        all_reduce(tensor, group=group)
+
+    dist.all_reduce = noted
+    try:
+        build_groups({"actor": Layout((0, 1, 2, 3), tensor=2, pipeline=2), "critic": Layout((0, 1), tensor=2)}, seed=0)
+    finally:
+        dist.all_reduce = all_reduce
+    assert reduced == [(rank % 2, rank % 2 + 2)]
+
+
+def test_only_pipelines_connect_before_they_are_used() -> None:
+    run_ranks(4, _connected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [
+        (Layout((0,)), 0),
+        (Layout(tuple(range(8))), 1),  # the gradients' ranks are the norm's
+        (Layout(tuple(range(8)), tensor=8), 1),
+        (Layout(tuple(range(8)), tensor=2), 3),
+        (Layout(tuple(range(512)), tensor=8, pipeline=2), 4),
+        (Layout(tuple(range(16)), tensor=2, context=2, pipeline=2), 5),
+    ],
+)
+def test_the_plan_counts_the_groups_that_are_used(layout: Layout, count: int) -> None:
+    assert _communicators(layout) == count
 
 
 ORDER = "tp-cp-ep-dp-pp"

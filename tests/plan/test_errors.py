@@ -1,6 +1,7 @@
 """The dry run tells everything that is wrong, as far as it can be told without weights and engines, and looks at what
 a run would read."""
 
+import hashlib
 import json
 import os
 import re
@@ -47,6 +48,15 @@ def test_all_ranks_need_a_world_size(plan, run_folder):
     assert "on 8 ranks" in plan(run_folder, *everywhere, "--world-size", "8").stdout
     assert "on 6 ranks" in plan(run_folder, *everywhere, WORLD_SIZE="6").stdout
     assert "on 2 ranks" in plan(run_folder, *everywhere, "--world-size=2", WORLD_SIZE="6").stdout
+
+
+@pytest.mark.parametrize(("setting", "is_refused"), [("model.dtype=fp32", True), ("model.dtype=bf16", False)])
+def test_fp32_is_refused_where_an_engine_would_have_gpus(plan, run_folder, setting, is_refused):
+    without, planned = plan(run_folder, "run.yaml", setting), plan(run_folder, "run.yaml", setting, "--gpu", "h100")
+    assert "model.dtype" not in without.stderr
+    assert ("model.dtype: fp32 does not run on GPUs" in planned.stderr) == is_refused
+    servers = plan(run_folder, "run.yaml", setting, "--gpu", "h100", "rollout.engines=[http://127.0.0.1:9]")
+    assert "model.dtype" not in servers.stderr
 
 
 def test_an_engine_needs_as_many_ranks_on_each_of_its_nodes(plan, run_folder):
@@ -126,6 +136,22 @@ def test_a_rollout_that_ends_by_its_scores_needs_them_before_it_has_ended(plan, 
     ]
     found = plan(run_folder, "run.yaml", *settings, "data.gen_batch_size=300", "reward.batch_size=1").stdout
     assert "trajectories, those that are finished first of 300 prompts\n" in found
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [("{'score': 1, 'acc': 1}", "score, acc"), ("1.0", "score"), ("{'score': 1, 'pred': '7'}", "score")],
+)
+def test_groups_are_not_filtered_by_what_no_function_returns(plan, run_folder, found, names):
+    (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {found}\n")
+    filtering = ("reward.function=reward.py:f", "algorithm.filter_groups.enable=true")
+    [error] = errors_of(plan(run_folder, "run.yaml", *filtering, "algorithm.filter_groups.metric=accuracy"))
+    assert error == (
+        "error: algorithm.filter_groups.metric accuracy: reward.function reward.py:f returns no such number of a "
+        f"response: set one of {names}"
+    )
+    known = names.split(", ")[-1]
+    assert errors_of(plan(run_folder, "run.yaml", *filtering, f"algorithm.filter_groups.metric={known}")) == []
 
 
 @pytest.mark.parametrize(
@@ -229,7 +255,7 @@ def test_odd_values_are_warned_of(plan, run_folder):
             "rollout.server_args: SGLang does not know schedul_policy: did you",
         ),
         ("actor.optim.lr=1e4", "actor.optim.lr 10000.0 is what Adam would change every weight by in a step: lower it"),
-        ("trainer.output_dir=''", "trainer.output_dir is empty: name a folder"),
+        ("trainer.output_dir=''", 'trainer.output_dir: expected text, found "" (it is empty'),
         ("trainer.output_dir=/proc/runs/1", "trainer.output_dir: cannot write in /proc ("),
         (f"trainer.output_dir=out/{'x' * 300}", "trainer.output_dir: cannot write in "),
         ("trainer.output_dir=train.jsonl/out", "trainer.output_dir: "),
@@ -290,6 +316,59 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     (run_folder / "out" / "checkpoints" / "step_00000007").rmdir()
     done = plan(run_folder, *finished)
     assert "latest is there, but no checkpoint beside it: put them back, or remove" in done.stderr
+
+
+def with_sums(folder: Path, step: int, **state: object) -> Path:
+    """A checkpoint that has nothing but its state."""
+    path = checkpoint(folder, f"step_{step:08d}")
+    text = json.dumps({"step": step, "models": "an actor and a critic"} | state, indent=1)
+    (path / "state.json").write_text(text)
+    (path / "SHA256SUMS").write_text(f"{hashlib.sha256(text.encode()).hexdigest()}  state.json\n")
+    return path
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "find"),
+    [("state.json", b"actor"), ("state.json", b'"step'), ("state.json", b"2,"), ("SHA256SUMS", b"  state")],
+)
+def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, find):
+    """Of the models' names, of JSON's own signs, of the step, and of the sums; nothing of it is believed."""
+    before, newest = with_sums(run_folder, 1), with_sums(run_folder, 2)
+    assert errors_of(plan(run_folder, "run.yaml")) == []
+    flip(newest / name, (newest / name).read_bytes().index(find))
+    done = plan(run_folder, "run.yaml", "trainer.total_steps=1")
+    assert done.returncode == 0, "step 1 is the last, and all of it is there"
+    [line] = done.stderr.splitlines()
+    assert line.startswith("warning: out/checkpoints/step_00000002") and "altered" in line
+    assert line.endswith(": the run goes on from out/checkpoints/step_00000001, the newest whole one")
+    flip(before / "state.json", 3)
+    [error] = errors_of(plan(run_folder, "run.yaml"))
+    assert "step_00000001 is damaged: state.json is altered or cut off" in error and "use another checkpoint" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (Path.unlink, "latest is missing"),
+        (lambda pointer: pointer.write_text("step_00000009\n"), "latest names step_00000009, which is not there"),
+        (lambda pointer: pointer.write_bytes(b"\xff"), "latest is not text"),
+        (lambda pointer: pointer.write_text("newest"), "latest names no checkpoint: expected step_XXXXXXXX, found"),
+    ],
+)
+def test_a_lost_pointer_is_told_with_the_checkpoint_that_is_taken(plan, run_folder, change, said):
+    with_sums(run_folder, 1)
+    change(with_sums(run_folder, 2).with_name("latest"))
+    done = plan(run_folder, "run.yaml")
+    assert done.returncode == 0
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"warning: out/checkpoints/{said}")
+    assert line.endswith(": the run goes on from out/checkpoints/step_00000002, the newest whole one")
 
 
 def test_a_folder_that_a_run_has(plan, run_folder):

@@ -15,7 +15,7 @@ from megappo.config.methods import ESTIMATORS
 from megappo.config.schema import Algorithm
 from megappo.ppo import advantages as by_hand
 from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
-from megappo.ppo.conventions import Whitening
+from megappo.ppo.conventions import PRESETS, Whitening
 from megappo.ppo.estimators import grpo
 from megappo.ppo.gae import gae
 
@@ -99,10 +99,13 @@ def test_whiten_keeps_small_differences_of_large_numbers():
 
 
 @pytest.mark.parametrize("ones", [0, 1])
-def test_whiten_refuses_fewer_than_two_tokens(ones: int):
-    mask = (torch.arange(4) < ones).float()[None]
-    with pytest.raises(ValueError, match=f"at least 2 tokens with mask 1, got {ones}"):
-        whiten(torch.zeros(1, 4), mask)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_whiten_of_fewer_than_two_tokens_is_defined(ones: int, preset: str):
+    """A single number is its own mean; there is no variance to scale it by."""
+    x, mask = torch.full((1, 4), 7.0), (torch.arange(4) < ones).float()[None]
+    for whitening in (PRESETS[preset].whitening, PRESETS[preset].reinforce_whitening):
+        assert torch.equal(whiten(x, mask, whitening=whitening), torch.zeros(1, 4))
+        assert torch.equal(whiten(x, mask, shift_mean=False, whitening=whitening), x * mask)
 
 
 def whitened_parts(rank: int, world_size: int) -> None:

@@ -18,7 +18,7 @@ from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions, Whitening
 def test_presets_are_those_the_config_names_and_verl_is_the_default():
     names = Algorithm.model_fields["preset"].annotation
     assert all(repr(name) in repr(names) for name in PRESETS) and len(PRESETS) == 5
-    assert PRESETS["verl"] == DEFAULT == Conventions()
+    assert Conventions() == DEFAULT and PRESETS["verl"] == dataclasses.replace(DEFAULT, counts_empty_rows=True)
     assert {preset.loss_agg_mode for preset in PRESETS.values()} <= set(AGGREGATIONS) == set(get_args(Aggregation))
 
 
@@ -39,6 +39,9 @@ def test_the_docstrings_table_says_what_the_presets_set():
         cell = columns["reinforce_whitening"][name]
         assert preset.reinforce_whitening == {"the same": preset.whitening, "as OpenRLHF's": biased}[cell]
         assert (columns["kl_true_gradient"][name] == "yes") == preset.kl_true_gradient
+        assert columns["counts_empty_rows"][name].endswith("yes") == preset.counts_empty_rows
+        cell = columns["kl_gamma"][name]
+        assert (None if cell == "none" else float(cell)) == preset.kl_gamma
         everything = columns["kl_clamped"][name] == "all"
         assert preset.kl_clamped == ({"k1", "abs", "k2", "k3", "k1+", "k3+"} if everything else {"k3", "k3+"})
 

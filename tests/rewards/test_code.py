@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megappo.rewards.pool import load_reward
 ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = {"inputs": ["3\n", "-4"], "outputs": ["6", "-8\n"]}
 PRINTS_1 = {"inputs": [""], "outputs": ["1"]}
+PRINTS_LIST = {"inputs": [""], "outputs": ["[1]"]}
 SUM = {"inputs": [[1, 2], "3\n4"], "outputs": [3, [7]], "fn_name": "add"}
 PAIR = {"inputs": [["a"]], "outputs": [["a", 1]], "fn_name": "pair"}
 HUMAN_EVAL = {"test": "def check(candidate):\n    assert candidate(2) == 4\n", "entry_point": "square"}
@@ -68,12 +70,17 @@ GRADED = [
     ("", {"inputs": [[2, 3]], "outputs": [8], "fn_name": "pow"}, 0.0),  # what Python has is no program
     ("", "assert sqrt(4) == 2", 0.0),
     ("from math import *", "assert sqrt(4) == 2", 1.0),
+    ("def area(r): return pi * r * r", "assert math.isclose(area(1), 3.14159, rel_tol=1e-3)", 1.0),
+    ("def f(): return Counter('aab')", ["assert f() == collections.Counter(a=2, b=1)"], 1.0),
+    ("math = 1", "assert math == 1", 1.0),
+    ("print(math.gcd(*map(int, sys.stdin.read().split())), gcd(4, 6))", {"inputs": ["4 6"], "outputs": ["2 2"]}, 1.0),
+    ("def f(x: List[int]) -> None: ...\nprint(heapq.nsmallest(1, [2, 1]))", PRINTS_LIST, 1.0),
     ("def f(x): return str(x)", {"inputs": [[12]], "outputs": ["12"], "fn_name": "f"}, 1.0),
     ("def f(x): return x", {"inputs": [[12]], "outputs": ["12"], "fn_name": "f"}, 1.0),
     ("def f(x): return x + 'a'", {"inputs": ["12", "b"], "outputs": ["12a", "ba"], "fn_name": "f"}, 1.0),
     ("for i in range(200000): print(i)", {"inputs": [""], "outputs": ["\n".join(map(str, range(200000)))]}, 1.0),
     ("import os\nos.write(3, b'[' * 10**5)\nos._exit(0)", {"inputs": [[1]], "outputs": [1], "fn_name": "f"}, 0.0),
-    ("import os\nfor _ in range(3000): os.mkdir('a'); os.chdir('a')\nprint(1)", PRINTS_1, 1.0),
+    ("import os\nfor _ in range(50): os.mkdir('a'); os.chdir('a')\nprint(1)", PRINTS_1, 1.0),
     ("no program at all", DOUBLE, 0.0),
 ]
 
@@ -177,7 +184,9 @@ def test_a_program_reaches_nothing_outside(tmp_path: Path):
         names = {"folder": str(tmp_path), "port": server.getsockname()[1], **dict(zip(CALLS, calls, strict=True))}
         programs = {name: body.format(secret=str(tmp_path / "secret"), **names) for name, body in REACHES.items()}
         tests = [f"import os\n{program}" for program in programs.values()]
-        assert code("", tests)["passed_frac"] == 0.0
+        assert code("", tests)["passed_frac"] == 0.0, "nor does a test"
+        called = {"inputs": [[test] for test in tests], "outputs": [1] * len(tests), "fn_name": "f"}
+        assert code("def f(program):\n    exec(program, {})\n    return 1", called)["passed_frac"] == 0.0
         assert (tmp_path / "secret").read_text() == "secret" and os.listdir(tmp_path) == ["secret"]
         for program in programs.values():
             (tmp_path / "secret").write_text("secret")
@@ -193,6 +202,13 @@ thread = threading.Thread(target=lambda: print(int(open("own").read()) + int(num
 thread.start(); thread.join()
 """
     assert code(program, {"inputs": [""], "outputs": ["3"]})["score"] == 1.0
+
+
+def test_a_thousand_folders_in_each_other_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = "import os\nfor _ in range(1200): os.mkdir('a'); os.chdir('a')\nprint(1)"
+    assert code(program, PRINTS_1, unprotected=True)["score"] == 1.0
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_program_that_ends_its_trial_passes_nothing():

@@ -64,6 +64,46 @@ def scores(pool: RewardPool, count: int = 3, columns: list[dict] | None = None) 
     return [one.scores for one in pool.score(*rows, columns)]
 
 
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A proxy that refuses, for the Internet."""
+    with Server() as found:
+        found.answers = lambda count, body: (403, "not you")
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        monkeypatch.setenv("http_proxy", f"http://someone:secret@127.0.0.1:{found.server_port}")
+        monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:1")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def test_a_server_of_this_machine_is_asked_without_a_proxy(server: Server, other: Server):
+    server.answers = of_labels
+    with load("http", server) as pool:
+        assert scores(pool) == [[0.0], [0.5], [1.0]]
+    assert other.asked == []
+
+
+PROXY = r"through the proxy http://127.0.0.1:\d+ of http_proxy, https_proxy or all_proxy \(no_proxy=HOST avoids it\)"
+SOCKS = r"(?s)cannot be asked \(.*socks.*\), through the proxy socks5://127.0.0.1:1 of .*pip install socksio"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://scores.example.invalid/v1", rf"scores.example.invalid/v1 refused \(HTTP 403\): not you, {PROXY}"),
+        ("https://scores.example.invalid/v1", SOCKS),
+    ],
+)
+def test_a_proxy_is_named_without_its_password(server: Server, other: Server, url: str, said: str):
+    with load("http", server, url=url) as pool, pytest.raises(RewardError, match=said) as caught:
+        scores(pool)
+    assert "secret" not in str(caught.value)
+
+
 def of_labels(count: int, body: dict) -> tuple[int, dict]:
     return 200, {"scores": [{"score": label / 2, "seen": 1} for label in body["labels"]]}
 

@@ -199,8 +199,10 @@ def test_anew_it_takes_as_much_of_the_gpu_as_before(checkpoint, tmp_path, monkey
     assert started == pytest.approx([0.4, 0.5, 0.8, 0.95])
 
 
-@pytest.mark.parametrize("keeper_too", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_all_of_it_dies_with_a_killed_owner(checkpoint, tmp_path, keeper_too):
+@pytest.mark.parametrize(
+    "to_keeper", [None, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGKILL, signal.SIGSTOP))]
+)
+def test_all_of_it_dies_with_a_killed_owner(checkpoint, tmp_path, to_keeper):
     command = [sys.executable, "-c", OWNER, str(checkpoint), str(tmp_path / "engine.log")]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -208,13 +210,13 @@ def test_all_of_it_dies_with_a_killed_owner(checkpoint, tmp_path, keeper_too):
         temporary = Path(owner.stdout.readline().strip())
         assert len(session_pids(keeper)) >= 3
         memory = shared_memory(temporary)
-        if keeper_too:
-            os.kill(keeper, signal.SIGKILL)
+        if to_keeper:
+            os.kill(keeper, to_keeper)
     finally:
         owner.kill()
         owner.wait()
     wait_until(lambda: not session_pids(keeper))
-    if keeper_too:  # nobody was left to clean up: the next start does
+    if to_keeper == signal.SIGKILL:  # nobody was left to clean up: the next start does
         assert temporary.exists()
         fresh = build(checkpoint, tmp_path)
         fresh.start()

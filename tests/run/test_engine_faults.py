@@ -83,9 +83,22 @@ def test_an_engine_that_somebody_else_started(config, folder):
     assert program.output.splitlines()[-1] == expected
 
 
+def stop_server(owner: psutil.Process) -> None:
+    """Of the engine's processes the one that serves HTTP, which has started the others."""
+    scheduler(owner).parent().send_signal(signal.SIGSTOP)
+
+
+def stop_keeper(owner: psutil.Process) -> None:
+    """The server fails, and its keeper cannot see to it."""
+    server = scheduler(owner).parent()
+    server.parent().send_signal(signal.SIGSTOP)
+    server.send_signal(signal.SIGSTOP)
+
+
 @pytest.mark.slow
-def test_a_hang(config, folder):
-    harmed(folder, config, "rollout.server_args.watchdog_timeout=20", harm=stop_scheduler)
+@pytest.mark.parametrize("harm", [stop_scheduler, stop_server, stop_keeper])
+def test_a_hang(harm, config, folder):
+    harmed(folder, config, "rollout.server_args.watchdog_timeout=20", harm=harm)
 
 
 OUTSIDE = """

@@ -3,14 +3,20 @@
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from commands import assert_equal, tensors_of
 from program import REPOSITORY, Program, logged, trained_on
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
+from megappo.batch.files import RowsFile, write_rows
+
+ADAPTIVE = "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, horizon: 1000}"
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -85,6 +91,45 @@ def check_scores(path: Path, model: Path) -> int:
         text = tokenizer.decode(row[start:], skip_special_tokens=True)
         assert score == pytest.approx(text.count("7") / max(1, len(text)))
     return len(rows)
+
+
+def leave(record: Path, out: Path, step: int, masks: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Write a step's rows once more, with another mask, [rows, tokens]."""
+    out.mkdir(exist_ok=True)
+    name = f"step_{step:08d}.safetensors"
+    with RowsFile(record / name) as file:
+        rows, facts = file.rows(0, len(file.table)), file.facts
+    mask = masks(rows.response_mask)
+    write_rows(out / name, replace(rows, fields=rows.fields | {"response_mask": mask}), facts)
+
+
+def only(row: int, num_tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def masks(mask: torch.Tensor) -> torch.Tensor:
+        left = torch.zeros_like(mask)
+        left[row, :num_tokens] = mask[row, :num_tokens]
+        return left
+
+    return masks
+
+
+def test_a_run_goes_on_through_steps_with_hardly_a_token_or_none(config, run, folder):
+    """As algorithm.mask_truncated leaves them: no token, one, one response, one rank's alone."""
+    record, out = folder / "record", folder / "out"
+    ways = (torch.zeros_like, only(40, 1), only(7, 6), lambda mask: mask * (torch.arange(len(mask)) >= 64)[:, None])
+    for step, masks in enumerate(ways, start=1):
+        leave(run / "record", record, step, masks)
+    replay = (f"trainer.output_dir={out}", f"trainer.replay_rollouts={record}", "trainer.total_steps=4")
+    with Program(folder / "program", config, *replay, "trainer.eval_interval=0", ADAPTIVE) as program:
+        assert program.wait() == 0, program.output
+    assert "Traceback" not in program.output
+    steps = logged(out)
+    assert [one["rollout/trained_tokens"] for one in steps[:2]] == [0, 1]
+    assert [one["rollout/masked_frac"] for one in steps] == pytest.approx([1.0, 127 / 128, 127 / 128, 0.5])
+    assert [one["critic/vf_explained_var"] is None for one in steps] == [True, True, False, False]
+    assert [one["advantages/mean"] for one in steps[:2]] == [None, 0.0]
+    assert steps[0]["actor/grad_norm"] == steps[0]["critic/grad_norm"] == steps[1]["actor/grad_norm"] == 0.0
+    assert min(steps[1]["critic/grad_norm"], steps[2]["actor/grad_norm"]) > 0
+    assert steps[0]["reward/kl_coef"] == steps[1]["reward/kl_coef"], "without a token there is no KL to adapt it to"
 
 
 def test_what_cannot_be_replayed_is_said(config, run, folder):

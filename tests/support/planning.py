@@ -42,14 +42,14 @@ PLACE = re.compile(r"^error: (command line|run.yaml(:\d+)?): ")
 
 
 def write_run(folder: Path) -> Path:
-    """A config with its model, whose weights are none, and its data."""
+    """A config with its model, which has no tensors, and its data."""
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", unk_token="[UNK]").save_pretrained(
         folder / "model"
     )
     (folder / "model" / "config.json").write_text(json.dumps(HF_CONFIG))
-    (folder / "model" / "model.safetensors").write_bytes(b"weights")
+    (folder / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (folder / "train.jsonl").write_text(LINE * 300)
     (folder / "run.yaml").write_text(CONFIG)
     return folder

@@ -20,9 +20,18 @@ from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import end_token_ids, load_tokenizer
 from megappo.observe.metrics import read_metrics
 from megappo.weights.critic import critic_architecture
-from megappo.weights.hf_folder import COMPANIONS
 from megappo.weights.safetensors_io import HFFolder
 
+COMPANIONS = (
+    *(
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+    ),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+)
 HUGGING_FACE = ("config.json", "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", *COMPANIONS)
 COMPONENT = (".metadata", "metadata.json", "common.pt", "__0_0.distcp", "config.json")
 KINDS = ("pickle", "text pickle", "zip", "legacy")

@@ -200,7 +200,7 @@ def damaged(qwen2: Path, name: str, folder: Path) -> Path:
     ("name", "message"),
     [
         ("truncated", "is damaged or truncated"),
-        ("missing shard", "names files that are missing: model-00002-of-"),
+        ("missing shard", "lacks model-00002-of-"),
         ("wrong shape", "has shape [32, 48], but its config.json gives [32, 40]"),
         (
             "wrong family",

@@ -38,6 +38,13 @@ def test_prompts_their_lengths_and_tokens(folder):
     ]
 
 
+def test_special_tokens_are_marked(folder):
+    (folder / "train.jsonl").write_text('{"prompt": "1</s>1", "label": "2"}\n')
+    done = inspect(folder, "--show", "1", "--tokens")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-2] == "2='1' [1='</s>'] 2='1'"
+
+
 def test_what_is_wrong_is_told_with_the_exit_code(folder):
     (folder / "reward.py").write_text("def f(responses, source): return [0.0] * len(responses)\n")
     data = ("data.train_files=val.jsonl", "data.val_files=val.jsonl", "reward.function=reward.py:f")

@@ -7,10 +7,13 @@ import torch.distributed as dist
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
+from megappo.config.schema import Config
 from megappo.observe.observer import NullObserver
-from megappo.rollout.client import EngineClient, EngineFault
+from megappo.placement.ranks import placement_layouts
+from megappo.rollout.client import EngineClient, EngineError, EngineFault
 from megappo.sync.sync import SyncStats
-from megappo.trainer.inference import InferenceEngines
+from megappo.trainer.footprint import Footprint
+from megappo.trainer.inference import InferenceEngines, StartedEngines, start_engines
 from megappo.trainer.loop import Trainer
 from megappo.trainer.phases import Phases
 from megappo.trainer.restarts import Restarts
@@ -197,3 +200,160 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
     asleep = ["flush_cache", "release_memory_occupation", "save"]
     told = [line for line in asked if line not in ("empty_cache", "barrier")]
     assert told == ["step 1", "step 2", *asleep, *WAKING, "step 3", *asleep]
+
+
+LOADED, SPOILED = [{"norm": "a", "embed": "b"}], [{"norm": "x", "embed": "y"}]
+CONFIG = Config.model_validate(
+    {
+        "model": {"path": "m"},
+        "placement": {"actor": "0", "critic": "0", "rollout": "0"},
+        "data": {"train_files": "d.jsonl"},
+        "trainer": {"output_dir": "o"},
+    }
+)
+
+
+class Checked(Recorder):
+    """Has weights, whose checksums it gives, and a KV cache."""
+
+    weights = LOADED
+
+    def _ask(self, method, path, body=None, timeout=None):
+        super()._ask(method, path, body, timeout)
+        if path == "/server_info":
+            return {"internal_states": [{"memory_usage": {"weight": 2.0, "kvcache": 40.0}}]}
+        if path == "/weights_checker" and body == {"action": "reset_tensors"}:
+            self.weights = SPOILED
+        if path == "/resume_memory_occupation" and body["tags"] == ["weights"]:
+            self.weights = [{"norm": "?", "embed": "?"}]  # whatever was there before
+        if path == "weights":
+            self.weights = self.synced
+        return {"ranks": [{"checksums": one} for one in self.weights]}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, asked):
+    """A rank whose GPU's other processes have what `others` says, one number a look."""
+
+    def of(others: list[float], *, sleeps: bool = True) -> None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        monkeypatch.setattr("megappo.trainer.inference.engine_sleeps", lambda route, number: sleeps)
+        numbers = iter(others)
+        monkeypatch.setattr("megappo.platform.bytes_of_others", lambda: next(numbers) * 2**30)
+        monkeypatch.setattr("megappo.platform.gpu_processes", lambda: ["7, sglang::scheduler, 44000 MiB"])
+        monkeypatch.setattr("megappo.trainer.footprint.LIMIT_SECONDS", 0.0)
+
+    return of
+
+
+def started(asked: list[str], *, as_loaded: bool = True, fails: str = "") -> tuple[StartedEngines, Checked]:
+    """The start of an engine by the only rank."""
+    client = Checked(asked)
+    client.fails = fails
+    own = SimpleNamespace(number=0, part_of=None, wait_ready=lambda: asked.append("ready") or client)
+    own.stop = lambda: asked.append("stop")
+    exchange = SimpleNamespace(rank=0, share=lambda value: asked.append("barrier") or [value])
+    return start_engines(CONFIG, placement_layouts(CONFIG, 1), own, exchange, as_loaded=as_loaded), client
+
+
+CHECKSUM, RESET = "weights_checker checksum", "weights_checker reset_tensors"
+
+
+def test_an_engine_sleeps_before_models_are_built_and_its_weights_are_noted_before(asked, on_a_gpu):
+    on_a_gpu([45.0, 45.0, 20.0, 3.0])
+    found, _ = started(asked)
+    assert asked == ["ready", CHECKSUM, *["barrier"] * 2, "flush_cache", "release_memory_occupation", "barrier"]
+    assert found.asleep and found.sleeps and found.loaded == LOADED
+
+
+def test_an_engine_on_gpus_of_its_own_stays_awake(asked, on_a_gpu):
+    on_a_gpu([], sleeps=False)
+    found, _ = started(asked, as_loaded=False)
+    assert asked == ["ready", *["barrier"] * 2]
+    assert not found.asleep and not found.sleeps and found.loaded == []
+
+
+@pytest.mark.parametrize("fails", ["weights_checker", "flush_cache", "release_memory_occupation"])
+def test_an_engine_that_fails_before_models_are_built_keeps_no_memory(asked, on_a_gpu, fails):
+    on_a_gpu([45.0, 3.0])
+    found, client = started(asked, fails=fails)
+    assert asked[-2:] == ["stop", "barrier"] and client.has_failed and found.asleep
+
+
+def first_sync_of(asked: list[str], found: StartedEngines, client: Checked, synced: list[dict[str, str]]) -> None:
+    made = engines(asked)
+    made.client, made.asleep, made.loaded = client, found.asleep, found.loaded
+    client.synced = synced
+    asked.clear()
+    made.first_sync(verify=True, as_loaded=True)
+
+
+def test_the_first_sync_wakes_an_engine_and_proves_it_by_what_it_had_loaded(asked, on_a_gpu):
+    on_a_gpu([45.0, 3.0])
+    found, client = started(asked)
+    first_sync_of(asked, found, client, LOADED)
+    told = [line for line in asked if line not in ("empty_cache", "barrier")]
+    assert told == [WAKING[0], "forget", RESET, CHECKSUM, "weights", CHECKSUM, WAKING[2], "probe"]
+
+
+@pytest.mark.parametrize(
+    ("synced", "message"),
+    [
+        ([{"norm": "a", "embed": "other"}], "differ from the folder's after the first weight sync: embed"),
+        ([{"norm": "x", "embed": "b"}], "were not set by the first weight sync: norm"),
+    ],
+)
+def test_what_an_engine_lost_as_it_slept_and_did_not_get_back_is_named(asked, on_a_gpu, synced, message):
+    on_a_gpu([45.0, 3.0])
+    found, client = started(asked)
+    with pytest.raises(EngineError, match=message):
+        first_sync_of(asked, found, client, synced)
+
+
+def test_an_engine_that_keeps_its_memory_is_reported_with_who_holds_it(asked, on_a_gpu, capsys):
+    on_a_gpu([45.0, *[44.0] * 1000])
+    started(asked)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("WARNING: cpu: other processes hold 44.0 GiB 0 s after") and "at most 11.4" in line
+    assert "7, sglang::scheduler, 44000 MiB" in line and "rollout.mem_fraction_static" in line
+
+
+def test_memory_that_comes_back_late_is_waited_for(monkeypatch, capsys):
+    """What the trainer itself has taken since makes no difference: it is counted again at each waking."""
+    numbers = iter([45.0, 45.0, 45.0, 9.0, 50.0, 30.0, 17.0, 16.0])
+    monkeypatch.setattr("megappo.platform.bytes_of_others", lambda: next(numbers) * 2**30)
+    footprint = Footprint(40 * 2**30)
+    for _ in range(2):
+        footprint.note_awake()
+        footprint.wait_asleep()
+    assert next(numbers) == 16.0 and capsys.readouterr().out == ""
+
+
+def test_without_memory_to_come_back_nothing_is_looked_at(monkeypatch):
+    monkeypatch.setattr("megappo.platform.bytes_of_others", lambda: pytest.fail("looked"))
+    footprint = Footprint(0)
+    footprint.note_awake()
+    footprint.wait_asleep()
+
+
+def test_an_engine_that_is_awake_is_not_woken(asked):
+    """SGLang 0.5.23 ends with a KeyError then."""
+    found = engines(asked)
+    found.wake()
+    assert [line for line in asked if line not in ("empty_cache", "barrier")] == ["weights"]
+
+
+def test_a_step_that_was_interrupted_goes_on_with_engines_asleep(asked):
+    """The first sync wakes them, and the updates need their memory."""
+    found = engines(asked)
+    flight = SimpleNamespace(batch="rows", resume=lambda scattered: asked.append(f"resume {scattered}"))
+    run = SimpleNamespace(
+        engines=found,
+        phase=Phases(SimpleNamespace(offloads={}, specs={})),
+        progress=SimpleNamespace(in_flight=flight),
+        models=SimpleNamespace(scatter=lambda batch: asked.append("scatter") or batch),
+    )
+    trainer = Trainer(None, run)
+    trainer._end = lambda flight, scattered: {}
+    trainer.step(1)
+    assert asked == ["flush_cache", "release_memory_occupation", "barrier", "scatter", "resume rows"]

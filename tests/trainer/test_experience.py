@@ -3,6 +3,7 @@
 A filter has left some of the rows, so prompts have two, three and four; an environment wrote some of their tokens.
 """
 
+import itertools
 import math
 import statistics
 from dataclasses import replace
@@ -55,6 +56,13 @@ METHODS = {
     "reinforce++ of nemo_rl": {"adv_estimator": "reinforce_plus_plus", "preset": "nemo_rl"},
     "reinforce++ of slime": {"adv_estimator": "reinforce_plus_plus", "preset": "slime"},
     "gae of nemo_rl": {"preset": "nemo_rl"},
+    "rloo of openrlhf": {"adv_estimator": "rloo", "preset": "openrlhf"},
+    "grpo of openrlhf": {"adv_estimator": "grpo", "preset": "openrlhf", "kl_penalty": "k2"},
+    "reinforce++ baseline of openrlhf": {"adv_estimator": "reinforce_plus_plus_baseline", "preset": "openrlhf"},
+    "reinforce++ baseline of nemo_rl": {"adv_estimator": "reinforce_plus_plus_baseline", "preset": "nemo_rl"},
+    "reinforce++ baseline of slime": {"adv_estimator": "reinforce_plus_plus_baseline", "preset": "slime"},
+    "dr. grpo of miles": {"adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False, "preset": "miles"},
+    "rloo of verl": {"adv_estimator": "rloo", "preset": "verl"},
     "corrected": {"rollout_correction": {"level": "token", "threshold": 1.1}},
 }
 
@@ -114,17 +122,22 @@ def plain_score(rows: Rows, row: int, config: Config) -> float:
     return (scores[row] - sum(found) / len(found)) / (deviation(found) + 1e-6)
 
 
+def plain_penalty(rows: Rows, row: int, config: Config) -> list[float]:
+    """The KL of each token, with its coefficient."""
+    if not config.algorithm.use_kl_in_reward:
+        return [0.0] * LENGTHS[row]
+    old, ref = (values_of(rows, name, row) for name in ("old_log_probs", "ref_log_probs"))
+    kl = {
+        "k1": [a - b for a, b in zip(old, ref, strict=True)],
+        "k2": [(a - b) ** 2 / 2 for a, b in zip(old, ref, strict=True)],
+        "full": values_of(rows, "full_kl", row),
+    }[config.algorithm.kl_penalty]
+    return [0.3 * x for x in kl]
+
+
 def plain_rewards(rows: Rows, row: int, config: Config) -> list[float]:
-    algorithm, length = config.algorithm, LENGTHS[row]
-    rewards = [0.0] * length
-    if algorithm.use_kl_in_reward:
-        old, ref = (values_of(rows, name, row) for name in ("old_log_probs", "ref_log_probs"))
-        kl = {
-            "k1": [a - b for a, b in zip(old, ref, strict=True)],
-            "k2": [(a - b) ** 2 / 2 for a, b in zip(old, ref, strict=True)],
-            "full": values_of(rows, "full_kl", row),
-        }[algorithm.kl_penalty]
-        rewards = [-0.3 * x for x in kl]
+    length = LENGTHS[row]
+    rewards = [-x for x in plain_penalty(rows, row, config)]
     rewards[-1] += plain_score(rows, row, config) - 0.4 * length / MAX_LENGTH
     return rewards
 
@@ -157,13 +170,20 @@ def plain_without_values(rows: Rows, row: int, config: Config) -> list[float]:
         return [sum(rewards[t:]) - float(rows.fields["baselines"][row]) for t in range(length)]
     if algorithm.adv_estimator == "reinforce_plus_plus":
         return [sum(0.9 ** (s - t) * rewards[s] for s in range(t, length)) for t in range(length)]
+    in_score = algorithm.preset in (None, "verl")  # the KL, and so before the comparison
     scores = {other: sum(plain_rewards(rows, other, config)) for other in others}
+    if not in_score:
+        scores = {other: score + sum(plain_penalty(rows, other, config)) for other, score in scores.items()}
     mean, own = sum(scores.values()) / len(others), scores[row]
     weighted = sum(LENGTHS[other] * scores[other] for other in others) / sum(LENGTHS[other] for other in others)
     without = (sum(scores.values()) - own) / (len(others) - 1)
     scale = deviation(list(scores.values())) + 1e-6 if algorithm.norm_adv_by_std_in_grpo else 1.0
     found = {"grpo": (own - mean) / scale, "rloo": own - without, "opo": own - weighted}
-    return [found.get(algorithm.adv_estimator, own - mean)] * length
+    advantage = found.get(algorithm.adv_estimator, own - mean)
+    penalty = [0.0] * length if in_score else plain_penalty(rows, row, config)
+    if algorithm.preset == "openrlhf":
+        penalty = [sum(penalty[t:]) for t in range(length)]
+    return [advantage - x for x in penalty]
 
 
 def plain_estimate(rows: Rows, row: int, config: Config) -> tuple[list[float], list[float]]:
@@ -188,7 +208,8 @@ def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[floa
     if is_whitened and config.algorithm.whiten_advantages is None:
         every = [x for part in advantages for x in part]
         mean = sum(every) / len(every)
-        is_biased = config.algorithm.preset == "nemo_rl" and config.algorithm.adv_estimator != "gae"
+        is_biased = config.algorithm.preset == "openrlhf"
+        is_biased |= config.algorithm.preset == "nemo_rl" and config.algorithm.adv_estimator != "gae"
         deviation = math.sqrt(sum((x - mean) ** 2 for x in every) / (len(every) - (0 if is_biased else 1)))
         advantages = [[(x - mean) / deviation for x in part] for part in advantages]
     limit = config.algorithm.advantages_clip or math.inf
@@ -249,6 +270,50 @@ def assert_weights(name: str, every: Rows, rows: Rows) -> None:
 
 def test_every_method_gives_what_loops_over_all_rows_give() -> None:
     run_ranks(2, check)
+
+
+LEFT = {
+    "all are masked": [],
+    "those of one rank are masked": [(4, 0), (4, 1), (5, 0)],
+    "one response is left": [(0, 0), (0, 1), (0, 2)],
+    "one token is left": [(5, 1)],
+}
+"""Of `SAMPLED` the row and place of each token that is still trained on; a prompt's rows are on one rank."""
+
+
+def degenerate(rank: int, world_size: int) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    every = make_rows()
+    for case, (name, algorithm) in itertools.product(LEFT, METHODS.items()):
+        config = make_config(algorithm)
+        # Where responses are compared one that is alone is masked, too.
+        alone = config.algorithm.method.compares_responses and case != "those of one rank are masked"
+        left = torch.zeros(len(SAMPLED), 3)
+        for row, place in [] if alone else LEFT[case]:
+            left[row, place] = 1.0
+        fields = every.fields | {"response_mask": left}
+        mine = at_owners(exchange, replace(every, fields=fields)).rows
+        progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
+        judged = add_advantages(SimpleNamespace(config=config, exchange=exchange, progress=progress), mine)
+        num_tokens = int(left.sum())
+        assert judged.metrics["rollout/trained_tokens"] == num_tokens
+        assert judged.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))
+        assert (judged.kl_penalty is None) == (num_tokens == 0 or not config.algorithm.use_kl_in_reward)
+        assert math.isfinite(judged.log_prob_diff)
+        if config.has_values:
+            assert math.isnan(judged.metrics["critic/vf_explained_var"]) == (num_tokens < 2)
+        for field in ("advantages", "returns") if config.has_values else ("advantages",):
+            found = judged.rows.fields[field]
+            assert found.shape == mine.response_mask.shape and found.isfinite().all(), (case, name)
+            assert not found[mine.response_mask == 0].any()
+        whitens = config.algorithm.whiten_advantages
+        if num_tokens == 1 and (config.algorithm.method.whitens if whitens is None else whitens):
+            assert not judged.rows.fields["advantages"].any()
+
+
+def test_a_step_of_hardly_any_token_or_none_is_defined_and_counted() -> None:
+    """Every method; before, whitening, the means of metrics and the explained variance ended the run."""
+    run_ranks(2, degenerate)
 
 
 def credit(rank: int, world_size: int) -> None:

@@ -21,6 +21,7 @@ ROWS = Rows(
     {"response_mask": torch.ones(1, 1), "scores": torch.ones(1)},
 )
 BATCH = SimpleNamespace(at_rank_0=lambda exchange: ROWS)
+EXCHANGE = SimpleNamespace(rank=0, world_size=1)
 PROMPTS = SimpleNamespace(indices=lambda num_drawn: [num_drawn, num_drawn + 1])
 
 
@@ -36,12 +37,16 @@ def make_config(
     rollout_only: bool = True,
     environment: str | None = None,
     max_turns: int = 8,
+    mask_truncated: bool = False,
+    adv_estimator: str = "gae",
+    normalize: str = "none",
 ) -> Config:
     return Config.model_validate(
         {
             "model": {"path": model},
-            "rollout": {"top_k": top_k, "environment": environment, "max_turns": max_turns},
-            "reward": {"function": reward},
+            "rollout": {"n": 2, "top_k": top_k, "environment": environment, "max_turns": max_turns},
+            "reward": {"function": reward, "normalize": normalize},
+            "algorithm": {"mask_truncated": mask_truncated, "adv_estimator": adv_estimator},
             "data": {"train_files": ["f"], "train_batch_size": 2},
             "trainer": {"output_dir": "o", "total_steps": 4, "rollout_only": rollout_only},
         }
@@ -97,6 +102,19 @@ def test_steps_of_another_version_of_the_environment_are_written_anew(tmp_path):
     assert record(tmp_path, **settings, max_turns=3).going_on(PROMPTS) == (0, ["max_turns"])
     (tmp_path / "guess.py").write_text("class Guess:\n    limit = 2\n")
     assert record(tmp_path, **settings).going_on(PROMPTS) == (0, ["environment_file"])
+
+
+@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize("compares", [{"adv_estimator": "rloo"}, {"normalize": "group"}])
+def test_a_response_that_masks_may_have_left_alone_is_not_compared(tmp_path, masks, compares):
+    """By an estimator, or to normalise its score; the record's run masked each truncated response by itself."""
+    write(record(tmp_path, mask_truncated=masks), 1)
+    replay = Replay(tmp_path, make_config(**compares, mask_truncated=masks), 9, EXCHANGE)
+    alone = pytest.raises(ConfigError, match="has left one alone, but this run compares them: record the rollouts of")
+    with alone if masks else nullcontext():
+        replay(1, nullcontext)
+    write(record(tmp_path, **compares, mask_truncated=masks), 1)
+    replay(1, nullcontext)
 
 
 def test_episodes_are_replayed_by_a_run_of_the_same_environment(tmp_path):

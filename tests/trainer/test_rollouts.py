@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,32 @@ def collect(rank: int, world_size: int) -> None:
 
 def test_segments_of_policy_and_environment_become_rows_at_their_owners():
     run_ranks(3, collect)
+
+
+MASKED = {
+    "gae": ({"adv_estimator": "gae"}, {}, [1, 2, 1, 0]),
+    "compared by the estimator": ({"adv_estimator": "rloo"}, {}, [1, 2, 0, 0]),
+    "compared to be normalised": ({"adv_estimator": "gae"}, {"normalize": "group"}, [1, 2, 0, 0]),
+    "all": ({"adv_estimator": "gae"}, {}, [0, 0, 0, 0]),
+}
+"""Of a way to mask truncated responses the settings, and the tokens of each row that are left."""
+
+
+def mask(rank: int, world_size: int) -> None:
+    exchange = Exchange(dist.group.WORLD)
+    for name, (algorithm, reward, expected) in MASKED.items():
+        config = make_config(**algorithm, mask_truncated=True)
+        config = config.model_copy(update={"reward": config.reward.model_copy(update=reward)})
+        rollouts = Rollouts(config, DATASETS, OwnEngine(rank), exchange, NullObserver(), num_engines=3)
+        ending = {"finish_reason": "length"} if name == "all" else {}
+        samples = [replace(one, **ending) for one in chain(*SAMPLES) if one.prompt_index == rank]
+        batch, _ = rollouts.collect(Responses(samples, [], scored(samples)), PROMPTS)
+        assert batch.table.policy_lengths.tolist() == expected, name
+
+
+def test_truncated_responses_are_masked_and_the_one_that_is_left_where_they_are_compared():
+    """A step of which nothing is left is trained on, too: its losses are 0."""
+    run_ranks(3, mask)
 
 
 class Scores:

@@ -3,6 +3,7 @@
 tests/models/test_train_engine.py compares single steps with Hugging Face; here one rank is the measure of all layouts.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from megappo.batch.exchange import Exchange
 from megappo.placement.components import trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.ppo.conventions import PRESETS
 from megappo.trainer.component import Batch, Component
 from megappo.trainer.statistics import steps_of_ranks, training_metrics
 from megappo.trainer.update import update_actor, update_critic
@@ -134,3 +136,34 @@ def test_layouts_and_micro_batch_sizes_update_alike(kind: str, method: str | Non
 @pytest.mark.parametrize(("kind", "method"), KINDS_AND_METHODS)
 def test_every_layout_and_micro_batch_size_updates_alike(kind: str, method: str | None, tmp_path: Path) -> None:
     check_layouts(kind, method, tmp_path, CASES)
+
+
+def check_divisors(rank: int, world_size: int, folder: Path) -> None:
+    """At the old policy a sequence's loss is minus the mean of its advantages, and its value loss a plain error."""
+    exchange = Exchange(dist.group.WORLD)
+    rows = make_rows(read_architecture(folder).vocab_size, LENGTHS)
+    masked = [1, 4, 5, 8]  # rows
+    mask = rows.response_mask.clone()
+    mask[masked] = 0.0
+    batch = at_owners(exchange, replace(rows, fields=rows.fields | {"response_mask": mask}))
+    layout = Layout((0, 1))
+    engine = make_engine(folder, Case(layout), build_groups({"actor": layout}, seed=0)["actor"], "actor")
+    means = [float((rows.fields["advantages"][i] * mask[i]).sum() / mask[i].sum()) for i in range(12) if mask[i].any()]
+    for preset in (None, *PRESETS):
+        scattered, config = Component("actor", layout, engine, exchange).scatter(batch), make_config("actor")
+        settings = {"loss_agg_mode": "seq-mean-token-mean", "entropy_coeff": 0.0}
+        actor = config.actor.model_copy(update=settings)
+        algorithm = config.algorithm.model_copy(update={"preset": preset})
+        config = config.model_copy(update={"actor": actor, "algorithm": algorithm})
+        owned = scattered.gather(scattered.forward(), batch.rows, {"log_probs": "old_log_probs"})
+        scattered.scatter_fields(owned, ["advantages", "old_log_probs"])
+        steps = exchange.share(update_actor(scattered, config))
+        found = training_metrics(steps_of_ranks(steps, "actor"), "actor")
+        divisor = 12 if preset in ("verl", "slime", "miles") else 12 - len(masked)
+        assert found["actor/pg_loss"] == pytest.approx(-sum(means) / divisor, rel=1e-4), preset
+
+
+def test_presets_divide_by_the_samples_that_their_systems_divide_by(tmp_path: Path) -> None:
+    """verl by ppo_mini_batch_size x rollout.n, slime and miles by the global batch size; OpenRLHF and NeMo-RL, as
+    megappo, by the samples that have a token."""
+    run_ranks(2, check_divisors, hf_folder(tmp_path / "hf", "qwen2"))

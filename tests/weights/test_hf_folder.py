@@ -12,8 +12,10 @@ from tiny_shapes import MIXTURES
 from transformers import AutoModelForCausalLM
 
 from megappo.architecture.parsing import read_architecture
+from megappo.config.schema import Lora
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.weights.adapters import write_adapters
 from megappo.weights.buckets import into_buckets, num_bytes, views
 from megappo.weights.export import Export
 from megappo.weights.hf_folder import write_hf_folder
@@ -71,6 +73,15 @@ def test_transformers_reads_what_was_written(tmp_path: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         assert len(files) > 2 and files[0].name.startswith("model-00001-of-")
         assert "lm_head.weight" not in {name for file in files for name in load_file(file)}
+
+
+def test_adapters_are_written_for_whoever_may_read_other_files(tmp_path: Path) -> None:
+    matrix = torch.arange(6.0).view(3, 2).t()
+    write_adapters(tmp_path, [("model.layers.0.mlp.up_proj.lora_A.weight", matrix)], Lora(), "base")
+    found = load_file(tmp_path / "adapter_model.safetensors")
+    assert torch.equal(found["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"], matrix)
+    modes = {path.name: path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]
 
 
 # Layout of four ranks -> those that an export needs: the first replica, and who has experts that its ranks lack.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, ShardedWriter
+from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, ShardedWriter, WeightsError
 
 TENSORS = {
     "a.weight": torch.arange(24.0).view(6, 4),
@@ -40,14 +40,14 @@ def test_reads_slices_of_one_file_and_of_shards(tmp_path: Path) -> None:
 
 
 def test_missing_folder_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(WeightsError, match="nowhere"):
         HFFolder(tmp_path / "nowhere")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin"):
+    with pytest.raises(WeightsError, match=r"holds no model\.safetensors"):
         HFFolder(tmp_path)
     folder = write_sharded(tmp_path / "sharded")
     (folder / "two.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"two\.safetensors"):
+    with pytest.raises(WeightsError, match=r"lacks two\.safetensors"):
         HFFolder(folder)
 
 
@@ -63,13 +63,13 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: float) -> None:
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path) -> None:
     folder = write_sharded(tmp_path / "sharded")
     save_file({"other": torch.zeros(1)}, folder / "two.safetensors")
-    with pytest.raises(ValueError, match=r"two\.safetensors.*b\.weight.*other"):
+    with pytest.raises(ValueError, match=r"two\.safetensors lacks b\.weight, which .*index\.json lists"):
         HFFolder(folder)
     (folder / INDEX).write_text("{")
     with pytest.raises(ValueError, match=INDEX):
         HFFolder(folder)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"x": "../one.safetensors"}}))
-    with pytest.raises(ValueError, match="own folder"):
+    with pytest.raises(ValueError, match="its own folder"):
         HFFolder(folder)
 
 

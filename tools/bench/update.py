@@ -192,7 +192,8 @@ def config_of(folder: Path) -> Config:
 def make_engine(config: Config) -> TrainedEngine:
     """The actor of a run that has no other component."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return build_engines(config, build_groups({"actor": Layout((0,))}, seed=0))["actor"]
+    engines, _ = build_engines(config, build_groups({"actor": Layout((0,))}, seed=0))
+    return engines["actor"]
 
 
 def hugging_face(folder: Path, threads: int) -> Callable[[], object]:

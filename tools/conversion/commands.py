@@ -19,7 +19,7 @@ from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of,
 from megappo.models.build import ModelChunks
 from megappo.models.dtypes import NAMES
 from megappo.weights.critic import critic_architecture, has_value_head
-from megappo.weights.hf_folder import COMPANIONS, copy_companions, write_hf_files
+from megappo.weights.hf_folder import copy_companions, write_hf_files
 from megappo.weights.load import load_hf
 from megappo.weights.safetensors_io import HFFolder
 
@@ -76,9 +76,11 @@ def reshard_folder(args: argparse.Namespace, world: World) -> None:
             sums |= reshard(chunks, world.groups, source.folder, source.info, target, source.architecture.vocab_size)
             bar.update()  # dist_checkpointing tells nothing while it works
         if world.rank == 0:
-            for name in ("state.json", CONFIG_FILE, *COMPANIONS):
+            for name in ("state.json", CONFIG_FILE):
                 if (args.input / name).is_file():
                     shutil.copyfile(args.input / name, folder / name)
+            if not components:  # a converted model, which carries them
+                copy_companions(args.input, folder)
         if components:
             write_sums(folder, world.exchange, sums)
     for source in sources:

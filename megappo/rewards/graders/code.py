@@ -1,19 +1,18 @@
 """Programs: whether what a response writes passes its label's tests."""
 
+import ast
 import json
 import math
 import os
-import re
 import subprocess
-import sys
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-OPENING = re.compile(r"[^`]*`{3,}[ \t]*([^\s`]*)\s*|\s*`{3,}[ \t]*([^\s`]+)\s[^`]*")
-"""A line that ends with three backquotes and maybe a tag, or begins with these and goes on."""
-CLOSING = re.compile(r"(.*?)`{3,}\s*")
+from megappo.variables import PACKAGE_ROOT, PYTHON
+
+FENCE = "```"
 ENDING_SECONDS = 20.0
 TOLERANCE = 1e-6
 """Of decimal numbers that a program writes."""
@@ -67,16 +66,26 @@ def program_in(response: str) -> str:
     """The last block of a response that is tagged as Python, else its last without a tag, else all of it."""
     of_tag: dict[str, str] = {}
     tag, block = None, list[str]()
-    for line in [*response.split("\n"), "```"]:  # a last block without an end has one, too
+    for line in [*response.split("\n"), FENCE]:  # a last block without an end has one, too
         if tag is None:
-            if found := OPENING.fullmatch(line):
-                tag, block = (found[1] or found[2] or "").lower(), []
-        elif found := CLOSING.fullmatch(line):
-            of_tag["py" if tag.startswith("py") else tag] = "\n".join([*block, found[1]])
+            tag, block = _opened(line), []
+        elif (end := line.rstrip()).endswith(FENCE):
+            of_tag["py" if tag.startswith("py") else tag] = "\n".join([*block, end.rstrip("`")])
             tag = None
         else:
             block.append(line)
     return of_tag.get("py", of_tag.get("", response))
+
+
+def _opened(line: str) -> str | None:
+    """The tag of the block that begins with a line: one that ends with backquotes and maybe a tag, or begins with these
+    and goes on; None for another line. No regular expression does this in linear time."""
+    before, fence, rest = line.partition(FENCE)
+    after = rest.lstrip("`")
+    words = after.split()
+    if not fence or "`" in before + after or (len(words) > 1 and before.strip()):
+        return None
+    return words[0].lower() if words else ""
 
 
 def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -103,13 +112,29 @@ def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     raise ValueError(f"code needs tests as label, {LABELS}; found {label!r:.80}")
 
 
+def code_label(label: Any) -> None:
+    """See that a label's tests can be run, and test something.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    for one in trials_of(label)[0]:
+        text = one.get("test", "run()")
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of escapes, say
+                nodes = map(type, ast.walk(ast.parse(text)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"code cannot run the test {text!r:.80}: {error}") from error
+        if not {ast.Assert, ast.Call} & set(nodes):
+            raise ValueError(f"code needs tests as label, {LABELS}; {text!r:.80} asserts nothing")
+
+
 def _tried(job: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
-    package_parent = str(Path(__file__).resolve().parents[3])
-    environment = {"PATH": os.defpath, "PYTHONPATH": package_parent, "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
     folder = tempfile.mkdtemp(prefix="megappo_trial_")
     try:
         done = subprocess.run(
-            [sys.executable, "-s", "-m", "megappo.rewards.trial"],
+            [*PYTHON, "-s", "-m", "megappo.rewards.trial"],
             input=json.dumps({**job, "folder": folder}).encode(),
             env=environment,
             capture_output=True,

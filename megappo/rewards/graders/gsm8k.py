@@ -36,10 +36,12 @@ def gsm8k(responses: list[str], labels: list[Any]) -> list[float]:
         ValueError: a label holds no number, or several.
     Source: Cobbe et al. 2021, Training Verifiers to Solve Math Word Problems, whose answers stand behind ####.
     """
-    return [float(answer(response) == _expected(label)) for response, label in zip(responses, labels, strict=True)]
+    return [
+        float(gsm8k_answer(response) == gsm8k_label(label)) for response, label in zip(responses, labels, strict=True)
+    ]
 
 
-def answer(text: str) -> Fraction | None:
+def gsm8k_answer(text: str) -> Fraction | None:
     """The number behind the last ####; None where there is none, or not one alone."""
     _, mark, rest = text.rpartition(MARK)
     return the_number(rest.lstrip().partition("\n")[0]) if mark else None
@@ -61,9 +63,14 @@ def _value(match: re.Match[str]) -> Fraction | None:
     return value / int(divisor) if int(divisor) else None
 
 
-def _expected(label: Any) -> Fraction:
+def gsm8k_label(label: Any) -> Fraction:
+    """The number that a label, itself one or a solution of GSM8K's, stands for.
+
+    Raises:
+        ValueError: it holds none, or several.
+    """
     text = as_text(label)
-    number = answer(text) if MARK in text else the_number(text)
+    number = gsm8k_answer(text) if MARK in text else the_number(text)
     if number is None:
         raise ValueError(f"gsm8k needs a number as label, or a text that ends with '#### 42', found {label!r:.80}")
     return number

@@ -62,7 +62,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def answer(response: str) -> str | None:
+def math_answer(response: str) -> str | None:
     """What a response boxes last, without what means nothing; equivalent answers may be different texts."""
     found = last_boxed(response)
     return None if found is None else _plain(found)
@@ -90,7 +90,7 @@ class _Comparer:
 
 
 def _is_right(response: str, label: Any, are_equivalent: Callable[[str, str], bool]) -> bool:
-    expected = _expected(label)
+    expected = math_label(label)
     found = last_boxed(response)
     if found is None:
         return False
@@ -110,7 +110,12 @@ def _plain(answer: str) -> str:
     return re.sub(r"\\[,!]|\$|(?<!\d)(?:\s|\\[;: ])+|(?:\s|\\[;: ])+(?!\d)", "", answer).rstrip(".")
 
 
-def _expected(label: Any) -> str:
+def math_label(label: Any) -> str:
+    """The answer that a label, itself one or a solution that boxes it, stands for.
+
+    Raises:
+        ValueError: it is neither, or empty.
+    """
     text = as_text(label)
     expected = last_boxed(text) if BOX.search(text) else text
     if not expected or not _plain(expected):

@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 
+from megappo.variables import proxy_for
+
 FIRST_PAUSE_SECONDS = 0.5
 """Before the second try; each further pause is twice as long."""
 TOO_MANY_REQUESTS, FIRST_SERVER_ERROR = 429, 500
@@ -115,12 +117,13 @@ async def _posted(url: str, body: Mapping[str, Any], api_key_env: str, seconds: 
         RuntimeError: nothing, or no JSON.
     """
     headers = {"Authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
-    found = ""
+    proxy = proxy_for(url)
+    client, found = _client(proxy), ""
     for i in range(1 + retries):
         await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (i - 1) if i else 0)
         try:
             async with asyncio.timeout(seconds):
-                answer = await _client().post(url, json=body, headers=headers, timeout=None)
+                answer = await client.post(url, json=body, headers=headers, timeout=None)
         except TimeoutError:
             found = f"gave no answer in {seconds:g} seconds"
             continue
@@ -132,7 +135,7 @@ async def _posted(url: str, body: Mapping[str, Any], api_key_env: str, seconds: 
         found = f"refused (HTTP {answer.status_code}): {_cut(answer.text)}"
         if answer.status_code != TOO_MANY_REQUESTS and answer.status_code < FIRST_SERVER_ERROR:
             break
-    raise RuntimeError(f"{url} {found}")
+    raise RuntimeError(f"{url} {found}{_through(proxy)}")
 
 
 def _key(variable: str) -> str:
@@ -142,8 +145,28 @@ def _key(variable: str) -> str:
 
 
 @cache
-def _client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(limits=httpx.Limits(max_connections=None))
+def _client(proxy: str | None) -> httpx.AsyncClient:
+    """What asks through this proxy, or directly, whatever the environment says.
+
+    Raises:
+        RuntimeError: it knows no such proxy.
+    """
+    try:
+        transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None), proxy=proxy)
+    except (ImportError, ValueError) as error:
+        remedy = "for socks5:// run pip install socksio, or name a proxy of http://"
+        raise RuntimeError(f"cannot be asked ({error}){_through(proxy)}; {remedy}") from error
+    return httpx.AsyncClient(transport=transport)
+
+
+def _through(proxy: str | None) -> str:
+    """The proxy, without its password, as the end of an error."""
+    shown = re.sub("//[^/]*@", "//", proxy or "")
+    return (
+        f", through the proxy {shown} of http_proxy, https_proxy or all_proxy (no_proxy=HOST avoids it)"
+        if proxy
+        else ""
+    )
 
 
 @cache

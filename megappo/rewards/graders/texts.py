@@ -18,10 +18,10 @@ def exact_match(responses: list[str], labels: list[Any]) -> list[float]:
     """1.0 where the stripped response equals the stripped label, else 0.0.
 
     Raises:
-        TypeError: a label is not a string or a number.
+        ValueError: a label is not a string or a number, or empty.
     """
     return [
-        float(whole(response) == _text("exact_match", label).strip())
+        float(exact_match_answer(response) == exact_match_label(label))
         for response, label in zip(responses, labels, strict=True)
     ]
 
@@ -30,11 +30,11 @@ def regex_match(responses: list[str], labels: list[Any]) -> list[float]:
     """1.0 where the label, a regular expression of Python's, is found in the response, else 0.0.
 
     Raises:
-        TypeError: a label is not a string or a number.
-        ValueError: one is no regular expression.
+        ValueError: a label is not a string or a number, or empty, or no regular expression.
     """
     return [
-        float(_pattern(label).search(response) is not None) for response, label in zip(responses, labels, strict=True)
+        float(regex_match_label(label).search(response) is not None)
+        for response, label in zip(responses, labels, strict=True)
     ]
 
 
@@ -49,15 +49,18 @@ def multiple_choice(responses: list[str], labels: list[Any]) -> list[float]:
     Raises:
         ValueError: a label is something else.
     """
-    return [float(chosen(response) == _letter(label)) for response, label in zip(responses, labels, strict=True)]
+    return [
+        float(multiple_choice_answer(response) == multiple_choice_label(label))
+        for response, label in zip(responses, labels, strict=True)
+    ]
 
 
-def whole(response: str) -> str:
+def exact_match_answer(response: str) -> str:
     """The answer of a response that is nothing else."""
     return response.strip()
 
 
-def chosen(response: str) -> str | None:
+def multiple_choice_answer(response: str) -> str | None:
     """The letter that a response gives as its answer; None where it gives none."""
     if alone := ALONE.fullmatch(response):
         return alone["letter"]
@@ -67,21 +70,38 @@ def chosen(response: str) -> str | None:
     return None
 
 
-def _text(grader: str, label: Any) -> str:
-    if not isinstance(label, str | int | float):
-        raise TypeError(f"{grader} needs strings or numbers as labels, found {label!r:.80}; see data.label_key")
-    return str(label)
+def exact_match_label(label: Any, grader: str = "exact_match") -> str:
+    """A label of `exact_match`, stripped.
+
+    Raises:
+        ValueError: it is none. An empty one is what a response that says nothing equals.
+    """
+    text = str(label).strip() if isinstance(label, str | int | float) else ""
+    if not text:
+        raise ValueError(f"{grader} needs strings or numbers as labels, found {label!r:.80}; see data.label_key")
+    return text
 
 
-def _pattern(label: Any) -> re.Pattern[str]:
+def regex_match_label(label: Any) -> re.Pattern[str]:
+    """A label of `regex_match`.
+
+    Raises:
+        ValueError: it is none. An empty one is found in every response.
+    """
+    exact_match_label(label, "regex_match")
     try:
-        return re.compile(_text("regex_match", label))
+        return re.compile(str(label))
     except (re.error, OverflowError) as error:
         raise ValueError(f"regex_match needs regular expressions as labels, found {label!r:.80}: {error}") from error
 
 
-def _letter(label: Any) -> str:
-    match = ALONE.fullmatch(_text("multiple_choice", label).upper())
+def multiple_choice_label(label: Any) -> str:
+    """A label of `multiple_choice`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = ALONE.fullmatch(str(label).upper())
     if match is None:
         raise ValueError(f"multiple_choice needs letters from A to J as labels, found {label!r:.80}")
     return match["letter"]

@@ -3,8 +3,8 @@
     .venv-gpu/bin/python tests/gpu/kit/bundle.py [--list] [--part-mib 56] [--with PATH ...]
 
 Start from the environment that `launch/setup.sh gpu` makes, with the Python version of the target (PYTHON=python3.12).
-CUDA libraries keep the code of one GPU architecture. What the target must have itself stands in BORROWED. The output
-folder gets the parts and manifest.json; pieces that have not changed are not compressed again.
+CUDA libraries keep the code of one GPU architecture; packages.txt says what travels. The output folder gets the parts
+and manifest.json. Pieces that have not changed are not compressed again.
 """
 
 import argparse
@@ -27,60 +27,8 @@ from pathlib import Path
 from prune import prune
 
 MIB = 2**20
-REPOSITORY = Path(__file__).parents[3]
-BORROWED = (
-    *("nvidia-cu*", "nvidia-nv*", "cuda-toolkit"),
-    *(
-        "numpy",
-        "scipy",
-        "pandas",
-        "pyarrow",
-        "numba",
-        "llvmlite",
-        "sympy",
-        "mpmath",
-        "networkx",
-        "lxml",
-        "pillow",
-        "onnx",
-    ),
-    *("grpcio", "tensorboard-data-server", "hf-xet", "cryptography"),
-)
-"""Distributions that the target brings, in any version: CUDA's libraries (but NCCL) and large ones beside them."""
-LEFT_OUT = (
-    *(
-        "flashinfer-python",
-        "flash-attn-4",
-        "quack-kernels",
-        "nvidia-cutlass-*",
-        "nvidia-mathdx",
-        "cuda-tile",
-        "tilelang",
-    ),
-    *("nvidia-cudnn-frontend", "sgl-deep-*", "sgl-flash-mla", "nccl*", "nvshmem4py-cu13", "cuda-bindings", "cuda-core"),
-    *("torchaudio", "torchcodec", "mistral_common", "deepseek-recipe", "modelscope*", "anthropic", "timm", "z3-solver"),
-    *("tml-renderers", "llguidance", "openai-harmony", "pycryptodomex", "airportsdata", "py-spy", "datasets"),
-    *("mypy", "ruff", "pip", "virtualenv", "hypothesis", "jedi", "ast_serialize", "librt", "cython", "megappo"),
-    *("pytest*", "pre_commit", "nodeenv", "kernels*", "humming-kernels", "types-*", "wheel", "pybind11"),
-)
-"""Distributions that no stage imports, or that SGLang can do without (kernels that Triton's or torch's replace)."""
-UNUSED_FILES = (
-    *("*/__pycache__/*", "../*", "torch/include/*", "torch/share/*", "torch/bin/protoc*", "torch/test/*", "*/tests/*"),
-    *("sglang/multimodal_gen/*", "sglang/test/*", "sglang/srt/rust_extensions/_[bgs]*.so"),
-    *(
-        "triton/backends/amd/lib/*",
-        "triton/backends/nvidia/lib/cupti*",
-        "triton/backends/nvidia/bin/*",
-        "triton/instrumentation/*",
-    ),
-    *(
-        "triton/_C/libproton.so",
-        "pycountry/locales/*",
-        "sgl_kernel/flash*.so",
-        "sgl_kernel/infllm*.so",
-        "sgl_kernel/sm100/*",
-    ),
-)
+REPOSITORY = Path(__file__).resolve().parents[3]
+OUTPUT = REPOSITORY / "outputs" / "gpu-kit"
 LARGE_FILE_BYTES, LARGE_DISTRIBUTION_BYTES = 20 * MIB, 8 * MIB
 STRIPPED_BYTES = 4 * MIB
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 * MIB}]
@@ -98,24 +46,40 @@ class Piece:
         return sum(path.stat().st_size for path, _ in self.files)
 
     def key(self, architecture: int) -> str:
-        """Return a name that changes with any of the files."""
+        """Return a file name that changes with any of the files."""
         facts = [(name, path.stat().st_size, path.stat().st_mtime_ns) for path, name in self.files]
         digest = hashlib.sha256(json.dumps([architecture, facts]).encode()).hexdigest()
         return f"{self.name}-{digest[:16]}.tar.xz"
 
 
-def matches(name: str, patterns: tuple[str, ...]) -> bool:
+def read_patterns() -> dict[str, list[str]]:
+    """Return the sections of packages.txt: title up to its colon -> patterns."""
+    patterns: dict[str, list[str]] = {}
+    title = ""
+    for line in Path(__file__).with_name("packages.txt").read_text().splitlines():
+        if line.startswith("  "):
+            patterns[title] += line.split()
+        elif line and not line.startswith("#"):
+            title = line.partition(":")[0]
+            patterns[title] = []
+    return patterns
+
+
+def matches(name: str, patterns: list[str]) -> bool:
     return any(fnmatch.fnmatch(name.lower(), pattern.lower()) for pattern in patterns)
 
 
 def pieces_of(site: Path, extra: list[Path]) -> Iterator[Piece]:
-    """Yield the environment's pieces, large files each by itself, small distributions together, then the extra paths."""
+    """Yield large files and distributions one by one, small distributions together, then the extra paths."""
+    patterns = read_patterns()
     together: list[tuple[Path, str]] = []
     for distribution in importlib.metadata.distributions(path=[str(site)]):
         name = distribution.metadata["Name"]
-        if (matches(name, BORROWED) and name != "nvidia-nccl-cu13") or matches(name, LEFT_OUT):
+        if matches(name, patterns["borrowed"] + patterns["left out"]):
             continue
-        names = sorted(str(file) for file in distribution.files or () if not matches(str(file), UNUSED_FILES))
+        names = sorted(
+            str(file) for file in distribution.files or () if not matches(str(file), patterns["skipped files"])
+        )
         files = [(site / name, f"site/{name}") for name in names if (site / name).is_file()]
         large = [file for file in files if file[0].stat().st_size >= LARGE_FILE_BYTES]
         yield from (Piece(path.name, ((path, inside),)) for path, inside in large)
@@ -140,36 +104,43 @@ def compress(piece: Piece, target: Path, architecture: int) -> None:
                 if is_library and ".libs/" not in name:  # those have sections that strip refuses
                     prune(path, pruned, architecture)
                     shutil.copymode(path, pruned)
-                archive.add(pruned if is_library and ".libs/" not in name else path, name)
+                    archive.add(pruned, name)
+                else:
+                    archive.add(path, name)
         temporary.rename(target)
+
+
+def compress_missing(pieces: list[Piece], paths: dict[str, Path], architecture: int) -> None:
+    """Compress the pieces that are not there yet, several at a time."""
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        missing = [piece for piece in pieces if not paths[piece.name].exists()]
+        jobs = {piece.name: pool.submit(compress, piece, paths[piece.name], architecture) for piece in missing}
+        for name, job in jobs.items():
+            job.result()
+            print(f"compressed {name}: {paths[name].stat().st_size / MIB:.1f} MiB", flush=True)
 
 
 def write_parts(files: list[Path], output: Path, part_bytes: int) -> list[dict[str, object]]:
     """Cut the pieces, one behind another, into parts; the order is the one in which they are unpacked."""
     for old in output.glob("part-*"):
         old.unlink()
-    parts, stream = [], b""
-    for file in files:
-        stream += file.read_bytes()
+    stream = b"".join(file.read_bytes() for file in files)
+    parts: list[dict[str, object]] = []
     for number, start in enumerate(range(0, len(stream), part_bytes)):
+        part = stream[start : start + part_bytes]
         path = output / f"part-{number:02}"
-        path.write_bytes(stream[start : start + part_bytes])
-        parts.append({"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)})
+        path.write_bytes(part)
+        parts.append({"name": path.name, "bytes": len(part), "sha256": hashlib.sha256(part).hexdigest()})
     return parts
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "outputs" / "gpu-kit", help="folder for the parts")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the parts (default: outputs/gpu-kit)")
     parser.add_argument("--part-mib", type=int, default=56, help="most MiB of a part (default: 56)")
     parser.add_argument("--architecture", type=int, default=90, help="of the target's GPU (default: 90, Hopper)")
     parser.add_argument(
-        "--with", dest="extra", type=Path, nargs="*", default=[], help="paths of this repository to bring"
+        "--with", dest="extra", type=Path, nargs="*", default=[], help="paths of this repository to add"
     )
     parser.add_argument("--list", action="store_true", help="print the pieces and their size without building anything")
     args = parser.parse_args()
@@ -179,24 +150,19 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     paths = {piece.name: folder / piece.key(args.architecture) for piece in pieces}
     if not args.list:
-        missing = [piece for piece in pieces if not paths[piece.name].exists()]
-        with ProcessPoolExecutor(os.cpu_count()) as pool:
-            jobs = {piece.name: pool.submit(compress, piece, paths[piece.name], args.architecture) for piece in missing}
-            for name, job in jobs.items():
-                job.result()
-                print(f"compressed {name}: {paths[name].stat().st_size / MIB:.1f} MiB", flush=True)
+        compress_missing(pieces, paths, args.architecture)
     for piece in pieces:
-        packed = f"{paths[piece.name].stat().st_size / MIB:8.1f}" if paths[piece.name].exists() else "       ?"
+        path = paths[piece.name]
+        packed = f"{path.stat().st_size / MIB:8.1f}" if path.exists() else "       ?"
         print(f"{piece.num_bytes / MIB:9.1f} MiB -> {packed} MiB  {piece.name}")
     if args.list:
         return
     parts = write_parts(list(paths.values()), args.output, args.part_mib * MIB)
     listed = [{"name": path.name, "bytes": path.stat().st_size} for path in paths.values()]
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    (args.output / "manifest.json").write_text(
-        json.dumps({"python": python, "parts": parts, "pieces": listed}, indent=1)
-    )
-    total = sum(part["bytes"] for part in parts)
+    manifest = {"python": python, "parts": parts, "pieces": listed}
+    (args.output / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    total = sum(piece["bytes"] for piece in listed)
     print(f"{len(parts)} parts, {total / MIB:.1f} MiB in all, in {args.output}, for Python {python}")
 
 

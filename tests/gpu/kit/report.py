@@ -8,40 +8,53 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+APART = ("timing_s/", "memory/", "planned/")
+"""Figures of a whole run that its table of phases has."""
+
 
 def lines(found: dict) -> Iterator[str]:
-    """Yield the report: what ran where, then a table for each whole run and one of the other stages' figures."""
-    devices = {stage["figures"]["device"] for stage in found["stages"] if "figures" in stage}
-    yield f"Measured on {', '.join(sorted(devices)) or 'an unknown device'} at commit {found['commit']}, {found['date']}."
-    yield from ("", "| stage | result | seconds |", "| --- | --- | --- |")
+    """Yield the report: what ran where, then a table for each stage."""
+    devices = sorted({stage["figures"]["device"] for stage in found["stages"] if "figures" in stage})
+    yield f"Measured on {', '.join(devices) or 'an unknown device'} at commit {found['commit']}, {found['date']}."
+    yield from table("stage", "result", "seconds")
     for stage in found["stages"]:
-        yield f"| {stage['stage']} | {'passed' if stage['rc'] == 0 else f'failed ({stage["rc"]})'} | {stage['seconds']} |"
+        outcome = "passed" if stage["rc"] == 0 else f"failed with exit code {stage['rc']}"
+        yield row(stage["stage"], outcome, stage["seconds"])
     for stage in found["stages"]:
         figures = stage.get("figures", {})
         if any(name.startswith("timing_s/") for name in figures):
             yield from phases(stage["stage"], figures)
-        elif figures:
-            numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-            yield from ("", f"| {stage['stage']} | measured |", "| --- | --- |")
-            yield from (f"| {name} | {value:,.4g} |" for name, value in numbers.items())
+        yield from numbers(stage["stage"], figures)
 
 
 def phases(title: str, figures: dict) -> Iterator[str]:
     """Yield a whole run's last step: each phase's seconds, and its peak of memory beside the plan's."""
-    yield from ("", f"| {title} | seconds | peak GiB | planned GiB |", "| --- | --- | --- | --- |")
+    yield from table(title, "seconds", "peak GiB", "planned GiB")
     for name, seconds in figures.items():
-        kind, _, phase = name.partition("/")
-        if kind == "timing_s":
+        if name.startswith("timing_s/"):
+            phase = name.removeprefix("timing_s/")
             peak, planned = figures.get(f"memory/{phase}_peak_gib"), figures.get(f"planned/{phase}_gib")
-            yield f"| {phase} | {seconds:.3f} | {number(peak)} | {number(planned)} |"
-    others = {
-        name: value for name, value in figures.items() if not name.startswith(("timing_s/", "memory/", "planned/"))
-    }
-    yield from ("", "| figure | value |", "| --- | --- |")
-    yield from (f"| {name} | {value:,.4g} |" for name, value in others.items() if isinstance(value, int | float))
+            yield row(phase, f"{seconds:.3f}", gib(peak), gib(planned))
 
 
-def number(value: float | None) -> str:
+def numbers(title: str, figures: dict) -> Iterator[str]:
+    """Yield the figures that are single numbers."""
+    found = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+    shown = {name: value for name, value in found.items() if not name.startswith(APART)}
+    if shown:
+        yield from table(title, "measured")
+        yield from (row(name, f"{value:,.4g}") for name, value in shown.items())
+
+
+def table(*titles: str) -> Iterator[str]:
+    yield from ("", row(*titles), row(*["---"] * len(titles)))
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def gib(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 

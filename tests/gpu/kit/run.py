@@ -3,7 +3,7 @@
     .venv-gpu/bin/python tests/gpu/kit/run.py [--seconds N] [--output FOLDER] [STAGE ...]
 
 Without names all stages run, those first that tell most. A stage that fails or takes too long does not stop the next
-one. Exit code 1 if any did. FOLDER/results.json has everything; report.py makes a table of it.
+one. Exit code 1 if any did. FOLDER/results.json has everything; report.py makes tables of it.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from datetime import date
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+OUTPUT = REPOSITORY / "outputs" / "gpu-kit" / "results"
 DOCTOR = ["-m", "megappo.doctor", "packages", "gpus", "collectives", "attention", "handles"]
 STAGES: dict[str, tuple[list[str], int]] = {
     "doctor": (DOCTOR, 90),
@@ -34,22 +35,23 @@ STAGES: dict[str, tuple[list[str], int]] = {
     "checkpoint": (["tests/gpu/stages/checkpoint.py"], 300),
 }
 """Arguments of Python, and seconds at full size."""
+VARIABLES = {
+    "OMP_NUM_THREADS": "1",  # as the launcher sets it on GPUs
+    "PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK": "1",  # the target's cuDNN may be older than the one torch was built with
+}
+LEAST_SECONDS = 10
+"""No stage is started with less time."""
 
 
 def run_stage(name: str, folder: Path, limit: float) -> dict:
-    """Run a stage in a session of its own, whose processes are ended with it; return its result."""
+    """Run a stage in a session of its own, whose processes end with it; return its result."""
     arguments, seconds = STAGES[name]
-    variables = os.environ | {"STAGE_OUTPUT": str(folder), "OUT": str(folder)}
+    variables = VARIABLES | os.environ | {"STAGE_OUTPUT": str(folder), "OUT": str(folder)}
+    command = [sys.executable, *arguments]
     started = time.monotonic()
     with (folder / f"{name}.json").open("w+") as output, (folder / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=REPOSITORY,
-            stdout=output,
-            stderr=log,
-            env=variables,
-            start_new_session=True,
-        )
+        settings = {"cwd": REPOSITORY, "env": variables, "start_new_session": True}
+        process = subprocess.Popen(command, stdout=output, stderr=log, **settings)
         try:
             code = process.wait(min(seconds, limit))
         except subprocess.TimeoutExpired:
@@ -66,7 +68,7 @@ def run_stage(name: str, folder: Path, limit: float) -> dict:
 
 
 def end_session(process: subprocess.Popen) -> None:
-    """End what is left of a stage: first as Ctrl-C does, so that runs end their engines, then at once."""
+    """End the processes that a stage left: first as Ctrl-C does, so that runs end their engines, then at once."""
     for number, patience in ((signal.SIGINT, 10), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, number)
@@ -76,35 +78,33 @@ def end_session(process: subprocess.Popen) -> None:
 
 
 def commit() -> str:
-    """Return the commit of the working tree; a tree without history has it in the file COMMIT, if anywhere."""
+    """Return the commit of the working tree."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-    file = REPOSITORY / "outputs" / "gpu-kit" / "COMMIT"
-    return found.stdout.strip() or (file.read_text().strip() if file.exists() else "unknown")
+    return found.stdout.strip() or "unknown"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(STAGES)} (default: all)")
     parser.add_argument("--seconds", type=float, default=600, help="for all stages together (default: 600)")
-    parser.add_argument("--output", type=Path, default=REPOSITORY / "outputs" / "gpu-kit" / "results")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder (default: outputs/gpu-kit/results)")
     args = parser.parse_args()
     if unknown := set(args.stages) - STAGES.keys():
         parser.error(f"no stage {', '.join(sorted(unknown))}: choose from {', '.join(STAGES)}")
-    args.output.mkdir(parents=True, exist_ok=True)
+    folder = args.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     deadline, results = time.monotonic() + args.seconds, []
     for name in args.stages or STAGES:
-        left = deadline - time.monotonic()
-        if left < 10:
-            print(f"{name}: not run, the time is over", flush=True)
+        remaining = deadline - time.monotonic()
+        if remaining < LEAST_SECONDS:
+            print(f"{name}: not run, no time is left", flush=True)
             continue
-        result = run_stage(name, args.output, left)
-        print(
-            f"{name}: {'passed' if result['rc'] == 0 else 'FAILED, exit code ' + str(result['rc'])}, {result['seconds']} s",
-            flush=True,
-        )
+        result = run_stage(name, folder, remaining)
+        outcome = "passed" if result["rc"] == 0 else f"FAILED with exit code {result['rc']}, see {folder}/{name}.log"
+        print(f"{name}: {outcome}, {result['seconds']} s", flush=True)
         results.append(result)
         found = {"commit": commit(), "date": date.today().isoformat(), "stages": results}
-        (args.output / "results.json").write_text(json.dumps(found, indent=1))
+        (folder / "results.json").write_text(json.dumps(found, indent=1))
     return int(any(result["rc"] for result in results))
 
 

@@ -71,7 +71,9 @@ def link_ptxas(packages: Path) -> None:
     own = [f"{folder}/triton/backends/nvidia/bin/ptxas" for folder in site.getsitepackages()]
     found = next(filter(None, map(shutil.which, ("ptxas", "/usr/local/cuda/bin/ptxas", *own))), None)
     if found is None:
-        print("warning: no ptxas in PATH, /usr/local/cuda or Triton's wheel: kernels cannot be compiled", file=sys.stderr)
+        print(
+            "warning: no ptxas in PATH, /usr/local/cuda or Triton's wheel: kernels cannot be compiled", file=sys.stderr
+        )
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     target.symlink_to(found)
@@ -84,15 +86,19 @@ def main() -> int:
     manifest = json.loads((folder / "manifest.json").read_text())
     found = f"{sys.version_info.major}.{sys.version_info.minor}"
     if found != manifest["python"]:
+        wanted = manifest["python"]
         print(
-            f"error: the bundle is for Python {manifest['python']}, this is {found}: run this with python{manifest['python']}, "
-            f"or build the bundle from an environment of PYTHON=python{found}",
-            file=sys.stderr,
+            f"error: the bundle is for Python {wanted}, this is {found}: run this with python{wanted}, or build",
+            end=" ",
         )
+        print(f"the bundle from an environment that PYTHON=python{found} bash launch/setup.sh gpu makes")
         return 2
     if missing := missing_parts(folder, manifest["parts"]):
         print(f"missing or damaged: {' '.join(missing)}", file=sys.stderr)
         return 3
+    if (ENVIRONMENT / "setup-stamp").exists():
+        print(f"error: launch/setup.sh made {ENVIRONMENT}: remove it, or use it as it is", file=sys.stderr)
+        return 2
     packages = make_environment()
     stream = b"".join((folder / part["name"]).read_bytes() for part in manifest["parts"])
     with ProcessPoolExecutor(os.cpu_count()) as pool:

@@ -1,6 +1,5 @@
 """Training runs started by their command, for the stages that are whole runs, and the figures that they report."""
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -35,18 +34,10 @@ def engine_settings() -> list[str]:
     return [f"rollout.server_args.{name}={value}" for name, value in chosen.items()]
 
 
-def environment() -> dict[str, str]:
-    """Return the variables of a run: without torch.compile where Triton is not the one that this torch needs."""
-    needed = [one for one in importlib.metadata.requires("torch") or () if one.startswith("triton==")]
-    found = f"triton=={importlib.metadata.version('triton')}"
-    fits = not CUDA or any(one.split(";")[0].strip() == found for one in needed)
-    return {**os.environ, "NPROC": "1"} | ({} if fits else {"TORCHDYNAMO_DISABLE": "1"})
-
-
 def train(config: Path, settings: Iterable[str]) -> None:
     """Run one rank by launch/local.sh; a failure raises CalledProcessError behind the run's own messages."""
     command = ["bash", "launch/local.sh", config, *ONE_RANK, *engine_settings(), *settings]
-    subprocess.run(command, cwd=REPOSITORY, env=environment(), stdout=sys.stderr.fileno(), check=True)
+    subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"NPROC": "1"}, stdout=sys.stderr.fileno(), check=True)
 
 
 def figures(run: Path) -> dict[str, float]:

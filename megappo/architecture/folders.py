@@ -1,0 +1,139 @@
+"""What a folder holds: a model or something else, the tensors that are read, the files that go with them."""
+
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from megappo.architecture.files import CONFIG_FILE, INDEX, SINGLE, read_weight_map
+from megappo.config.errors import shorten
+from megappo.config.text_files import TextFileError
+
+GIT_LFS = b"version https://git-lfs"
+COMPANIONS = ("*", "additional_chat_templates/*", "custom_generate/*")
+"""Where the files are that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
+NO_COMPANIONS = re.compile(
+    r"""(?x) (\..* | README.* | config\.json | adapter_.* | metadata\.json | trainer_state\.json | .*\.(index\.json
+    |safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|distcp|ckpt|jsonl|parquet|arrow|log|zip|tar|gz|pkl|npz))$"""
+)
+"""Files among them that do not go out with an export: weights, data, and what describes the old folder."""
+OTHER_FOLDERS = {
+    "adapter_config.json": "holds an adapter, {}: merge it into its base (merge_and_unload, save_pretrained) and name "
+    "that folder; remove the file where it is merged already",
+    "adapter_model.*": "holds an adapter, {}: merge it into its base and name that folder",
+    "snapshots/*": "is a repository in a Hugging Face cache: name the folder of a revision, such as {}",
+    "models--*": "is a Hugging Face cache: name the folder of a revision, such as {}/snapshots/REVISION",
+    "hf_actor": "is the output folder of a run: name {}",
+    "step_*": "holds training checkpoints, {}: name the run's hf_actor, or convert one's actor (tools/convert.py)",
+    "state.json": "is a training checkpoint: name the run's hf_actor, or convert its actor (tools/convert.py)",
+    ".metadata": "is a Megatron checkpoint: convert it with tools/convert.py megatron-to-hf",
+    "latest_checkpointed_iteration.txt": "holds Megatron checkpoints: convert one to the Hugging Face format",
+    "zero_to_fp32.py": "is a DeepSpeed checkpoint: convert it to safetensors with {}",
+    "fsdp_config.json": "is a checkpoint of FSDP shards: merge them into the Hugging Face format",
+    "model_index.json": "holds a diffusion pipeline: choose a language model",
+    "*.gguf": "holds GGUF weights, {}: download the model as safetensors",
+    "*/config.json": "holds the folders of models: name one of them, such as that of {}",
+    "consolidated*": "holds weights in their author's format, {}: download the model in the Hugging Face format",
+    "pytorch_model*": "holds weights as pickles, {}: save them as safetensors, or download those",
+    "*.pt*": "holds weights as pickles, {}: save them as safetensors, or download those",
+}
+"""What a folder is instead of a model, and the remedy, by what is found in it."""
+
+
+def other_kind(folder: Path) -> str | None:
+    """What a folder is instead of a model, and the remedy, to follow its path in an error; None for a model.
+
+    An adapter makes of every model another one: transformers adds it.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    next(folder.iterdir(), None)  # which raises what `glob` swallows
+    has_model = (folder / CONFIG_FILE).is_file() and any(folder.glob("model*.safetensors*"))
+    for pattern in list(OTHER_FOLDERS)[: 1 if has_model else None]:
+        for path in sorted(folder.glob(pattern)):
+            return OTHER_FOLDERS[pattern].format(path)
+    return None
+
+
+def companions(folder: Path) -> list[Path]:
+    """What stands beside config and weights for tokenizer and generation, as paths in the folder."""
+    found = sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if not path.is_dir())
+    return [path.relative_to(folder) for path in found if not NO_COMPANIONS.match(path.name)]
+
+
+def check_companions(folder: Path) -> None:
+    """See that companions can be read.
+
+    Raises:
+        TextFileError: one cannot.
+    """
+    for name in companions(folder):
+        _check_readable(folder / name)
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """The file of each tensor that transformers and SGLang load from a folder, as the files' own headers have it.
+
+    A shard's tensors count whether the index lists them or not, as in transformers.
+
+    Raises:
+        TextFileError: a file is missing, cannot be read, is truncated or no safetensors, or the libraries would not
+            read the same ones.
+    """
+    has_index, has_single = (folder / INDEX).is_file(), (folder / SINGLE).is_file()
+    listed = read_weight_map(folder) if has_index else {}
+    files = sorted(set(listed.values()) or {SINGLE})
+    lacking = [file for file in files if not (folder / file).is_file()]
+    if has_index and has_single and SINGLE not in files:
+        remedy = f"remove {INDEX}, whose {lacking[0]} is missing" if lacking else "remove the one that is out of date"
+        raise TextFileError(
+            f"{folder} holds {SINGLE}, which transformers reads, and {INDEX}, which SGLang reads: {remedy}"
+        )
+    for file in files:
+        _check_readable(folder / file)
+    if lacking:
+        what = f"lacks {shorten(', '.join(lacking))}" if has_index else f"holds no {SINGLE} and no {INDEX}"
+        raise TextFileError(f"{folder} {what}: complete the download; other weight formats are not read")
+    found: dict[str, str] = {}
+    for file in files:
+        _add(found, folder / file)
+    if lost := sorted(listed.keys() - found.keys()):
+        raise TextFileError(
+            f"{folder / listed[lost[0]]} lacks {shorten(', '.join(lost))}, which {INDEX} lists: copy both from "
+            "the same checkpoint"
+        )
+    for path in () if has_index else sorted(folder.glob("*.safetensors")):  # all of which SGLang reads
+        if path.name != SINGLE:
+            _add(dict(found), path)
+    return found
+
+
+def _add(found: dict[str, str], path: Path) -> None:
+    """Add the tensors of a file to those found before, none of which it may hold again."""
+    _check_readable(path)
+    try:
+        with safe_open(path, framework="np") as file:
+            names = file.keys()
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise TextFileError(f"{path} ({size:,} bytes) is damaged or truncated ({error}): copy it again") from error
+    if again := sorted(found.keys() & names):
+        raise TextFileError(
+            f"{path} holds {shorten(', '.join(again))}, as {found[again[0]]} does: remove the file that is not "
+            "the model's"
+        )
+    found.update(dict.fromkeys(names, path.name))
+
+
+def _check_readable(path: Path) -> None:
+    if not path.is_symlink() and not path.is_file():  # to open a pipe would wait for a writer
+        return
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(GIT_LFS))
+    except OSError as error:
+        remedy = "let this user read it, copy it, or complete the download"
+        raise TextFileError(f"cannot read {path} ({error.strerror}): {remedy}") from error
+    if start == GIT_LFS:
+        raise TextFileError(f"{path} is a pointer of Git LFS, not the file: download it with git lfs pull")

@@ -1,0 +1,51 @@
+"""GPU memory that an engine gives back when it sleeps: the trainer waits until it is free."""
+
+import time
+
+from megappo import platform
+from megappo.observe.life import LIFE
+
+GIB = 2**30
+RETURNED = 0.8
+"""Share of an engine's own count of weights and KV cache that must be free: the count is no exact one."""
+LIMIT_SECONDS = 30.0
+POLL_SECONDS = 0.02
+
+
+class Footprint:
+    """Memory of this rank's GPU that other processes hold.
+
+    SGLang 0.5.23 answers `release_memory_occupation` as soon as the first of an engine's ranks has released its own.
+
+    Args:
+        held_bytes: of them, what an engine gives back asleep; 0 where none does.
+    """
+
+    def __init__(self, held_bytes: float):
+        self._held_bytes = held_bytes
+        self._awake = 0
+
+    def note_awake(self) -> None:
+        """The engine has all of its memory now."""
+        self._awake = platform.bytes_of_others() if self._held_bytes else 0
+
+    def wait_asleep(self) -> None:
+        """Wait until the engine, which is asleep, has given its memory back; warn if it does not within the limit."""
+        if not self._held_bytes:
+            return
+        expected = self._awake - RETURNED * self._held_bytes
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while (found := platform.bytes_of_others()) > expected:
+            if time.monotonic() > deadline:
+                print(self._still_held(found, expected), flush=True)  # of this rank, which may have no observer
+                return
+            LIFE.sign()
+            time.sleep(POLL_SECONDS)
+
+    def _still_held(self, found: float, expected: float) -> str:
+        processes = "; ".join(platform.gpu_processes()) or "nvidia-smi names none"
+        return (
+            f"WARNING: {platform.device()}: other processes hold {found / GIB:.1f} GiB {LIMIT_SECONDS:g} s after the "
+            f"engine was asked to sleep, expected at most {expected / GIB:.1f}; the models may run out of memory. "
+            f"Processes there: {processes}. End those that are not of this run, or lower rollout.mem_fraction_static"
+        )

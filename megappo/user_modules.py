@@ -1,0 +1,92 @@
+"""People's Python files as modules: under their own names, with their own folders before what is installed.
+
+The modules of a folder are in sys.modules while its code runs, and out of it while another folder's does, so that two
+folders may each have a `utils.py`. A process that multiprocessing spawns finds them by sys.path, which it gets from its
+parent. The standard library alone.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+import pkgutil
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+RESERVED = sys.stdlib_module_names | {"megappo", "__main__"}
+"""Names that stand for the same modules everywhere: a file of such a name hides nothing."""
+ENTRY = "/*.py"
+"""End of an entry of sys.path, behind a folder, by which a `Home` is found and nothing else is."""
+DOT = ":"
+"""In place of dots in the name of a module that is called like its whole file."""
+_HOMES: list["Home"] = []
+
+
+class Home:
+    """A folder with Python files of the user's; Python asks it for modules at its entry of sys.path.
+
+    Args:
+        folder: absolute.
+    """
+
+    def __init__(self, folder: str):
+        self.folder = folder
+        self.entry = folder + ENTRY
+        self.away: dict[str, ModuleType] = {}
+        self._finder = pkgutil.get_importer(folder)
+        sys.path_importer_cache[self.entry] = self
+        _HOMES.append(self)
+
+    def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Where a module is, if it is in this folder."""
+        if DOT in name:
+            return importlib.util.spec_from_file_location(name, os.path.join(self.folder, name.replace(DOT, ".")))
+        return None if name in RESERVED else self._finder.find_spec(name)
+
+    def enter(self) -> None:
+        """Put the modules of this folder in place of those of all others."""
+        if sys.path[0] != self.entry:
+            _leave_all()
+            sys.modules.update(self.away)
+            sys.path.insert(0, self.entry)
+
+    def load(self, file: str) -> ModuleType:
+        """Import a file of this folder, which has been entered; as FILE:py where FILE stands for something else."""
+        name = os.path.basename(file).removesuffix(".py")
+        is_own = not RESERVED & {name} and "." not in name and importlib.util.find_spec(name).origin == file
+        return importlib.import_module(name if is_own else f"{name}.py".replace(".", DOT))
+
+    def leave(self) -> None:
+        """Take the modules of this folder out of sys.modules."""
+        self.away |= {name: sys.modules.pop(name) for name in list(filter(self._has, sys.modules))}
+        sys.path[:] = [entry for entry in sys.path if entry != self.entry]
+
+    def _has(self, name: str) -> bool:
+        package = name.partition(".")[0]
+        module = sys.modules.get(package)
+        places = [*getattr(module, "__path__", ()), getattr(module, "__file__", "")]
+        return package not in RESERVED and os.path.dirname(str(places[0])) == self.folder
+
+
+home_of = functools.cache(Home)
+"""The one of an absolute folder."""
+
+
+def share_all() -> None:
+    """Leave all modules where imports inside functions find them, unless several folders have one of the name, or it is
+    installed, and others import it, too."""
+    _leave_all()
+    for home in _HOMES:
+        sys.modules.update(home.away | sys.modules)
+        sys.path.append(home.entry)
+
+
+def _leave_all() -> None:
+    for home in _HOMES:
+        home.leave()
+
+
+for _entry in sys.path:  # of a process that multiprocessing has spawned
+    if _entry.endswith(ENTRY):
+        home_of(_entry.removesuffix(ENTRY))

@@ -1,0 +1,114 @@
+"""Mistakes that people make in configs: keys that the chosen method leaves unread, numbers beyond any machine, paths
+that only a shell would understand. Each is refused with its place, its key and a remedy."""
+
+import re
+
+import pytest
+
+from megappo.config.describe import keys
+from megappo.config.loading import load_config
+from megappo.config.schema import Config, Critic
+from megappo.config.unread import unread_errors
+
+GRPO = "algorithm.adv_estimator=grpo rollout.n=4"
+UNREAD = {
+    f"{GRPO} critic.optim.lr=1e-5": "critic.optim.lr 1e-05 has no effect, as this run builds no critic: drop it, or",
+    f"{GRPO} critic.lora.rank=16": 'critic.lora {"rank": 16, "alpha": 32.0, "target_modules": "all-linear"} has no',
+    f"{GRPO} critic.parallel.tensor=2": "critic.parallel.tensor 2 has no effect, as this run builds no critic",
+    f"{GRPO} critic.ppo_epochs=2": "critic.ppo_epochs 2 has no effect, as this run builds no critic",
+    f"{GRPO} critic.value_clip=0.2": "critic.value_clip 0.2 has no effect, as algorithm.adv_estimator grpo does",
+    f"{GRPO} critic.loss_agg_mode=token-sum": 'critic.loss_agg_mode "token-sum" has no effect, as algorithm.adv_est',
+    "algorithm.shared_backbone=true critic.offload=[weights]": 'critic.offload ["weights"] has no effect, as this run',
+    "algorithm.use_kl_in_reward=false ref.offload=[weights]": 'ref.offload ["weights"] has no effect, as algorithm.use',
+    "algorithm.kl_ctrl.target_kl=0.05": "algorithm.kl_ctrl.target_kl 0.05 has no effect, as algorithm.kl_ctrl.type is",
+    "algorithm.kl_ctrl.horizon=500": "algorithm.kl_ctrl.horizon 500 has no effect, as algorithm.kl_ctrl.type is fixed",
+    "algorithm.use_kl_in_reward=false actor.use_kl_loss=true algorithm.kl_ctrl.kl_coef=0.1": (
+        "algorithm.kl_ctrl.kl_coef 0.1 has no effect, as algorithm.use_kl_in_reward is false"
+    ),
+    "trainer.keep_every=10 trainer.save_interval=0": "trainer.keep_every 10 has no effect, as trainer.save_interval",
+    "trainer.keep_every=10 trainer.keep_checkpoints=0": "trainer.keep_every 10 has no effect, as trainer.keep_checkp",
+    "data.val_files=[] rollout.val_temperature=0.6": "rollout.val_temperature 0.6 has no effect, as data.val_files and",
+    "data.val_files=[] rollout.val_n=8": "rollout.val_n 8 has no effect, as data.val_files and eval.datasets are",
+    "data.val_files=[] trainer.num_samples=10": "trainer.num_samples 10 has no effect, as data.val_files and",
+    "actor.clip_ratio=0.3 actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.28": (
+        "actor.clip_ratio 0.3 has no effect, as actor.clip_ratio_low and actor.clip_ratio_high are set: drop it"
+    ),
+    "rollout.num_environment_workers=4": "rollout.num_environment_workers 4 has no effect, as rollout.environment is",
+    "rollout.engines=[http://a:1] rollout.max_total_tokens=9000": "rollout.max_total_tokens 9000 has no effect, as",
+}
+MILLION, BILLION = "(Input should be less than or equal to 1000000)", "less than or equal to 1000000000)"
+NUMBERS = {
+    "rollout.n=1000000000000": MILLION,
+    "data.train_batch_size=1e12": MILLION,
+    "trainer.total_steps=1000000000": MILLION,
+    "actor.lora.rank=1000000000": MILLION,
+    "reward.memory_limit_gib=1e12": MILLION,
+    "eval.datasets={a: {files: val.jsonl, n: 1000000000}}": MILLION,
+    "data.max_prompt_length=10000000000": BILLION,
+    "trainer.save_interval=1e18": BILLION,
+    "rollout.top_k=3000000000": BILLION,
+    "reward.num_workers=100000": "expected int in [1, 4096], found 100000",
+    "reward.timeout_seconds=1e30": "less than or equal to 100000000)",
+    "trainer.process_group_timeout_seconds=1e15": "less than or equal to 100000000)",
+    "rollout.sync.bucket_bytes=1000000000000000": "less than or equal to 1099511627776)",
+    "actor.clip_ratio_high=1e300": "less than or equal to 1000000000000000)",
+    "data.train_files={train.jsonl: 1e300}": "less than or equal to 1000000000000000)",
+}
+NO_PATH = "variables and this home folder are not known here: write the whole path"
+EMPTY = "it is empty: name a path, or write null where there is none"
+
+
+def told(override: str) -> str:
+    """What a path of PATHS is refused with."""
+    return NO_PATH if "$" in override or "~" in override else EMPTY
+
+
+PATHS = (
+    *("model.path=$HOME/model", "critic.model_path=${MODELS}/critic", "trainer.output_dir=$SCRATCH/run"),
+    *("data.train_files=[train.jsonl, '${DATA}/more.jsonl']", "data.train_files={$DATA/a.jsonl: 1}"),
+    *("trainer.output_dir=~nobody-of-this-name/run", "trainer.record_rollouts=''", "trainer.replay_rollouts=' '"),
+    *("trainer.eval_checkpoint=''", "data.val_files=['']", "rollout.environment=''", "reward.function=''"),
+    *("rollout.tools=['$HOME/tools.py:f']", "reward.function=$REWARDS/mine.py:f", "trainer.extensions=$HOME/mine.py"),
+    *("eval.datasets={a: {files: ''}}", "eval.datasets={a: {files: val.jsonl, reward: '$HOME/mine.py:f'}}"),
+    "reward.options={$HOME/mine.py:f: {limit: 3}}",
+)
+
+
+@pytest.mark.parametrize(("overrides", "message"), (UNREAD | NUMBERS | {one: told(one) for one in PATHS}).items())
+def test_a_mistake_is_refused_with_its_key(refusals, overrides, message):
+    (error,) = refusals(*re.split(r" (?=[a-z_.]+=)", overrides))
+    set_keys = [word.partition("=")[0] for word in overrides.split(" ")]
+    assert error.startswith("command line: ") and message in error and any(key in error for key in set_keys)
+
+
+def test_a_home_folder_is_found(run_folder, accepted, monkeypatch):
+    monkeypatch.setenv("HOME", str(run_folder))
+    (run_folder / "base.yaml").write_text("base: ~/run.yaml\ntrainer: {output_dir: ~/out}\n")
+    accepted("model.path=~/model", "data.train_files={~/train.jsonl: 1}", config="base.yaml")
+    config = load_config("base.yaml", ["model.path=~/model", "reward.function=~/mine.py:f"])
+    found = (config.model.path, config.trainer.output_dir, config.reward.function)
+    assert found == tuple(str(run_folder / name) for name in ("model", "out", "mine.py:f"))
+
+
+def test_a_base_may_hold_keys_of_a_method_that_is_not_chosen(run_folder, accepted, refusals):
+    """As the published GRPO configs do, which rest on one with a critic; and the command line over any file."""
+    (run_folder / "ppo.yaml").write_text("base: run.yaml\ncritic: {optim: {lr: 1e-5}}\nref: {offload: [weights]}\n")
+    chosen = "algorithm: {adv_estimator: grpo, use_kl_in_reward: false}\nrollout: {n: 4}\n"
+    (run_folder / "grpo.yaml").write_text(f"base: ppo.yaml\n{chosen}")
+    accepted(config="grpo.yaml")
+    accepted("algorithm.adv_estimator=grpo", "rollout.n=4", "algorithm.use_kl_in_reward=false", config="ppo.yaml")
+    (run_folder / "own.yaml").write_text(f"base: ppo.yaml\n{chosen}critic: {{optim: {{lr: 2e-5}}}}\n")
+    (error,) = refusals(config="own.yaml")
+    assert error.startswith("own.yaml:4: critic.optim.lr 2e-05 has no effect, as this run builds no critic: drop it")
+    (error,) = refusals("critic.warmup_steps=3", config="grpo.yaml")
+    assert error.startswith("command line: critic.warmup_steps 3 has no effect")
+
+
+def test_every_condition_names_keys_that_there_are(run_folder):
+    known, config = {key.path for key in keys()}, load_config(run_folder / "run.yaml")
+    assert list(unread_errors(config)) == []
+    for section in [Config, *(key.section for key in keys() if key.section)]:
+        for condition in section.read_if:
+            assert set(condition.switches.split()) <= known and condition.unread(config, "name") is not None
+            assert set(condition.but.split()) <= set(Critic.model_fields)
+            assert set(condition.keys.split()) & set(section.model_fields), "a shared condition has those of several"
