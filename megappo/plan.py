@@ -1,7 +1,7 @@
 """Dry run without GPU or torchrun: what a config means, where everything would live, and everything that is wrong.
 
     .venv/bin/python -m megappo.plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all]
-                                     [--gpu h100 [--suggest]]
+                                     [--gpu h100 [--suggest] [--storage-gbps N]]
 
 Where the config alone is right, it tries tokenizer, prompts and reward function. With --gpu it reckons the memory of
 each phase on GPUs of that type, and the seconds, and tells what would be on there of what makes passes faster. Exits
@@ -9,6 +9,7 @@ with 0 when the run could start, with 2 after printing every error, one line eac
 """
 
 import argparse
+import math
 import os
 import sys
 import textwrap
@@ -28,7 +29,7 @@ from megappo.config.schema import Config
 from megappo.estimate.fitting import fits, settled, settled_offloads
 from megappo.estimate.gpus import GIB, GPU, GPUS
 from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
-from megappo.estimate.report import memory_table, misfits, time_table
+from megappo.estimate.report import memory_table, misfits, resume_line, time_table
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.suggest import suggestions
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     if args.suggest and not args.gpu:
         parser.error(f"--suggest needs --gpu TYPE: of {', '.join(GPUS)}")
+    if args.storage_gbps and not args.gpu:
+        parser.error(f"--storage-gbps needs --gpu TYPE: of {', '.join(GPUS)}")
     escape_unprintable()
     try:
         config = load_config(args.config, args.overrides)
@@ -86,7 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.gpu and is_arranged:
         try:
             gpu, of_node = GPUS[args.gpu], ranks_per_node if args.nodes else GPUS_PER_NODE
-            errors += config.located(_reckon(config, Cluster(world_size, gpu.memory, of_node), gpu, args.suggest))
+            cluster = Cluster(world_size, gpu.memory, of_node)
+            errors += config.located(_reckon(config, cluster, gpu, args.suggest, args.storage_gbps))
         except ConfigError as error:  # of a model's config.json, as was told already
             errors = errors or config.located(error.errors)
     elif args.gpu:
@@ -107,8 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _reckon(config: Config, cluster: Cluster, gpu: GPU, suggests: bool) -> list[str]:
-    """Print what a run takes of the GPUs; why it does not fit them."""
+def _reckon(config: Config, cluster: Cluster, gpu: GPU, suggests: bool, storage_gbps: float | None) -> list[str]:
+    """Print what a run takes of the GPUs, and a resume of the hosts; why it does not fit the GPUs."""
     asked, config = config, settled(config, cluster)
     memory = MemoryEstimate(config, cluster)
     for line in settled_offloads(asked, config):
@@ -124,6 +128,8 @@ def _reckon(config: Config, cluster: Cluster, gpu: GPU, suggests: bool) -> list[
     print(f"\nwhat makes passes faster there, with {kernels}\n{table}")
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
+    if memory.checkpoint_bytes:
+        print(resume_line(memory, storage_gbps))
     if suggests:
         print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(asked, cluster, gpu)}")
     return list(misfits(memory, gpu))
@@ -242,6 +248,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _speed(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = math.nan
+    if not 0 < speed < math.inf:
+        raise argparse.ArgumentTypeError(f"expected GB/s above 0, found {shorten(repr(text))}")
+    return speed
+
+
 def _parser() -> argparse.ArgumentParser:
     description = "Print what a config means, without GPU or torchrun, and everything that is wrong with it."
     parser = config_parser(".venv/bin/python -m megappo.plan", description)
@@ -257,6 +273,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="look at every prompt (default: a sample of each file)")
     parser.add_argument("--gpu", type=str.lower, choices=GPUS, help="reckon memory and seconds on GPUs of this type")
     parser.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
+    parser.add_argument(
+        "--storage-gbps",
+        type=_speed,
+        metavar="N",
+        help="with --gpu: GB/s that the storage gives all nodes together, for the seconds of a resume",
+    )
     return parser
 
 

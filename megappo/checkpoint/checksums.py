@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,15 +87,18 @@ def refuse_altered(checkpoint: Path, name: str) -> None:
 
 
 def altered(checkpoint: Path, sums: dict[str, str], names: Iterable[str]) -> list[str]:
-    """What is wrong with each of these files that is not as its sum says. Runs in this process alone."""
-    faults = []
-    for name in names:
+    """What is wrong with each of these files that is not as its sum says. Runs in this process alone, in a thread for
+    each core that it may have: one sums a file more slowly than storage gives it."""
+
+    def fault(name: str) -> str:
         try:
-            if _sum(checkpoint / name) != sums[name]:
-                faults.append(f"{name} is altered or cut off, by its sum in {SUMS}")
+            is_whole = _sum(checkpoint / name) == sums[name]
         except OSError as error:
-            faults.append(f"{name} cannot be read ({error.strerror})")
-    return faults
+            return f"{name} cannot be read ({error.strerror})"
+        return "" if is_whole else f"{name} is altered or cut off, by its sum in {SUMS}"
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        return list(filter(None, threads.map(fault, names)))
 
 
 def read_sums(checkpoint: Path) -> dict[str, str]:

@@ -7,7 +7,7 @@ from megappo.config.errors import shorten
 from megappo.estimate.fitting import SPARE, fits, remedies
 from megappo.estimate.gpus import GIB, GPU
 from megappo.estimate.memory import MemoryEstimate, Place
-from megappo.estimate.seconds import TimeEstimate
+from megappo.estimate.seconds import TimeEstimate, resume_seconds
 from megappo.placement.picture import aligned
 from megappo.placement.ranks import format_ranks
 
@@ -47,6 +47,20 @@ def time_table(estimate: TimeEstimate) -> str:
     steps = estimate.config.trainer.total_steps
     whole = f"  {steps:,} steps: {steps * estimate.step / 3600:,.1f} hours, without evaluations and saves"
     return "\n".join([aligned([*rows, ["together", written_seconds(estimate.step), "", ""]]), whole])
+
+
+def resume_line(estimate: MemoryEstimate, storage_gbps: float | None) -> str:
+    """What a resume reads, how much host memory it takes, and how long it lasts.
+
+    Args:
+        storage_gbps: GB/s that the storage gives all nodes together; None where nobody says.
+    """
+    size, held = _gib(estimate.checkpoint_bytes), _gib(estimate.loading_bytes)
+    line = f"  a resume reads {size} GiB twice, for its sums and to load, and holds up to {held} GiB of a node's memory"
+    if storage_gbps is None:
+        return f"{line}; --storage-gbps N tells how long that takes"
+    seconds = written_seconds(resume_seconds(estimate, storage_gbps * 1e9))
+    return f"{line}: about {seconds} s from storage of {storage_gbps:g} GB/s"
 
 
 def written_seconds(seconds: float) -> str:

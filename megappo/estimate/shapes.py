@@ -1,10 +1,11 @@
 """What the models of a run are and how large the parts of them are that ranks hold: read and counted once."""
 
 from functools import cached_property
+from math import prod
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
-from megappo.architecture.parameters import StageSize, stage_of_layers, stage_sizes
+from megappo.architecture.parameters import StageSize, list_parameters, stage_of_layers, stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Lora, Parallel
 from megappo.estimate.flops import Flops, flops_of
@@ -37,6 +38,12 @@ class Shape:
         if (parallel, trained) not in self._stages:
             self._stages[parallel, trained] = stage_sizes(self.architecture, parallel, trained=trained)
         return self._stages[parallel, trained]
+
+    def largest(self, parallel: Parallel) -> int:
+        """Numbers of the largest tensor on a rank."""
+        cut = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor}
+        parameters = list_parameters(self.architecture, num_experts=1, **cut)  # experts are alike
+        return max(prod(parameter.shard_shape) for parameter in parameters)
 
     def layers(self, parallel: Parallel, stage: int) -> list[int]:
         """Numbers of the layers that a stage holds."""

@@ -4,8 +4,10 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from spawn import run_ranks
 from tiny_models import hf_folder
 
 from megappo.batch.exchange import Exchange
+from megappo.checkpoint import checksums
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
 from megappo.placement.layout import Layout
@@ -122,3 +125,17 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_used(
     folders: dict[str, Path], tmp_path: Path, num_places: int
 ) -> None:
     run_ranks(1, check_flips, folders, tmp_path / "checkpoints", num_places, timeout=300)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_rank_sums_several_files_at_once(tmp_path: Path) -> None:
+    """With one thread, SHA-256 is slower than storage."""
+    names, together = ["a", "b"], threading.Barrier(2, timeout=20)
+
+    def summed(path: Path) -> str:
+        together.wait()  # BrokenBarrierError unless both are here
+        return "as it was"
+
+    with patch.object(checksums, "_sum", summed):
+        found = checksums.altered(tmp_path, {"a": "as it was", "b": "other"}, names)
+    assert found == ["b is altered or cut off, by its sum in SHA256SUMS"]
