@@ -85,6 +85,11 @@ class Route:
         return not on_gpus and all(engine.entry.in_place and engine.is_near for engine in self.engines)
 
     @property
+    def shares_nccl(self) -> bool:
+        """Whether trainer and engines are in one group of NCCL's, in which no GPU may be twice."""
+        return any(engine.entry.needs_other_gpu for engine in self.engines)
+
+    @property
     def transports(self) -> dict[str, tuple[int, ...]]:
         """The engines of each transport."""
         names = [engine.transport for engine in self.engines]
