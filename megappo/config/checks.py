@@ -138,7 +138,7 @@ def _engines(rollout: Rollout) -> Iterator[str]:
         yield f"rollout.engines names {url} twice: name it once"
     if rollout.sync.transport == "ipc":
         yield "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
-    for key in ("server_args", "port", "mem_fraction_static", "max_engine_restarts"):
+    for key in ("server_args", "port", "mem_fraction_static", "sleep", "max_engine_restarts"):
         if getattr(rollout, key) != Rollout.model_fields[key].default:
             yield f"rollout.{key} has no effect on rollout.engines, which run already: drop it"
 

@@ -6,6 +6,7 @@ import pytest
 
 from megappo.config.schema import Config
 from megappo.placement.ranks import placement_layouts
+from megappo.sync.build import engine_sleeps
 from megappo.sync.route import find_route
 from megappo.train import shared_nccl_variables
 
@@ -201,3 +202,14 @@ OFF = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 )
 def test_nccls_defaults_stay_where_no_engine_joins_a_group(config: Config, ranks_per_node: int, expected: dict) -> None:
     assert shared_nccl_variables(config, placement_layouts(config, 4), ranks_per_node) == expected
+
+
+@pytest.mark.parametrize(
+    ("sleep", "expected"), [("always", [True, False]), ("auto", [True, False]), ("never", [False] * 2)]
+)
+def test_an_engine_sleeps_where_it_shares_gpus_unless_it_stays_awake(monkeypatch, sleep: str, expected: list) -> None:
+    config = config_of("0", "0-1")
+    config = config.changed("rollout.sleep", sleep)
+    monkeypatch.setattr("megappo.platform.has_cuda", lambda: True)
+    route = find_route(config, placement_layouts(config, 2))
+    assert [engine_sleeps(route, number) for number in (0, 1)] == expected
