@@ -26,7 +26,7 @@ from megappo.config.kinds import MOST_RANKS
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
-from megappo.estimate.fitting import fits, settled, settled_offloads
+from megappo.estimate.fitting import fits, settled, settled_lines
 from megappo.estimate.gpus import GIB, GPU, GPUS
 from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
 from megappo.estimate.report import memory_table, misfits, resume_line, time_table
@@ -115,7 +115,7 @@ def _reckon(config: Config, cluster: Cluster, gpu: GPU, suggests: bool, storage_
     """Print what a run takes of the GPUs, and a resume of the hosts; why it does not fit the GPUs."""
     asked, config = config, settled(config, cluster)
     memory = MemoryEstimate(config, cluster)
-    for line in settled_offloads(asked, config):
+    for line in settled_lines(asked, config):
         print(f"\n{line}")
     nodes = f"for nodes of {counted(cluster.gpus_per_node, 'GPU')}"
     print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated {nodes}\n{memory_table(memory)}")

@@ -1,6 +1,6 @@
 """The keys of sampling, of the engines, and of the way of the weights to them."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -37,7 +37,7 @@ class Rollout(Section):
     read_if = (
         HAS_HELD_OUT,
         ReadIf(
-            "mem_fraction_static max_total_tokens max_engine_restarts port server_args",
+            "mem_fraction_static sleep max_total_tokens max_engine_restarts port server_args",
             "rollout.engines",
             unless=True,
             reason="{} run already",
@@ -62,6 +62,7 @@ class Rollout(Section):
     tensor_parallel: Ways = Field(1, description="GPUs per SGLang engine; placement's rollout ranks are cut into groups of this size, each on one node or on several with as many ranks on each")
     max_running_requests: Positive = Field(256, description="sequences an engine decodes at once")
     mem_fraction_static: OpenFraction = Field(0.5, description="share of GPU memory for the engine's weights and KV cache (GPU only)")
+    sleep: Literal["always", "auto", "never"] = Field("always", description="when an engine gives its memory to the models on its GPUs; auto = where memory needs it (GPU only)")
     max_total_tokens: Tokens | None = Field(None, description="KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)")
     start_timeout_seconds: Seconds = Field(1500.0, description="how long an engine may take to start; the first on a GPU compiles kernels")
     request_timeout_seconds: Seconds = Field(1800.0, description="how long a request of a rollout may go without a further response, or an engine take to read weights from a disk")

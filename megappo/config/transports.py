@@ -21,7 +21,7 @@ class Transport:
         engine: (Link, EngineClient) -> the end of the rank that owns an engine: a Receiver; a Sender without `sender`.
         sender: (Link) -> the Sender of one of the actor's ranks, for all engines; None = each engine's owner gives it
             the weights itself, and must be one of the actor's ranks.
-        needs_other_gpu: the rank that sends must not be on the engine's GPUs.
+        needs_other_gpu: the rank that sends must not be on the engine's GPUs, as both are in a group of NCCL's.
         each_stage: with `sender`: where this holds for all engines, each pipeline stage of the actor has one, for its
             own tensors: `Link.addresses` has them all, `TensorSpec.sender` says whose a tensor is.
         each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that

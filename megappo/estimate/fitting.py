@@ -1,4 +1,4 @@
-"""Making a run fit its GPUs: what `offload: auto` stands for, and what to change where a run does not fit."""
+"""Making a run fit its GPUs: what `auto` stands for, and what to change where a run does not fit."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, reduce
@@ -17,11 +17,21 @@ Change = Callable[[Config], Config]
 
 
 def settled(config: Config, cluster: Cluster | None) -> Config:
-    """The config with every `offload: auto` replaced by as little as makes the run fit, or, if nothing does, by all.
+    """The config with every `offload: auto` replaced by as little as makes the run fit, or, if nothing does, by all;
+    then `rollout.sleep: auto` by "never" if the run fits with that, too.
 
     Args:
-        cluster: None without GPUs, where nothing has to be offloaded.
+        cluster: None without GPUs, where nothing has to be offloaded, and no engine sleeps.
     """
+    config = _with_settled_offloads(config, cluster)
+    if config.rollout.sleep != AUTO:
+        return config
+    awake = config.changed("rollout.sleep", "never")
+    stays_awake = cluster is not None and fits(MemoryEstimate(awake, cluster))
+    return awake if stays_awake else config.changed("rollout.sleep", "always")
+
+
+def _with_settled_offloads(config: Config, cluster: Cluster | None) -> Config:
     unsettled = {name: spec.offload.key for name, spec in components_of(config).items() if spec.offload.value == AUTO}
     config = _changed(config, (_setting(key, ()) for key in unsettled.values()))
     if cluster is None or not unsettled:
@@ -30,8 +40,10 @@ def settled(config: Config, cluster: Cluster | None) -> Config:
     return _fitting(config, offloads, cluster) or _changed(config, offloads)
 
 
-def settled_offloads(asked: Config, config: Config) -> Iterator[str]:
-    """What each `offload: auto` has become, a line each."""
+def settled_lines(asked: Config, config: Config) -> Iterator[str]:
+    """What each `auto` has become, a line each."""
+    if asked.rollout.sleep == AUTO:
+        yield f"rollout.sleep auto: {config.rollout.sleep}"
     for name, spec in components_of(asked).items():
         if spec.offload.value == AUTO:
             kinds = components_of(config)[name].offload.value
@@ -95,6 +107,8 @@ def _fitting(config: Config, changes: Iterable[Change], cluster: Cluster) -> Con
 
 def _changes(config: Config) -> Iterator[Change]:
     specs = components_of(config).values()
+    if config.rollout.sleep == "never":
+        yield _setting("rollout.sleep", "always")
     yield from (offload for _, offload in _offloads(config))
     yield from (_setting(f"{spec.training.key}.recompute", "full") for spec in specs if spec.training)
     for key, most in dict.fromkeys(spec.max_tokens for spec in specs):

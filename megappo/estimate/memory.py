@@ -194,9 +194,10 @@ class MemoryEstimate:
             if name in self.passes(phase):
                 yield from self._pass(name, stage, trains="gradients" in use)
         # An engine that shares its GPU with models sleeps while they are trained, and while a checkpoint is saved.
-        if place.has_engine and (not place.stages or phase in (ROLLOUT, SYNC, PROBE)):
+        stays_awake = not place.stages or self.config.rollout.sleep == "never"
+        if place.has_engine and (stays_awake or phase in (ROLLOUT, SYNC, PROBE)):
             yield "engine weights", self.engine.weights
-            if not place.stages or phase != SYNC:
+            if stays_awake or phase != SYNC:
                 yield "KV cache", self.engine.cache
                 yield "CUDA graphs", self.engine.graphs
                 yield "engine working memory", self.engine.working

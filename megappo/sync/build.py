@@ -27,7 +27,8 @@ from megappo.weights.load import folder_shapes
 
 def engine_sleeps(route: Route, engine: int) -> bool:
     """Whether an engine gives its memory up while the models on its GPUs are trained; its weights are then lost."""
-    return platform.has_cuda() and route.engines[engine].shares_gpus
+    found = route.engines[engine]
+    return platform.has_cuda() and found.shares_gpus and not found.stays_awake
 
 
 def build_sync(

@@ -18,6 +18,7 @@ class EngineRoute:
         transport: its name. entry: in the table; where adapters alone are sent, the transport's for those.
         ranks: the engine's; the first owns it.
         shares_gpus: a model is on one of them too, so that the engine must give its memory up while that is trained.
+        stays_awake: it need not, as there is memory for both.
         is_external: it is elsewhere, on none of their GPUs.
         spans_nodes: its ranks are on several nodes.
         is_near: its ranks and all of the actor's from which its owner could gather the weights are on one node.
@@ -30,6 +31,7 @@ class EngineRoute:
     is_external: bool = False
     spans_nodes: bool = False
     is_near: bool = True
+    stays_awake: bool = False
 
     @property
     def owner(self) -> int:
@@ -83,6 +85,11 @@ class Route:
     def reads_in_place(self, *, on_gpus: bool) -> bool:
         """Whether all engines read the actor's shards where they are, so that nothing need be gathered."""
         return not on_gpus and all(engine.entry.in_place and engine.is_near for engine in self.engines)
+
+    @property
+    def shares_nccl(self) -> bool:
+        """Whether trainer and engines are in one group of NCCL's, in which no GPU may be twice."""
+        return any(engine.entry.needs_other_gpu for engine in self.engines)
 
     @property
     def transports(self) -> dict[str, tuple[int, ...]]:
@@ -145,7 +152,7 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
         shares_gpus = not (external or models.isdisjoint(ranks))
         spans_nodes = _are_apart(ranks, ranks_per_node)
         is_near = not _are_apart({*ranks, *layouts["actor"].gathering(ranks[:1])}, ranks_per_node)
-        facts = ranks, shares_gpus, external, spans_nodes, is_near
+        facts = ranks, shares_gpus, external, spans_nodes, is_near, config.rollout.sleep == "never"
         ways = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry is not None}
         is_open = (
             way for way in ways.values() if way.entry.sender or (not external and set(way.sources) <= set(actor))

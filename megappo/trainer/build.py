@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
-from megappo.estimate.fitting import settled, settled_offloads
+from megappo.estimate.fitting import settled, settled_lines
 from megappo.estimate.memory import Cluster
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
@@ -53,7 +53,7 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
     progress.restore(models)
     start = [progress.describe(), progress.notice]
     observer = make_observer(config, start, progress.start_step + 1 if progress.checkpoint else 0, exchange, cleanup)
-    for line in (*left_out, *settled_offloads(asked, config)):
+    for line in (*left_out, *settled_lines(asked, config)):
         observer.message(line)
     phase = Phases(models)
     if started is not None:

@@ -12,7 +12,7 @@ from megappo.architecture.parameters import stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
 from megappo.config.schema import Parallel
-from megappo.estimate.fitting import SPARE, _has_room, fits
+from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, settled, settled_lines
 from megappo.estimate.gpus import GIB, GPUS, find_gpu
 from megappo.estimate.memory import START, Cluster, MemoryEstimate
 from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
@@ -145,3 +145,49 @@ def test_a_start_that_does_not_fit_is_refused() -> None:
 def test_names_of_devices(device: str, name: str | None) -> None:
     gpu = find_gpu(device)
     assert (gpu.name if gpu else None) == name
+
+
+SMALL = REPOSITORY / "configs" / "qwen2.5_0.5b_gsm8k_1gpu.yaml"
+ASLEEP = ("start", "old_log_probs", "values", "ref_log_probs", "update_actor", "update_critic", "save")
+
+
+def test_an_engine_that_stays_awake_counts_in_every_phase() -> None:
+    asleep, awake = (
+        MemoryEstimate(load_config(SMALL, [f"rollout.sleep={sleep}"]), Cluster(1, 79.1 * GIB))
+        for sleep in ("auto", "never")
+    )
+    engine = awake.engine.weights + awake.engine.cache + awake.engine.graphs + awake.engine.working
+    more = {}
+    for phase, ledger in awake.ledgers[awake.fullest].items():
+        more[phase] = sum(ledger.values()) - sum(asleep.ledgers[asleep.fullest][phase].values())
+    expected = (
+        dict.fromkeys(awake.phases, 0.0) | dict.fromkeys(ASLEEP, engine) | {"sync": engine - awake.engine.weights}
+    )
+    assert more == pytest.approx(expected)
+
+
+SLEEPS = {
+    "room for both": (SMALL, [], 1, 79.1, "never"),
+    "too small a GPU": (SMALL, [], 1, 40.0, "always"),
+    "a larger share for the engine": (SMALL, ["rollout.mem_fraction_static=0.8"], 1, 79.1, "always"),
+    "two models of 7B": (BOTH_7B, [], 8, 79.1, "always"),
+    "two models of 7B on twice the memory": (BOTH_7B, [], 8, 139.0, "never"),
+    "offload comes first": (BOTH_7B, ["actor.offload=auto", "critic.offload=auto"], 8, 79.1, "always"),
+    "no GPU": (SMALL, [], 1, None, "always"),
+}
+
+
+@pytest.mark.parametrize(("path", "overrides", "ranks", "gib", "expected"), SLEEPS.values(), ids=SLEEPS)
+def test_auto_has_engines_sleep_only_where_memory_needs_it(
+    path: Path, overrides: list[str], ranks: int, gib: float | None, expected: str
+) -> None:
+    asked = load_config(path, [*overrides, "rollout.sleep=auto"])
+    found = settled(asked, None if gib is None else Cluster(ranks, gib * GIB))
+    assert found.rollout.sleep == expected
+    assert f"rollout.sleep auto: {expected}" in settled_lines(asked, found)
+    assert settled(load_config(path, overrides), None).rollout.sleep == "always", "unless it is asked for"
+
+
+def test_sleep_is_the_first_remedy_where_an_awake_engine_leaves_too_little() -> None:
+    config = load_config(BOTH_7B, ["rollout.sleep=never"])
+    assert remedies(config, Cluster(8, 79.1 * GIB)) == {"rollout.sleep": "always"}

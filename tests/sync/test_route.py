@@ -1,18 +1,24 @@
 """The way of the weights to each engine, from the placement."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from megappo.config.schema import Config
 from megappo.placement.ranks import placement_layouts
+from megappo.sync.build import engine_sleeps
 from megappo.sync.route import find_route
+from megappo.train import shared_nccl_variables
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
 
 
-def config_of(actor: str, rollout: str, engine_ranks: int = 1, transport: str = "auto") -> Config:
+def config_of(
+    actor: str, rollout: str, engine_ranks: int = 1, transport: str = "auto", engines: Sequence[str] = ()
+) -> Config:
     placement = {"actor": actor, "critic": actor, "rollout": rollout}
-    engines = {"tensor_parallel": engine_ranks, "sync": {"transport": transport}}
-    return Config.model_validate(SECTIONS | {"placement": placement, "rollout": engines})
+    settings = {"tensor_parallel": engine_ranks, "sync": {"transport": transport}, "engines": engines}
+    return Config.model_validate(SECTIONS | {"placement": placement, "rollout": settings})
 
 
 @pytest.mark.parametrize(
@@ -174,3 +180,36 @@ def test_shards_on_another_node_are_gathered() -> None:
     layouts = placement_layouts(config, 4)
     assert find_route(config, layouts, ranks_per_node=4).reads_in_place(on_gpus=False)
     assert not find_route(config, layouts, ranks_per_node=2).reads_in_place(on_gpus=False)
+
+
+OFF = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks_per_node", "expected"),
+    [
+        (config_of("0-3", "0-3"), 4, {}),
+        (config_of("0-3", "0-3", 4), 4, {}),
+        (config_of("0-1", "2-3"), 4, OFF),
+        (config_of("2-3", "0-3", 2), 4, OFF),  # one engine of two
+        (config_of("0-3", "0-3", 4), 2, {}),  # an engine on two nodes, whose ranks have the actor's weights
+        (config_of("0-1", "0-3", 4), 2, OFF),  # those on the second node have none
+        (config_of("0-1", "2-3", transport="disk"), 4, {}),
+        (config_of("0-3", "0-3", transport="broadcast"), 4, OFF),
+        (config_of("0-3", "0-3", engines=["http://a:1"] * 4), 4, OFF),
+        (config_of("0-3", "0-3", transport="disk", engines=["http://a:1"] * 4), 4, {}),
+    ],
+)
+def test_nccls_defaults_stay_where_no_engine_joins_a_group(config: Config, ranks_per_node: int, expected: dict) -> None:
+    assert shared_nccl_variables(config, placement_layouts(config, 4), ranks_per_node) == expected
+
+
+@pytest.mark.parametrize(
+    ("sleep", "expected"), [("always", [True, False]), ("auto", [True, False]), ("never", [False] * 2)]
+)
+def test_an_engine_sleeps_where_it_shares_gpus_unless_it_stays_awake(monkeypatch, sleep: str, expected: list) -> None:
+    config = config_of("0", "0-1")
+    config = config.changed("rollout.sleep", sleep)
+    monkeypatch.setattr("megappo.platform.has_cuda", lambda: True)
+    route = find_route(config, placement_layouts(config, 2))
+    assert [engine_sleeps(route, number) for number in (0, 1)] == expected
