@@ -166,9 +166,8 @@ class MemoryEstimate:
     @property
     def loading_bytes(self) -> float:
         """Of a node's memory while a checkpoint is loaded: each rank holds a stored tensor, in fp32, at a time."""
-        trained = [spec for spec in self.specs.values() if spec.training]
-        largest = max((self.cluster.shapes.of(spec).largest(spec.parallel.value) for spec in trained), default=0)
-        return 4 * largest * min(self.cluster.gpus_per_node, self.cluster.world_size)
+        sizes = [self.cluster.shapes.of(spec).largest(spec.parallel.value) for spec in self.specs.values()]
+        return 4 * max(sizes) * min(self.cluster.gpus_per_node, self.cluster.world_size)
 
     def _building(self, place: Place) -> Ledger:
         """The models when most of them is there: each is built whole, and what of it sleeps leaves before the next."""

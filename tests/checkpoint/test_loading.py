@@ -28,7 +28,7 @@ from megappo.models.train_engine import TrainedEngine
 from megappo.placement.layout import Layout
 
 sys.path.append(str(Path(__file__).parents[2] / "tools" / "bench"))
-from peak_memory import MIB, PeakMemory
+from peak_memory import MIB, PeakMemory, bytes_read
 
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192}
 SLACK = 2**21
@@ -58,12 +58,6 @@ def states(engine: TrainedEngine) -> list[torch.Tensor]:
                 state = part.optimizer.state[parameter]
                 found += [parameter.data, state["exp_avg"], state["exp_avg_sq"]]
     return found
-
-
-def bytes_read() -> int:
-    """By this process, whether from a disk or from what the system has kept of it."""
-    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(counts["rchar"])
 
 
 def check_read_once(rank: int, world_size: int, model: Path, folder: Path, switches: frozenset[str]) -> None:

@@ -1,6 +1,7 @@
 """The benchmarks that take seconds run at small sizes, and print and write their rows."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,14 @@ def test_a_benchmark_tells_its_rows(name: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert rows and all(row["ratio"] > 0 and f"| {row['name']} |" in result.stdout for row in rows)
+
+
+def test_a_resume_reads_the_checkpoint_once_over_all_ranks(tmp_path: Path) -> None:
+    arguments = ["--resume", "--megabytes", "128", "--repeats", "1"]
+    result = run(BENCHMARKS / "checkpoint.py", *arguments, torchrun=True, ranks=2)
+    assert result.returncode == 0, result.stderr
+    size, read = (int(re.search(pattern, result.stdout)[1]) for pattern in (r"^(\d+) MiB", r"\nread (\d+) MiB: "))
+    assert size > 100 and read == pytest.approx(size, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["gae", "update"])

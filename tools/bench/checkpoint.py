@@ -1,12 +1,15 @@
-"""How long a save holds training up: at once, and in the background (trainer.async_save), in one run.
+"""How long a save holds training up: at once, and in the background (trainer.async_save), in one run; or a resume.
 
     .venv/bin/python tools/bench/checkpoint.py --megabytes 2000
-    .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/checkpoint.py
+    .venv/bin/python -m megappo.torchrun --nproc-per-node 2 tools/bench/checkpoint.py [--resume]
 
 Real PPO steps of an actor and a critic on fixed rollouts; prints medians, and the range of what is compared. A save in
 the background holds training up while it copies, and when it is completed; besides, it takes processor time from the
 steps that go on meanwhile. The first of a run takes longer than the later ones, which have its memory for their copies;
 both are told. A save at once lets go of that memory, so that each round has a first one.
+
+With --resume the checkpoint is compared with its sums and loaded, into the models that wrote it: seconds, what each
+rank reads in a load, and the most memory that it takes besides what it keeps.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch.distributed as dist
+from peak_memory import MIB, PeakMemory, bytes_read
 from same_numbers import build, settings
 from timed import seconds, write_llama
 
@@ -81,10 +85,26 @@ def told(found: dict[str, list[float]]) -> Iterator[str]:
     yield f"a step alone {medians['step']:.2f} s, beside a save {medians['beside']:.2f} s"
 
 
+def resumed(run: Run, repeats: int) -> Iterator[str]:
+    """A resume in words, on every rank together."""
+    store, exchange = run.progress.store, run.exchange
+    run.progress.finish(1)
+    run.save()
+    path = store.latest()
+    sums = [seconds(store.latest) for _ in range(repeats)]
+    memory, before = PeakMemory(), bytes_read()
+    loads = [seconds(lambda: store.load(path, run.models.trained)) for _ in range(repeats)]
+    ranks = exchange.share(((bytes_read() - before) / repeats / MIB, memory.take() / MIB))
+    yield f"sums {statistics.median(sums):.2f} s, load {statistics.median(loads):.2f} s"
+    yield f"read {sum(read for read, _ in ranks):.0f} MiB: of each rank {', '.join(f'{read:.0f}' for read, _ in ranks)}"
+    yield f"held besides, at most {max(held for _, held in ranks):.0f} MiB on a rank"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=800, help="size of a checkpoint in MiB (default 800)")
     parser.add_argument("--repeats", type=int, default=5, help="saves of each kind (default 5)")
+    parser.add_argument("--resume", action="store_true", help="measure a resume instead")
     args = parser.parse_args()
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}.items():
         os.environ.setdefault(name, str(value))
@@ -99,10 +119,13 @@ def main() -> None:
         given = settings(folder) | {"placement": {"actor": ranks, "critic": ranks, "rollout": ranks}}
         given["trainer"] |= {"keep_checkpoints": 1, "total_steps": 1000}
         run = build(config := Config.model_validate(given))
-        found = measure(run, Trainer(config, run), args.repeats)
+        if args.resume:
+            lines = list(resumed(run, args.repeats))
+        else:
+            lines = list(told(measure(run, Trainer(config, run), args.repeats)))
         size = sum(file.stat().st_size for file in run.progress.checkpoint.rglob("*") if file.is_file())
     if exchange.rank == 0:
-        print(f"{size / 2**20:.0f} MiB", *told(found), sep="\n")
+        print(f"{size / 2**20:.0f} MiB", *lines, sep="\n")
 
 
 if __name__ == "__main__":

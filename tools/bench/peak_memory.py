@@ -1,4 +1,5 @@
-"""Memory of this process alone, and its peak: RssAnon + RssShmem of /proc/self/status, sampled every millisecond.
+"""What this process reads, and the peak of its own memory: RssAnon + RssShmem of /proc/self/status, sampled every
+millisecond.
 
 Pages of mapped files do not count, as the system takes them back when it needs them.
 """
@@ -26,6 +27,12 @@ class PeakMemory:
         while True:
             self.peak = max(self.peak, own_memory())
             time.sleep(0.001)
+
+
+def bytes_read() -> int:
+    """By this process so far, whether from a disk or from what the system has kept of it."""
+    with open("/proc/self/io") as counts:
+        return next(int(line.split()[1]) for line in counts if line.startswith("rchar:"))
 
 
 def own_memory() -> int:
