@@ -14,8 +14,6 @@ from urllib.parse import urlsplit
 PYTHON = (sys.executable, "-P")
 """Starts a process of this program: files of the working folder must not hide what is installed."""
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-NEAR = "0.0.0.0/32 127.0.0.0/8 10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 169.254.0.0/16 100.64.0.0/10 ::1/128 fc00::/7"
-"""Addresses of this machine and of clusters, to which no proxy leads."""
 DEVICE = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")
 FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
@@ -42,15 +40,15 @@ def proxy_for(url: str) -> str | None:
 
 
 def is_near(host: str) -> bool:
-    """Whether a host is this machine or one of its cluster: a name without dots, or all addresses are of NEAR."""
+    """Return whether a host is this machine or one of its cluster: its name has no dots, or none of its addresses is of
+    the Internet."""
     if "." not in host and ":" not in host:
         return True
     try:
         found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:  # only the proxy may know the name
         return False
-    networks = [ipaddress.ip_network(one) for one in NEAR.split()]
-    return all(any(address in network for network in networks) for address in found)
+    return not any(address.is_global for address in found)
 
 
 def visible_devices(variables: Mapping[str, str]) -> list[str] | None:
