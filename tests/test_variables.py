@@ -72,7 +72,7 @@ def no_proxies(monkeypatch):
         ("http://a.example.invalid:81/v1", {"http_proxy": "http://p:1", "NO_PROXY": ".example.invalid"}, None),
         *(
             (f"http://{host}:81/v1", {"http_proxy": "http://p:1", "all_proxy": "socks5://p:1"}, None)
-            for host in ("127.0.0.1", "localhost", "127.9.9.9", "[::1]", "10.1.2.3", "node7", "172.20.0.1", "100.64.0.1")
+            for host in "127.0.0.1 localhost 127.9.9.9 [::1] 10.1.2.3 node7 172.20.0.1 127.1 100.64.0.1".split()
         ),
         ("http://172.40.0.1/v1", {"http_proxy": "http://p:1"}, "http://p:1"),
     ],
