@@ -18,6 +18,7 @@ from megappo.variables import faults, for_python, proxy_for, visible_devices
 
 ROOT = Path(__file__).parents[1]
 HIDING = ("math", "token", "copy", "statistics", "random", "json", "httpx", "yaml", "pydantic")
+NEAR = ("127.0.0.1", "localhost", "127.9.9.9", "[::1]", "10.1.2.3", "node7", "172.20.0.1", "127.1", "100.64.0.1")
 DEVICES = {
     None: None,
     "": [],
@@ -72,7 +73,7 @@ def no_proxies(monkeypatch):
         ("http://a.example.invalid:81/v1", {"http_proxy": "http://p:1", "NO_PROXY": ".example.invalid"}, None),
         *(
             (f"http://{host}:81/v1", {"http_proxy": "http://p:1", "all_proxy": "socks5://p:1"}, None)
-            for host in "127.0.0.1 localhost 127.9.9.9 [::1] 10.1.2.3 node7 172.20.0.1 127.1 100.64.0.1".split()
+            for host in NEAR
         ),
         ("http://172.40.0.1/v1", {"http_proxy": "http://p:1"}, "http://p:1"),
     ],
