@@ -149,10 +149,10 @@ def _write_model(folder: Path) -> None:
 
 
 def variables() -> str:
-    """What the processes of a run read of the environment."""
+    """Environment variables that name folders to write to."""
     if found := "; ".join(faults(os.environ)):
         raise Problem(found)
-    return "folders to write to, and GPUs, are named as they must be"
+    return "the folders that they name can be written to"
 
 
 def ports() -> str:
@@ -221,7 +221,7 @@ CHECKS: dict[str, tuple[Callable[[], str], str]] = {
         engine,
         "what SGLang says stands above; not installed: bash launch/setup.sh; see docs/troubleshooting.md",
     ),
-    "variables": (variables, "export another value in the shell, or the script of the job, that starts the run"),
+    "variables": (variables, "export another value in the shell or job script that starts the run"),
     "ports": (
         ports,
         "ip link set lo up; ip_local_port_range (sysctl) may be too narrow, or a firewall guards loopback",

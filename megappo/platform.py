@@ -23,7 +23,7 @@ ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
 """Environment variable: of a node without GPUs the cores, which its engines share while the trainer's ranks wait."""
 NVIDIA_SMI_SECONDS = 60.0
 LEAST_DRIVERS = {"12": 525, "13": 580}
-"""CUDA's major version -> that of the oldest driver which runs it. Source: CUDA's release notes."""
+"""CUDA's major version -> major version of the oldest driver that runs it. Source: CUDA's release notes."""
 DEVICES = Path("/dev")
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """Of glibc: take no piece of memory straight from the kernel, and give back what is free at the end beyond so many
@@ -36,15 +36,14 @@ def has_cuda() -> bool:
 
 
 def unseen_gpus() -> str:
-    """Why torch sees none of the GPUs that this machine shows, and what to do; "" where it sees some, the machine shows
-    none, or CUDA_VISIBLE_DEVICES hides all of them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    named = [name for name in (visible or "").split(",") if name and not name.startswith("-")]
-    if has_cuda() or (visible is not None and not named):
+    """Return why torch sees none of this machine's GPUs, and what to do; "" where it sees some, the machine shows none,
+    or CUDA_VISIBLE_DEVICES hides all of them."""
+    named = visible_devices(os.environ)
+    if has_cuda() or named == []:
         return ""
     cuda = torch.version.cuda
-    drivers = nvidia_smi(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*"))) or (len(named) if cuda else 0)
+    drivers = nvidia_smi("--query-gpu=driver_version")
+    shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*"))) or (len(named or ()) if cuda else 0)
     if not shown:
         return ""
     driver = drivers[0].strip() if drivers else "unknown: nvidia-smi does not answer"
@@ -132,7 +131,7 @@ def free_gpu_share() -> float:
 
 
 def bytes_of_others() -> int:
-    """What is taken of this process's GPU besides the memory of its own tensors; 0 on a CPU."""
+    """Return the memory in use on this process's GPU, without that of torch's allocator here; 0 on a CPU."""
     if not has_cuda():
         return 0
     free, total = torch.cuda.mem_get_info(device())
@@ -140,14 +139,15 @@ def bytes_of_others() -> int:
 
 
 def gpu_processes() -> list[str]:
-    """The processes on this process's GPU with their memory, as nvidia-smi lists them: in a container perhaps none."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    """Return the processes on this process's GPU with their memory, as nvidia-smi lists them: in a container perhaps
+    none."""
     uuid = torch.cuda.get_device_properties(device()).uuid
-    return nvidia_smi([*query, f"--id=GPU-{uuid}"])
+    return nvidia_smi("--query-compute-apps=pid,process_name,used_memory", f"--id=GPU-{uuid}")
 
 
-def nvidia_smi(command: list[str]) -> list[str]:
-    """The lines that it prints; none where it is missing or fails."""
+def nvidia_smi(*query: str) -> list[str]:
+    """Return the lines that nvidia-smi answers a query with; none where it is missing or fails."""
+    command = ["nvidia-smi", *query, "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return []
     done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)

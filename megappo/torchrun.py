@@ -52,17 +52,17 @@ def main() -> int:
     if unseen := platform.unseen_gpus():
         print(f"error: {unseen}", file=sys.stderr)
         return 2
-    if taken := [f"{name}={value}" for name, value in os.environ.items() if name.startswith("PET_")]:
-        print(f"torchrun's options, where the command does not name them: {', '.join(taken)}", file=sys.stderr)
-    if args.standalone and parse_min_max_nnodes(args.nnodes)[1] > 1:
+    several_nodes = parse_min_max_nnodes(args.nnodes)[1] > 1
+    if args.standalone and several_nodes:
         remedy = "unset PET_NNODES, or start every node by launch/torchrun_node.sh"
         print(f"error: --standalone starts one node, and --nnodes is {args.nnodes}: {remedy}", file=sys.stderr)
         return 2
+    if args.max_restarts and several_nodes:
+        remedy = "unset PET_MAX_RESTARTS; to go on after a failure start all nodes again, as Slurm can"
+        print(f"error: --max-restarts is for one node, and --nnodes is {args.nnodes}: {remedy}", file=sys.stderr)
+        return 2
     platform.share_cores(args.nproc_per_node)
     platform.keep_freed_memory()
-    if args.max_restarts and parse_min_max_nnodes(args.nnodes)[1] > 1:
-        print("error: --max-restarts is for one node: on several start them all again, as Slurm can", file=sys.stderr)
-        return 2
     try:
         run(args)
     except ChildFailedError as error:

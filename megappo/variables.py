@@ -1,4 +1,4 @@
-"""What the machine's environment variables mean, to all processes of this program. The standard library alone."""
+"""Environment variables of the machine, read alike by all processes of this program. The standard library alone."""
 
 import ipaddress
 import os
@@ -14,14 +14,12 @@ from urllib.parse import urlsplit
 PYTHON = (sys.executable, "-P")
 """Starts a process of this program: files of the working folder must not hide what is installed."""
 PACKAGE_ROOT = Path(__file__).resolve().parents[1]
-NEAR = "0.0.0.0/32 127.0.0.0/8 10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 169.254.0.0/16 100.64.0.0/10 ::1/128 fc00::/7"
-"""Addresses of this machine and of clusters, to which no proxy leads."""
 DEVICE = re.compile(r"\s*(\d+|(GPU|MIG)-\S+)\s*")
 FOLDERS = ("HOME", "TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 def for_python(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables for another Python process: it finds this package, and asks loopback without a proxy."""
+    """Return variables for another Python process: it finds this package, and requests loopback without a proxy."""
     folders = [str(PACKAGE_ROOT), *variables.get("PYTHONPATH", "").split(os.pathsep)]
     direct = variables.get("no_proxy") or variables.get("NO_PROXY") or ""
     direct = direct if direct == "*" else f"{direct},localhost,127.0.0.1,::1".lstrip(",")
@@ -31,7 +29,7 @@ def for_python(variables: Mapping[str, str]) -> dict[str, str]:
 
 @cache
 def proxy_for(url: str) -> str | None:
-    """The proxy that requests to a server go through; None to this machine, its cluster, and what no_proxy names."""
+    """Return the proxy for requests to a server; None for this machine, its cluster, and what no_proxy names."""
     from urllib.request import getproxies_environment, proxy_bypass_environment  # takes longer than all the above
 
     server, proxies = urlsplit(url), getproxies_environment()
@@ -42,20 +40,20 @@ def proxy_for(url: str) -> str | None:
 
 
 def is_near(host: str) -> bool:
-    """Whether a host is this machine or one of its cluster: a name without dots, or all addresses are of NEAR."""
+    """Return whether a host is this machine or one of its cluster: its name has no dots, or none of its addresses is of
+    the Internet."""
     if "." not in host and ":" not in host:
         return True
     try:
         found = {ipaddress.ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:  # only the proxy may know the name
         return False
-    networks = [ipaddress.ip_network(one) for one in NEAR.split()]
-    return all(any(address in network for network in networks) for address in found)
+    return not any(address.is_global for address in found)
 
 
 def visible_devices(variables: Mapping[str, str]) -> list[str] | None:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it: until the first that can be none, and no second of
-    MIG's. None where it is not set."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, as CUDA reads it: up to the first invalid name, and one MIG part
+    at most. None where it is not set."""
     named = variables.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return None
@@ -64,10 +62,10 @@ def visible_devices(variables: Mapping[str, str]) -> list[str] | None:
 
 
 def moment(name: str) -> float | None:
-    """Seconds since the epoch, as a variable has them; None where it is not set.
+    """Return the seconds since the epoch that a variable holds; None where it is not set.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it holds something else.
     """
     text = os.environ.get(name)
     if text and not re.fullmatch(r"[\d.]+", text):
@@ -76,10 +74,10 @@ def moment(name: str) -> float | None:
 
 
 def faults(variables: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with variables that name folders to write to, a line each."""
+    """Return what is wrong with variables that name folders to write to, one line each."""
     for name in FOLDERS:
         folder = Path(variables.get(name, "/tmp"))
-        there = next(one for one in (folder, *folder.parents) if one.exists())
+        there = next(one for one in (folder, *folder.parents) if os.path.exists(one))
         if not folder.is_absolute():
             yield f"{name} is {str(folder)!r}: expected a whole path, as nothing expands ~ or $NAME in it"
         elif not (there.is_dir() and os.access(there, os.W_OK)) or (name == "TMPDIR" and there != folder):

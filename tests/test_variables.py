@@ -18,6 +18,7 @@ from megappo.variables import faults, for_python, proxy_for, visible_devices
 
 ROOT = Path(__file__).parents[1]
 HIDING = ("math", "token", "copy", "statistics", "random", "json", "httpx", "yaml", "pydantic")
+NEAR = ("127.0.0.1", "localhost", "127.9.9.9", "[::1]", "10.1.2.3", "node7", "172.20.0.1", "127.1", "100.64.0.1")
 DEVICES = {
     None: None,
     "": [],
@@ -70,10 +71,7 @@ def no_proxies(monkeypatch):
         ("https://8.8.8.8/v1", {"all_proxy": "socks5://p:1"}, "socks5://p:1"),
         ("http://8.8.8.8/v1", {"http_proxy": "http://p:1", "no_proxy": "8.8.8.8"}, None),
         ("http://a.example.invalid:81/v1", {"http_proxy": "http://p:1", "NO_PROXY": ".example.invalid"}, None),
-        *(
-            (f"http://{host}:81/v1", {"http_proxy": "http://p:1", "all_proxy": "socks5://p:1"}, None)
-            for host in ("127.0.0.1", "localhost", "127.9.9.9", "[::1]", "10.1.2.3", "node7", "172.20.0.1", "127.1")
-        ),
+        *((f"http://{host}:81/v1", {"http_proxy": "http://p:1", "all_proxy": "socks5://p:1"}, None) for host in NEAR),
         ("http://172.40.0.1/v1", {"http_proxy": "http://p:1"}, "http://p:1"),
     ],
 )
@@ -114,6 +112,7 @@ def test_an_empty_part_of_the_path_is_not_the_working_folder():
         ({"TMPDIR": "/nowhere/at/all"}, "TMPDIR is /nowhere/at/all, where nothing can be written: create it"),
         ({"XDG_CACHE_HOME": f"{__file__}/a"}, f"XDG_CACHE_HOME is {__file__}/a, where nothing can be written"),
         ({"TORCHINDUCTOR_CACHE_DIR": "/tmp/not/yet/there"}, None),
+        ({"TMPDIR": f"/tmp/{'long' * 100}"}, "TMPDIR is /tmp/long"),
     ],
 )
 def test_folders_that_cannot_be_written_to_are_told(variables, fault):
@@ -211,7 +210,7 @@ def test_a_program_of_others_keeps_its_folder(tmp_path):
         (
             "torchrun --standalone --nproc-per-node 1 -m megappo.train no.yaml",
             {"PET_NNODES": "2"},
-            ["PET_NNODES=2", "error: --standalone starts one node, and --nnodes is 2: unset PET_NNODES"],
+            ["error: --standalone starts one node, and --nnodes is 2: unset PET_NNODES"],
         ),
         (
             "train no.yaml",

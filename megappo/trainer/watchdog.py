@@ -17,9 +17,9 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch.distributed as dist
 
 from megappo.observe.life import LIFE
@@ -32,6 +32,7 @@ ANSWER_SECONDS = 5.0
 SIGNS, ANSWERS = "watchdog/signs", "watchdog/answers"
 ASKED = 2**40
 """Added to the sum of the signs, which never comes near it, by each rank that asks."""
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 WAITS = ("torch/distributed/", "torch/cuda/", "megatron/")
 """Where a thread is that waits for other ranks, or for its GPU, which does."""
 
@@ -64,7 +65,7 @@ class Watchdog:
         given, total, silence, stopped = LIFE.signs, 0, 0.0, 0.0
         while total < ASKED:
             time.sleep(self._beat)
-            if is_stopped(os.getppid()):  # the launcher, whose store would not answer
+            if psutil.Process(os.getppid()).status() in STOPPED:  # the launcher, whose store would not answer
                 stopped += self._beat
                 self._end_without_launcher(stopped)
                 continue
@@ -100,12 +101,6 @@ class Watchdog:
 
     def _read(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger."""
-    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 @dataclass(frozen=True)
