@@ -93,8 +93,8 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
     ]
     num_wrong = 0
     for key, file, data, order_by, takes, reward in files:
-        own = {"order_by": order_by, "reward": reward}
-        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes, **own)
+        seed = config.trainer.seed
+        dataset = PromptDataset([file], tokenizer, data, seed, key, takes, order_by=order_by, reward=reward)
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)
