@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
         default=3,
         help="the first prompts of each file to show, besides its longest one (default: 3)",
     )
-    parser.add_argument("--tokens", action="store_true", help="show their tokens, too, ID='PIECE', special ones in []")
+    parser.add_argument("--tokens", action="store_true", help="also show their tokens, ID='PIECE', special ones in []")
     parser.add_argument(
         "--records", type=_count, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
     )

@@ -54,7 +54,7 @@ NUMBERS = {
     "actor.clip_ratio_high=1e300": "less than or equal to 1000000000000000)",
     "data.train_files={train.jsonl: 1e300}": "less than or equal to 1000000000000000)",
 }
-NO_PATH = "variables and this home folder are not known here: write the whole path"
+NO_PATH = "variables and unknown home folders are not expanded: write the whole path"
 EMPTY = "it is empty: name a path, or write null where there is none"
 
 
