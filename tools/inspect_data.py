@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
         default=3,
         help="the first prompts of each file to show, besides its longest one (default: 3)",
     )
-    parser.add_argument("--tokens", action="store_true", help="show their tokens, too, ID='PIECE', special ones in []")
+    parser.add_argument("--tokens", action="store_true", help="also show their tokens, ID='PIECE', special ones in []")
     parser.add_argument(
         "--records", type=_count, default=10_000, help="to look at, spread over each file; 0: all (default: 10000)"
     )
@@ -93,8 +93,8 @@ def _inspect(config: Config, args: argparse.Namespace) -> int:
     ]
     num_wrong = 0
     for key, file, data, order_by, takes, reward in files:
-        own = {"order_by": order_by, "reward": reward}
-        dataset = PromptDataset([file], tokenizer, data, config.trainer.seed, key, takes, **own)
+        seed = config.trainer.seed
+        dataset = PromptDataset([file], tokenizer, data, seed, key, takes, order_by=order_by, reward=reward)
         chosen = _spread(len(dataset), args.records)
         parts = [dataset.check(vocab_size, partial(_spread, most=args.records))]
         wrong = dataset.errors(parts)

@@ -132,7 +132,7 @@ def _deepseek(renormalizes: bool, scores: str, methods: tuple[str, ...], **exper
 FAMILIES = Table(
     "model family",
     {
-        "LlamaForCausalLM": Family(sliding_window=True),  # which none of Meta's has
+        "LlamaForCausalLM": Family(sliding_window=True),  # Meta's models have none
         "MistralForCausalLM": Family(sliding_window=True),
         "Qwen2ForCausalLM": Family(qkv_bias=True),
         "Qwen3ForCausalLM": Family(qk_layernorm=True),

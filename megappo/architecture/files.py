@@ -128,7 +128,7 @@ def end_tokens(folder: Path) -> list[int]:
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor, as the index of a folder's safetensors lists them.
+    """The file of each tensor, from the index of a folder's safetensors.
 
     Raises:
         TextFileError: it cannot be read, or lists none.

@@ -1,4 +1,4 @@
-"""What a folder holds: a model or something else, the tensors that are read, the files that go with them."""
+"""Contents of a model folder: whether it is a model at all, its tensors, and the files beside them."""
 
 import re
 from pathlib import Path
@@ -11,12 +11,12 @@ from megappo.config.text_files import TextFileError
 
 GIT_LFS = b"version https://git-lfs"
 COMPANIONS = ("*", "additional_chat_templates/*", "custom_generate/*")
-"""Where the files are that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
+"""Places of the files that transformers reads (utils/hub.py and generation/utils.py of 5.19)."""
 NO_COMPANIONS = re.compile(
     r"""(?x) (\..* | README.* | config\.json | adapter_.* | metadata\.json | trainer_state\.json | .*\.(index\.json
     |safetensors|bin|pt|pth|gguf|onnx|h5|msgpack|distcp|ckpt|jsonl|parquet|arrow|log|zip|tar|gz|pkl|npz))$"""
 )
-"""Files among them that do not go out with an export: weights, data, and what describes the old folder."""
+"""Files among them that an export does not copy: weights, data, and descriptions of the old folder."""
 OTHER_FOLDERS = {
     "adapter_config.json": "holds an adapter, {}: merge it into its base (merge_and_unload, save_pretrained) and name "
     "that folder; remove the file where it is merged already",
@@ -37,18 +37,18 @@ OTHER_FOLDERS = {
     "pytorch_model*": "holds weights as pickles, {}: save them as safetensors, or download those",
     "*.pt*": "holds weights as pickles, {}: save them as safetensors, or download those",
 }
-"""What a folder is instead of a model, and the remedy, by what is found in it."""
+"""File in a folder -> what the folder is instead of a model, and the remedy."""
 
 
 def other_kind(folder: Path) -> str | None:
     """What a folder is instead of a model, and the remedy, to follow its path in an error; None for a model.
 
-    An adapter makes of every model another one: transformers adds it.
+    A model with an adapter beside it is none either: transformers would add the adapter.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    next(folder.iterdir(), None)  # which raises what `glob` swallows
+    next(folder.iterdir(), None)  # raises the errors that `glob` hides
     has_model = (folder / CONFIG_FILE).is_file() and any(folder.glob("model*.safetensors*"))
     for pattern in list(OTHER_FOLDERS)[: 1 if has_model else None]:
         for path in sorted(folder.glob(pattern)):
@@ -57,13 +57,13 @@ def other_kind(folder: Path) -> str | None:
 
 
 def companions(folder: Path) -> list[Path]:
-    """What stands beside config and weights for tokenizer and generation, as paths in the folder."""
+    """Files beside config and weights, for tokenizer and generation, as paths in the folder."""
     found = sorted(path for pattern in COMPANIONS for path in folder.glob(pattern) if not path.is_dir())
     return [path.relative_to(folder) for path in found if not NO_COMPANIONS.match(path.name)]
 
 
 def check_companions(folder: Path) -> None:
-    """See that companions can be read.
+    """Check that companions can be read.
 
     Raises:
         TextFileError: one cannot.
@@ -73,13 +73,13 @@ def check_companions(folder: Path) -> None:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """The file of each tensor that transformers and SGLang load from a folder, as the files' own headers have it.
+    """The file of each tensor that transformers and SGLang load from a folder, from the files' headers.
 
-    A shard's tensors count whether the index lists them or not, as in transformers.
+    As in transformers, all tensors of a shard count, whether the index lists them or not.
 
     Raises:
-        TextFileError: a file is missing, cannot be read, is truncated or no safetensors, or the libraries would not
-            read the same ones.
+        TextFileError: a file is missing, unreadable, truncated or not safetensors, or the two libraries would read
+            different files.
     """
     has_index, has_single = (folder / INDEX).is_file(), (folder / SINGLE).is_file()
     listed = read_weight_map(folder) if has_index else {}
@@ -103,14 +103,14 @@ def tensor_files(folder: Path) -> dict[str, str]:
             f"{folder / listed[lost[0]]} lacks {shorten(', '.join(lost))}, which {INDEX} lists: copy both from "
             "the same checkpoint"
         )
-    for path in () if has_index else sorted(folder.glob("*.safetensors")):  # all of which SGLang reads
+    for path in () if has_index else sorted(folder.glob("*.safetensors")):  # SGLang reads them all
         if path.name != SINGLE:
             _add(dict(found), path)
     return found
 
 
 def _add(found: dict[str, str], path: Path) -> None:
-    """Add the tensors of a file to those found before, none of which it may hold again."""
+    """Add the tensors of a file to those found before; none may be in both."""
     _check_readable(path)
     try:
         with safe_open(path, framework="np") as file:
@@ -127,7 +127,7 @@ def _add(found: dict[str, str], path: Path) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    if not path.is_symlink() and not path.is_file():  # to open a pipe would wait for a writer
+    if not path.is_symlink() and not path.is_file():  # opening a pipe would wait for a writer
         return
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The keys of config.json that no family computes: those that change nothing, and values that stand for "off"."""
+"""Keys of config.json that no family computes: those without effect, and values that mean "off"."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -23,13 +23,13 @@ WITHOUT_EFFECT = re.compile(
 )
 """Keys that change nothing of what a model computes; a family names further ones (`Family.ignores`)."""
 FACTORS = re.compile("(multiplier|scale|scaling|factor|pct|percent)$")
-"""Names of factors: 1 is off."""
+"""Names of factors, which 1 turns off."""
 CHOICES = re.compile("(type|act|fn|func|function|activation|embedding|impl|layout|method|mode|pattern)$")
 """Names whose text chooses what is computed; any other text is a note."""
 
 
 def uncomputed(found: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
-    """Keys whose values ask for something besides `computed`, which are read elsewhere."""
+    """Keys whose values ask for something that is not computed; those in `computed` are read elsewhere."""
     for key, value in found.items():
         if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
             yield key

@@ -64,9 +64,9 @@ COMPUTED = (
     *("original_max_position_embeddings", "num_key_value_heads", "sliding_window", "use_sliding_window"),
     *("tie_word_embeddings", "norm_topk_prob", "num_nextn_predict_layers", "num_mtp_layers"),
 )
-"""Further keys that are read of config.json."""
+"""Further keys of config.json that are read."""
 ROPE_SECTIONS = ("rope_parameters", "rope_scaling")
-"""Keys with the rotary positions: of transformers 5, and before."""
+"""Sections with the rotary positions: transformers 5's, and the older one."""
 _ANOTHER = "choose another model"
 
 
@@ -159,7 +159,7 @@ def _has_groups(found: Mapping[str, Any], experts: ExpertFormat) -> bool:
 
 
 def _contradictions(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """Sizes that no model can have, and what is said twice, differently."""
+    """Sizes that no model can have, and keys with several values."""
     yield from _rope_contradictions(found)
     heads, hidden, shared = found["num_attention_heads"], found["hidden_size"], _num_kv_heads(found)
     if family.experts:
@@ -185,8 +185,9 @@ def _expert_contradictions(found: Mapping[str, Any], experts: ExpertFormat) -> I
 
 def _unsupported(found: Mapping[str, Any], family: Family) -> Iterator[str]:
     """What config.json asks for and is not computed here: `key = value, which is not supported`."""
-    only = ONLY | {"qkv_bias": (family.qkv_bias,), "use_qk_norm": (family.qk_layernorm,)}
-    only |= {**(ONLY_OF_EXPERTS if family.experts else {}), **family.only}
+    only = {**ONLY, "qkv_bias": (family.qkv_bias,), "use_qk_norm": (family.qk_layernorm,)}
+    only |= ONLY_OF_EXPERTS if family.experts else {}
+    only |= family.only
     keys = [key for key, values in only.items() if found.get(key) is not None and found[key] not in values]
     attention = {"full_attention"}
     if _sliding_window(found, family):  # which is at least as long as any row
@@ -206,7 +207,7 @@ def _unsupported_routing(found: Mapping[str, Any], experts: ExpertFormat) -> Ite
         yield "num_experts_per_tok"  # its probability would always be 1, and the router could not learn
     if experts.shared:
         yield from (key for key in experts.shared.keys if not found[key])
-    # To Megatron a group is as good as its best experts, so many as a token gets in each of its groups.
+    # To Megatron a group is as good as its best experts, as many as a token gets in each of its groups.
     if groups and experts.groups and top_k // groups[1] != experts.groups.rated_by:
         yield "topk_group"
 
@@ -230,7 +231,7 @@ def _unsupported_rope(found: Mapping[str, Any], family: Family) -> Iterator[str]
 
 
 def _rope_contradictions(found: Mapping[str, Any]) -> Iterator[str]:
-    """What config.json says twice of rotary positions, differently."""
+    """Keys of rotary positions that have several values in config.json."""
     sections = [found[name] for name in ROPE_SECTIONS if found.get(name)]
     places = [found, *({**section, "rope_type": _kind(section)} for section in sections)]
     for key in ROPE:

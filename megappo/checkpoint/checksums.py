@@ -1,6 +1,6 @@
-"""SHA256SUMS of a checkpoint, as sha256sum writes and checks it: what a disk or a copy has changed is told by name.
+"""SHA256SUMS of a checkpoint, as sha256sum writes and checks it: errors name what a disk or a copy has changed.
 
-Without torch, as the dry run checks state.json.
+Imports no torch: the dry run checks state.json.
 """
 
 import hashlib

@@ -19,8 +19,8 @@ from megappo.observe.life import LIFE
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader, but for the pickles: metadata names only what describes tensors, objects are empty. Of a stored
-    tensor it reads the numbers that are requested, where torch's reads and holds all of them."""
+    """torch's reader without pickles: metadata may name only what describes tensors, and objects must be empty. Of a
+    stored tensor it reads only the numbers that are requested; torch's reads and holds all of them."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -54,7 +54,7 @@ class SafeReader(FileSystemReader):
 
 
 def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """A box of a tensor that torch.save has written into a part of a file; what lies before and after is not read.
+    """Read a box of a tensor that torch.save wrote into a part of a file, without what lies before and after.
 
     Raises:
         CheckpointError: the part is too short for the tensor that it describes.
@@ -63,7 +63,7 @@ def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> tor
     steps = list(zip(offsets, lengths, meta.stride(), strict=True))
     first = meta.storage_offset() + sum(offset * stride for offset, _, stride in steps)
     numbers = torch.empty(1 + sum((length - 1) * stride for _, length, stride in steps), dtype=meta.dtype)
-    # torch.load notes where a tensor's numbers lie if it does not read them.
+    # On the meta device torch.load notes where a tensor's numbers lie.
     stored.seek(meta.untyped_storage()._checkpoint_offset + first * meta.itemsize)
     if stored.readinto(numbers.view(torch.uint8).numpy()) != numbers.nbytes:
         raise CheckpointError("a tensor is larger than the part of the file that holds it, which is damaged")
@@ -71,7 +71,7 @@ def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> tor
 
 
 def _empty_objects(stored: Any, item: ReadItem) -> io.BytesIO:
-    """Objects of a file, after a look at them: torch itself reads tensors with `weights_only`, but not these."""
+    """Objects of a file, checked first: torch itself reads tensors with `weights_only`, but not these."""
     objects = torch.load(io.BytesIO(stored.read()), weights_only=True)
     # TransformerEngine keeps the scales of FP8 in a pickle of its own here, and would unpickle it.
     if not isinstance(objects, list) or not all(map(_is_empty, objects)):

@@ -14,7 +14,7 @@ class Saving:
         path: its name when it is complete. partial: its name until then.
         writings: of all components, in the same order on every rank; None of those that are not on this one.
     Attributes:
-        error: what ended the thread, other than what `Writing.finish` reports.
+        error: the exception that ended the thread, other than those that `Writing.finish` raises.
     """
 
     def __init__(self, path: Path, partial: Path, writings: Sequence[Writing | None]):

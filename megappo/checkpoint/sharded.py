@@ -169,15 +169,15 @@ def load_sharded(
 
 
 class _ReadOnce(TorchDistLoadShardedStrategy):
-    """Megatron's way to load, but each tensor that several ranks of a group need is read by one, which sends it to the
-    others. Megatron's own wrapper for that, of 0.16.1, receives copies on a CPU and holds them all."""
+    """Megatron's loading, except that one rank reads a tensor that several ranks of a group need and sends it to the
+    others. Megatron 0.16.1's own wrapper for that receives copies on a CPU and holds them all."""
 
     def __init__(self, replicas: dist.ProcessGroup | None):
         super().__init__()
         self._replicas = replicas
 
     def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
-        """`sharded_state_dict` with tensors and objects in the places of what describes them."""
+        """Return `sharded_state_dict` with its descriptions replaced by the tensors and objects."""
         plan = determine_main_replica_uniform_distribution(sharded_state_dict, self._replicas, ignore_groups=True)
         readers = plan.main_rank_for_shard if plan else {}
         rank = dist.get_rank(self._replicas)

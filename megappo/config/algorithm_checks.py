@@ -93,14 +93,14 @@ def num_scores_errors(config: Config, num_scores: int) -> list[str]:
     ]
 
 
-def metric_errors(config: Config, told: Collection[str]) -> list[str]:
-    """Why groups cannot be filtered by what reward.function returns beside a score; found once it has been called."""
+def metric_errors(config: Config, names: Collection[str]) -> list[str]:
+    """Why groups cannot be filtered by the numbers that reward.function, once called, returned beside a score."""
     groups = config.algorithm.filter_groups
-    if not groups.enable or groups.metric in ("score", *told):
+    if not groups.enable or groups.metric in ("score", *names):
         return []
     return [
         f"algorithm.filter_groups.metric {groups.metric}: reward.function {config.reward.function} returns no such "
-        f"number of a response: set one of {', '.join(['score', *told])}"
+        f"number of a response: set one of {', '.join(['score', *names])}"
     ]
 
 

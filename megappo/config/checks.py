@@ -131,8 +131,8 @@ def _engines(rollout: Rollout) -> Iterator[str]:
         if parts is None or not 0 < int(parts[1]) <= LARGEST_PORT:
             shown = shorten(repr(re.sub("//.*@", "//...@", url)))
             yield (
-                f"rollout.engines: {shown} is no address of a server: write such as http://10.0.0.7:30000, and a key "
-                "into the environment variable MEGAPPO_ENGINE_API_KEY"
+                f"rollout.engines: {shown} is not the address of a server: write one such as http://10.0.0.7:30000, "
+                "and put a key into the environment variable MEGAPPO_ENGINE_API_KEY"
             )
     urls = [url.lower() for url in rollout.engines]
     for url in sorted({url for url in urls if urls.count(url) > 1}):

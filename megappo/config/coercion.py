@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 LARGEST = 2**63 - 1
 EXPLAINED = "explained"
-"""The type of an error whose text adds to what the key's description says."""
+"""The type of an error whose text is shown besides the expected values."""
 
 
 def as_declared(value: object, annotation: object) -> object:

@@ -1,6 +1,5 @@
-"""What makes a run read keys: each section of the schema lists its conditions in `read_if`."""
+"""The conditions under which a run reads keys: each section of the schema lists its own in `read_if`."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -17,12 +16,12 @@ class ReadIf:
     """A run reads these keys if all switches are on. Several keys are separated by spaces.
 
     Attributes:
-        keys: names in the section; of a section it holds for what is in it.
-        switches: the keys that decide, dotted; a reason names the first.
-        by: a property of the config that decides for them.
-        unless: the keys are read unless all are on.
-        reason: why they are not read.
-        but: keys of a section in `keys` that are read all the same.
+        keys: names in the section; the name of a section stands for all of its keys.
+        switches: the dotted keys that decide.
+        by: a property of the config that decides in their place.
+        unless: the keys are read unless all switches are on.
+        reason: why they are not read; {} stand for the first switch and its value.
+        but: keys of a section in `keys` that are always read.
     """
 
     keys: str
@@ -32,27 +31,22 @@ class ReadIf:
     reason: str = "{} is {}"
     but: str = ""
 
-    def unread(self, config: Any, name: str) -> str:
-        """Why a run of this config does not read a key of this name; "" if it does."""
+    def reads(self, config: Any, name: str) -> bool:
+        """Whether a run of this config reads a key of this name."""
         is_on = all(attrgetter(key)(config) not in OFF for key in (self.by or self.switches).split())
-        return "" if is_on != self.unless or name in self.but.split() else self.told(config)
-
-    def told(self, config: Any) -> str:
-        """The reason, in which {} stand for the first switch and its value."""
-        switch = self.switches.split()[0]
-        return self.reason.format(switch, json.dumps(attrgetter(switch)(config)).strip('"'))
+        return is_on != self.unless or name in self.but.split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadByMethod(ReadIf):
-    """Of a section: the keys that only some of its methods read."""
+    """For the keys of a section that only some of its methods read."""
 
     methods: Mapping[str, Method]
     reason: str = "{} {} does not read it"
 
-    def unread(self, config: Any, name: str) -> str:
+    def reads(self, config: Any, name: str) -> bool:
         reading = [method for method, one in self.methods.items() if name in one.reads]
-        return self.told(config) if reading and attrgetter(self.switches)(config) not in reading else ""
+        return not reading or attrgetter(self.switches)(config) in reading
 
 
 HAS_VALUES = ReadIf(

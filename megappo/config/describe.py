@@ -22,7 +22,7 @@ NAME = "NAME"
 """Stands in a key for a name that the user gives, as in eval.datasets.NAME.n."""
 
 UNREACHED = 10**6
-"""Limits from here on are there for what no machine has room for; only an error tells of them."""
+"""Limits of at least this much exclude what no machine has memory for; only errors show them."""
 WORDS: dict[object, str] = {bool: "true | false", str: "text", int: "int", float: "float", Any: "any value"}
 
 
@@ -144,7 +144,7 @@ def _describe_list(args: tuple, metadata: Iterable[object]) -> str:
 
 
 def _bounds(metadata: Iterable[object]) -> str:
-    """` >= 1`, ` in (0, 1]`: the outermost, that is last, limit of each side that may be reached."""
+    """` >= 1`, ` in (0, 1]`: the outermost, that is last, limit of each side, below UNREACHED."""
     low = high = None
     for item in metadata:
         match item:

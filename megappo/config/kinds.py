@@ -13,16 +13,16 @@ from megappo.config.coercion import EXPLAINED
 
 
 def as_path(text: str) -> str:
-    """A path with ~ as the home folder, as a shell reads it.
+    """A path in which ~ is expanded as by a shell.
 
     Raises:
-        PydanticCustomError: it is empty, or needs more of a shell.
+        PydanticCustomError: it is empty, or holds what only a shell expands.
     """
     if not text.strip():
         raise PydanticCustomError(EXPLAINED, "it is empty: name a path, or write null where there is none")
     path = os.path.expanduser(text)
     if path.startswith("~") or re.search(r"\$[A-Za-z_{(]", path):
-        remedy = "variables and this home folder are not known here: write the whole path, or ./ before a name with ~"
+        remedy = "variables and unknown home folders are not expanded: write the whole path, or ./ before a name with ~"
         raise PydanticCustomError(EXPLAINED, remedy)
     return path
 
@@ -37,7 +37,7 @@ PositiveFloat = Annotated[float, Field(gt=0, le=1e15)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=1e15)]
 Seconds = Annotated[float, Field(gt=0, le=1e8)]
 Positive = Annotated[int, Field(ge=1, le=10**6)]
-"""A number of what is handled one by one: prompts, responses, steps, GiB."""
+"""A number of things handled one by one: prompts, responses, steps, GiB."""
 Tokens = Annotated[int, Field(ge=1, le=10**9)]
 Bytes = Annotated[int, Field(ge=1, le=2**40)]
 Processes = Annotated[int, Field(ge=1, le=4096)]

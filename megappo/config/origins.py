@@ -12,7 +12,7 @@ _KEYS = re.compile(r"^[a-z_]+(?=:)|[a-z_]+(?:\.[\w-]+)+")
 
 @dataclass(frozen=True)
 class Origins:
-    """Where keys were written. Of no account when configs are compared.
+    """Where keys were written. Ignored when configs are compared.
 
     Attributes:
         file: the config; "" where there is none.
@@ -30,7 +30,7 @@ class Origins:
         return self.places.get(path, self.file)
 
     def rank(self, key: str) -> int:
-        """Where the source of a key stands among the others: 0 is the one that wins, the largest is none."""
+        """The place of a key's source in the order of precedence: 0 wins, the largest: no source."""
         sources = [place.rpartition(":")[0] for place in self.places.values()]
         place = self.places.get(tuple(key.split(".")))
         return len(sources) if place is None else sources.index(place.rpartition(":")[0])

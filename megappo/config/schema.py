@@ -266,7 +266,7 @@ class Config(Section):
         return [printable(self._origins.located(error)) for error in errors]
 
     def is_below(self, key: str, others: Iterable[str]) -> bool:
-        """Whether the command line, or a file above that which wrote a key, wrote one of the others."""
+        """Whether a source that overrides the one of this key set one of the others."""
         return self._origins.rank(key) > min(map(self._origins.rank, others))
 
     @contextmanager

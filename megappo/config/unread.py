@@ -1,6 +1,7 @@
 """Keys that were set where nothing reads them, by the conditions of their sections."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from megappo.config.conditions import ReadIf
 from megappo.config.describe import show
@@ -25,7 +26,9 @@ def _unread(config: Config, section: Section, prefix: str, above: list[ReadIf]) 
             yield from _unread(config, value, f"{key}.", conditions)
         elif value != field.default:
             for condition in conditions:
-                if (reason := condition.unread(config, name)) and not config.is_below(key, condition.switches.split()):
-                    change = f"drop it, or change {condition.switches.split()[0]}"
-                    yield f"{key} {shorten(show(value))} has no effect, as {reason}: {change}"
+                switches = condition.switches.split()
+                if not condition.reads(config, name) and not config.is_below(key, switches):
+                    switch, found = switches[0], show(attrgetter(switches[0])(config)).strip('"')
+                    reason = condition.reason.format(switch, found)
+                    yield f"{key} {shorten(show(value))} has no effect, as {reason}: drop it, or change {switch}"
                     break

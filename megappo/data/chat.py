@@ -15,7 +15,7 @@ Tools = Sequence[dict[str, Any]]
 Conversation = str | list[dict[str, Any]]
 """A text, or messages."""
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*['"](role|content)['"]\s*:""")
-"""How chat messages begin that were written as JSON, or as Python shows them, in a text."""
+"""The beginning of chat messages that were written into a text, as JSON or by Python's repr."""
 
 
 class Chat:
@@ -49,8 +49,8 @@ class Chat:
             raise ValueError("the prompt is empty")
         if isinstance(prompt, str) and MESSAGES_AS_TEXT.match(prompt):
             raise ValueError(
-                f"the prompt is a text that holds chat messages, {prompt!r:.60}: write the list itself, or where the "
-                "text is meant a message with it, [{'role': 'user', 'content': text}]"
+                f"the prompt is a text that holds chat messages, {prompt!r:.60}: write the list itself, or put "
+                "the text into a message, [{'role': 'user', 'content': text}]"
             )
         if isinstance(prompt, str):
             if self._config.apply_chat_template:
@@ -71,7 +71,7 @@ class Chat:
         """As the model sees it, up to where its answer begins.
 
         Args:
-            continues: where the last message is the assistant's, the answer goes on with it, and is no further one.
+            continues: continue a last message of the assistant instead of starting a new one.
         Raises:
             ValueError: the template refuses the messages, or makes nothing of them.
         """

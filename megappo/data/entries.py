@@ -28,7 +28,7 @@ RECORDS_AT_ONCE = 1000
 LOOKED_AT_FOR_LOSS = 1000
 """Records of a file whose tokens are made text again, where these may have lost some: it takes as long as the rest."""
 COMPARED = 100
-"""Records of a file whose tokens are held against tokenizer.json's."""
+"""Records of a file whose tokens are compared with those that tokenizer.json gives."""
 OTHERWISE = (
     "the prompt has other tokens by tokenizer.json alone than with tokenizer_config.json: make both say the same "
     "(added tokens, split_special_tokens), as the tokenizer's save_pretrained does"
@@ -41,10 +41,10 @@ class Entry:
 
     Attributes:
         text: as the model sees it.
-        conversation: that it is of.
+        conversation: that the text was made from.
         columns: what the reward function takes besides.
         rank: by which it is ordered.
-        left_out: why fields that nobody asks for by name are not in columns.
+        left_out: why some fields that no function requests by name are not in columns.
     """
 
     text: str
@@ -100,8 +100,7 @@ def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
 
 
 def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Token ids of each entry; one BOS where both its text, which a chat template may have made, and the tokenizer
-    bring it."""
+    """Token ids of each entry; a single BOS where both its text (from a chat template) and the tokenizer add one."""
     twice = [tokenizer.bos_token_id] * 2
     tokens: list[list[int]] = [[]] * len(entries)
     for is_chat in (False, True):

@@ -52,8 +52,8 @@ class Faults:
 
 
 Done = Literal["error", "bad_row", "skip", "truncate_left", "warn", "lost"]
-"""What is done about a fault, as data.too_long and data.on_bad_row say; a bad row is an error that may be skipped. Some
-are only told; of lost text the first."""
+"""What is done about a fault, as data.too_long and data.on_bad_row say; a bad row is an error that may be skipped.
+warn: a warning for all such records; lost: text that the tokenizer loses, a warning for the first."""
 BEGINNINGS: dict[Done, str] = {"skip": "left out: ", "truncate_left": "cut to its last tokens: "}
 """How a line about what is not an error begins."""
 

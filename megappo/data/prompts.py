@@ -239,12 +239,17 @@ def open_datasets(
     taken = defaultdict(lambda: NOTHING, takes)
     train = None
     if not config.trainer.eval_only:
-        own: dict[str, Any] = {
-            "weights": tuple(data.shares.values()),
-            "order_by": data.order_by,
-            "reward": config.reward,
-        }
-        train = PromptDataset(data.files, tokenizer, data, seed, takes=taken[TRAINING], unpack=unpack, **own)
+        train = PromptDataset(
+            data.files,
+            tokenizer,
+            data,
+            seed,
+            takes=taken[TRAINING],
+            unpack=unpack,
+            weights=tuple(data.shares.values()),
+            order_by=data.order_by,
+            reward=config.reward,
+        )
     val = {
         name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken[name], unpack, reward=one.reward)
         for name, one in eval_sets(config).items()

@@ -1,6 +1,5 @@
-"""Special tokens where their owner will hardly have meant them, and where a reward function does not see them."""
+"""Warnings about special tokens: in prompts by mistake, or named by a reward function that does not get them."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,30 +15,30 @@ if TYPE_CHECKING:
 def odd_tokens(
     conversation: Conversation, tokens: Sequence[int], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[str]:
-    """What is odd about a prompt's tokens, in the same words for all prompts."""
+    """Warnings about a prompt's tokens, in the same words for all prompts, which are counted together."""
     if tokens[-1] == tokenizer.eos_token_id:
         yield (
-            f"the prompt ends with {tokenizer.eos_token!r}, behind which a model has nothing to say: leave it out of "
-            "the text, of the chat template, or of what the post_processor in tokenizer.json adds"
+            f"the prompt ends with {tokenizer.eos_token!r}, after which a model expects no text: leave it out of "
+            "the text, the chat template, or what the post_processor in tokenizer.json adds"
         )
     messages = "" if isinstance(conversation, str) else str(conversation)
     for special in (tokenizer.bos_token, tokenizer.eos_token):
         if special and special in messages:
             yield (
-                f"a message holds {special!r}, as texts do that a chat template has made before: use the messages that "
-                "it was made of, or data.apply_chat_template=false"
+                f"a message holds {special!r}, so a chat template may have been applied before: use the original "
+                "messages, or set data.apply_chat_template=false"
             )
 
 
 def unseen_tokens(reward: Reward, tokenizer: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """What is odd about reward functions: they name special tokens that they do not get to see."""
+    """Warnings about reward functions whose source names special tokens that responses come without."""
     special = {one.content for one in tokenizer.added_tokens_decoder.values() if one.special}
     special -= set(tokenizer.special_tokens_map.values())
     for spec in reward.weights if reward.skip_special_tokens else ():
         file = parse_spec(spec).file
-        source = Path(file or os.devnull).read_text("utf-8", "replace")
+        source = Path(file).read_text("utf-8", "replace") if file else ""
         if named := ", ".join(sorted(token for token in special if token in source)):
             yield (
-                f"{spec} is given responses without special tokens, which {named} are to this tokenizer, and {file} "
-                "names them: set reward.skip_special_tokens=false"
+                f"{spec} gets responses without special tokens, but {file} names {named}: set "
+                "reward.skip_special_tokens=false"
             )

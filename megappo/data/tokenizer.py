@@ -73,7 +73,7 @@ def _read(file: Path) -> "Tokenizer":
 
 
 def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
-    """The same, but `skip_special_tokens` leaves out those alone that begin, end or pad a text."""
+    """Return a copy whose `skip_special_tokens` removes only the tokens that begin, end or pad a text."""
     from tokenizers import Tokenizer
 
     ends = end_token_ids(tokenizer.name_or_path, tokenizer)

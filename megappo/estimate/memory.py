@@ -170,7 +170,7 @@ class MemoryEstimate:
         return 4 * max(sizes) * min(self.cluster.gpus_per_node, self.cluster.world_size)
 
     def _building(self, place: Place) -> Ledger:
-        """The models when most of them is there: each is built whole, and what of it sleeps leaves before the next."""
+        """Models at the fullest moment of building them: each is built whole, then what sleeps leaves for the next."""
         stages, resident, moments = dict(place.stages), Ledger(), [Ledger()]
         for name in filter(stages.__contains__, build_order(self.specs)):
             states, spec = self.states(name, stages[name]), self.specs[name]
@@ -262,8 +262,8 @@ def _places(layouts: Mapping[str, Layout], world_size: int, *, has_engines: bool
 
 
 def _communicators(layout: Layout) -> int:
-    """NCCL's communicators of a rank: one for each set of ranks that a dimension's collectives, the gradients' or the
-    gradient norm's span."""
+    """NCCL's communicators of a rank: one for each set of ranks that share collectives, those of a dimension, of the
+    gradients or of the gradient norm."""
     sizes = {"t": layout.tensor, "c": layout.context, "d": layout.data, "p": layout.pipeline}
     spanned = {"".join(one for one in dims if sizes[one] > 1) for dims in ("t", "c", "cd", "p", "tcdp")}
     experts = layout.expert * layout.expert_tensor

@@ -53,7 +53,7 @@ class PhaseMemory:
 
     def metrics(self) -> dict[str, Metric]:
         """Peaks since the last call, in GiB: `memory/<phase>_peak_gib`, and `memory/host_peak_gib/sum`, of resident
-        memory. None once the thread has ended: it would not have seen them."""
+        memory. Empty once the thread has ended, which would have missed them."""
         if not self._sampler.is_alive():
             return {}
         with self._lock:
@@ -64,7 +64,7 @@ class PhaseMemory:
         return peaks
 
     def sample_all(self) -> None:
-        """Look at this process and its children."""
+        """Measure this process and its children."""
         self._sample_children()
         self._sample()
 
@@ -87,7 +87,7 @@ class PhaseMemory:
 
 
 def _sample_often(memory: Callable[[], PhaseMemory | None]) -> None:
-    """What the thread does until nothing refers to the memory any more."""
+    """Measure until nothing refers to the `PhaseMemory` any more."""
     while (measured := memory()) is not None:
         measured.sample_all()
         del measured

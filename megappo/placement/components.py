@@ -192,7 +192,7 @@ def components_of(config: Config) -> dict[str, ComponentSpec]:
 
 
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
-    """The order in which models are built: first those that another's head reads."""
+    """Names of models in the order of building: the references of others come first."""
     return sorted(specs, key=lambda name: specs[name].reference is not None)
 
 

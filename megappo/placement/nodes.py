@@ -28,7 +28,7 @@ def uneven_engines(rollout: Layout, ranks_per_node: int) -> Iterator[str]:
 
 
 def port_errors(port: int, rollout: Layout, ranks_per_node: int) -> Iterator[str]:
-    """Engines of a node take ports one after the other."""
+    """Check rollout.port: the engines of a node take one port after the other."""
     most = -(-max(map(len, by_node(rollout.ranks, ranks_per_node))) // rollout.tensor)
     if port + most - 1 > LARGEST_PORT:
         yield (

@@ -10,7 +10,7 @@ Use = Mapping[TensorKind, bool]
 """The kinds of tensors that something needs of a model on the device -> whether it changes them."""
 READ_WEIGHTS: Use = {"weights": False}
 LOAD: Use = {"weights": True, "optimizer": True}
-"""Loading a checkpoint."""
+"""To load a checkpoint."""
 SAVE: Use = {"weights": False, "optimizer": False}
 TRAIN: Use = {"weights": True, "gradients": True, "optimizer": True}
 NOTHING: Use = {}

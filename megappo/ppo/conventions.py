@@ -61,7 +61,7 @@ class Whitening:
 
 @dataclass(frozen=True)
 class Conventions:
-    """Choices that papers leave open and systems make differently; the defaults are verl's, but for counts_empty_rows.
+    """Choices that papers leave open and systems make differently; the defaults are verl's, except counts_empty_rows.
 
     Attributes:
         whitening: of advantages.

@@ -25,13 +25,13 @@ def verified_sync(
     as_loaded: bool,
     loaded: Checksums = (),
 ) -> None:
-    """The first sync, proven by the engines' own checksums: of weights spoiled before, none may be left.
+    """The first sync, proven by the engines' own checksums: no weight that was corrupted before may remain.
 
     Args:
         client: of the engine that this rank owns. barrier: waits for all ranks.
         as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
             restore them to the bit. Otherwise only a weight that was not set at all is found.
-        loaded: their checksums, of an engine that has slept since; empty = the engine has them still.
+        loaded: checksums of the weights that the engine loaded, if it has slept since; empty = it still has them.
     Raises:
         EngineError: some of an engine's weights were not set, or not to what they were; each named.
     """

@@ -178,11 +178,11 @@ CONTRADICTIONS = {
         "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
     ),
     "rollout.engines=[10.0.0.7:30000]": (
-        "rollout.engines: '10.0.0.7:30000' is no address of a server: write such as http://10.0.0.7:30000"
+        "rollout.engines: '10.0.0.7:30000' is not the address of a server: write one such as http://10.0.0.7:30000"
     ),
     "rollout.engines=[http://a:1, http://A:1]": "rollout.engines names http://a:1 twice: name it once",
     **{
-        f"rollout.engines={url}": f"rollout.engines: {shown!r} is no address of a server: write such as http://10.0.0.7:"
+        f"rollout.engines={url}": f"rollout.engines: {shown!r} is not the address of a server: write one such as http://10.0.0.7:"
         for url, shown in {
             "http://h:99999": "http://h:99999",
             "http://h:0": "http://h:0",

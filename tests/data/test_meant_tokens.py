@@ -136,7 +136,7 @@ def test_an_end_of_text_before_the_answer_is_warned_of(tmp_path, adds, template,
     write_model(tmp_path / "model", byte_level(), adds=adds, chat_template=template)
     errors, [warning] = found_in(opened(tmp_path, [prompt] * 5))
     assert errors == []
-    assert f"lines 1, 2, 3 and 2 more: the prompt ends with '{EOS}', behind which a model has nothing to say" in warning
+    assert f"lines 1, 2, 3 and 2 more: the prompt ends with '{EOS}', after which a model expects no text" in warning
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_text_that_is_put_through_a_template_twice_is_warned_of(tmp_path, prom
     errors, warnings = found_in(opened(tmp_path, [prompt], **keys))
     assert errors == [] and len(warnings) == len(special)
     for token in special:
-        assert any(f"d.jsonl line 1: a message holds '{token}', as texts do that" in line for line in warnings)
+        assert any(f"d.jsonl line 1: a message holds '{token}', so a chat template may" in line for line in warnings)
 
 
 MESSAGES = [{"role": "user", "content": "1+1="}]
@@ -247,7 +247,8 @@ def test_special_tokens_that_a_reward_function_never_sees_are_warned_of(tmp_path
     reward = Reward(function={function: 1.0, "gsm8k": 1.0}, skip_special_tokens=skips)
     _, warnings = found_in(opened(tmp_path, ["1+1="], reward))
     assert len(warnings) == (skips and bool(named))
-    assert all(f"{function} is given responses without special tokens, which {named} are" in one for one in warnings)
+    assert all(f"{function} gets responses without special tokens, but" in one for one in warnings)
+    assert all(f"names {named}: " in one for one in warnings)
     assert all("set reward.skip_special_tokens=false" in one for one in warnings)
 
 
@@ -258,7 +259,7 @@ def test_plan_tells_it(tmp_path):
     (tmp_path / "model" / "config.json").write_text(json.dumps(own | {"vocab_size": 300}))
     done = plan_here(tmp_path, "run.yaml", "reward.function=think_answer")
     assert done.returncode == 0
-    assert "warning: data.train_files: think_answer is given responses without special tokens" in done.stderr
+    assert "warning: data.train_files: think_answer gets responses without special tokens" in done.stderr
     assert (
         f"warning: data.train_files: train.jsonl lines 1, 2, 3 and 97 more: the prompt ends with '{EOS}'" in done.stderr
     )

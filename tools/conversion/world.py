@@ -110,7 +110,7 @@ class World:
         errors = list(fit_errors(architecture, self.parallel, _flag))
         if errors:
             raise UsageError("; ".join(errors))
-        model = Model(path=".", dtype=dtype, layer_spec="torch")  # whose path nothing reads
+        model = Model(path=".", dtype=dtype, layer_spec="torch")  # nothing reads the path
         return build_model(architecture, model, self.parallel, self.groups, recompute="none", trained=False)
 
     def together(self, action: Callable[[], object]) -> None:

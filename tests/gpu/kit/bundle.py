@@ -1,10 +1,10 @@
-"""Build the parts that carry the GPU environment to a machine without a network.
+"""Pack the GPU environment into parts for a machine without a network.
 
     .venv-gpu/bin/python tests/gpu/kit/bundle.py [--list] [--part-mib 56] [--with PATH ...]
 
-Start from the environment that `launch/setup.sh gpu` makes, with the Python version of the target (PYTHON=python3.12).
-CUDA libraries keep the code of one GPU architecture; packages.txt says what travels. The output folder gets the parts
-and manifest.json. Pieces that have not changed are not compressed again.
+Run it in the environment that `launch/setup.sh gpu` makes, with the Python version of the target (PYTHON=python3.12).
+CUDA libraries keep the code of one GPU architecture; packages.txt lists what is left out. The output folder gets the
+parts and manifest.json. A later build compresses only pieces that have changed.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Piece:
         return sum(path.stat().st_size for path, _ in self.files)
 
     def key(self, architecture: int) -> str:
-        """Return a file name that changes with any of the files."""
+        """Return a file name that changes whenever one of the files does."""
         facts = [(name, path.stat().st_size, path.stat().st_mtime_ns) for path, name in self.files]
         digest = hashlib.sha256(json.dumps([architecture, facts]).encode()).hexdigest()
         return f"{self.name}-{digest[:16]}.tar.xz"
@@ -70,7 +70,7 @@ def matches(name: str, patterns: list[str]) -> bool:
 
 
 def pieces_of(site: Path, extra: list[Path]) -> Iterator[Piece]:
-    """Yield large files and distributions one by one, small distributions together, then the extra paths."""
+    """Yield a piece for each large file and large distribution, one for all small ones, one for each extra path."""
     patterns = read_patterns()
     together: list[tuple[Path, str]] = []
     for distribution in importlib.metadata.distributions(path=[str(site)]):
@@ -101,7 +101,7 @@ def compress(piece: Piece, target: Path, architecture: int) -> None:
         with lzma.open(temporary, "wb", filters=FILTERS) as stream, tarfile.open(fileobj=stream, mode="w") as archive:
             for path, name in piece.files:
                 is_library = ".so" in path.name and path.stat().st_size >= STRIPPED_BYTES
-                if is_library and ".libs/" not in name:  # those have sections that strip refuses
+                if is_library and ".libs/" not in name:  # strip refuses sections of libraries in .libs/
                     prune(path, pruned, architecture)
                     shutil.copymode(path, pruned)
                     archive.add(pruned, name)
@@ -111,7 +111,7 @@ def compress(piece: Piece, target: Path, architecture: int) -> None:
 
 
 def compress_missing(pieces: list[Piece], paths: dict[str, Path], architecture: int) -> None:
-    """Compress the pieces that are not there yet, several at a time."""
+    """Compress the pieces that have no file yet, several at a time."""
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         missing = [piece for piece in pieces if not paths[piece.name].exists()]
         jobs = {piece.name: pool.submit(compress, piece, paths[piece.name], architecture) for piece in missing}
@@ -121,7 +121,7 @@ def compress_missing(pieces: list[Piece], paths: dict[str, Path], architecture: 
 
 
 def write_parts(files: list[Path], output: Path, part_bytes: int) -> list[dict[str, object]]:
-    """Cut the pieces, one behind another, into parts; the order is the one in which they are unpacked."""
+    """Concatenate the compressed pieces, cut the result into parts, and return the parts' manifest entries."""
     for old in output.glob("part-*"):
         old.unlink()
     stream = b"".join(file.read_bytes() for file in files)
@@ -137,12 +137,12 @@ def write_parts(files: list[Path], output: Path, part_bytes: int) -> list[dict[s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder for the parts (default: outputs/gpu-kit)")
-    parser.add_argument("--part-mib", type=int, default=56, help="most MiB of a part (default: 56)")
+    parser.add_argument("--part-mib", type=int, default=56, help="largest size of a part (default: 56)")
     parser.add_argument("--architecture", type=int, default=90, help="of the target's GPU (default: 90, Hopper)")
     parser.add_argument(
-        "--with", dest="extra", type=Path, nargs="*", default=[], help="paths of this repository to add"
+        "--with", dest="extra", type=Path, nargs="*", default=[], help="files or folders of this repository to add"
     )
-    parser.add_argument("--list", action="store_true", help="print the pieces and their size without building anything")
+    parser.add_argument("--list", action="store_true", help="print the pieces and their sizes, build nothing")
     args = parser.parse_args()
     extra = [path.resolve() for path in args.extra]
     pieces = sorted(pieces_of(Path(sysconfig.get_path("purelib")), extra), key=lambda piece: -piece.num_bytes)
@@ -163,7 +163,7 @@ def main() -> None:
     manifest = {"python": python, "parts": parts, "pieces": listed}
     (args.output / "manifest.json").write_text(json.dumps(manifest, indent=1))
     total = sum(piece["bytes"] for piece in listed)
-    print(f"{len(parts)} parts, {total / MIB:.1f} MiB in all, in {args.output}, for Python {python}")
+    print(f"wrote {total / MIB:.1f} MiB for Python {python} to {args.output}, number of parts: {len(parts)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Keep the code of one GPU architecture in a CUDA library, so that it compresses to a tenth.
+"""Remove the code of all GPU architectures but one from a CUDA library, which then compresses to a tenth.
 
-A fat binary (section `.nv_fatbin`) is a list of images, one per architecture, which the driver picks from. The images
-of other architectures are overwritten by zeros in place: offsets stay, so the library loads as before. Kernels that a
-library has for another architecture alone are lost. Format: CUDA 13's fatbinary, read off its own libraries.
+A fat binary (section `.nv_fatbin`) is a list of images, one per architecture; the driver picks one. Images of other
+architectures are overwritten with zeros in place: offsets stay the same, so the library loads as before. Kernels that
+exist only for another architecture are lost. The format is CUDA 13's, inferred from its libraries.
 """
 
 import struct
@@ -16,10 +16,10 @@ ALIGNMENT = 8
 
 
 def prune(source: Path, target: Path, architecture: int) -> int:
-    """Write the library with the code of one architecture (90: Hopper) and without symbols for a debugger.
+    """Write a copy with the code of one architecture (90: Hopper) and without debug symbols.
 
     Returns:
-        Bytes that became zeros; 0 for a library without GPU code.
+        Number of bytes overwritten with zeros; 0 for a library without GPU code.
     """
     data = bytearray(source.read_bytes())
     zeroed = sum(_clear_images(data, *section, architecture) for section in _fat_sections(source))

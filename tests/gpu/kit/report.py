@@ -1,4 +1,4 @@
-"""Turn results.json of run.py into the tables of docs/clusters.md.
+"""Print the results.json of run.py as Markdown tables, for docs/clusters.md.
 
 .venv/bin/python tests/gpu/kit/report.py outputs/gpu-kit/results/results.json
 """
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 APART = ("timing_s/", "memory/", "planned/")
-"""Figures of a whole run that its table of phases has."""
+"""Figures of a whole run that are in its table of phases."""
 
 
 def lines(found: dict) -> Iterator[str]:
-    """Yield the report: what ran where, then a table for each stage."""
+    """Yield the report: device and commit, the stages' results, then a table for each stage."""
     devices = sorted({stage["figures"]["device"] for stage in found["stages"] if "figures" in stage})
     yield f"Measured on {', '.join(devices) or 'an unknown device'} at commit {found['commit']}, {found['date']}."
     yield from table("stage", "result", "seconds")
@@ -28,7 +28,7 @@ def lines(found: dict) -> Iterator[str]:
 
 
 def phases(title: str, figures: dict) -> Iterator[str]:
-    """Yield a whole run's last step: each phase's seconds, and its peak of memory beside the plan's."""
+    """Yield the phases of a whole run's last step: seconds, peak memory, and the memory that the plan expects."""
     yield from table(title, "seconds", "peak GiB", "planned GiB")
     for name, seconds in figures.items():
         if name.startswith("timing_s/"):
@@ -38,7 +38,7 @@ def phases(title: str, figures: dict) -> Iterator[str]:
 
 
 def numbers(title: str, figures: dict) -> Iterator[str]:
-    """Yield the figures that are single numbers."""
+    """Yield the other figures that are single numbers."""
     found = {name: value for name, value in figures.items() if isinstance(value, int | float)}
     shown = {name: value for name, value in found.items() if not name.startswith(APART)}
     if shown:

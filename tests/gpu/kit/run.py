@@ -1,12 +1,13 @@
-"""Run stages on this machine, each within its own limit, and keep what each prints: JSON and a log.
+"""Run stages on this machine, each with a time limit of its own, and keep their results and logs.
 
     .venv-gpu/bin/python tests/gpu/kit/run.py [--seconds N] [--output FOLDER] [STAGE ...]
 
-Without names all stages run, those first that tell most. A stage that fails or takes too long does not stop the next
-one. Exit code 1 if any did. FOLDER/results.json has everything; report.py makes tables of it.
+Without names all stages run, the most informative first. A stage that fails or exceeds its limit does not stop the next
+one; the exit code is 1 then. FOLDER/results.json has all results; report.py prints them as tables.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -34,17 +35,18 @@ STAGES: dict[str, tuple[list[str], int]] = {
     "models": (["tests/gpu/stages/models.py"], 600),
     "checkpoint": (["tests/gpu/stages/checkpoint.py"], 300),
 }
-"""Arguments of Python, and seconds at full size."""
+"""Stage -> Python's arguments, and the limit in seconds."""
 VARIABLES = {
     "OMP_NUM_THREADS": "1",  # as the launcher sets it on GPUs
-    "PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK": "1",  # the target's cuDNN may be older than the one torch was built with
+    "PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK": "1",  # the target's cuDNN may be older than torch's
 }
+PATIENCE_SECONDS = 10
 LEAST_SECONDS = 10
-"""No stage is started with less time."""
+"""A stage is not started with less time than this."""
 
 
 def run_stage(name: str, folder: Path, limit: float) -> dict:
-    """Run a stage in a session of its own, whose processes end with it; return its result."""
+    """Run a stage in a session of its own, end all of its processes, and return the result."""
     arguments, seconds = STAGES[name]
     variables = VARIABLES | os.environ | {"STAGE_OUTPUT": str(folder), "OUT": str(folder)}
     command = [sys.executable, *arguments]
@@ -63,18 +65,16 @@ def run_stage(name: str, folder: Path, limit: float) -> dict:
     result = {"stage": name, "rc": code, "seconds": round(time.monotonic() - started, 1)}
     try:
         return result | {"figures": json.loads(printed)}
-    except ValueError:  # the doctor's lines, or what a stage printed before it failed
+    except ValueError:  # the doctor's text, or the output of a stage that failed
         return result | {"printed": printed[-4000:]}
 
 
 def end_session(process: subprocess.Popen) -> None:
-    """End the processes that a stage left: first as Ctrl-C does, so that runs end their engines, then at once."""
-    for number, patience in ((signal.SIGINT, 10), (signal.SIGKILL, 10)):
-        try:
+    """End a stage's remaining processes: first as Ctrl-C does, so that runs end their engines, then by a kill."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
-            process.wait(patience)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+            process.wait(PATIENCE_SECONDS)
 
 
 def commit() -> str:
@@ -98,7 +98,7 @@ def main() -> int:
     for name in args.stages or STAGES:
         remaining = deadline - time.monotonic()
         if remaining < LEAST_SECONDS:
-            print(f"{name}: not run, no time is left", flush=True)
+            print(f"{name}: not run, no time remains", flush=True)
             continue
         result = run_stage(name, folder, remaining)
         outcome = "passed" if result["rc"] == 0 else f"FAILED with exit code {result['rc']}, see {folder}/{name}.log"

@@ -1,10 +1,10 @@
-"""Put the parts of bundle.py together on a machine with a GPU, as the environment .venv-gpu of this repository.
+"""Unpack the parts of bundle.py into .venv-gpu of this repository, on a machine with a GPU.
 
     python3 tests/gpu/kit/unpack.py FOLDER
 
-FOLDER holds manifest.json and the parts. Exit code 3 names the parts that are missing or damaged: bring them and start
-it again. Needs Python's standard library alone, of the version that the bundle was built for. Packages that the bundle
-leaves out come from the environment of the Python that runs this.
+FOLDER holds manifest.json and the parts. If parts are missing or damaged, their names are printed and the exit code is
+3: copy them and start it again. It needs only Python's standard library, in the version that the bundle was built for.
+Packages that the bundle leaves out come from the environment of the Python that runs this.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ENVIRONMENT = REPOSITORY / ".venv-gpu"
 
 
 def missing_parts(folder: Path, parts: list[dict]) -> list[str]:
-    """Return the names of the parts that are not there or differ from the manifest."""
+    """Return the names of the parts that are missing or differ from the manifest."""
     missing = []
     for part in parts:
         path = folder / part["name"]
@@ -44,7 +44,7 @@ def extract(compressed: bytes, site_packages: Path) -> None:
 
 
 def make_environment() -> Path:
-    """Make an empty environment, in which this Python's own packages follow behind; return its site-packages."""
+    """Make an environment that falls back on this Python's packages; return its empty site-packages."""
     if ENVIRONMENT.exists():
         shutil.rmtree(ENVIRONMENT)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", ENVIRONMENT], check=True)
@@ -56,7 +56,7 @@ def make_environment() -> Path:
 
 
 def link_cuda(packages: Path) -> None:
-    """Link CUDA's libraries of this Python's environment where the bundle's torch looks for them."""
+    """Link the CUDA libraries of this Python's environment to where the bundle's torch expects them."""
     for folder in site.getsitepackages():
         for library in Path(folder, "nvidia").glob("*/"):
             target = packages / "nvidia" / library.name
@@ -66,7 +66,7 @@ def link_cuda(packages: Path) -> None:
 
 
 def link_ptxas(packages: Path) -> None:
-    """Link the assembler that Triton's wheel would bring: a toolkit's, else the one of this Python's own Triton."""
+    """Link the assembler that Triton's wheel has: the CUDA toolkit's, else that of this Python's Triton."""
     target = packages / "triton" / "backends" / "nvidia" / "bin" / "ptxas"
     own = [f"{folder}/triton/backends/nvidia/bin/ptxas" for folder in site.getsitepackages()]
     found = next(filter(None, map(shutil.which, ("ptxas", "/usr/local/cuda/bin/ptxas", *own))), None)
@@ -87,17 +87,14 @@ def main() -> int:
     found = f"{sys.version_info.major}.{sys.version_info.minor}"
     if found != manifest["python"]:
         wanted = manifest["python"]
-        print(
-            f"error: the bundle is for Python {wanted}, this is {found}: run this with python{wanted}, or build",
-            end=" ",
-        )
-        print(f"the bundle from an environment that PYTHON=python{found} bash launch/setup.sh gpu makes")
+        remedy = f"run this with python{wanted}, or build it after PYTHON=python{found} bash launch/setup.sh gpu"
+        print(f"error: the bundle is for Python {wanted}, this is {found}: {remedy}", file=sys.stderr)
         return 2
     if missing := missing_parts(folder, manifest["parts"]):
         print(f"missing or damaged: {' '.join(missing)}", file=sys.stderr)
         return 3
     if (ENVIRONMENT / "setup-stamp").exists():
-        print(f"error: launch/setup.sh made {ENVIRONMENT}: remove it, or use it as it is", file=sys.stderr)
+        print(f"error: launch/setup.sh made {ENVIRONMENT}: use it, or remove it first", file=sys.stderr)
         return 2
     packages = make_environment()
     stream = b"".join((folder / part["name"]).read_bytes() for part in manifest["parts"])
