@@ -36,8 +36,8 @@ def has_cuda() -> bool:
 
 
 def unseen_gpus() -> str:
-    """Return why torch sees none of this machine's GPUs, and what to do; "" where it sees some, the machine shows none,
-    or CUDA_VISIBLE_DEVICES hides all of them."""
+    """Return why torch sees none of the GPUs that this machine shows, and what to do; "" where it sees some, the machine
+    shows none, or CUDA_VISIBLE_DEVICES hides all of them."""
     named = visible_devices(os.environ)
     if has_cuda() or named == []:
         return ""

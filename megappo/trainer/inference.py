@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from megappo import platform
@@ -23,17 +23,9 @@ from megappo.trainer.probe import Probe
 from megappo.trainer.restarts import Restarts, stop_engines
 
 
-@dataclass
+@dataclass(frozen=True)
 class StartedEngines:
-    """The engines of a run that are up, before any model is there.
-
-    Attributes:
-        client: of the engine this rank owns; None on the others.
-        sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
-        asleep: the engines that sleep do so now.
-        loaded: checksums of the weights that the engine of this rank has loaded; see `verified_sync`.
-        footprint: of the engine on this rank's GPU.
-    """
+    """The engines of a run that are up, before any model is there; see `InferenceEngines`."""
 
     route: Route
     client: EngineClient | None
@@ -44,18 +36,28 @@ class StartedEngines:
 
 
 @dataclass
-class InferenceEngines(StartedEngines):
-    """The engines of a run. All ranks call together.
+class InferenceEngines:
+    """All ranks call together.
 
     Attributes:
-        weight_sync: sends the actor's weights to the engines.
-        probe: compares log-probs of engines and actor for the same tokens.
-        sent: size and time of the last weight sync.
+        client: of the engine this rank owns; None on the others.
+        sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
+        weight_sync: the way of the actor's weights to the engines.
+        probe: asks engines and actor about the same tokens.
+        asleep: the engines that sleep do so now.
+        loaded: checksums of the weights that the engine of this rank has loaded; see `verified_sync`.
+        footprint: of the engine on this rank's GPU.
+        sent: what the engines were last given.
     """
 
     exchange: Exchange
+    client: EngineClient | None
+    sleeps: bool
     weight_sync: WeightSync
     probe: Probe
+    asleep: bool = False
+    loaded: Checksums = ()
+    footprint: Footprint = field(default_factory=partial(Footprint, 0))
     sent: SyncStats = SyncStats()
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
@@ -263,7 +265,8 @@ def connect(config: Config, started: StartedEngines, models: Models, probe: Prob
     ends = (models.actor.engine, started.client)
     tell = probe.rollouts.observer.message
     make_sync = partial(build_sync, config, started.route, models.architecture, *ends, exchange, tell)
-    engines = InferenceEngines(**vars(started), exchange=exchange, weight_sync=make_sync(), probe=probe)
+    state = {"asleep": started.asleep, "loaded": started.loaded, "footprint": started.footprint}
+    engines = InferenceEngines(exchange, started.client, started.sleeps, make_sync(), probe, **state)
 
     def give_weights() -> None:
         with phase("sync"):

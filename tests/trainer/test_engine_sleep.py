@@ -71,8 +71,7 @@ def engines(asked: list[str], *, sleeps: bool = True) -> InferenceEngines:
     own = SimpleNamespace(stop=lambda: asked.append("stop"), restart=lambda: asked.append("restart"))
     own.number, own.part_of = 0, None
     restarts = Restarts(own, exchange, NullObserver(), limit=3)
-    started = None, Recorder(asked), sleeps, False, (), Footprint(0)
-    found = InferenceEngines(*started, exchange, weight_sync, probe)
+    found = InferenceEngines(exchange, Recorder(asked), sleeps, weight_sync, probe)
     probe.rollouts = SimpleNamespace(restarts=restarts)
     restarts.give_weights = lambda: found.reconnect(lambda: found.weight_sync)
     weight_sync.senders, weight_sync.forget = [], lambda: asked.append("forget")
