@@ -36,28 +36,24 @@ def has_cuda() -> bool:
 def unseen_gpus() -> str:
     """Why torch sees none of the GPUs that this machine shows, and what to do; "" where it sees some, the machine shows
     none, or CUDA_VISIBLE_DEVICES hides all of them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    named = [name for name in (visible or "").split(",") if name and not name.startswith("-")]
-    if has_cuda() or (visible is not None and not named):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    named = [name for name in visible.split(",") if name and not name.startswith("-")]
+    if has_cuda() or not named:
         return ""
-    cuda = torch.version.cuda
-    drivers = nvidia_smi(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*"))) or (len(named) if cuda else 0)
+    drivers = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*")))
     if not shown:
         return ""
-    driver = drivers[0].strip() if drivers else "unknown: nvidia-smi does not answer"
-    needed = LEAST_DRIVERS.get((cuda or "").partition(".")[0], 0)
-    major = driver.partition(".")[0]
-    if cuda is None:
-        why, remedy = "it is built for a CPU", "take .venv-gpu/bin/python (bash launch/setup.sh gpu makes it)"
-    elif major.isdecimal() and int(major) < needed:
-        why, remedy = f"CUDA {cuda} needs driver {needed} or newer", f"update the driver to {needed} or newer"
+    driver = drivers[0] if drivers else "unknown: nvidia-smi does not answer"
+    if cuda := torch.version.cuda:
+        needed = LEAST_DRIVERS[cuda.partition(".")[0]]
+        why = f"CUDA {cuda} needs driver {needed} or newer"
+        remedy = "update it; if it is new enough, see nvidia-smi, and in a container docker run --gpus all"
     else:
-        why = f"it is built for CUDA {cuda}, which needs driver {needed} or newer"
-        remedy = "look at what nvidia-smi and torch.cuda.init() report; in a container, docker run --gpus all"
+        why, remedy = "it is built for a CPU", "take .venv-gpu/bin/python (bash launch/setup.sh gpu makes it)"
     return (
-        f"this machine shows {shown} GPU{'s' * (shown > 1)} (driver {driver}), but torch {torch.__version__} sees "
-        f"none: {why}. To use them, {remedy}. To use the CPU, hide them: CUDA_VISIBLE_DEVICES= before the command"
+        f"this machine shows GPUs ({shown}, driver {driver}), but torch {torch.__version__} sees none: {why}. To use "
+        f"them, {remedy}. To use the CPU, hide them: CUDA_VISIBLE_DEVICES= before the command"
     )
 
 
@@ -139,17 +135,16 @@ def bytes_of_others() -> int:
 
 def gpu_processes() -> list[str]:
     """The processes on this process's GPU with their memory, as nvidia-smi lists them: in a container perhaps none."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
     uuid = torch.cuda.get_device_properties(device()).uuid
-    return nvidia_smi([*query, f"--id=GPU-{uuid}"])
+    return nvidia_smi("--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader", f"--id=GPU-{uuid}")
 
 
-def nvidia_smi(command: list[str]) -> list[str]:
+def nvidia_smi(*arguments: str) -> list[str]:
     """The lines that it prints; none where it is missing or fails."""
-    if shutil.which(command[0]) is None:
+    if shutil.which("nvidia-smi") is None:
         return []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    return [] if done.returncode else done.stdout.splitlines()
 
 
 def gpu_ids(local_ranks: list[int]) -> list[str]:

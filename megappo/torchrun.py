@@ -47,9 +47,6 @@ def main() -> int:
     bind_stores()
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))
-    if unseen := platform.unseen_gpus():
-        print(f"error: {unseen}", file=sys.stderr)
-        return 2
     platform.share_cores(args.nproc_per_node)
     platform.keep_freed_memory()
     if args.max_restarts and parse_min_max_nnodes(args.nnodes)[1] > 1:

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "WORLD_SIZE" not in os.environ:
         print("error: megappo.train runs under torchrun: start it with launch/local.sh CONFIG", file=sys.stderr)
         return 2
-    if unseen := platform.unseen_gpus():  # plain torchrun does not look
+    if unseen := platform.unseen_gpus():
         if os.environ["LOCAL_RANK"] == "0":
             print(f"error: {unseen}", file=sys.stderr)
         return 2
