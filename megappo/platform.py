@@ -36,29 +36,25 @@ def has_cuda() -> bool:
 
 
 def unseen_gpus() -> str:
-    """Return why torch sees none of the GPUs that this machine shows, and what to do; "" where it sees some, the machine
-    shows none, or CUDA_VISIBLE_DEVICES hides all of them."""
+    """Return why torch sees none of this machine's GPUs, and what to do; "" where it sees some, the machine shows none,
+    or CUDA_VISIBLE_DEVICES hides all of them."""
     named = visible_devices(os.environ)
     if has_cuda() or named == []:
         return ""
-    cuda = torch.version.cuda
     drivers = nvidia_smi("--query-gpu=driver_version")
-    shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*"))) or (len(named or ()) if cuda else 0)
+    shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*")))
     if not shown:
         return ""
-    driver = drivers[0].strip() if drivers else "unknown: nvidia-smi does not answer"
-    needed = LEAST_DRIVERS.get((cuda or "").partition(".")[0], 0)
-    major = driver.partition(".")[0]
-    if cuda is None:
-        why, remedy = "it is built for a CPU", "take .venv-gpu/bin/python (bash launch/setup.sh gpu makes it)"
-    elif major.isdecimal() and int(major) < needed:
-        why, remedy = f"CUDA {cuda} needs driver {needed} or newer", f"update the driver to {needed} or newer"
+    driver = drivers[0] if drivers else "unknown: nvidia-smi does not answer"
+    if cuda := torch.version.cuda:
+        needed = LEAST_DRIVERS[cuda.partition(".")[0]]
+        why = f"CUDA {cuda} needs driver {needed} or newer"
+        remedy = "update it; if it is new enough, see nvidia-smi, and in a container docker run --gpus all"
     else:
-        why = f"it is built for CUDA {cuda}, which needs driver {needed} or newer"
-        remedy = "look at what nvidia-smi and torch.cuda.init() report; in a container, docker run --gpus all"
+        why, remedy = "it is built for a CPU", "take .venv-gpu/bin/python (bash launch/setup.sh gpu makes it)"
     return (
-        f"this machine shows {shown} GPU{'s' * (shown > 1)} (driver {driver}), but torch {torch.__version__} sees "
-        f"none: {why}. To use them, {remedy}. To use the CPU, hide them: CUDA_VISIBLE_DEVICES= before the command"
+        f"this machine shows GPUs ({shown}, driver {driver}), but torch {torch.__version__} sees none: {why}. To use "
+        f"them, {remedy}. To use the CPU, hide them: CUDA_VISIBLE_DEVICES= before the command"
     )
 
 
@@ -150,8 +146,8 @@ def nvidia_smi(*query: str) -> list[str]:
     command = ["nvidia-smi", *query, "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS, check=False)
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    return [] if done.returncode else done.stdout.splitlines()
 
 
 def gpu_ids(local_ranks: list[int]) -> list[str]:

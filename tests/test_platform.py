@@ -148,20 +148,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 EIGHT = "for i in 1 2 3 4 5 6 7 8; do echo 535.183.01; done"
 UNSEEN = {
-    "an old driver": (
-        (EIGHT,),
-        ["8 GPUs (driver 535.183.01)", "CUDA 13.0 needs driver 580 or newer", "update the driver"],
-    ),
-    "one that is too old for CUDA 12": (("echo 470.57", "12.8"), ["1 GPU (driver 470.57)", "needs driver 525"]),
+    "an old driver": ((EIGHT,), ["GPUs (8, driver 535.183.01)", "CUDA 13.0 needs driver 580 or newer", "update it"]),
+    "one that is too old for CUDA 12": (("echo 470.57", "12.8"), ["GPUs (1, driver 470.57)", "needs driver 525"]),
     "the environment for a CPU": (("echo 580.65.06", None), ["built for a CPU", "bash launch/setup.sh gpu"]),
-    "some of them chosen": ((EIGHT, "13.0", {"visible": "0,1"}), ["driver 580 or newer", "update the driver"]),
-    "a driver that is new enough": (("echo 580.65.06",), ["docker run --gpus all", "torch.cuda.init()"]),
-    "nvidia-smi that fails": (
-        ("echo NVML >&2; exit 18", "13.0", {"devices": 2}),
-        ["2 GPUs", "nvidia-smi does not answer"],
-    ),
-    "no nvidia-smi": ((None, "13.0", {"devices": 4}), ["4 GPUs", "nvidia-smi does not answer"]),
-    "GPUs that are named and not there": ((None, "13.0", {"visible": "0,3"}), ["2 GPUs", "nvidia-smi does not answer"]),
+    "some of them chosen": ((EIGHT, "13.0", {"visible": "0,1"}), ["driver 580 or newer", "update it"]),
+    "a driver that is new enough": (("echo 580.65.06",), ["if it is new enough", "docker run --gpus all"]),
+    "nvidia-smi that fails": (("echo NVML >&2; exit 18", "13.0", {"devices": 2}), ["(2, driver unknown: nvidia-smi"]),
+    "no nvidia-smi": ((None, "13.0", {"devices": 4}), ["(4, driver unknown: nvidia-smi does not answer)"]),
 }
 
 
@@ -183,7 +176,7 @@ def test_gpus_that_torch_does_not_see_are_an_error_with_both_remedies(machine, s
         ("exit 9", {}),
         (None, {"cuda": None, "visible": "0"}),
     ],
-    ids=["hidden", "hidden by -1", "no GPU", "a driver without a GPU", "none, in the environment for a CPU"],
+    ids=["hidden", "hidden by -1", "no GPU", "a driver without a GPU", "none, though some are named"],
 )
 def test_a_machine_that_shows_no_gpu_computes_on_the_cpu(machine, smi, options) -> None:
     machine(smi, **options)
@@ -212,4 +205,4 @@ def test_nothing_starts_on_the_cpu_of_a_machine_with_gpus_unless_they_are_hidden
     )
     assert done.returncode != 0
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "1 GPU (driver 535.183.01)" in line and "built for a CPU" in line
+    assert "GPUs (1, driver 535.183.01)" in line and "built for a CPU" in line

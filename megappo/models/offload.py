@@ -5,11 +5,12 @@ that depend on dtype and optimizer, and so nothing has to be pointed anew. On a 
 and its content lies in pinned host memory. On a CPU it keeps its size, since an engine may share it, and holds NaN:
 what uses it all the same shows.
 
-The copies of one kind share an `Arena`. torch's allocator of pinned memory rounds each allocation up to a power of two
-(torch 2.14.1, ATen/core/CachingHostAllocator.h), so that copies of their own would take up to twice their bytes.
+The copies of one kind share their memory (`host_copies`). torch's allocator of pinned memory rounds each allocation up
+to a power of two (torch 2.14.1, ATen/core/CachingHostAllocator.h), so that copies of their own would take up to twice
+their bytes.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -20,7 +21,7 @@ from megappo.placement.uses import Use
 
 NAN_BYTE = 255  # NaN in every floating dtype
 SMALLEST_PIECE = 2**20
-"""Bytes: what the rounding of an arena wastes at most."""
+"""Bytes: what is wasted of a kind's copies at most."""
 
 
 class Offload:
@@ -36,14 +37,13 @@ class Offload:
         self._engine = engine
         self._kinds = tuple(kinds)
         self._memories: dict[TensorKind, list[_Memory]] = {}
-        self._arenas: dict[TensorKind, Arena] = {}
         self.asleep: set[TensorKind] = set()
         self._saved: set[TensorKind] = {"gradients"}  # every optimizer step begins by making them 0
 
     @property
     def host_bytes(self) -> int:
         """Of the copies on the host, which are kept for the next time."""
-        return sum(arena.nbytes for arena in self._arenas.values())
+        return sum(len(part) for kind in self._memories.values() for memory in kind for part in memory.copy)
 
     def rest(self, use: Use) -> None:
         """Put to sleep what is not needed."""
@@ -52,13 +52,10 @@ class Offload:
         for kind in unneeded:
             known = [memory.storage._cdata for memory in self._memories.get(kind, ())]
             if known != [storage._cdata for storage in found[kind]]:
-                self._memories[kind] = [_Memory(storage) for storage in found[kind]]
-                if kind != "gradients":
-                    self._saved.discard(kind)
-                    self._arenas.pop(kind, None)  # before the new one, which may take its memory
-                    self._arenas[kind] = arena = Arena(sum(memory.size for memory in self._memories[kind]))
-                    for memory in self._memories[kind]:
-                        memory.copy = arena.take(memory.size)
+                self._memories.pop(kind, None)  # before the new ones, which may take its memory
+                self._saved -= {kind} - {"gradients"}
+                copies = host_copies([0 if kind in self._saved else storage.nbytes() for storage in found[kind]])
+                self._memories[kind] = list(map(_Memory, found[kind], copies))
             for memory in self._memories[kind]:
                 memory.sleep(save=kind not in self._saved)
             self._saved.add(kind)
@@ -73,33 +70,19 @@ class Offload:
         self._saved -= {kind for kind, changes in use.items() if changes and kind != "gradients"}
 
 
-class Arena:
-    """Host memory of a fixed size, pinned on a GPU, in pieces whose sizes are powers of two.
-
-    Args:
-        nbytes: that `take` may give in all.
-    Attributes:
-        nbytes: of all pieces: the same, rounded up to a multiple of SMALLEST_PIECE.
-    """
-
-    def __init__(self, nbytes: int):
-        self._pieces = [
-            torch.empty(size, dtype=torch.uint8, pin_memory=platform.has_cuda()) for size in piece_sizes(nbytes)
-        ]
-        self.nbytes = sum(map(len, self._pieces))
-        self._free = iter(self._pieces)
-        self._piece = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, nbytes: int) -> list[torch.Tensor]:
-        """The next so many bytes, in order: parts of one or several pieces."""
-        parts: list[torch.Tensor] = []
-        while nbytes:
-            if not len(self._piece):
-                self._piece = next(self._free)
-            part, self._piece = self._piece[:nbytes], self._piece[nbytes:]
+def host_copies(sizes: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Host memory for storages of these bytes, pinned on a GPU: for each one or several parts, in order."""
+    pinned = platform.has_cuda()
+    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in piece_sizes(sum(sizes))]
+    copies = []
+    for size in sizes:
+        copies.append(parts := list[torch.Tensor]())
+        while size:
+            part, rest = pieces[0].tensor_split([size])
             parts.append(part)
-            nbytes -= len(part)
-        return parts
+            size -= len(part)
+            pieces[:1] = [rest] if len(rest) else []
+    return copies
 
 
 def piece_sizes(nbytes: int) -> list[int]:
@@ -111,15 +94,13 @@ def piece_sizes(nbytes: int) -> list[int]:
 class _Memory:
     """A storage, and what it held when it was last saved, in parts; no parts where that need not be kept."""
 
-    def __init__(self, storage: torch.UntypedStorage):
-        self.storage = storage
+    def __init__(self, storage: torch.UntypedStorage, copy: list[torch.Tensor]):
+        self.storage, self.copy = storage, copy
         self.size = storage.nbytes()
-        self.copy: list[torch.Tensor] = []
 
     def sleep(self, *, save: bool) -> None:
-        if save:
-            for kept, bytes_here in self._parts():
-                kept.copy_(bytes_here, non_blocking=True)
+        for kept, bytes_here in self._parts() if save else ():
+            kept.copy_(bytes_here, non_blocking=True)
         if platform.has_cuda():
             self.storage.resize_(0)
         else:
@@ -134,7 +115,7 @@ class _Memory:
     def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each part of the copy, and the bytes of the storage that it is of."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-        return zip(self.copy, whole.split([len(part) for part in self.copy]) if self.copy else (), strict=True)
+        return zip(self.copy, whole.split([*map(len, self.copy)] or self.size), strict=bool(self.copy))
 
 
 def _storages(engine: MegatronEngine) -> dict[TensorKind, list[torch.UntypedStorage]]:

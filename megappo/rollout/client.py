@@ -110,9 +110,13 @@ class EngineClient:
         return self._get("/server_info")
 
     def held_bytes(self) -> float:
-        """What the engine counts of weights and KV cache on each of its GPUs."""
-        usage = self.server_args()["internal_states"][0]["memory_usage"]
-        return (usage["weight"] + usage["kvcache"]) * 2**30
+        """What the engine counts of weights and KV cache on each of its GPUs; 0 where a fault is kept."""
+        found = self._kept(self.server_args)
+        return (
+            sum(found["internal_states"][0]["memory_usage"][kind] for kind in ("weight", "kvcache")) * 2**30
+            if found
+            else 0.0
+        )
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
         """One response for each prompt (token ids), in order, in one request."""

@@ -58,7 +58,9 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
     phase = Phases(models)
     if started is not None:
         rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
-        engines = connect(config, started, models, Probe(config, datasets.train, rollouts, models.actor), phase)
+        engines = connect(
+            config, layouts, started, models, Probe(config, datasets.train, rollouts, models.actor), phase
+        )
         batches = SampledBatches(
             datasets.train, rollouts, engines.sleep, _record(config, exchange), num_drawn=progress.num_drawn
         )

@@ -90,7 +90,7 @@ def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
         phase = Phases(models)
         probe = Probe(config, next(iter(datasets.val.values())), rollouts, models.actor)
         with phase("sync"):
-            engines = connect(config, started, models, probe, phase)
+            engines = connect(config, layouts, started, models, probe, phase)
             engines.first_sync(verify=config.proves_weights, as_loaded=False)
     return Evaluating(config, weights, step, datasets, rollouts, observer)
 

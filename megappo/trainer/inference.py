@@ -3,8 +3,9 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from megappo import platform
 from megappo.batch.exchange import Exchange
@@ -13,7 +14,7 @@ from megappo.placement.layout import Layout
 from megappo.rollout.client import WEIGHTS, WORKING_MEMORY, EngineClient
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import Checksums, check_log_probs, verified_sync
-from megappo.sync.route import Route, find_route
+from megappo.sync.route import find_route
 from megappo.sync.sync import SyncStats, WeightSync
 from megappo.trainer.footprint import Footprint
 from megappo.trainer.models import Models
@@ -23,14 +24,9 @@ from megappo.trainer.probe import Probe
 from megappo.trainer.restarts import Restarts, stop_engines
 
 
-@dataclass(frozen=True)
-class StartedEngines:
-    """The engines of a run that are up, before any model is there; see `InferenceEngines`."""
+class Started(NamedTuple):
+    """What is known of engines that are up, before any model is there; see `InferenceEngines`."""
 
-    route: Route
-    client: EngineClient | None
-    sleeps: bool
-    asleep: bool
     loaded: Checksums
     footprint: Footprint
 
@@ -57,7 +53,7 @@ class InferenceEngines:
     probe: Probe
     asleep: bool = False
     loaded: Checksums = ()
-    footprint: Footprint = field(default_factory=partial(Footprint, 0))
+    footprint: Footprint = Footprint(0)
     sent: SyncStats = SyncStats()
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
@@ -215,7 +211,7 @@ class NoEngines:
 
 def start_engines(
     config: Config, layouts: dict[str, Layout], own: OwnEngine, exchange: Exchange, *, as_loaded: bool
-) -> StartedEngines:
+) -> Started:
     """Wait until all engines are up, then have those sleep that share their GPUs with models, which are yet to be
     built: an engine sizes its KV cache by the memory that is free. All ranks together.
 
@@ -224,22 +220,19 @@ def start_engines(
         as_loaded: take the checksums of the weights as they were loaded; asleep, an engine loses them.
     """
     route, client = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"])), own.wait_ready()
-    sleeping = {number for number in range(len(route.engines)) if engine_sleeps(route, number)}
-    sleeps = client is not None and own.number in sleeping
+    sleeps = own.number is not None and engine_sleeps(route, own.number)
     loaded, held_bytes = list[Mapping[str, str]](), 0.0
     if client is not None:
         with client.keeping_fault():
             loaded = client.weight_checksums() if as_loaded else []
-        held_bytes = client.held_bytes() if sleeps and not client.has_failed else 0.0
-    held = dict(exchange.share((own.number, held_bytes)))
-    mine = next((held[number] for number in sleeping if exchange.rank in route.engines[number].ranks), 0.0)
-    footprint = Footprint(mine)
+            held_bytes = client.held_bytes() if sleeps else 0.0
+    of_ranks = exchange.share(held_bytes)
+    footprint = Footprint(sum(of_ranks[one.owner] for one in route.engines if exchange.rank in one.ranks))
     footprint.note_awake()
     exchange.share(None)  # all have seen what the engines take
-    if sleeping:
-        put_to_sleep(client if sleeps else None, own, exchange)
+    put_to_sleep(client if sleeps else None, own, exchange)
     footprint.wait_asleep()
-    return StartedEngines(route, client, sleeps, bool(sleeping), loaded, footprint)
+    return Started(loaded, footprint)
 
 
 def put_to_sleep(client: EngineClient | None, own: OwnEngine, exchange: Exchange) -> None:
@@ -259,14 +252,17 @@ def put_to_sleep(client: EngineClient | None, own: OwnEngine, exchange: Exchange
         exchange.share(None)
 
 
-def connect(config: Config, started: StartedEngines, models: Models, probe: Probe, phase: Phases) -> InferenceEngines:
+def connect(
+    config: Config, layouts: dict[str, Layout], started: Started, models: Models, probe: Probe, phase: Phases
+) -> InferenceEngines:
     """The engines of a run, once its models are there."""
     rollouts, exchange = probe.rollouts, models.actor.exchange
-    ends = (models.actor.engine, started.client)
+    route = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"]))
+    sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
+    ends = (models.actor.engine, rollouts.client)
     tell = probe.rollouts.observer.message
-    make_sync = partial(build_sync, config, started.route, models.architecture, *ends, exchange, tell)
-    state = {"asleep": started.asleep, "loaded": started.loaded, "footprint": started.footprint}
-    engines = InferenceEngines(exchange, started.client, started.sleeps, make_sync(), probe, **state)
+    make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange, tell)
+    engines = InferenceEngines(exchange, rollouts.client, sleeps, make_sync(), probe, True, *started)
 
     def give_weights() -> None:
         with phase("sync"):

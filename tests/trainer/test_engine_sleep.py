@@ -13,7 +13,7 @@ from megappo.placement.ranks import placement_layouts
 from megappo.rollout.client import EngineClient, EngineError, EngineFault
 from megappo.sync.sync import SyncStats
 from megappo.trainer.footprint import Footprint
-from megappo.trainer.inference import InferenceEngines, StartedEngines, start_engines
+from megappo.trainer.inference import InferenceEngines, Started, start_engines
 from megappo.trainer.loop import Trainer
 from megappo.trainer.phases import Phases
 from megappo.trainer.restarts import Restarts
@@ -246,7 +246,7 @@ def on_a_gpu(monkeypatch, asked):
     return of
 
 
-def started(asked: list[str], *, as_loaded: bool = True, fails: str = "") -> tuple[StartedEngines, Checked]:
+def started(asked: list[str], *, as_loaded: bool = True, fails: str = "") -> tuple[Started, Checked]:
     """The start of an engine by the only rank."""
     client = Checked(asked)
     client.fails = fails
@@ -263,26 +263,25 @@ def test_an_engine_sleeps_before_models_are_built_and_its_weights_are_noted_befo
     on_a_gpu([45.0, 45.0, 20.0, 3.0])
     found, _ = started(asked)
     assert asked == ["ready", CHECKSUM, *["barrier"] * 2, "flush_cache", "release_memory_occupation", "barrier"]
-    assert found.asleep and found.sleeps and found.loaded == LOADED
+    assert found.loaded == LOADED
 
 
 def test_an_engine_on_gpus_of_its_own_stays_awake(asked, on_a_gpu):
     on_a_gpu([], sleeps=False)
     found, _ = started(asked, as_loaded=False)
-    assert asked == ["ready", *["barrier"] * 2]
-    assert not found.asleep and not found.sleeps and found.loaded == []
+    assert asked == ["ready", *["barrier"] * 3] and found.loaded == []
 
 
 @pytest.mark.parametrize("fails", ["weights_checker", "flush_cache", "release_memory_occupation"])
 def test_an_engine_that_fails_before_models_are_built_keeps_no_memory(asked, on_a_gpu, fails):
     on_a_gpu([45.0, 3.0])
-    found, client = started(asked, fails=fails)
-    assert asked[-2:] == ["stop", "barrier"] and client.has_failed and found.asleep
+    _, client = started(asked, fails=fails)
+    assert asked[-2:] == ["stop", "barrier"] and client.has_failed
 
 
-def first_sync_of(asked: list[str], found: StartedEngines, client: Checked, synced: list[dict[str, str]]) -> None:
+def first_sync_of(asked: list[str], found: Started, client: Checked, synced: list[dict[str, str]]) -> None:
     made = engines(asked)
-    made.client, made.asleep, made.loaded = client, found.asleep, found.loaded
+    made.client, made.asleep, made.loaded = client, True, found.loaded
     client.synced = synced
     asked.clear()
     made.first_sync(verify=True, as_loaded=True)
