@@ -6,6 +6,7 @@ from pydantic import Field
 
 from megappo.config.conditions import HAS_HELD_OUT, ReadIf
 from megappo.config.kinds import (
+    LARGEST_PORT,
     Bytes,
     FilePath,
     Float,
@@ -67,7 +68,7 @@ class Rollout(Section):
     request_timeout_seconds: Seconds = Field(1800.0, description="how long a request of a rollout may go without a further response, or an engine take to read weights from a disk")
     max_engine_restarts: NonNegative = Field(3, description="how often in a row an engine that crashes, hangs or answers nonsense is started anew before the run saves and ends")
     engines: tuple[str, ...] = Field((), description="addresses, http://host:port, of SGLang servers that you started and look after, in place of engines of megappo's own; the environment variable MEGAPPO_ENGINE_API_KEY has their key")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
+    port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = Field(0, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
     server_args: dict[str, FilePath | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; those that SGLang does not know or megappo sets itself are errors")
     environment: FilePath | None = Field(None, description="FILE.py:CLASS or package.module:CLASS with reset(row) and step(message) -> (observation, reward, done), which answers what the policy writes: episodes of several turns; null = one response to a prompt")
     tools: tuple[FilePath, ...] = Field((), description="FILE.py:FUNCTION or package.module:FUNCTION each, in place of an environment: the policy's calls are made until it writes a turn without any; the chat template tells of them, by the schema of signature and docstring; reward.function scores the whole")

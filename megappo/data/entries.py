@@ -176,7 +176,7 @@ class Checker:
             if tokens and number < COMPARED:
                 entry = entries[number]
                 by_file = ids_by_file(entry.text, self._tokenizer, special=not entry.is_chat) or tokens
-                if by_file[len(by_file) - len(tokens) :] != tokens:
+                if by_file[-len(tokens) :] != tokens:
                     yield number, OTHERWISE, "error"
                 for odd in odd_tokens(entry.conversation, tokens, self._tokenizer):
                     yield number, odd, "warn"
