@@ -9,12 +9,12 @@ from megappo.config.algorithm_checks import algorithm_errors
 from megappo.config.errors import shorten
 from megappo.config.eval_checks import evaluation_errors
 from megappo.config.eval_sets import eval_sets, tasks
+from megappo.config.kinds import LARGEST_PORT
 from megappo.config.schema import Config, Rollout
 from megappo.config.transports import TRANSPORTS
 from megappo.config.unread import unread_errors
 
 ADDRESS = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\]):(\d{1,5})", re.ASCII)
-LARGEST_PORT = 65535
 MOST_DIVISORS_TRIED = 10**6
 
 

@@ -44,6 +44,7 @@ Processes = Annotated[int, Field(ge=1, le=4096)]
 NonNegative = Annotated[int, Field(ge=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0)]
 TopK = Annotated[int, Field(ge=-1, le=10**9)]
+LARGEST_PORT = 65535
 MOST_RANKS = 100_000
 """Of a run, and so of every way of cutting a model."""
 Ways = Annotated[int, Field(ge=1, le=MOST_RANKS)]

@@ -20,6 +20,9 @@ from megappo.config.origins import Origins
 from megappo.config.reading import KeyPath, Layer, read_override
 from megappo.config.schema import Config
 
+SHOWN = (EXPLAINED, "less_than_equal")
+"""Types of pydantic's errors whose texts say more than the expected values."""
+
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, before_extensions: Callable[[], None] | None = None
@@ -92,16 +95,12 @@ def _schema_errors(error: ValidationError, layer: Layer, origins: Origins) -> li
             lines.update(_missing(known, path, origins) if layer.complete else {})
         elif problem["type"] == "extra_forbidden":
             lines[path] = f"{origins.of(path)}: {'.'.join(path)}: unknown key; {nearest_key('.'.join(path))}"
-        elif (path := _key_path(known, path)) not in lines or _why(problem["type"], ""):
+        elif (path := _key_path(known, path)) not in lines or problem["type"] in SHOWN:
             key, value = known[declared(path)], _at(layer.values, path)
-            found = shorten(show(value)) + _why(problem["type"], problem["msg"]) + nearest_word(key, value)
+            why = f" ({problem['msg']})" if problem["type"] in SHOWN else ""
+            found = shorten(show(value)) + why + nearest_word(key, value)
             lines[path] = f"{origins.of(path)}: {'.'.join(path)}: expected {key.values}, found {found}"
     return list(lines.values())
-
-
-def _why(kind: str, message: str) -> str:
-    """What the expected values do not say."""
-    return f" ({message})" if kind in (EXPLAINED, "less_than_equal") else ""
 
 
 def _missing(known: dict[str, Key], path: KeyPath, origins: Origins) -> dict[KeyPath, str]:

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from megappo.config.conditions import HAS_HELD_OUT, ReadIf
 from megappo.config.kinds import (
+    LARGEST_PORT,
     Bytes,
     FilePath,
     Float,
@@ -28,7 +29,7 @@ from megappo.config.transports import AUTO, TRANSPORTS
 class Sync(Section):
     transport: Annotated[str, OneOf(TRANSPORTS, AUTO)] = Field(AUTO, description="way of the weights to the engines: ipc (CUDA handles; shared memory on a CPU) needs the engine's first rank among the actor's (all of them where the engine is on several nodes), broadcast that the engine is not on the GPU of a rank that sends, disk a file system that all nodes share; auto = ipc where it can be, else broadcast")
     bucket_bytes: Bytes | None = Field(None, description="bytes of weights handed to the engine at a time, two such buckets being in flight; null = 2 GiB (on a CPU: 128 MiB, and what one rank has whole is read in place)")
-    verify: bool = Field(True, description="before training, spoil the engines' weights, sync, and compare the engines' own checksums with those of the weights they had loaded")
+    verify: bool = Field(True, description="before training, overwrite the engines' weights, sync, and compare the engines' own checksums with those of the weights they had loaded")
     probe_interval: NonNegative = Field(1, description="after the first sync and every so many after it, each engine continues a few prompts, and the actor must agree about the log-probs; 0 = only the rollouts are compared")
     probe_tolerance: PositiveFloat = Field(0.05, description="warn, and count it, when trainer and engine log-probs of the probe or the rollouts differ by more than this on average (fp32: 1e-3), and stop when by more than 5 times this")
 
@@ -66,9 +67,9 @@ class Rollout(Section):
     max_total_tokens: Tokens | None = Field(None, description="KV-cache tokens of an engine; null = from mem_fraction_static (on a CPU: 65536)")
     start_timeout_seconds: Seconds = Field(1500.0, description="how long an engine may take to start; the first on a GPU compiles kernels")
     request_timeout_seconds: Seconds = Field(1800.0, description="how long a request of a rollout may go without a further response, or an engine take to read weights from a disk")
-    max_engine_restarts: NonNegative = Field(3, description="how often in a row an engine that crashes, hangs or answers nonsense is started anew before the run saves and ends")
+    max_engine_restarts: NonNegative = Field(3, description="how often in a row an engine that crashes, hangs or gives invalid answers is restarted before the run saves and ends")
     engines: tuple[str, ...] = Field((), description="addresses, http://host:port, of SGLang servers that you started and look after, in place of engines of megappo's own; the environment variable MEGAPPO_ENGINE_API_KEY has their key")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
+    port: Annotated[int, Field(ge=0, le=LARGEST_PORT)] = Field(0, description="first port of the engines on a node (engine i takes port + i); 0 = any free port")
     server_args: dict[str, FilePath | int | float | bool] = Field({}, description="further SGLang ServerArgs by name, passed through; those that SGLang does not know or megappo sets itself are errors")
     environment: FilePath | None = Field(None, description="FILE.py:CLASS or package.module:CLASS with reset(row) and step(message) -> (observation, reward, done), which answers what the policy writes: episodes of several turns; null = one response to a prompt")
     tools: tuple[FilePath, ...] = Field((), description="FILE.py:FUNCTION or package.module:FUNCTION each, in place of an environment: the policy's calls are made until it writes a turn without any; the chat template tells of them, by the schema of signature and docstring; reward.function scores the whole")

@@ -239,7 +239,7 @@ class Trainer(Section):
     eval_checkpoint: FilePath | None = Field(None, description="eval_only: the checkpoint to evaluate in place of output_dir's newest, a folder step_XXXXXXXX of any run of the same model")
     extensions: tuple[FilePath, ...] = Field((), description="Python files that every rank runs before it reads the config: for methods, families, components, transports and metrics of your own, which they register")
     process_group_timeout_seconds: Seconds = Field(1800.0, description="a collective that waits longer than this ends the run")
-    hang_timeout_seconds: Seconds | None = Field(None, description="all ranks together without a sign of life for longer than this end the run, with their stacks; null = half of process_group_timeout_seconds")
+    hang_timeout_seconds: Seconds | None = Field(None, description="if no rank has a heartbeat for longer than this, the run ends and logs the ranks' stacks; null = half of process_group_timeout_seconds")
 
 
 class Config(Section):
@@ -326,7 +326,7 @@ class Config(Section):
 
     @property
     def hang_timeout_seconds(self) -> float:
-        """How long all ranks together may give no sign of life."""
+        """How long all ranks together may be without a heartbeat."""
         return self.trainer.hang_timeout_seconds or self.trainer.process_group_timeout_seconds / 2
 
     @property
@@ -345,7 +345,7 @@ class Config(Section):
     @property
     def proves_weights(self) -> bool:
         """Whether the first sync is compared with what engines had loaded: not of adapters, which are compared as they
-        are sent; the weights beside them would not come again once they are spoiled."""
+        are sent; the weights beside them would not be sent again after they were overwritten."""
         return self.rollout.sync.verify and self.actor.lora is None
 
     @property

@@ -163,20 +163,21 @@ class Checker:
             elif self._bounds.at_most(entry.text) > limit or not self._all_embedded or number < COMPARED:
                 unsure[number] = entry
         for number, tokens in zip(unsure, tokens_of(list(unsure.values()), self._tokenizer), strict=True):
+            entry = unsure[number]
             if len(tokens) > limit:
                 yield number, self._too_long(f"{len(tokens)}"), too_long
             if not tokens:
                 yield number, "the prompt is empty: it has no token", self._on_bad_row
-            elif (len(tokens) <= limit or is_cut) and (largest := max(tokens[-limit:])) >= self._vocab_size:
+                continue
+            if (len(tokens) <= limit or is_cut) and (largest := max(tokens[-limit:])) >= self._vocab_size:
                 yield number, _unknown(largest, self._vocab_size), "error"
-            if self._may_lose and tokens and number < LOOKED_AT_FOR_LOSS:
+            if self._may_lose and number < LOOKED_AT_FOR_LOSS:
                 decoded = self._tokenizer.decode(tokens)
-                if lost := lost_text(entries[number].text, decoded, self._tokenizer.unk_token):
+                if lost := lost_text(entry.text, decoded, self._tokenizer.unk_token):
                     yield number, lost, "lost"
-            if tokens and number < COMPARED:
-                entry = entries[number]
+            if number < COMPARED:
                 by_file = ids_by_file(entry.text, self._tokenizer, special=not entry.is_chat) or tokens
-                if by_file[len(by_file) - len(tokens) :] != tokens:
+                if by_file[-len(tokens) :] != tokens:
                     yield number, OTHERWISE, "error"
                 for odd in odd_tokens(entry.conversation, tokens, self._tokenizer):
                     yield number, odd, "warn"

@@ -15,7 +15,7 @@ from megappo.observe.life import LIFE
 
 LINES_FOR_FIELDS = 100
 LINES_AT_ONCE = 100_000
-"""Of which it is looked up where they begin, between two signs of life."""
+"""Of which it is looked up where they begin, between two heartbeats."""
 BYTES_AT_ONCE = 2**26
 """Of lines behind each other that are read in one go."""
 

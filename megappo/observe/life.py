@@ -1,4 +1,4 @@
-"""A process's signs of life, of which a watchdog concludes whether the run gets on."""
+"""A process's heartbeats, by which a watchdog sees that the run makes progress."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -145,9 +145,9 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
     """Create every component's process groups. All ranks of the world call it together, with the same arguments.
 
     Components with equal rank sets share groups. A pipeline's group runs one collective, since NCCL's first batched
-    point-to-point call on a group needs every member; the others connect when they are first used, and those that
-    nothing uses never take NCCL's memory. All ranks make all groups, in one order: what torch calls a group
-    that its members make alone depends on how many groups each of them is in, which differs.
+    point-to-point call on a group needs every member; the others connect at their first use, and those without any
+    never take NCCL's memory. All ranks make all groups, in one order: torch names a group that its members make alone
+    by the number of groups that each of them is in, which differs.
 
     Args:
         layouts: component -> layout.
@@ -168,14 +168,12 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
         for name, ranks in named[component]
         if _is_of_the_host(name, layout)
     }
-    pipelines = {ranks for groups in named.values() for name, ranks in groups if name == "pp"}
     made: Groups = {tuple(range(dist.get_world_size())): dist.group.WORLD}
-    for _, ranks in chain.from_iterable(named.values()):
+    for name, ranks in chain.from_iterable(named.values()):
         if ranks not in made:
             backend = platform.backend(of_the_host=ranks in of_the_host)
             made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    for ranks in sorted(pipelines):
-        if dist.get_rank() in ranks and len(ranks) > 1:
+        if name == "pp" and dist.get_rank() in ranks and len(ranks) > 1:
             dist.all_reduce(torch.zeros(1, device=platform.device()), group=made[ranks])
     return {name: _component_groups(layout, seed, named[name], made) for name, layout in layouts.items()}
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from megappo.config.checks import LARGEST_PORT
+from megappo.config.kinds import LARGEST_PORT
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import TENSOR_OF_ENGINES, format_ranks
 

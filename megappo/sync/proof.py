@@ -45,7 +45,7 @@ def verified_sync(
     if client is None:
         return
     synced = client.weight_checksums()
-    if client.has_failed:  # nothing is proven of an engine that is to be started anew
+    if client.has_failed:  # nothing is proven of an engine that is to be restarted
         return
     for rank, (before, without, now) in enumerate(zip(loaded, spoiled, synced, strict=True)):
         unset = [name for name, checksum in now.items() if checksum == without[name]]

@@ -202,6 +202,6 @@ def check_each_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     for name, tensor in tensors:
         if not all_finite(tensor):
             raise FloatingPointError(
-                f"weight sync: {name} holds values that are not finite: the actor's weights are spoiled, or were "
+                f"weight sync: {name} holds values that are not finite: the actor's weights are corrupt, or were "
                 "damaged on the way; go on from a checkpoint before this step"
             )

@@ -87,14 +87,14 @@ class Sender:
         """Instead of `close`, when something could not be sent."""
 
     def abandon(self) -> None:
-        """Let go of engines some of which have been started anew: another end takes this one's place."""
+        """Let go of engines some of which have been restarted: another end takes this one's place."""
 
 
 class Receiver:
     """The end of a rank that owns an engine, which gets the weights from elsewhere.
 
     Of an engine that fails meanwhile nothing raises: its client answers None from then on, for `open`, `send` and
-    `close` to go on in step with other ranks, and afterwards it is started anew and all is sent once more. A sender
+    `close` to go on in step with other ranks, and afterwards it is restarted and all is sent once more. A sender
     must not wait for it for ever.
     """
 
