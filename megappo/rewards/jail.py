@@ -19,7 +19,7 @@ PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG = 38, 1
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
 NOTIF_RECV, NOTIF_SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
 NOTIFICATION, RESPONSE = struct.Struct("=QIIi60x"), struct.Struct("=QqiI")
-"""Of Linux's seccomp_notif the id, the thread's pid, flags and the call's number; of seccomp_notif_resp all."""
+"""Linux's seccomp_notif (id, the thread's pid, flags, the call's number, the rest skipped) and seccomp_notif_resp."""
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 RIGHTS_OF_ABI = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}
@@ -29,7 +29,7 @@ SCOPES_SINCE, SCOPES = 6, 3
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/urandom", "/etc/ld.so.cache", "/proc/cpuinfo")
 """What Python and its libraries need beside where it is installed."""
 MAX_OPEN_FILES = 64
-"""Of a process: also what pairs of sockets, pipes and the like may hold of the kernel's memory."""
+"""Per process: it also bounds the kernel's memory in pairs of sockets, pipes and the like."""
 MAX_THREADS = 64
 MAX_CREATED = 64
 """Files and folders that a process may create in its life."""
@@ -99,7 +99,6 @@ def supervise() -> int:
     Raises:
         Unprotected: the kernel does not let it.
     """
-    _machine()
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     return _filter_calls(_questions(), SECCOMP_FILTER_FLAG_NEW_LISTENER)
 
@@ -227,18 +226,16 @@ def _where(
 ) -> list[tuple[int, int, int, int]]:
     """Refuse a call, by its numbers on each machine, where an argument has a value, or has not."""
     number = numbers[_machine()[0]]
-    return (
-        []
-        if number is None
-        else [
-            (JUMP_EQUAL, 0, 5, number),
-            (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument),
-            (AND, 0, 0, mask),
-            (JUMP_EQUAL, int(unless), int(not unless), value),
-            (RETURN, 0, 0, verdict),
-            (LOAD, 0, 0, NUMBER_AT),
-        ]
-    )
+    if number is None:
+        return []
+    return [
+        (JUMP_EQUAL, 0, 5, number),
+        (LOAD, 0, 0, ARGUMENTS_AT + 8 * argument),
+        (AND, 0, 0, mask),
+        (JUMP_EQUAL, int(unless), int(not unless), value),
+        (RETURN, 0, 0, verdict),
+        (LOAD, 0, 0, NUMBER_AT),
+    ]
 
 
 def _check(result: int, call: str) -> int:
