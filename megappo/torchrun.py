@@ -49,9 +49,6 @@ def main() -> int:
     bind_stores()
     api.LocalElasticAgent = Agent
     args = prepared(parse_args(sys.argv[1:]))
-    if unseen := platform.unseen_gpus():
-        print(f"error: {unseen}", file=sys.stderr)
-        return 2
     several_nodes = parse_min_max_nnodes(args.nnodes)[1] > 1
     if args.standalone and several_nodes:
         remedy = "unset PET_NNODES, or start every node by launch/torchrun_node.sh"

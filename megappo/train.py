@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = "" if "WORLD_SIZE" in lacking else f" (WORLD_SIZE is another's: {', '.join(lacking)} are not set)"
         print(f"error: megappo.train runs under torchrun: start it with {remedy}{found}", file=sys.stderr)
         return 2
-    if unseen := platform.unseen_gpus():  # plain torchrun does not look
+    if unseen := platform.unseen_gpus():
         if os.environ["LOCAL_RANK"] == "0":
             print(f"error: {unseen}", file=sys.stderr)
         return 2
