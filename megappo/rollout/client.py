@@ -110,7 +110,7 @@ class EngineClient:
         return self._get("/server_info")
 
     def held_bytes(self) -> float:
-        """What the engine counts of weights and KV cache on each of its GPUs."""
+        """Return the bytes of weights and KV cache on each GPU, as the engine reports them."""
         usage = self.server_args()["internal_states"][0]["memory_usage"]
         return (usage["weight"] + usage["kvcache"]) * 2**30
 
