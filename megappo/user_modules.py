@@ -1,4 +1,4 @@
-"""People's Python files as modules: under their own names, with their own folders before what is installed.
+"""Users' Python files as modules: under their own names, with their own folders before installed packages.
 
 The modules of a folder are in sys.modules while its code runs, and out of it while another folder's does, so that two
 folders may each have a `utils.py`. A process that multiprocessing spawns finds them by sys.path, which it gets from its
@@ -15,16 +15,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 RESERVED = sys.stdlib_module_names | {"megappo", "__main__"}
-"""Names that stand for the same modules everywhere: a file of such a name hides nothing."""
+"""Names of the same modules everywhere: a user's file with such a name does not hide them."""
 ENTRY = "/*.py"
-"""End of an entry of sys.path, behind a folder, by which a `Home` is found and nothing else is."""
+"""Suffix of a folder in sys.path that makes the entry a `Home`'s, and no other finder's."""
 DOT = ":"
-"""In place of dots in the name of a module that is called like its whole file."""
+"""Replaces the dots in a module that is named after its whole file."""
 _HOMES: list["Home"] = []
 
 
 class Home:
-    """A folder with Python files of the user's; Python asks it for modules at its entry of sys.path.
+    """A folder with a user's Python files, and the finder of its modules for an entry of sys.path.
 
     Args:
         folder: absolute.
@@ -39,7 +39,7 @@ class Home:
         _HOMES.append(self)
 
     def find_spec(self, name: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Where a module is, if it is in this folder."""
+        """Return the spec of a module of this folder; None for others."""
         if DOT in name:
             return importlib.util.spec_from_file_location(name, os.path.join(self.folder, name.replace(DOT, ".")))
         return None if name in RESERVED else self._finder.find_spec(name)
@@ -52,9 +52,9 @@ class Home:
             sys.path.insert(0, self.entry)
 
     def load(self, file: str) -> ModuleType:
-        """Import a file of this folder, which has been entered; as FILE:py where FILE stands for something else."""
+        """Import a file of this folder, which has been entered; as FILE:py where FILE is another module's name."""
         name = os.path.basename(file).removesuffix(".py")
-        is_own = not RESERVED & {name} and "." not in name and importlib.util.find_spec(name).origin == file
+        is_own = name not in RESERVED and "." not in name and importlib.util.find_spec(name).origin == file
         return importlib.import_module(name if is_own else f"{name}.py".replace(".", DOT))
 
     def leave(self) -> None:
@@ -70,12 +70,12 @@ class Home:
 
 
 home_of = functools.cache(Home)
-"""The one of an absolute folder."""
+"""Return the `Home` of an absolute folder, the same at each call."""
 
 
 def share_all() -> None:
-    """Leave all modules where imports inside functions find them, unless several folders have one of the name, or it is
-    installed, and others import it, too."""
+    """Leave all folders' modules importable, for imports inside functions. Of several modules of one name the first
+    folder's counts; one that is in sys.modules otherwise stays."""
     _leave_all()
     for home in _HOMES:
         sys.modules.update(home.away | sys.modules)

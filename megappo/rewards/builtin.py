@@ -24,8 +24,10 @@ WAITING = ("http",)
 
 
 def check_label(label: Any, specs: Iterable[str]) -> None:
-    """See that reward functions, as reward.function names them, can grade by a label, as far as they are built in.
+    """Check that the built-in ones of these reward functions can grade by a label.
 
+    Args:
+        specs: as reward.function names them.
     Raises:
         ValueError: one cannot.
     """
@@ -36,10 +38,10 @@ def check_label(label: Any, specs: Iterable[str]) -> None:
 
 @cache
 def beside(function: str, what: str) -> Callable[[Any], Any] | None:
-    """What the module of a built-in function (module:NAME) has for it by the name of NAME_`what`, if it has.
+    """Return the function NAME_`what` beside a built-in reward function (module:NAME), if there is one.
 
-    NAME_answer finds a response's answer, as what can be made a text, or None; NAME_label what a label stands for, or
-    raises ValueError where it is none.
+    NAME_answer returns a response's answer, which `str` makes a text, or None. NAME_label returns what a label stands
+    for, and raises ValueError for what is no label.
     """
     module, _, name = function.partition(":")
     return getattr(import_module(module), f"{name}_{what}", None) if function in BUILTIN.values() else None

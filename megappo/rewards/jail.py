@@ -19,7 +19,7 @@ PR_SET_NO_NEW_PRIVS = 38
 SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER = 1, 8
 NOTIF_RECV, NOTIF_SEND, CONTINUE = 0xC0502100, 0xC0182101, 1
 NOTIFICATION, RESPONSE = struct.Struct("=QIIi60x"), struct.Struct("=QqiI")
-"""Of Linux's seccomp_notif the id, the thread's pid, flags and the call's number; of seccomp_notif_resp all."""
+"""Linux's seccomp_notif (id, the thread's pid, flags, the call's number, the rest skipped) and seccomp_notif_resp."""
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 RIGHTS_OF_ABI = {1: 0x1FFF, 2: 0x3FFF, 3: 0x7FFF}
@@ -29,7 +29,7 @@ SCOPES_SINCE, SCOPES = 6, 3
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/dev/null", "/dev/urandom", "/etc/ld.so.cache", "/proc/cpuinfo")
 """What Python and its libraries need beside where it is installed."""
 MAX_OPEN_FILES = 64
-"""Of a process: also what pairs of sockets, pipes and the like may hold of the kernel's memory."""
+"""Per process: it also bounds the kernel's memory in pairs of sockets, pipes and the like."""
 MAX_THREADS = 64
 MAX_CREATED = 64
 """Files and folders that a process may create in its life."""
@@ -112,7 +112,6 @@ def supervise() -> int:
     Raises:
         Unprotected: the kernel does not let it.
     """
-    _machine()
     _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
     return _filter_calls(list(_rules(ASKED, ASK)), SECCOMP_FILTER_FLAG_NEW_LISTENER)
 

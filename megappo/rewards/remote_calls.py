@@ -1,8 +1,8 @@
 """Calls between a test and the program that it tests, which runs in another process.
 
-The program learns the arguments of its calls and nothing else of the test. Plain values are sent as JSON. Any other
-object of the program stays there, and the test holds a `Remote` in its place, whose every use is a call. A value of the
-test's own is never compared by the program. The standard library alone.
+The program gets the arguments of its calls and nothing else of the test. Plain values are sent as JSON. Any other
+object of the program stays in its process, and the test holds a `Remote`, each use of which is a call. The program
+never compares a value of the test's own. The standard library alone.
 """
 
 import ast
@@ -25,17 +25,19 @@ from typing import Any
 from megappo.rewards.frames import receive, send
 
 MAX_BYTES = 2**30
-"""Of a message."""
+"""Largest message."""
 COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes, bytearray, deque)}
 NUMBERS = {kind.__name__: kind for kind in (complex, Fraction, Decimal)}
-"""Each can be made of the text that `str` makes of it."""
+"""Types whose values are made from the text that `str` makes of them."""
+ERRORS = {name: one for name, one in vars(builtins).items() if isinstance(one, type) and issubclass(one, BaseException)}
+"""The exceptions of Python's own, by name: nothing else that can be called may come from the program."""
 USES = (
     *("call", "getattr", "setattr", "getitem", "setitem", "delitem", "len", "iter", "next", "bool", "int", "float"),
     *("index", "str", "repr", "hash"),
 )
-"""What a test can do with an object of the program: functions of `operator`, or Python's own."""
+"""Uses of an object of the program, by a test: functions of `operator`, or built-in ones."""
 USES_OF_TWO = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul")
-"""What it can do with two such objects."""
+"""Uses of two such objects."""
 
 
 class Remote:
@@ -61,7 +63,7 @@ class Peer:
     """One of the two processes.
 
     Args:
-        do: what the other one may have done here: called with the name of a use, and its arguments.
+        do: called with the name of a use, and its arguments, for each request of the other process.
     """
 
     def __init__(self, connection: socket.socket, do: Callable[..., Any]):
@@ -70,7 +72,7 @@ class Peer:
         self._shared: dict[int, Any] = {}  # objects of this process that the other has a Remote of
         self._remotes: dict[int, Remote] = {}
         self._made_by = NUMBERS | {
-            **{"module": import_module, "builtin": vars(builtins).__getitem__, "yours": self._shared.__getitem__},
+            **{"module": import_module, "error": ERRORS.__getitem__, "yours": self._shared.__getitem__},
             "mine": lambda handle: self._remotes.setdefault(handle, Remote(self, handle)),
         }
 
@@ -87,14 +89,17 @@ class Peer:
         kind, result, after, written = message
         sys.stdout.write(written)
         if kind == "raised":
-            raise result(*after)
+            ends_loop = (
+                result is StopIteration and name != "next"
+            )  # Python's map would end, and the test's loop with it
+            raise RuntimeError("StopIteration") if ends_loop else result(*after)
         for given, changed in zip(arguments, after, strict=True):
             if isinstance(given, list):
                 given[:] = changed
         return result
 
     def serve(self) -> None:
-        """Do what is asked for.
+        """Answer the other process's requests.
 
         Raises:
             EOFError: the other process has ended.
@@ -132,7 +137,7 @@ class Peer:
         if isinstance(value, ModuleType):
             return ["module", value.__name__]
         if isinstance(value, type) and issubclass(value, BaseException):
-            return ["builtin", next(base.__name__ for base in value.__mro__ if base.__module__ == "builtins")]
+            return ["error", next(base.__name__ for base in value.__mro__ if base.__module__ == "builtins")]
         self._shared[id(value)] = value
         return ["mine", id(value)]
 
@@ -146,7 +151,7 @@ class Peer:
 
 
 def serve_names(connection: socket.socket, names: Mapping[str, Any]) -> None:
-    """Let a test use what a program has defined, until the test ends.
+    """Let a test use a program's names, until the test ends.
 
     Raises:
         EOFError: it has ended.
@@ -161,10 +166,10 @@ def serve_names(connection: socket.socket, names: Mapping[str, Any]) -> None:
 
 
 def run_test(connection: socket.socket, test: str, entry_point: str | None, libraries: Sequence[str]) -> None:
-    """Run a test with what a program has defined, and with the modules of the prelude.
+    """Run a test with a program's names, and with the modules of the prelude.
 
-    The names of Python's functions and modules are Python's, as the program's own could deceive the test; but not where
-    the test is of nothing else, as `assert sum(1, 2) == 3` is.
+    The names of built-in functions and modules stay Python's, as a program could deceive the test by its own; unless
+    the test uses no other name of the program, as in `assert sum(1, 2) == 3`.
 
     Raises:
         BaseException: the test's, if the program does not pass it.
@@ -186,7 +191,7 @@ def run_test(connection: socket.socket, test: str, entry_point: str | None, libr
 
 
 def _call(name: str, function: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Any:
-    """What a program can do with the functions that a test gives it."""
+    """Use a function that a test has passed to a program: it can be called."""
     if name != "call":
         raise TypeError(f"a test's function can be called, and nothing else; found {name}")
     return function(*arguments, **keywords)

@@ -3,9 +3,9 @@
 Reads from its input, as JSON, a `Job`. Writes lines of JSON: {"unprotected": why} alone, or {} and then what each test
 gave: {"output": what the program wrote}, {"result": what its function returned, as JSON in a text}, {"passed": true} or
 {"failed": why}. The expected outputs of the first two kinds of tests never come here. Tests that are code run in a
-process of their own, and programs in children of one that has begun before there were tests: no memory that a program
-can read has ever held one. Whatever a program has written is read by descriptors from before it began. The standard
-library alone.
+process of their own; programs run in children of a process that was forked before the tests were read, so no memory
+that a program can read has ever held a test. A program's output is read by descriptors that were opened before it
+started. The standard library alone.
 """
 
 import atexit
@@ -33,7 +33,7 @@ from megappo.rewards.remote_calls import MAX_BYTES, run_test, serve_names
 
 MAX_OUTPUT_BYTES = 2**22
 FILE_BYTES = MAX_OUTPUT_BYTES + 1
-"""Of each file of a program: jail.MAX_CREATED of them are its share of the disk."""
+"""Largest file of a program, which may create jail.MAX_CREATED of them."""
 MAX_REASON = 300
 STDIN, STDOUT, STDERR, RESULT = range(4)
 """Descriptors of a program."""
@@ -42,7 +42,7 @@ LIBRARIES = (
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
 )
 PRELUDE = "\n".join([*(f"from {name} import *" for name in LIBRARIES), *(f"import {name}" for name in LIBRARIES)])
-"""What programs may use without importing it, as LiveCodeBench and verl's prime_code have it."""
+"""Names that programs may use without importing them, as in LiveCodeBench and verl's prime_code."""
 Outcome = dict[str, Any]
 
 
@@ -51,8 +51,8 @@ class Job(NamedTuple):
 
     Attributes:
         code: the program.
-        tests: {"stdin": text}, {"function": name, "arguments": list} or {"test": code, "entry_point": name or null};
-            of what is told the process that runs programs, one, without what follows on "test".
+        tests: {"stdin": text}, {"function": name, "arguments": list} or {"test": code, "entry_point": name or null}.
+            The process that runs programs gets one, and {} for the third kind.
         test_seconds: of each test; total_seconds: of all, those beyond fail.
         memory_bytes: of each.
         is_protected: False: without confinement, but for limits.
@@ -173,10 +173,10 @@ def _told(files: Sequence[IO[bytes]], status: int, test: dict[str, Any]) -> Outc
 
 
 def _run(child: Callable[[], None], seconds: float, listener: int | None = None) -> int | None:
-    """How a child ended; None: it took too long, and was killed.
+    """Run a child; return its exit code, or None if it took too long and was killed.
 
     Args:
-        listener: of `jail.supervise`.
+        listener: what `jail.supervise` returned.
     """
     owner = os.getpid()
     if (pid := os.fork()) == 0:
@@ -235,7 +235,7 @@ def _examine(test: dict[str, Any]) -> int:
 
 
 def _ending(code: str, test: dict[str, Any]) -> int:
-    """Run a program; the exit code that it asks for."""
+    """Run a program; return the exit code that it ends with."""
     try:
         _execute(code, test)
     except SystemExit as ending:
@@ -244,7 +244,7 @@ def _ending(code: str, test: dict[str, Any]) -> int:
 
 
 def _execute(code: str, test: dict[str, Any]) -> None:
-    """The program, as a module, which has what a prelude gives as it has what Python does, and what is asked of it."""
+    """Run the program as a module that has the prelude's names among its built-in ones, then what the test calls."""
     module = ModuleType("__main__" if "stdin" in test else "solution")
     sys.modules[module.__name__] = module
     names = vars(module)

@@ -72,9 +72,12 @@ def cut(text: str, length: int) -> str:
 
 
 def home(source: str) -> Home | None:
-    """The folder of a file (FILE.py), or the working folder where a module is in that; None for what is installed."""
-    folder = home_of(os.path.dirname(source) if source.endswith(".py") else os.getcwd())
-    return folder if source.endswith(".py") or folder.find_spec(source.partition(".")[0]) else None
+    """Return the folder of a file (FILE.py), or the working folder if that holds the module; None for an installed
+    module."""
+    if source.endswith(".py"):
+        return home_of(os.path.dirname(source))
+    here = home_of(os.getcwd())
+    return here if here.find_spec(source.partition(".")[0]) else None
 
 
 def load(source: str, name: str) -> Any:

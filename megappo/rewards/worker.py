@@ -79,17 +79,19 @@ def main() -> None:
 def _load_all(specs: list[list[Any]]) -> list[Weighted]:
     names = [name for _, name, _, _ in specs]
     return [
-        Weighted(name, weight, *_of(names, name, partial(_load, source, name, options)), _answer_of(source, name))
+        Weighted(
+            name,
+            weight,
+            _of(names, name, partial(_load, source, name, options)),
+            home(source),
+            beside(f"{source}:{name}", "answer") or (lambda response: None),
+        )
         for source, name, weight, options in specs
     ]
 
 
-def _load(source: str, name: str, options: Mapping[str, Any]) -> tuple[RewardFunction, Home | None]:
-    return recognised(load(source, name), options), home(source)
-
-
-def _answer_of(source: str, name: str) -> Callable[[str], Any]:
-    return beside(f"{source}:{name}", "answer") or (lambda response: None)
+def _load(source: str, name: str, options: Mapping[str, Any]) -> RewardFunction:
+    return recognised(load(source, name), options)
 
 
 def _told(functions: list[Weighted]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ RESERVED |= {"custom_weight_loader", "incremental_streaming_output"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
 RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
 PARSERS = "srt/function_call/function_call_parser.py"
-"""Of SGLang: the file whose table names the parsers of calls."""
+"""SGLang's file with the table of tool-call parsers."""
 FIELDS = "srt/arg_groups/fields"
-"""Of SGLang: the folder whose classes declare the fields of ServerArgs."""
+"""SGLang's folder with the classes that declare the fields of ServerArgs."""
 
 
 def server_args_errors(names: Iterable[str]) -> Iterator[str]:
@@ -36,11 +36,10 @@ def server_args_errors(names: Iterable[str]) -> Iterator[str]:
 
 
 def parser_errors(parser: str | None) -> Iterator[str]:
-    """Why SGLang cannot parse the calls of tools."""
-    spec = importlib.util.find_spec("sglang")
-    if parser is None or spec is None or spec.origin is None:
+    """Yield an error if SGLang has no such parser of tool calls."""
+    if parser is None or (sglang := _sglang_folder()) is None:
         return
-    names = re.findall(r'^ +"([\w-]+)": \w+Detector,', (Path(spec.origin).parent / PARSERS).read_text(), re.M)
+    names = re.findall(r'^ +"([\w-]+)": \w+Detector,', (sglang / PARSERS).read_text(), re.M)
     if parser not in names:
         yield f"rollout.tool_call_parser {parser!r} is not SGLang's: set one of {', '.join(names)}"
 
@@ -48,10 +47,15 @@ def parser_errors(parser: str | None) -> Iterator[str]:
 @cache
 def known_names() -> frozenset[str]:
     """The fields of the installed SGLang's ServerArgs; none where it cannot be told."""
-    spec = importlib.util.find_spec("sglang")
-    if spec is None or spec.origin is None:
+    sglang = _sglang_folder()
+    if sglang is None:
         return frozenset()
-    trees = [ast.parse(file.read_bytes()) for file in (Path(spec.origin).parent / FIELDS).glob("*.py")]
+    trees = [ast.parse(file.read_bytes()) for file in (sglang / FIELDS).glob("*.py")]
     classes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     declared = [line.target for node in classes for line in node.body if isinstance(line, ast.AnnAssign)]
     return frozenset(target.id for target in declared if isinstance(target, ast.Name))
+
+
+def _sglang_folder() -> Path | None:
+    spec = importlib.util.find_spec("sglang")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent

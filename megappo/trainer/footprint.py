@@ -7,7 +7,7 @@ from megappo.observe.life import LIFE
 
 GIB = 2**30
 RETURNED = 0.8
-"""Share of an engine's own count of weights and KV cache that must be free: the count is no exact one."""
+"""Share of the bytes that an engine reports for weights and KV cache that must become free: the report is not exact."""
 LIMIT_SECONDS = 30.0
 POLL_SECONDS = 0.02
 
@@ -18,7 +18,7 @@ class Footprint:
     SGLang 0.5.23 answers `release_memory_occupation` as soon as the first of an engine's ranks has released its own.
 
     Args:
-        held_bytes: of them, what an engine gives back asleep; 0 where none does.
+        held_bytes: the part of it that an engine frees when it sleeps; 0 without such an engine.
     """
 
     def __init__(self, held_bytes: float):
@@ -26,11 +26,11 @@ class Footprint:
         self._awake = 0
 
     def note_awake(self) -> None:
-        """The engine has all of its memory now."""
+        """Note the memory in use while the engine is awake."""
         self._awake = platform.bytes_of_others() if self._held_bytes else 0
 
     def wait_asleep(self) -> None:
-        """Wait until the engine, which is asleep, has given its memory back; warn if it does not within the limit."""
+        """Wait until the sleeping engine has freed its memory; warn if it has not within the limit."""
         if not self._held_bytes:
             return
         expected = self._awake - RETURNED * self._held_bytes

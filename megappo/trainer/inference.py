@@ -135,7 +135,7 @@ class InferenceEngines:
         self.probe()
 
     def _wake(self, give: Callable[[], object]) -> None:
-        """Wake those that sleep, but for those that fail, and give all engines the weights in between."""
+        """Wake the engines that sleep, and give all engines the weights before what else of their memory wakes."""
         self._give_back(WEIGHTS)
         if not any(self.exchange.share(self._has_failed())):
             give()
@@ -212,12 +212,13 @@ class NoEngines:
 def start_engines(
     config: Config, layouts: dict[str, Layout], own: OwnEngine, exchange: Exchange, *, as_loaded: bool
 ) -> Started:
-    """Wait until all engines are up, then have those sleep that share their GPUs with models, which are yet to be
-    built: an engine sizes its KV cache by the memory that is free. All ranks together.
+    """Wait until all engines are up, then put to sleep those that share GPUs with models. All ranks together.
+
+    Models are built afterwards, as an engine sizes its KV cache by the memory that is free.
 
     Args:
-        own: this rank's, which has been started.
-        as_loaded: take the checksums of the weights as they were loaded; asleep, an engine loses them.
+        own: this rank's engine, which has been started.
+        as_loaded: take the checksums of the loaded weights first, as an engine that sleeps loses them.
     """
     route, client = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"])), own.wait_ready()
     sleeps = own.number is not None and engine_sleeps(route, own.number)
@@ -236,11 +237,11 @@ def start_engines(
 
 
 def put_to_sleep(client: EngineClient | None, own: OwnEngine, exchange: Exchange) -> None:
-    """Have engines free their GPU memory; all ranks together. Those that fail are ended: as they are to wake they are
-    started anew.
+    """Have engines free their GPU memory; all ranks together. An engine that fails is ended, and restarted when the
+    engines wake.
 
     Args:
-        client: of the engine that this rank owns, if that one sleeps.
+        client: of this rank's engine, if that one sleeps.
     """
     if client is not None:
         with client.keeping_fault():

@@ -63,9 +63,8 @@ class Restarts:
             return False
         for _, text in told:
             self.observer.message(text)
-        is_mine = stop_engines(
-            self.own, (number for number, _ in told)
-        )  # all parts before the first would find an old one
+        # All parts before the first would find an old one.
+        is_mine = stop_engines(self.own, {number for number, _ in told})
         platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
         self.exchange.share(None)
         lost = self._restart() if is_mine else ""
@@ -98,7 +97,7 @@ class Restarts:
 
 
 def stop_engines(own: OwnEngine, engines: Iterable[int]) -> bool:
-    """End what this rank has of these engines, the whole of one or a part; whether there is any."""
+    """End this rank's part of these engines, or the whole of one, if it has any; return whether it has."""
     is_mine = not {own.number, own.part_of}.isdisjoint(engines)
     if is_mine:
         own.stop()

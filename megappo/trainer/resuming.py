@@ -21,7 +21,7 @@ def resume_errors(config: Config) -> list[str]:
     if config.trainer.eval_only:
         return [*_unfit_to_evaluate(config.trainer.eval_checkpoint), *_other_evaluation(config)]
     try:
-        checkpoint = _checkpoint(config)
+        checkpoint, _ = _choice(config)
     except CheckpointError as error:
         return [str(error)]
     trainer = config.trainer
@@ -71,7 +71,7 @@ def with_own_folder(config: Config, weights: Path) -> Config:
 def _other_evaluation(config: Config) -> Iterator[str]:
     """Of other weights with the same name, in the folder that this one is to write into."""
     try:
-        weights = Path(config.trainer.eval_checkpoint or _checkpoint(config) or config.model.path)
+        weights = Path(config.trainer.eval_checkpoint or _choice(config)[0] or config.model.path)
     except CheckpointError as error:
         yield str(error)
         return
@@ -101,7 +101,6 @@ def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> 
 
 def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
     try:
-        refuse_altered(checkpoint, STATE)
         state = read_state(checkpoint)
     except CheckpointError:  # the run takes the one before, or says that there is none
         return
@@ -129,7 +128,7 @@ def already_finished(config: Config) -> str:
     if config.trainer.eval_only:
         return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps
-    checkpoint = _checkpoint(config)
+    checkpoint, _ = _choice(config)
     exported = not config.trainer.export_hf or has_exported(folder)
     if checkpoint is None or step_of(checkpoint) < total or not exported or not (folder / REPORT_FILE).is_file():
         return ""
@@ -137,13 +136,8 @@ def already_finished(config: Config) -> str:
     return f"already finished: {folder} has all {total} steps; {remedy}"
 
 
-def _checkpoint(config: Config) -> Path | None:
-    """The checkpoint a run goes on from, if that one is whole."""
-    return _choice(config)[0]
-
-
 def resume_warnings(config: Config) -> Iterator[str]:
-    """Which checkpoint the run goes on from, where `latest` does not name it, and why."""
+    """Yield which checkpoint the run resumes from and why, if `latest` does not name it."""
     try:
         checkpoint, faults = _choice(config)
     except CheckpointError:  # among the errors
@@ -153,11 +147,11 @@ def resume_warnings(config: Config) -> Iterator[str]:
 
 
 def _choice(config: Config) -> tuple[Path | None, list[str]]:
-    """The checkpoint that a run goes on from, as far as names and the sum of state.json tell, and what is wrong with
-    `latest` and with newer ones.
+    """Return the checkpoint that a run resumes from, judged by names and state.json's checksum, and the faults of
+    `latest` and of newer checkpoints.
 
     Raises:
-        CheckpointError: there is none, but `latest`, or damaged ones.
+        CheckpointError: all are damaged, or there is only `latest`.
     """
     found, problem = candidates(Path(config.trainer.output_dir) / CHECKPOINTS)
     faults = [problem] if problem else []

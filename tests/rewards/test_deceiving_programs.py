@@ -91,6 +91,17 @@ OPERATORS = ("eq", "ne", "lt", "le", "gt", "ge", "contains", "hash", "bool", "ca
 ALL_TRUE = "class T:\n" + "".join(f"    def __{name}__(self, *a): return True\n" for name in OPERATORS)
 NEAR = "    def __float__(self): return self\n    def __abs__(self): return 0\n    def __sub__(self, other): return 0\n"
 OF_A_KIND = "class T({}):\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+FORGES = """
+import json, os, socket, struct
+def send(*message):
+    text = json.dumps(["tuple", message]).encode()
+    socket.socket(fileno=3).sendall(struct.pack("!Q", len(text)) + text)
+    os._exit(0)
+def f(n): send({})
+"""
+EXEC, END = '["builtin", "exec"]', '"import os; os._exit(0)"'
+RAISED = FORGES.format(f'"raised", {EXEC}, ["tuple", [{END}]], ""')
+ASKED = FORGES.format(f'"ask", "call", ["tuple", [{EXEC}, {END}]], ["dict", []]')
 PRETENDS = {
     "an object equal to all": (ALL_TRUE + "def f(n): return T()", "assert f(3) == 9"),
     "on the right": (ALL_TRUE + "def f(n): return T()", "assert 9 == f(3)"),
@@ -128,6 +139,11 @@ PRETENDS = {
         "import os\nfor n in range(3, 9):\n    try: os.write(n, b'\\0' * 8)\n    except OSError: pass",
         "f(3)",
     ),
+    "a forged exception": (RAISED, "assert f(3) == 9"),
+    "a forged request": (ASKED, "assert f(3) == 9"),
+    "a forged class": (RAISED.replace("builtin", "error"), "assert f(3) == 9"),
+    "a request of a forged class": (ASKED.replace("builtin", "error"), "assert f(3) == 9"),
+    "an end of a loop": ("def f(n): raise StopIteration", "assert all(map(lambda n: f(n) == n * n, [3, 4]))"),
     "the stack's token": (
         "import os, sys\ndef f(n):\n    frame = sys._getframe()\n    while frame:\n        "
         "for one in frame.f_locals.values():\n            if isinstance(one, str) and len(one) == 32:\n                "

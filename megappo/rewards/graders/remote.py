@@ -146,10 +146,10 @@ def _key(variable: str) -> str:
 
 @cache
 def _client(proxy: str | None) -> httpx.AsyncClient:
-    """What asks through this proxy, or directly, whatever the environment says.
+    """Return a client that sends requests through this proxy, or directly, whatever the environment says.
 
     Raises:
-        RuntimeError: it knows no such proxy.
+        RuntimeError: httpx does not support the proxy's scheme.
     """
     try:
         transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None), proxy=proxy)
@@ -161,12 +161,10 @@ def _client(proxy: str | None) -> httpx.AsyncClient:
 
 def _through(proxy: str | None) -> str:
     """The proxy, without its password, as the end of an error."""
-    shown = re.sub("//[^/]*@", "//", proxy or "")
-    return (
-        f", through the proxy {shown} of http_proxy, https_proxy or all_proxy (no_proxy=HOST avoids it)"
-        if proxy
-        else ""
-    )
+    if proxy is None:
+        return ""
+    shown = re.sub("//[^/]*@", "//", proxy)
+    return f", through the proxy {shown} of http_proxy, https_proxy or all_proxy (no_proxy=HOST avoids it)"
 
 
 @cache
