@@ -219,7 +219,7 @@ CONTRADICTIONS = {
         "rollout.sync.transport ipc reaches no server of rollout.engines: set it to auto"
     ),
     "rollout.engines=[http://a:1] rollout.sleep=auto": (
-        "rollout.sleep has no effect on rollout.engines, which run already: drop it"
+        'rollout.sleep "auto" has no effect, as rollout.engines run already: drop it'
     ),
     "rollout.engines=[http://a:1] rollout.mem_fraction_static=0.9": (
         "rollout.mem_fraction_static 0.9 has no effect, as rollout.engines run already: drop it"

@@ -55,11 +55,11 @@ def shipped() -> Callable[[list[str], list[str], list[str]], list[float]]:
 LAST_NUMBER = shipped()
 READERS = {
     "code": program_in,
-    "multiple_choice": texts.chosen,
-    "exact_match": texts.whole,
-    "math": mathematics.answer,
+    "multiple_choice": texts.multiple_choice_answer,
+    "exact_match": texts.exact_match_answer,
+    "math": mathematics.math_answer,
     "what is unfinished": mathematics.UNFINISHED.search,
-    "gsm8k": gsm8k.answer,
+    "gsm8k": gsm8k.gsm8k_answer,
     "numbers": gsm8k.the_number,
     "think_answer": lambda text: forms.think_answer([text]),
     "repetition": lambda text: forms.repetition([text]),

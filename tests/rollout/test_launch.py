@@ -105,14 +105,14 @@ def test_what_pip_has_for_gpus_is_behind_what_the_user_has(of_user, monkeypatch,
 @pytest.mark.parametrize(("of_user", "cumem"), [({}, "0"), ({"NCCL_CUMEM_ENABLE": "1"}, "1")])
 def test_nccl_is_set_alike_for_trainer_and_engine_before_a_group_is_made(monkeypatch, of_user, cumem):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")} | of_user
-    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(os, "environ", environment | {"LOCAL_WORLD_SIZE": "2"})
     seen = {}
     monkeypatch.setattr(train.dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
     monkeypatch.setattr(train, "resolved", lambda _: lambda config, own, cleanup: None)
     store = train.dist.HashStore()
     store.set("finished", "")
     sections = {"model": {"path": "m"}, "data": {"train_files": ["t"]}, "trainer": {"output_dir": "out"}}
-    sections["placement"] = {"rollout": "0"}
+    sections["placement"] = {"actor": "0", "critic": "0", "rollout": "1"}  # weights are broadcast
     sections["rollout"] = {"server_args": {"enable_nccl_nvls": True}}
     train._train(Config.model_validate(sections), store, 1, 2, ExitStack())
     variables = launch.environment(["3", "5"], 2, Path("/tmp/x"))
