@@ -42,7 +42,8 @@ def layer_bytes(architecture: Architecture, parallel: Parallel, nbytes: int, *, 
     """What a layer keeps for its backward pass, per token that the rank holds of a micro-batch.
 
     Inputs of both norms and their outputs (cut over tensor-parallel ranks where `sequence` is on); queries, keys,
-    values and the output of attention; gate, up and their product of the MLP. Of a mixture of experts, for as many
+    values and the output of attention, and queries and keys before their norms where these have some; gate, up and
+    their product of the MLP. Of a mixture of experts, for as many
     experts as a token goes to, if these are chosen equally often: its input, its output and the same three.
 
     Args:
@@ -58,6 +59,8 @@ def layer_bytes(architecture: Architecture, parallel: Parallel, nbytes: int, *, 
         cut = 2 * heads * (latent.plain_size + latent.rope_size + latent.v_size)
     else:
         cut = 2 * (heads + architecture.num_kv_heads) * architecture.head_size
+        if architecture.family.qk_layernorm:
+            cut += (heads + architecture.num_kv_heads) * architecture.head_size
     if layer < architecture.num_dense_layers:
         cut += 3 * architecture.ffn_size
     elif experts:

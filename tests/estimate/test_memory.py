@@ -1,6 +1,7 @@
 """What hosts and engines take, against plain counts, and GPUs by the names that CUDA gives them."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megappo.config.schema import Parallel
 from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, settled, settled_lines
 from megappo.estimate.gpus import GIB, GPUS, find_gpu
 from megappo.estimate.memory import START, Cluster, MemoryEstimate
+from megappo.estimate.model_memory import activation_bytes, head_bytes
 from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
 
 MIXTURE = REPOSITORY / "configs" / "qwen3_30b_a3b_4node.yaml"
@@ -60,6 +62,43 @@ def test_an_engine_takes_no_more_than_its_tokens() -> None:
     assert limited.engine.cache_tokens == 100_000 < whole.engine.cache_tokens
     # 48 layers, 4 heads of 128 for keys and for values, over 4 GPUs, in bf16
     assert limited.engine.cache == 100_000 * 48 * 2 * 128 * 2 < whole.engine.cache
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "predicting", "measured_gib"),
+    [
+        (16_384, 14_336, 19.72),  # the training step of the stage `models`, beside weights, gradients and optimizer
+        (8_704, 8_192, 20.88 - 9.99),  # update_actor of `whole_run`: two micro-batches of 16 rows of 544 tokens
+    ],
+)
+def test_activations_are_those_that_an_h100_measured(
+    tmp_path: Path, tokens: int, predicting: int, measured_gib: float
+) -> None:
+    """Of TransformerEngine's layers, by docs/clusters.md."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    architecture = read_architecture(tmp_path)
+    kept = dict(tokens=tokens, in_flight=1, recompute="none")
+    size = activation_bytes(architecture, Parallel(), 2, list(range(28)), **kept)
+    size += head_bytes(architecture, Parallel(), 2, (tokens, predicting), training=True, hands_grad_on=False)
+    assert size / GIB == pytest.approx(measured_gib, rel=0.05)
 
 
 def test_a_sync_takes_round_trips_and_two_buckets_at_most() -> None:
