@@ -112,7 +112,7 @@ def test_nccl_is_set_alike_for_trainer_and_engine_before_a_group_is_made(monkeyp
     store = train.dist.HashStore()
     store.set("finished", "")
     sections = {"model": {"path": "m"}, "data": {"train_files": ["t"]}, "trainer": {"output_dir": "out"}}
-    sections["placement"] = {"actor": "0", "critic": "0", "rollout": "1"}  # weights are broadcast
+    sections["placement"] = {"actor": "1", "critic": "1", "rollout": "0"}  # weights are broadcast
     sections["rollout"] = {"server_args": {"enable_nccl_nvls": True}}
     train._train(Config.model_validate(sections), store, 1, 2, ExitStack())
     variables = launch.environment(["3", "5"], 2, Path("/tmp/x"))
