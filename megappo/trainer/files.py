@@ -106,6 +106,9 @@ def _misfits(config: Config, key: str, architecture: Architecture, specs: list[C
 
 
 def _data_file(key: str, path: Path) -> Iterator[str]:
+    if path.is_dir():
+        yield f"{key}: {path} is a folder: name its files"
+        return
     if not ending(path.name):
         yield f"{key}: {path} {OTHER_KIND}"
         return

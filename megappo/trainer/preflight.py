@@ -56,7 +56,7 @@ def _gpu_errors(config: Config) -> Iterator[str]:
     if config.model.dtype == "fp32" and own_engines:  # sglang-kernel 0.4.10: "rmsnorm failed to dispatch Float"
         yield (
             "model.dtype: fp32 does not run on GPUs, where SGLang's norm takes 16-bit numbers alone: set "
-            "model.dtype=bf16, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+            "model.dtype=bf16, or run on the CPU: CUDA_VISIBLE_DEVICES= before the command, and plan without --gpu"
         )
 
 

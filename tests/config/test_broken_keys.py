@@ -392,6 +392,7 @@ FILES = {
     "data.val_files=[val.jsonl, val.jsonl]": (
         "data.val_files: several are called 'val', under which each would be reported: rename or merge them"
     ),
+    "data.val_files=.": "data.val_files: . is a folder: name its files",
     "data.val_files=[val.jsonl, data.csv]": "data.val_files: data.csv is neither .jsonl, .jsonl.gz nor .parquet: ",
     "reward.function=exact": "reward.function 'exact': expected exact_match, regex_match, multiple_choice, gsm8k, ",
     'model.path="a\\0b"': "model.path: no path holds a NUL, found 'a\\x00b': correct it",

@@ -53,6 +53,8 @@ def test_a_missing_or_damaged_part_is_named(bundle, tmp_path):
     assert (damaged := unpack(tmp_path, parts)).returncode == 3 and "part-00" in damaged.stderr
     (parts / "part-00").unlink()
     assert (missing := unpack(tmp_path, parts)).returncode == 3 and "part-00" in missing.stderr
+    (parts / "manifest.json").unlink()
+    assert (missing := unpack(tmp_path, parts)).returncode == 3 and "manifest.json" in missing.stderr
     assert not (tmp_path / ".venv-gpu").exists()
 
 

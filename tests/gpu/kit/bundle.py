@@ -145,6 +145,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the pieces and their sizes, build nothing")
     args = parser.parse_args()
     extra = [path.resolve() for path in args.extra]
+    if absent := [str(path) for path in extra if not path.exists()]:
+        parser.error(f"--with: {', '.join(absent)}: no such file; bash launch/quickstart.sh makes outputs/quickstart")
     pieces = sorted(pieces_of(Path(sysconfig.get_path("purelib")), extra), key=lambda piece: -piece.num_bytes)
     folder = args.output / "pieces"
     folder.mkdir(parents=True, exist_ok=True)

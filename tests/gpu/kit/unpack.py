@@ -83,6 +83,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder of manifest.json and the parts")
     folder = parser.parse_args().folder
+    if not (folder / "manifest.json").exists():
+        print(f"missing: {folder}/manifest.json, which bundle.py writes beside the parts", file=sys.stderr)
+        return 3
     manifest = json.loads((folder / "manifest.json").read_text())
     found = f"{sys.version_info.major}.{sys.version_info.minor}"
     if found != manifest["python"]:
