@@ -2,7 +2,6 @@
 checkpoint with one SGLang engine: an engine takes many seconds to start."""
 
 import functools
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -25,8 +24,6 @@ from megappo.rollout.inference_engine import Engine
 
 # A shell starts what runs in its background with SIGINT ignored, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-if torch.version.cuda is None:  # of GPUs that this machine has, the environment for a CPU is to make no use
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 pytest_plugins = ["tiny_run", "network"]  # fixtures of whole runs
 

@@ -139,7 +139,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         monkeypatch.setattr(megappo.platform, "DEVICES", tmp_path)
         monkeypatch.setattr(megappo.platform, "has_cuda", lambda: False)
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from common import CUDA, REPOSITORY
+from program import ONE_RANK_EACH
 
 from megappo.config.loading import load_config
 from megappo.estimate.gpus import GIB, find_gpu
 from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.observe.metrics import read_metrics
 
-ONE_RANK = ("placement.actor=0", "placement.critic=0", "actor.parallel.tensor=1", "critic.parallel.pipeline=1")
 FIGURES = re.compile(r"^(timing_s|memory|sync)/|/mfu$|^reward/score/mean$|/log_prob_diff/(mean|max)$|tokens_per_second")
 ENGINE_ROWS = ("engine", "KV cache", "CUDA", "NCCL")
 """Rows of the plan that torch's allocator in the trainer does not see."""
@@ -36,7 +36,7 @@ def engine_settings() -> list[str]:
 
 def train(config: Path, settings: Iterable[str]) -> None:
     """Run one rank by launch/local.sh; a failure raises CalledProcessError behind the run's own messages."""
-    command = ["bash", "launch/local.sh", config, *ONE_RANK, *engine_settings(), *settings]
+    command = ["bash", "launch/local.sh", config, *ONE_RANK_EACH, *engine_settings(), *settings]
     subprocess.run(command, cwd=REPOSITORY, env=os.environ | {"NPROC": "1"}, stdout=sys.stderr.fileno(), check=True)
 
 
@@ -51,7 +51,7 @@ def planned_gib(config: Path, settings: Iterable[str], device_name: str) -> dict
     gpu = find_gpu(device_name)
     if gpu is None:
         return {}
-    loaded = load_config(config, [*ONE_RANK, *settings])
+    loaded = load_config(config, [*ONE_RANK_EACH, *settings])
     (ledgers,) = MemoryEstimate(loaded, Cluster(1, gpu.memory)).ledgers.values()
     return {
         phase: sum(size for row, size in ledger.items() if not row.startswith(ENGINE_ROWS)) / GIB
