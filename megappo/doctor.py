@@ -21,13 +21,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing import spawn
 
-from megappo import platform
 from megappo.config.schema import Rollout
-from megappo.listening import LOOPBACK, listener, stay_on_this_node
-from megappo.rollout.client import SamplingParams
-from megappo.rollout.inference_engine import Engine
-from megappo.torchvision_on_cpu import define_torchvision_operators
-from megappo.variables import faults, visible_devices
+from megappo.engines.client import SamplingParams
+from megappo.engines.process import Engine
+from megappo.runtime import platform
+from megappo.runtime.listening import LOOPBACK, listener, stay_on_this_node
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime.variables import faults, visible_devices
 
 LEAST_OPEN_FILES = 4096
 LEAST_SHARED_BYTES = 2**30

@@ -25,6 +25,7 @@ from megappo.config.kinds import MOST_RANKS
 from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
+from megappo.engines.server_args import known_names
 from megappo.estimate.fitting import fits, settled, settled_lines
 from megappo.estimate.gpus import GIB, GPU, GPUS
 from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
@@ -39,13 +40,12 @@ from megappo.placement.components import components_of, trained_components
 from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import leaves_world_open, pipeline_splits, placement_layouts, smallest_world
-from megappo.rollout.server_args import known_names
+from megappo.preflight.arrangement import arrangement_errors, check_run
+from megappo.preflight.lock import in_use
+from megappo.preflight.rehearsal import rehearse
+from megappo.preflight.resuming import already_finished, resume_warnings
+from megappo.runtime.variables import faults
 from megappo.sync.route import find_route
-from megappo.trainer.lock import in_use
-from megappo.trainer.preflight import arrangement_errors, check_run
-from megappo.trainer.rehearsal import rehearse
-from megappo.trainer.resuming import already_finished, resume_warnings
-from megappo.variables import faults
 
 WIDTH = 120
 

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from megappo import platform
 from megappo.architecture.files import CONFIG_FILE, named_architecture
 from megappo.architecture.folders import other_kind
 from megappo.config.errors import looked_in
 from megappo.config.text_files import TextFileError
-from megappo.keeper import ask_to_end
-from megappo.rollout import launch
-from megappo.rollout.keeper import remove_traces
+from megappo.engines import launch
+from megappo.engines.server_keeper import remove_traces
+from megappo.runtime import platform
+from megappo.runtime.keeper import ask_to_end
 
 USAGE = "usage: .venv/bin/python -m megappo.serve HF_FOLDER [SGLang's arguments; --help lists them]"
 CPU_ARGUMENTS = launch.CPU_ARGUMENTS | {"dtype": "float32"}

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 
-from megappo.launcher.signals import end_at_once
+from megappo.runtime.launcher.signals import end_at_once
 
 if __name__ == "__main__":
     end_at_once()  # importing torch takes seconds, and other nodes may be waited for
@@ -26,12 +26,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, parse_min_max_nnodes, run
 
-from megappo import platform
-from megappo.interruption import EXIT_AGAIN
-from megappo.launcher.agent import Agent, OtherNodeError, StartAgain
-from megappo.lifetime import EXIT_LOST_RANK
-from megappo.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
-from megappo.threads import report_failures
+from megappo.runtime import platform
+from megappo.runtime.interruption import EXIT_AGAIN
+from megappo.runtime.launcher.agent import Agent, OtherNodeError, StartAgain
+from megappo.runtime.lifetime import EXIT_LOST_RANK
+from megappo.runtime.listening import LOOPBACK, bind_stores, head_address, stay_on_this_node
+from megappo.runtime.threads import report_failures
 
 LOGGERS = ("multiprocessing.api", "multiprocessing.errors.error_handler", "agent.server.api")
 """They tell of each process they end, and of files they pass on."""

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
-from megappo.interruption import EXIT_AGAIN, INTERRUPTION, Interrupted
-from megappo.lifetime import die_with
+from megappo.runtime.interruption import EXIT_AGAIN, INTERRUPTION, Interrupted
+from megappo.runtime.lifetime import die_with
 
 if __name__ == "__main__":
     # A rank that imports or waits in a collective runs no Python code: let Ctrl-C end it at once. What it has started
@@ -26,32 +26,32 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 
-from megappo import megatron_setup, platform
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_parser
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
-from megappo.cores import bind
+from megappo.engines.launch import home_of_sockets, nccl_variables
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.switching import switch_table
-from megappo.imports import without_collector
-from megappo.listening import stay_on_this_node
 from megappo.observe.console import escape_unprintable
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import placement_layouts
-from megappo.rollout.launch import home_of_sockets, nccl_variables
+from megappo.preflight import lock
+from megappo.preflight.arrangement import check_run
+from megappo.preflight.resuming import already_finished
+from megappo.runtime import megatron_setup, platform
+from megappo.runtime.cores import bind
+from megappo.runtime.imports import without_collector
+from megappo.runtime.listening import stay_on_this_node
+from megappo.runtime.threads import report_failures
 from megappo.sync.route import find_route
 from megappo.table import resolved
-from megappo.threads import report_failures
-from megappo.trainer import lock
 from megappo.trainer.failure import report
 from megappo.trainer.own_engine import OwnEngine, start_engine
-from megappo.trainer.preflight import check_run
-from megappo.trainer.resuming import already_finished
 from megappo.trainer.watchdog import Watchdog
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TRAINING = "megappo.training:train"
+TRAINING = "megappo.trainer.main:train"
 """Imported only for a run that has something to do: megatron-core and transformers take seconds on every rank."""
 
 

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from weight_sources import push
 
 from megappo.config.schema import Rollout
-from megappo.megatron_setup import HARMLESS_WARNINGS, HARMLESS_WARNINGS_ON_CPU
-from megappo.rollout.client import EngineClient
-from megappo.rollout.inference_engine import Engine
+from megappo.engines.client import EngineClient
+from megappo.engines.process import Engine
+from megappo.runtime.megatron_setup import HARMLESS_WARNINGS, HARMLESS_WARNINGS_ON_CPU
 
 # A shell starts what runs in its background with SIGINT ignored, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

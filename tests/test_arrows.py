@@ -8,32 +8,26 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 MIDDLE = frozenset(
-    {"models", "rollout", "weights", "checkpoint", "rewards", "data", "batch", "placement", "observe", "environments"}
-)
-BOTTOM = frozenset(
     {
-        *("architecture", "config", "table", "platform", "torchvision_on_cpu"),
-        *("lifetime", "interruption", "keeper", "cores", "listening", "imports", "moments"),
-        *("threads", "user_modules", "variables"),
+        *("models", "engines", "weights", "checkpoint", "userland"),
+        *("data", "batch", "placement", "observe", "rollouts"),
     }
 )
-APART = frozenset({"weights", "rollout", "checkpoint"})
-ENTRIES = frozenset({"train", "training", "plan", "serve", "doctor"})
-FROM_TOOLS = BOTTOM | {
-    *("batch", "weights", "checkpoint", "models", "placement", "megatron_setup"),
-    *("data", "rewards", "environments"),
-}
-FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "estimate", "ppo", "trainer", "megatron_setup"}
+BOTTOM = frozenset({"architecture", "config", "table", "runtime", "moments", "user_modules"})
+APART = frozenset({"weights", "engines", "checkpoint"})
+ENTRIES = frozenset({"train", "plan", "serve", "doctor", "torchrun"})
+FROM_TOOLS = BOTTOM | {"batch", "weights", "checkpoint", "models", "placement", "data", "userland"}
+FROM_BENCHES = MIDDLE | BOTTOM | {"sync", "estimate", "ppo", "preflight", "trainer"}
 HEAVY = {
     "megatron": (
         "megappo/models/",
         "megappo/weights/",
         "megappo/checkpoint/",
         "megappo/placement/groups.py",
-        "megappo/megatron_setup.py",
-        "megappo/megatron_on_cpu.py",
+        "megappo/runtime/megatron_setup.py",
+        "megappo/runtime/megatron_on_cpu.py",
     ),
-    "sglang": ("megappo/rollout/",),
+    "sglang": ("megappo/engines/",),
 }
 WITHOUT_TORCH = (
     "megappo/plan.py",
@@ -54,12 +48,12 @@ WITHOUT_TORCH = (
     "megappo/checkpoint/errors.py",
     "megappo/checkpoint/folders.py",
     "megappo/observe/files.py",
-    "megappo/trainer/lock.py",
-    "megappo/trainer/files.py",
-    "megappo/trainer/preflight.py",
-    "megappo/trainer/resuming.py",
-    "megappo/trainer/rehearsal.py",
-    "megappo/rollout/server_args.py",
+    "megappo/preflight/lock.py",
+    "megappo/preflight/files.py",
+    "megappo/preflight/arrangement.py",
+    "megappo/preflight/resuming.py",
+    "megappo/preflight/rehearsal.py",
+    "megappo/engines/server_args.py",
     "megappo/sync/route.py",
     "megappo/data/chat.py",
     "megappo/data/entries.py",
@@ -89,12 +83,12 @@ LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 def allowed(package: str) -> frozenset[str]:
     """First-party packages that `package` (a folder of megappo, or a module directly in it) may import."""
-    if package in ("torchrun", "launcher"):
-        return BOTTOM | {"launcher"}
     if package in ENTRIES:
-        return MIDDLE | BOTTOM | {"trainer", "sync", "ppo", "megatron_setup", "estimate"}
+        return MIDDLE | BOTTOM | {"preflight", "trainer", "sync", "ppo", "estimate"}
     if package == "trainer":
-        return MIDDLE | BOTTOM | {"sync", "ppo", "trainer", "estimate"}
+        return MIDDLE | BOTTOM | {"preflight", "trainer", "sync", "ppo", "estimate"}
+    if package == "preflight":
+        return MIDDLE | BOTTOM | {"preflight", "sync", "estimate"}
     if package == "sync":
         return MIDDLE | BOTTOM | {"sync"}
     if package in MIDDLE:
@@ -104,10 +98,7 @@ def allowed(package: str) -> frozenset[str]:
         "config": {"config", "table", "user_modules"},
         "architecture": {"architecture", "config", "table"},
         "estimate": {"estimate", "architecture", "config", "placement"},
-        "keeper": {"lifetime"},
-        "platform": {"variables"},
-        "interruption": {"variables"},
-        "megatron_setup": {"megatron_on_cpu", "platform"},
+        "runtime": {"runtime"},
     }
     return frozenset(within.get(package, ()))
 
@@ -236,7 +227,7 @@ def test_packages_do_not_import_in_circles():
         ),
         ("megappo/models/x.py", "from megappo.ppo import losses", "imports megappo.ppo.losses"),
         ("megappo/models/x.py", "from megappo import ppo", "imports megappo.ppo;"),
-        ("megappo/weights/x.py", "from megappo.rollout.client import C", "imports megappo.rollout.client.C;"),
+        ("megappo/weights/x.py", "from megappo.engines.client import C", "imports megappo.engines.client.C;"),
         ("megappo/models/x.py", "from megappo.trainer import loop", "imports megappo.trainer.loop;"),
         ("megappo/trainer/x.py", "import megappo.train", "imports megappo.train;"),
         ("megappo/trainer/x.py", "from megatron.core import y", "imports megatron, which only"),

@@ -25,8 +25,8 @@ from megappo.placement.ranks import smallest_world
 from megappo.ppo.conventions import PRESETS
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
-from megappo.rewards.builtin import BUILTIN
-from megappo.trainer.preflight import arrangement_errors
+from megappo.preflight.arrangement import arrangement_errors
+from megappo.userland.builtin import BUILTIN
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {

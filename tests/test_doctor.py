@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megappo import doctor, platform
+from megappo import doctor
+from megappo.runtime import platform
 
 ROOT = Path(__file__).resolve().parents[1]
 Patch = pytest.MonkeyPatch

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the machine's memory is larger, and its GPUs may be training
 
-from megappo import megatron_setup
+from megappo.runtime import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
 

@@ -27,11 +27,11 @@ from megappo.config.loading import load_config
 from megappo.config.schema import Config, Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.environments.process import EnvironmentFault
-from megappo.environments.workers import start_workers
 from megappo.placement.components import shared_vocabulary
-from megappo.rewards.forms import Takes
-from megappo.rewards.pool import RewardError
+from megappo.userland.environment_process import EnvironmentFault
+from megappo.userland.environment_workers import start_workers
+from megappo.userland.forms import Takes
+from megappo.userland.pool import RewardError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

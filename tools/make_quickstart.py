@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 define_torchvision_operators()  # importing a model of transformers needs them
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megappo.checkpoint.durable import sync
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import STATE
-from megappo.observe.life import LIFE
+from megappo.runtime.heartbeat import LIFE
 
 if TYPE_CHECKING:
     from megappo.batch.exchange import Exchange

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
-from megappo import platform
+from megappo.runtime import platform
 
 BLOCK_BYTES = 2**28
 ALIGNMENT = 64

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import read_metadata
-from megappo.observe.life import LIFE
+from megappo.runtime.heartbeat import LIFE
 
 
 class SafeReader(FileSystemReader):

@@ -34,12 +34,12 @@ from torch.distributed.checkpoint.api import CheckpointException  # of any rank;
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megappo import platform
 from megappo.checkpoint.checksums import new_sum
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.host_copies import HostCopies
 from megappo.checkpoint.reading import SafeCommon
-from megappo.observe.life import LIFE
+from megappo.runtime import platform
+from megappo.runtime.heartbeat import LIFE
 
 # Megatron's own queue of results is one for all saves, and lives in a further process of each rank, which would import
 # the whole program again: seconds, and several hundred MiB. Here each save has its own, in this process.

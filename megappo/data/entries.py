@@ -15,9 +15,9 @@ from megappo.data.records import Records
 from megappo.data.special_tokens import odd_tokens
 from megappo.data.token_bounds import TokenBounds
 from megappo.data.tokenizer import encode, ids_by_file
-from megappo.observe.life import LIFE
-from megappo.rewards.builtin import check_label
-from megappo.rewards.forms import PROMPTS
+from megappo.runtime.heartbeat import LIFE
+from megappo.userland.builtin import check_label
+from megappo.userland.forms import PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from megappo.config.schema import Reward
-from megappo.rewards.forms import Takes
+from megappo.userland.forms import Takes
 
 MAX_VALUE = 80
 """Characters of a value, in messages."""

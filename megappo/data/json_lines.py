@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from megappo.data.file_heads import HEAD_BYTES, refuse_no_lines
-from megappo.observe.life import LIFE
+from megappo.runtime.heartbeat import LIFE
 
 LINES_FOR_FIELDS = 100
 LINES_AT_ONCE = 100_000

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from megappo.data.fields import columns_for
 from megappo.data.file_heads import HEAD_BYTES, RecordsError, first_line, refuse_other_kinds
 from megappo.data.unpacking import Unpack
-from megappo.observe.life import LIFE
+from megappo.runtime.heartbeat import LIFE
 
 if TYPE_CHECKING:
     import pyarrow

@@ -22,7 +22,7 @@ from megappo.data.order import Order, Turns
 from megappo.data.records import Records, open_records
 from megappo.data.special_tokens import unseen_tokens
 from megappo.data.unpacking import Unpack, unpacked
-from megappo.rewards.forms import NOTHING, Takes
+from megappo.userland.forms import NOTHING, Takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,7 +10,7 @@ from megappo.data.file_heads import RecordsError, first_line
 from megappo.data.json_lines import JsonLines
 from megappo.data.parquet_rows import ParquetRows
 from megappo.data.unpacking import Unpack, unpacked
-from megappo.observe.life import LIFE
+from megappo.runtime.heartbeat import LIFE
 
 BUFFER_BYTES = 2**20
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megappo.config.schema import Reward
 from megappo.data.chat import Conversation
-from megappo.rewards.spec import parse_spec
+from megappo.userland.spec import parse_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from megappo.architecture.files import end_tokens
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
-from megappo.cores import usable
-from megappo.observe.life import LIFE
-from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime.cores import usable
+from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -3,7 +3,6 @@
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
-from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import by_name, is_trained, list_parameters
 from megappo.architecture.switches import Setting, decide
@@ -16,6 +15,7 @@ from megappo.models.routing import router_bias_kept
 from megappo.models.strides import with_plain_strides
 from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
+from megappo.runtime import platform
 
 ModelChunks = list[GPTModel]
 """A rank's part of a model, from the first layer to the last: of `pipeline` stages, chunk i of stage s is the model's

@@ -6,11 +6,11 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megappo import platform
 from megappo.config.errors import ConfigError
 from megappo.models.fused_layers import RMSNorm, swiglu
 from megappo.models.latent_attention import LatentAttention
 from megappo.models.packed_attention import PackedAttention, SelfAttention
+from megappo.runtime import platform
 
 
 def layer_kind(wanted: str) -> str:

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
@@ -16,6 +15,7 @@ from megappo.config.schema import Model, Parallel
 from megappo.models.dtypes import TORCH_DTYPES
 from megappo.models.latent_attention import latent_arguments
 from megappo.models.routing import expert_arguments
+from megappo.runtime import platform
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

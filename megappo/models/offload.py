@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from megappo import platform
 from megappo.config.kinds import TensorKind
 from megappo.models.train_engine import MegatronEngine, TrainedEngine
 from megappo.placement.uses import Use
+from megappo.runtime import platform
 
 NAN_BYTE = 255  # NaN in every floating dtype
 SMALLEST_PIECE = 2**20

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megappo import platform
+from megappo.runtime import platform
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 

@@ -22,7 +22,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.module import Float16Module
 
-from megappo import platform
 from megappo.batch.balance import micro_batches
 from megappo.batch.packing import PackedBatch, copied, num_held, pack
 from megappo.batch.rows import Rows
@@ -35,9 +34,10 @@ from megappo.models.output_layer import LogitFactors, output_weight
 from megappo.models.routing import router_bias_kept
 from megappo.models.sharding import sharded_chunks, sharded_optimizer
 from megappo.models.stages import KnownShapes
-from megappo.observe.life import LIFE
 from megappo.observe.metrics import Metric, OnDevice, merge_metrics, on_host
 from megappo.placement.groups import ComponentGroups
+from megappo.runtime import platform
+from megappo.runtime.heartbeat import LIFE
 
 Outputs = dict[str, torch.Tensor]
 """Per response token, each [b, R] float32, 0 where the mask is; or per row, [b] float32."""

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-from megappo.observe.life import LIFE
 from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import Metric
+from megappo.runtime.heartbeat import LIFE
 
 
 class Timers:

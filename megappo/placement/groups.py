@@ -20,8 +20,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
-from megappo import platform
 from megappo.placement.layout import Layout
+from megappo.runtime import platform
 
 # Field of the collection -> dimensions its ranks span, outside the experts, then what it is in parallel_state: the
 # globals that hold the group, or its global ranks (those with RANKS in their names).

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megappo import platform
 from megappo.architecture.parameters import LORA_A, LORA_B
 from megappo.config.schema import Lora
-from megappo.rollout.client import EngineClient
+from megappo.engines.client import EngineClient
+from megappo.runtime import platform
 from megappo.sync.ipc import HandleSender
 from megappo.sync.transport import Link, Receiver, Sender
 from megappo.weights.adapters import peft_config, write_adapters

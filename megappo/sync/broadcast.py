@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import torch
 from torch.distributed import ProcessGroup, TCPStore, distributed_c10d
 
-from megappo import platform
-from megappo.listening import LOOPBACK, listener, node_address, own_address, run_store
-from megappo.rollout.client import EngineClient
+from megappo.engines.client import EngineClient
+from megappo.runtime import platform
+from megappo.runtime.listening import LOOPBACK, listener, node_address, own_address, run_store
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
 from megappo.weights.buckets import Bucket
 

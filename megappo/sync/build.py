@@ -7,14 +7,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
+from megappo.engines.client import EngineClient
 from megappo.models.train_engine import MegatronEngine
-from megappo.rollout.client import EngineClient
+from megappo.runtime import platform
 from megappo.sync.adapters import adapter_shapes
 from megappo.sync.in_place import Shards
 from megappo.sync.route import Route

@@ -6,7 +6,7 @@ import shutil
 import torch
 
 from megappo.architecture.files import write_model_config
-from megappo.rollout.client import EngineClient
+from megappo.engines.client import EngineClient
 from megappo.sync.transport import Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, views
 from megappo.weights.safetensors_io import ShardedWriter

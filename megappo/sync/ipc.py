@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from megappo import platform
-from megappo.rollout.client import EngineClient, EngineFault
-from megappo.rollout.in_place import ANSWER_BYTES, LOADER
+from megappo.engines.client import EngineClient, EngineFault
+from megappo.engines.in_place import ANSWER_BYTES, LOADER
+from megappo.runtime import platform
 from megappo.sync.in_place import Listing
 from megappo.sync.shared_memory import SharedMemory, shared_bytes
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Sender
@@ -34,7 +34,7 @@ class HandleSender(Sender):
     Peers have the engine's ranks read their own GPUs, or their own node's memory: to read the owner's takes each of
     them a CUDA context there, of half a GB, and access from GPU to GPU.
 
-    On a CPU the engine also reads the shards of all ranks of its node where they are (`megappo/rollout/in_place.py`).
+    On a CPU the engine also reads the shards of all ranks of its node where they are (`megappo/engines/in_place.py`).
 
     Args:
         client: the engine's, where this rank owns it.

@@ -7,7 +7,7 @@ import torch
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.rollout.client import EngineClient, EngineError
+from megappo.engines.client import EngineClient, EngineError
 
 ROUNDING = {"bf16": 0.05, "fp32": 1e-3}
 """model.dtype -> the mean difference of log-probs that rounding may cause."""

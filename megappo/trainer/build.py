@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.estimate.fitting import settled, settled_lines
@@ -14,6 +13,7 @@ from megappo.estimate.memory import Cluster
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
 from megappo.placement.ranks import placement_layouts
+from megappo.runtime import platform
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.datasets import load_datasets
 from megappo.trainer.inference import NoEngines, connect, start_engines

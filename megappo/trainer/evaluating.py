@@ -18,12 +18,13 @@ from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
-from megappo.listening import run_store
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.metrics import Histogram
 from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import placement_layouts
+from megappo.preflight.resuming import with_own_folder
+from megappo.runtime.listening import run_store
 from megappo.trainer.build import make_observer
 from megappo.trainer.datasets import Datasets, load_datasets
 from megappo.trainer.evaluation import evaluate
@@ -32,7 +33,6 @@ from megappo.trainer.models import Models, build_models
 from megappo.trainer.own_engine import start_engine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
-from megappo.trainer.resuming import with_own_folder
 from megappo.trainer.rollouts import Rollouts
 
 

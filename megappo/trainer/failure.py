@@ -20,10 +20,10 @@ from megappo.batch.files import RowsFileError
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
-from megappo.environments.process import EnvironmentFault
-from megappo.lifetime import EXIT_CONFIG, EXIT_LOST_RANK, LAUNCHER
-from megappo.rewards.pool import RewardError
-from megappo.rollout.client import EngineError
+from megappo.engines.client import EngineError
+from megappo.runtime.lifetime import EXIT_CONFIG, EXIT_LOST_RANK, LAUNCHER
+from megappo.userland.environment_process import EnvironmentFault
+from megappo.userland.pool import RewardError
 from megappo.weights.safetensors_io import WeightsError
 
 EXPLAINED = (

@@ -13,13 +13,13 @@ from itertools import chain
 from megappo.config.algorithm_section import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import merge_metrics
-from megappo.rewards.forms import Graded
-from megappo.rewards.pool import RewardError
-from megappo.rollout.sampler import Sample, Use
+from megappo.rollouts.sampler import Sample, Use
 from megappo.trainer.models import Phase
 from megappo.trainer.over_sampling import Wanted
 from megappo.trainer.rollouts import Responses, Rollouts
 from megappo.trainer.scoring import PartlyWanted, Scored
+from megappo.userland.forms import Graded
+from megappo.userland.pool import RewardError
 
 SCORE = "score"
 """The metric that is the sum of a response's scores; others are what reward functions tell beside these."""

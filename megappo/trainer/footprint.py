@@ -2,8 +2,8 @@
 
 import time
 
-from megappo import platform
-from megappo.observe.life import LIFE
+from megappo.runtime import platform
+from megappo.runtime.heartbeat import LIFE
 
 GIB = 2**30
 RETURNED = 0.8

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
+from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient
 from megappo.placement.layout import Layout
-from megappo.rollout.client import WEIGHTS, WORKING_MEMORY, EngineClient
+from megappo.runtime import platform
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import Checksums, check_log_probs, verified_sync
 from megappo.sync.route import find_route

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from megappo.config.schema import Config
-from megappo.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.observe.metrics import reduce_ranks
+from megappo.runtime.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer.component import Scattered
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.experience import add_advantages

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
@@ -22,6 +21,7 @@ from megappo.placement.components import components_of, trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.placement.uses import LOAD, NOTHING
+from megappo.runtime import platform
 from megappo.table import resolved
 from megappo.trainer.component import Batch, Component, Scattered, gather, scatter_fields
 from megappo.trainer.objectives import LOSS_WEIGHTS

@@ -4,10 +4,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megappo.observe.life import LIFE
-from megappo.rewards.forms import Graded
-from megappo.rollout.sampler import ENOUGH_SECONDS
+from megappo.rollouts.sampler import ENOUGH_SECONDS
+from megappo.runtime.heartbeat import LIFE
 from megappo.trainer.scoring import SampleScoring
+from megappo.userland.forms import Graded
 
 
 @dataclass(frozen=True)

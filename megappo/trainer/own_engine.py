@@ -9,17 +9,17 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from megappo import platform
 from megappo.config.eval_sets import played_tasks
 from megappo.config.schema import Config
-from megappo.environments.workers import Workers, start_workers
-from megappo.listening import node_address
+from megappo.engines.client import EngineClient
+from megappo.engines.external import ExternalEngine
+from megappo.engines.launch import NodePart, reserve_port
+from megappo.engines.process import Engine
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
-from megappo.rollout.client import EngineClient
-from megappo.rollout.external import ExternalEngine
-from megappo.rollout.inference_engine import Engine
-from megappo.rollout.launch import NodePart, reserve_port
+from megappo.runtime import platform
+from megappo.runtime.listening import node_address
+from megappo.userland.environment_workers import Workers, start_workers
 
 
 @dataclass(frozen=True)

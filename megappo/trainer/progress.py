@@ -16,10 +16,10 @@ from megappo.observe.metrics import METRICS_FILE
 from megappo.placement.components import trained_in_words
 from megappo.ppo.kl import AdaptiveKLController, FixedKLController, kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
+from megappo.preflight.resuming import wrong_models
 from megappo.trainer.in_flight import InFlight, read_in_flight, write_in_flight
 from megappo.trainer.models import Models
 from megappo.trainer.random_states import restore_random_states, write_random_states
-from megappo.trainer.resuming import wrong_models
 
 Stateful = FixedKLController | AdaptiveKLController | RunningMoments
 """What a checkpoint holds as plain numbers."""

@@ -8,9 +8,9 @@ import numpy
 import torch
 from safetensors.torch import load_file
 
-from megappo import platform
 from megappo.batch.exchange import Exchange
 from megappo.batch.files import write_tensors
+from megappo.runtime import platform
 
 RANDOM_STATES = "random_states.safetensors"
 

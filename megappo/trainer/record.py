@@ -17,10 +17,10 @@ from megappo.config.describe import show
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.rewards.builtin import BUILTIN
-from megappo.rewards.spec import parse_spec
 from megappo.trainer.component import Batch
 from megappo.trainer.models import Phase
+from megappo.userland.builtin import BUILTIN
+from megappo.userland.spec import parse_spec
 
 SAMPLING = (
     *("data.train_batch_size", "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from megappo import platform
 from megappo.batch.exchange import Exchange, OtherRankError
+from megappo.engines.client import EngineError, EngineFault
 from megappo.observe.observer import NullObserver, Observer
-from megappo.rollout.client import EngineError, EngineFault
+from megappo.runtime import platform
 from megappo.trainer.own_engine import OwnEngine
 
 

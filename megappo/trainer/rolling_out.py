@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Trainer
-from megappo.interruption import INTERRUPTION, deadline
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
+from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.rollouts import raise_if_interrupted
 from megappo.trainer.statistics import row_metrics

@@ -16,17 +16,14 @@ from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
-from megappo.environments.workers import Workers
-from megappo.interruption import INTERRUPTION, Interrupted
-from megappo.listening import run_store
+from megappo.engines.client import EngineError, EngineFault, Generation, SamplingParams
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
-from megappo.rewards.forms import Graded
-from megappo.rewards.pool import RewardError
-from megappo.rollout.client import EngineError, EngineFault, Generation, SamplingParams
-from megappo.rollout.episodes import Episodes, episodes_of
-from megappo.rollout.sampler import Sample, Sampled, Use, sample, store_counter
+from megappo.rollouts.episodes import Episodes, episodes_of
+from megappo.rollouts.sampler import Sample, Sampled, Use, sample, store_counter
+from megappo.runtime.interruption import INTERRUPTION, Interrupted
+from megappo.runtime.listening import run_store
 from megappo.trainer.component import Batch
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.over_sampling import Enough, Wanted
@@ -42,6 +39,9 @@ from megappo.trainer.scoring import (
     told_means,
 )
 from megappo.trainer.told import kinds_told, told_fields
+from megappo.userland.environment_workers import Workers
+from megappo.userland.forms import Graded
+from megappo.userland.pool import RewardError
 
 PROBE_TOKENS = 4
 

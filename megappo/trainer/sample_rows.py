@@ -12,7 +12,7 @@ import torch
 from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.data.prompts import Prompt
-from megappo.rollout.sampler import Sample
+from megappo.rollouts.sampler import Sample
 
 
 def check_known(samples: Sequence[Sample], vocab_size: int) -> None:

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
-from megappo.rewards.forms import Graded
-from megappo.rewards.pool import RewardPool
-from megappo.rewards.work import Row
-from megappo.rollout.episodes import Ending
-from megappo.rollout.sampler import Sample
+from megappo.rollouts.episodes import Ending
+from megappo.rollouts.sampler import Sample
+from megappo.userland.forms import Graded
+from megappo.userland.pool import RewardPool
+from megappo.userland.work import Row
 
 
 class SampleScoring:

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from megappo.config.algorithm_checks import step_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.observe.life import LIFE
-from megappo.rewards.forms import Graded
-from megappo.rollout.sampler import Sample
+from megappo.rollouts.sampler import Sample
+from megappo.runtime.heartbeat import LIFE
+from megappo.userland.forms import Graded
 
 LONGEST_CHARACTER = 4
 """Tokens, of a byte each: of as many places behind each other one is between two characters."""

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
@@ -14,6 +13,7 @@ from megappo.models.train_engine import Head, MegatronEngine, TrainedEngine
 from megappo.placement.components import ComponentSpec, build_order, components_of
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.uses import NOTHING
+from megappo.runtime import platform
 from megappo.weights.critic import critic_architecture
 from megappo.weights.load import load_hf
 

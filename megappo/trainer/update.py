@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from megappo import platform
 from megappo.batch.exchange import OtherRankError
 from megappo.batch.files import write_rows
 from megappo.batch.rows import Rows
 from megappo.config.schema import Actor, Config
-from megappo.interruption import INTERRUPTION
 from megappo.models.train_engine import ELSEWHERE, LossFn, OptimizerStep, TrainedEngine
 from megappo.observe.metrics import Metric
+from megappo.runtime import platform
+from megappo.runtime.interruption import INTERRUPTION
 from megappo.trainer.component import Scattered
 from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_loss
 from megappo.trainer.statistics import NOT_KEPT

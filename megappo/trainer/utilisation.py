@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 import torch
 
-from megappo import platform
 from megappo.architecture.dtypes import DTYPES
 from megappo.batch.exchange import Exchange
 from megappo.estimate.flops import Flops, flops_of
 from megappo.estimate.gpus import find_gpu
 from megappo.models.dtypes import TORCH_DTYPES
 from megappo.placement.components import ComponentSpec
+from megappo.runtime import platform
 from megappo.trainer.component import Component, Scattered
 from megappo.trainer.in_flight import Update
 from megappo.trainer.train_engines import architecture_of

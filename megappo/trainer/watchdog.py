@@ -22,8 +22,8 @@ from types import FrameType
 import psutil
 import torch.distributed as dist
 
-from megappo.observe.life import LIFE
 from megappo.placement.ranks import format_ranks
+from megappo.runtime.heartbeat import LIFE
 from megappo.trainer.failure import tell
 
 BEAT_SECONDS = 10.0

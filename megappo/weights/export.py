@@ -13,8 +13,8 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import LORA_A, LORA_B, SECOND_HEAD, Parameter, Piece, is_adapter, pieces_of
 from megappo.models.build import ModelChunks
 from megappo.models.dtypes import TORCH_DTYPES
-from megappo.observe.life import LIFE
 from megappo.placement.groups import ComponentGroups
+from megappo.runtime.heartbeat import LIFE
 from megappo.weights.buckets import TensorSpec, into_buckets, num_bytes, views
 from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 

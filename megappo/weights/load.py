@@ -8,8 +8,8 @@ import torch
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS, VALUE_HEAD, Piece, is_adapter, pieces_of
 from megappo.models.build import ModelChunks
-from megappo.observe.life import LIFE
 from megappo.placement.groups import ComponentGroups
+from megappo.runtime.heartbeat import LIFE
 from megappo.weights.adapters import draw_adapter
 from megappo.weights.buckets import all_finite
 from megappo.weights.critic import has_value_bias, name_value_head

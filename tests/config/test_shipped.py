@@ -7,7 +7,7 @@ import pytest
 
 from megappo.config.loading import dump_config, load_config
 from megappo.placement.ranks import smallest_world
-from megappo.trainer.preflight import arrangement_errors, check_run
+from megappo.preflight.arrangement import arrangement_errors, check_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))

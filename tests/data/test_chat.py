@@ -11,7 +11,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Data
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.rewards.forms import Takes
+from megappo.userland.forms import Takes
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -15,7 +15,7 @@ from verl_style import CHAT_TEMPLATE, record, write_gsm8k
 from megappo.config.schema import Data
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.rewards.forms import NOTHING, Takes
+from megappo.userland.forms import NOTHING, Takes
 
 KINDS = pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 ALL = Takes((), None)

@@ -9,7 +9,7 @@ from planning import errors_of, plan_here, write_run
 from megappo.config.schema import Data, Reward
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.rewards.builtin import check_label
+from megappo.userland.builtin import check_label
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n"
 GOOD = {
@@ -80,7 +80,9 @@ LINES = (
 )
 
 
-@pytest.mark.parametrize("function", ["math", "megappo.rewards.graders.mathematics:math", "{think_answer: 1, math: 1}"])
+@pytest.mark.parametrize(
+    "function", ["math", "megappo.userland.graders.mathematics:math", "{think_answer: 1, math: 1}"]
+)
 def test_plan_tells_the_lines(folder, function):
     [error] = errors_of(plan_here(folder, "run.yaml", "--all", f"reward.function={function}"))
     assert error == "error: " + LINES[0].format(LINES[1])

@@ -12,9 +12,9 @@ from megappo.config.schema import Data, Reward
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer, showing_special
-from megappo.rewards.forms import PROMPTS
-from megappo.rollout.client import Generation
-from megappo.rollout.conversation import Conversation
+from megappo.engines.client import Generation
+from megappo.rollouts.conversation import Conversation
+from megappo.userland.forms import PROMPTS
 
 TEXT = "  answer\n\nin  f(x):\n\treturn \u00e9\u4e2d 12"
 BOS, EOS = "<s>", "<|end|>"

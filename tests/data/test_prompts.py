@@ -22,7 +22,7 @@ from megappo.config.schema import Config, Data
 from megappo.data.file_heads import RecordsError
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets, share
 from megappo.data.tokenizer import load_tokenizer
-from megappo.rewards.forms import NOTHING, Takes
+from megappo.userland.forms import NOTHING, Takes
 
 WORDS = {word: i for i, word in enumerate(["[UNK]", "[BOS]", "user", "says", "go", "1", "2", "3", "+", "="])}
 TEMPLATE = (

@@ -8,7 +8,7 @@ exit code tells.
 | the same in rollouts, rewards and syncs, with engines | test_engines.py |
 | one rank stopped, or asleep for ever | test_points.py, tests/run/test_endings.py |
 | NaN on one rank | test_points.py, tests/run/test_bad_input.py |
-| a worker of rewards or environments, or its keeper, stopped | tests/test_stopped_processes.py |
+| a worker of rewards or environments, or its keeper, stopped | tests/runtime/test_stopped_processes.py |
 | the launcher stopped | tests/launch/test_torchrun.py |
 | an engine that is killed or stopped | tests/run/test_engine_faults.py |
 | an engine that answers nonsense, or as another policy | test_engines.py |
@@ -21,7 +21,7 @@ exit code tells.
 All that is in this folder is `slow`, but for test_points_exist.py. What every test run shows of it: the fixture `run`
 of tests/support/tiny_run.py (everything killed in a save, SIGTERM), tests/run/test_endings.py,
 tests/run/test_resuming.py, tests/trainer/test_interrupted.py, tests/trainer/test_not_finite.py,
-tests/trainer/test_saving.py, tests/launch, tests/checkpoint and tests/rewards.
+tests/trainer/test_saving.py, tests/launch, tests/checkpoint and tests/userland.
 """
 
 import shutil

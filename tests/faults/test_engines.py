@@ -47,7 +47,7 @@ ENDS = {
     "eats": "raised MemoryError: ",
 }
 """What is said of a reward function that does so."""
-ANSWERS = "megappo.rollout.generations:_checked_generation"
+ANSWERS = "megappo.engines.generations:_checked_generation"
 
 
 def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):

@@ -8,7 +8,7 @@ import pytest
 from gpu_kit import KIT, STAGES
 from program import REPOSITORY
 
-from megappo import platform
+from megappo.runtime import platform
 
 SHOWN = ("heads", "attention")
 """On a CPU; the others are slow ones there."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megappo.platform import LEAST_DRIVERS
+from megappo.runtime.platform import LEAST_DRIVERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "launch").iterdir()) + [ROOT / ".ci" / "run"]

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megappo import platform
-from megappo.interruption import LAUNCHER_STARTED
+from megappo.runtime import platform
+from megappo.runtime.interruption import LAUNCHER_STARTED
 
 REPOSITORY = Path(__file__).parents[2]
 RANK = """
@@ -36,13 +36,13 @@ def watch():
     Watchdog(store, rank, world_size, 2.0)
 def greet(): os.write(1, f"rank {rank} is there\\n".encode())
 def generate():
-    from megappo.observe.life import LIFE
+    from megappo.runtime.heartbeat import LIFE
     with LIFE.waiting(): time.sleep(5)
 def save():
     signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.7 * (rank + 1)), os._exit(75)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 def evaluate():
-    from megappo.interruption import INTERRUPTION
+    from megappo.runtime.interruption import INTERRUPTION
     INTERRUPTION.never_saves()
     INTERRUPTION.listen()
 def ignore():
@@ -71,7 +71,7 @@ except Exception as error:
 """
 CAN_SAVE = """
 import runpy
-from megappo.launcher.agent import Agent
+from megappo.runtime.launcher.agent import Agent
 Agent.ranks_can_save = True
 runpy.run_module("megappo.torchrun", run_name="__main__")
 """

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from saved import save_checkpoint
 from spawn import run_ranks
 
-from megappo import interruption
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.store import CheckpointStore
-from megappo.interruption import Interruption, deadline
+from megappo.runtime import interruption
+from megappo.runtime.interruption import Interruption, deadline
 
 TOUCHES_FILES = ((os, "mkdir"), (os, "rename"), (os, "replace"), (os, "fsync"), (os, "unlink"), (os, "rmdir"))
 TOUCHES_FILES += ((io, "open"),)

@@ -16,9 +16,9 @@ from tiny_models import hf_folder, hf_model
 
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.store import CheckpointStore
+from megappo.engines.client import EngineError
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.layout import Layout
-from megappo.rollout.client import EngineError
 from megappo.sync.proof import check_log_probs
 
 DECAYING = OPTIM.model_copy(update={"lr_warmup_steps": 2, "lr_decay_style": "cosine", "min_lr": 1e-3})

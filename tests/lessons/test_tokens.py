@@ -15,16 +15,16 @@ from megappo.batch.exchange import Exchange
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.environments.workers import Workers
 from megappo.observe.observer import NullObserver
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.rewards.forms import Graded
-from megappo.rewards.work import Row
-from megappo.rollout.sampler import Sample
+from megappo.rollouts.sampler import Sample
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Responses, Rollouts
+from megappo.userland.environment_workers import Workers
+from megappo.userland.forms import Graded
+from megappo.userland.work import Row
 
 MERGES = [("l", "l"), ("ll", "o"), ("h", "e"), ("he", "llo")]
 VOCAB = {word: i for i, word in enumerate(["h", "e", "l", "o", *map("".join, MERGES)])}

@@ -10,7 +10,6 @@ from spawn import run_ranks
 from tiny_models import build, hf_folder, hf_model, inputs, outputs, run, sequences
 from tiny_shapes import DEEPSEEK_V2, DEEPSEEK_V3, EXPERTS, PLAIN_ROPE, SHAPE, VOCAB_SIZE
 
-from megappo import platform
 from megappo.architecture.families import FAMILIES, Family, HeadKind
 from megappo.architecture.parameters import padded_vocab_size, stage_sizes
 from megappo.architecture.parsing import ArchitectureError, parse, read_architecture
@@ -20,6 +19,7 @@ from megappo.models.megatron_config import gpt_arguments
 from megappo.models.output_layer import output_weight
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
+from megappo.runtime import platform
 
 LAYOUTS = {
     "tp1": Layout((0,)),

@@ -15,7 +15,6 @@ from tiny_models import build, hf_folder
 from tiny_shapes import MIXTURES, TWO_LAYERS
 from transformer_engine_stub import call
 
-from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import stage_sizes
@@ -30,6 +29,7 @@ from megappo.models.sharding import sharded_chunks
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
+from megappo.runtime import platform
 from megappo.weights.export import Export
 from megappo.weights.load import load_hf
 

@@ -13,7 +13,6 @@ from tiny_models import hf_folder
 from tiny_training import Trained, Trainee, check_outputs, reference
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megappo import platform
 from megappo.estimate.memory import _communicators
 from megappo.placement.groups import (
     EMBEDDING_GROUPS,
@@ -24,6 +23,7 @@ from megappo.placement.groups import (
     build_groups,
 )
 from megappo.placement.layout import Layout
+from megappo.runtime import platform
 
 NUM_STEPS = 2
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from planning import HF_CONFIG, LINE, errors_of, start_plan
 
-from megappo.trainer.lock import take
+from megappo.preflight.lock import take
 
 IMPORTED = re.compile(r"^import time: .*\| +(\w+)", re.MULTILINE)
 

@@ -130,7 +130,7 @@ def test_a_critic_that_does_not_know_all_tokens(config, folder):
     assert "the prompt has token 15, for which a model has no embedding (the smallest vocab_size in" in lines[0]
 
 
-@pytest.mark.slow  # tests/rollout/test_inference_engine.py has what is said
+@pytest.mark.slow  # tests/engines/test_process.py has what is said
 def test_a_port_that_is_taken(config, folder):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
@@ -139,7 +139,7 @@ def test_a_port_that_is_taken(config, folder):
     assert "set rollout.port to another value" in line
 
 
-@pytest.mark.slow  # tests/rollout/test_inference_engine.py has what is said
+@pytest.mark.slow  # tests/engines/test_process.py has what is said
 def test_sglang_is_not_installed(config, folder):
     [line] = refused(folder, config, environment=without("sglang", folder))
     assert line.startswith("error (rank 0): SGLang, which writes rollouts, is not installed: run launch/setup.sh")

@@ -90,7 +90,7 @@ def test_the_ranks_end_with_a_killed_torchrun(config, folder):
         assert program.wait(20) == 128 + signal.SIGKILL
 
 
-@pytest.mark.slow  # tests/rewards has what is said, and test_bad_input.py how an error of a run is said once
+@pytest.mark.slow  # tests/userland has what is said, and test_bad_input.py how an error of a run is said once
 def test_a_reward_function_that_raises(config, folder):
     (folder / "reward.py").write_text(FAILING)
     reward = f"{folder / 'reward.py'}:fails"
@@ -107,7 +107,7 @@ def test_a_reward_function_that_raises(config, folder):
     assert f"traceback : error (rank 0): reward function {reward} raised KeyError" in report
 
 
-@pytest.mark.slow  # tests/rewards has what is said, and a loss that overflows how it is said once
+@pytest.mark.slow  # tests/userland has what is said, and a loss that overflows how it is said once
 def test_a_reward_function_that_returns_too_few_values(config, folder):
     (folder / "reward.py").write_text(FAILING)
     reward = f"{folder / 'reward.py'}:too_few"

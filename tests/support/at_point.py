@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 
-from megappo.interruption import INTERRUPTION
-from megappo.rollout import generations
+from megappo.engines import generations
+from megappo.runtime.interruption import INTERRUPTION
 
 AT = json.loads(os.environ["AT_POINT"])
 FOR_EVER = 10**6
@@ -48,7 +48,7 @@ def kill_engine(result: object) -> None:
     """Which this rank owns: what of it serves HTTP."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by now
-            if "megappo.rollout.server" in process.cmdline():
+            if "megappo.engines.server" in process.cmdline():
                 process.kill()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megappo.rollout.client import EngineClient
+from megappo.engines.client import EngineClient
 
 
 def engine_log_probs(client: EngineClient, sequences: Sequence[list[int]]) -> list[list[float]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from megappo.rollout.client import EngineClient
+from megappo.engines.client import EngineClient
 
 HANG_SECONDS = 0.6
 LINE_SEPARATOR = "\u2028"

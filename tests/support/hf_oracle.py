@@ -2,7 +2,7 @@
 
 import torch
 
-from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 define_torchvision_operators()  # in the tests' own process, where models of transformers are the oracles, and no other
 

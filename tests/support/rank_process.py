@@ -15,15 +15,15 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-import megappo.megatron_setup
-import megappo.platform
+import megappo.runtime.megatron_setup
+import megappo.runtime.platform
 
 
 def serve(number: int, connection: Connection) -> None:
     """Make the calls that come, and answer each with None or a traceback, until the other end is closed."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number))
-    megappo.megatron_setup.install()
+    megappo.runtime.megatron_setup.install()
     gc.freeze()  # what is there by now stays: collecting after each call need not look at it
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:
@@ -78,7 +78,7 @@ def _left_as_found() -> Iterator[None]:
 def _make(number: int, world_size: int, folder: str, timeout: float, name: str, file: str, call: bytes) -> None:
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     dist.init_process_group(
-        megappo.platform.backend(),
+        megappo.runtime.platform.backend(),
         init_method=f"file://{folder}/store",
         rank=number,
         world_size=world_size,

@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.rewards.forms import Graded
-from megappo.rewards.pool import RewardPool, load_reward
+from megappo.userland.forms import Graded
+from megappo.userland.pool import RewardPool, load_reward
 
 
 def load(

@@ -14,12 +14,12 @@ from typing import Any
 import rank_process
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-import megappo.platform
+import megappo.runtime.platform
 
 # Ranks are forked from a server that has imported the program (and so made megatron-core usable) once, and what their
 # oracles need. A process that has touched CUDA cannot be forked.
-START_METHOD = "spawn" if megappo.platform.has_cuda() else "forkserver"
-multiprocessing.set_forkserver_preload(["megappo.training", "transformers.models.auto.modeling_auto"])
+START_METHOD = "spawn" if megappo.runtime.platform.has_cuda() else "forkserver"
+multiprocessing.set_forkserver_preload(["megappo.trainer.main", "transformers.models.auto.modeling_auto"])
 MOST_CALLS = 50
 """After as many, ranks give way to fresh ones: what tests leave in them must not pile up."""
 

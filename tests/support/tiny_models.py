@@ -10,7 +10,6 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from tiny_shapes import SHAPE, VOCAB_SIZE
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megappo import platform
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Parallel
@@ -18,6 +17,7 @@ from megappo.models.build import ModelChunks, build_model
 from megappo.models.output_layer import output_weight
 from megappo.models.value_head import ValueHead
 from megappo.placement.groups import ComponentGroups
+from megappo.runtime import platform
 from megappo.weights.load import load_hf
 
 LENGTHS = (5, 1, 11, 7)

@@ -17,8 +17,8 @@ from unittest.mock import MagicMock, patch
 import torch
 import torch.distributed as dist
 
-from megappo import megatron_setup, platform
-from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime import megatron_setup, platform
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 FOLDER = Path(sys.prefix) / "contract"
 

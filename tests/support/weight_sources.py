@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from megappo.config.schema import Config
-from megappo.rollout.client import EngineClient
+from megappo.engines.client import EngineClient
 from megappo.sync.ipc import HandleSender
 from megappo.sync.sync import SyncStats, WeightSync
 from megappo.sync.transport import Link

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from weight_sources import SECTIONS, Given, specs
 
 from megappo.config.schema import Config
-from megappo.rollout.client import EngineClient, EngineError, SamplingParams
-from megappo.rollout.inference_engine import Engine
+from megappo.engines.client import EngineClient, EngineError, SamplingParams
+from megappo.engines.process import Engine
 from megappo.sync.adapters import AdapterHandles, AdapterReader, AdapterWriter, adapter_shapes
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Link

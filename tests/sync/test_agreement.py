@@ -4,7 +4,7 @@ import pytest
 
 from megappo.config.rollout_section import Sync
 from megappo.config.schema import Config
-from megappo.rollout.client import EngineError
+from megappo.engines.client import EngineError
 from megappo.sync.proof import FAR, check_log_probs
 
 FAULT = "so the engine does not run the actor's weights"

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore, distributed_c10d
 from weight_sources import SECTIONS, specs
 
 from megappo.config.schema import Config
-from megappo.rollout.client import EngineFault
+from megappo.engines.client import EngineFault
 from megappo.sync.broadcast import BroadcastReceiver, BroadcastSender
 from megappo.sync.transport import Link
 

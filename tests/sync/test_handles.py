@@ -34,7 +34,7 @@ FLAT = torch.arange(11, dtype=torch.bfloat16).view(torch.uint8)
 READ = """
 import json, sys
 from types import SimpleNamespace
-import megappo.rollout.server  # makes SGLang importable on a CPU
+import megappo.engines.server  # makes SGLang importable on a CPU
 import torch
 from torch.multiprocessing import reductions
 from sglang.srt.utils import patch_torch
@@ -86,7 +86,7 @@ def pretend(monkeypatch, device: int) -> None:
     monkeypatch.setattr(reductions, "reduce_tensor", reduce_tensor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=f"GPU-{device}"))
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: None)
-    monkeypatch.setattr("megappo.platform.has_cuda", lambda: True)
+    monkeypatch.setattr("megappo.runtime.platform.has_cuda", lambda: True)
 
 
 def hand_over(link: Link, client: Recorder | None) -> None:

@@ -19,11 +19,11 @@ from weight_sources import handle_sender
 from megappo.architecture.parameters import hf_shapes
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
+from megappo.engines import in_place
+from megappo.engines.client import EngineClient, EngineFault
+from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.rollout import in_place
-from megappo.rollout.client import EngineClient, EngineFault
-from megappo.rollout.inference_engine import Engine
 from megappo.sync.in_place import Listing, Shards
 from megappo.sync.sync import WeightSync
 from megappo.weights.export import Export

@@ -25,10 +25,10 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config, Rollout
+from megappo.engines.client import EngineClient
+from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.rollout.client import EngineClient
-from megappo.rollout.inference_engine import Engine
 from megappo.sync.in_place import Shards
 from megappo.sync.proof import check_log_probs
 from megappo.sync.sync import Source, WeightSync

@@ -17,10 +17,10 @@ from megappo.batch.exchange import Exchange
 from megappo.config.describe import keys
 from megappo.config.schema import Config
 from megappo.config.transports import TRANSPORTS, Transport
+from megappo.engines.client import EngineClient
+from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
 from megappo.placement.ranks import placement_layouts
-from megappo.rollout.client import EngineClient
-from megappo.rollout.inference_engine import Engine
 from megappo.sync.build import build_sync
 from megappo.sync.proof import verified_sync
 from megappo.sync.route import find_route

@@ -210,6 +210,6 @@ def test_nccls_defaults_stay_where_no_engine_joins_a_group(config: Config, ranks
 def test_an_engine_sleeps_where_it_shares_gpus_unless_it_stays_awake(monkeypatch, sleep: str, expected: list) -> None:
     config = config_of("0", "0-1")
     config = config.changed("rollout.sleep", sleep)
-    monkeypatch.setattr("megappo.platform.has_cuda", lambda: True)
+    monkeypatch.setattr("megappo.runtime.platform.has_cuda", lambda: True)
     route = find_route(config, placement_layouts(config, 2))
     assert [engine_sleeps(route, number) for number in (0, 1)] == expected

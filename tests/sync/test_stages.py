@@ -13,10 +13,10 @@ from spawn import run_ranks
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
+from megappo.engines.client import EngineClient
+from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
 from megappo.placement.ranks import placement_layouts
-from megappo.rollout.client import EngineClient
-from megappo.rollout.inference_engine import Engine
 from megappo.sync.build import build_sync
 from megappo.sync.proof import verified_sync
 from megappo.sync.route import find_route

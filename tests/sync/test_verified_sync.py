@@ -8,7 +8,7 @@ from engine_log_probs import engine_log_probs
 from hf_oracle import named_weights
 from weight_sources import push
 
-from megappo.rollout.client import EngineClient, EngineError
+from megappo.engines.client import EngineClient, EngineError
 from megappo.sync.proof import verified_sync
 from megappo.weights.buckets import NamedTensors
 

@@ -10,8 +10,8 @@ from hf_oracle import named_weights
 from weight_sources import Given, handle_sender, push, specs
 
 from megappo.config.schema import Rollout
-from megappo.rollout.client import SamplingParams
-from megappo.rollout.inference_engine import Engine
+from megappo.engines.client import SamplingParams
+from megappo.engines.process import Engine
 from megappo.sync.sync import WeightSync
 
 SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]

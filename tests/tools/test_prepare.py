@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megappo.rewards.graders.gsm8k import gsm8k
-from megappo.rewards.graders.mathematics import math
+from megappo.userland.graders.gsm8k import gsm8k
+from megappo.userland.graders.mathematics import math
 
 TOOLS = Path(__file__).parents[2] / "tools"
 # the first two of GSM8K's training set, and one of its answers with a comma

@@ -8,9 +8,9 @@ from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
+from megappo.engines.client import EngineClient, EngineError, EngineFault
 from megappo.observe.observer import NullObserver
 from megappo.placement.ranks import placement_layouts
-from megappo.rollout.client import EngineClient, EngineError, EngineFault
 from megappo.sync.sync import SyncStats
 from megappo.trainer.footprint import Footprint
 from megappo.trainer.inference import InferenceEngines, Started, start_engines
@@ -54,7 +54,7 @@ class Recorder(EngineClient):
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
     asked: list[str] = []
-    monkeypatch.setattr("megappo.platform.empty_cache", lambda: asked.append("empty_cache"))
+    monkeypatch.setattr("megappo.runtime.platform.empty_cache", lambda: asked.append("empty_cache"))
     return asked
 
 
@@ -239,8 +239,8 @@ def on_a_gpu(monkeypatch, asked):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
         monkeypatch.setattr("megappo.trainer.inference.engine_sleeps", lambda route, number: sleeps)
         numbers = iter(others)
-        monkeypatch.setattr("megappo.platform.bytes_of_others", lambda: next(numbers) * 2**30)
-        monkeypatch.setattr("megappo.platform.gpu_processes", lambda: ["7, sglang::scheduler, 44000 MiB"])
+        monkeypatch.setattr("megappo.runtime.platform.bytes_of_others", lambda: next(numbers) * 2**30)
+        monkeypatch.setattr("megappo.runtime.platform.gpu_processes", lambda: ["7, sglang::scheduler, 44000 MiB"])
         monkeypatch.setattr("megappo.trainer.footprint.LIMIT_SECONDS", 0.0)
 
     return of
@@ -320,7 +320,7 @@ def test_an_engine_that_keeps_its_memory_is_reported_with_who_holds_it(asked, on
 def test_memory_that_comes_back_late_is_waited_for(monkeypatch, capsys):
     """What the trainer itself has taken since makes no difference: it is counted again at each waking."""
     numbers = iter([45.0, 45.0, 45.0, 9.0, 50.0, 30.0, 17.0, 16.0])
-    monkeypatch.setattr("megappo.platform.bytes_of_others", lambda: next(numbers) * 2**30)
+    monkeypatch.setattr("megappo.runtime.platform.bytes_of_others", lambda: next(numbers) * 2**30)
     footprint = Footprint(40 * 2**30)
     for _ in range(2):
         footprint.note_awake()
@@ -329,7 +329,7 @@ def test_memory_that_comes_back_late_is_waited_for(monkeypatch, capsys):
 
 
 def test_without_memory_to_come_back_nothing_is_looked_at(monkeypatch):
-    monkeypatch.setattr("megappo.platform.bytes_of_others", lambda: pytest.fail("looked"))
+    monkeypatch.setattr("megappo.runtime.platform.bytes_of_others", lambda: pytest.fail("looked"))
     footprint = Footprint(0)
     footprint.note_awake()
     footprint.wait_asleep()

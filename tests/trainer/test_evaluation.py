@@ -10,17 +10,17 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.environments.workers import Workers
+from megappo.engines.client import SamplingParams
 from megappo.observe.observer import NullObserver
-from megappo.rewards.forms import Graded
-from megappo.rewards.work import Row
-from megappo.rollout.client import SamplingParams
-from megappo.rollout.sampler import Sample
+from megappo.rollouts.sampler import Sample
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.eval_statistics import of_prompt
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Rollouts
+from megappo.userland.environment_workers import Workers
+from megappo.userland.forms import Graded
+from megappo.userland.work import Row
 
 ANSWERS = [[1, 1, 2, 0], [2, 2, 2, 1], [1, 2, 0, 0], [0, 0, 0, 0], [3, 1, 1, 1]]
 """Of the four responses to each prompt, in their order, as a token each; 0 is none, and 1 is right."""

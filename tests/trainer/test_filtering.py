@@ -15,14 +15,14 @@ from megappo.batch.exchange import Exchange
 from megappo.config.algorithm_section import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
-from megappo.rewards.forms import Graded
-from megappo.rewards.pool import RewardError
-from megappo.rewards.work import Scoring, Unit
-from megappo.rollout.sampler import Sample, Use, store_counter
+from megappo.rollouts.sampler import Sample, Use, store_counter
 from megappo.trainer.filtering import _differ, choose_finished, choose_groups
 from megappo.trainer.over_sampling import Enough, Wanted
 from megappo.trainer.rollouts import Responses
 from megappo.trainer.scoring import SampleScoring, Scored
+from megappo.userland.forms import Graded
+from megappo.userland.pool import RewardError
+from megappo.userland.work import Scoring, Unit
 
 SIZE, NUM_ROUNDS, N = 6, 4, 3
 PROMPTS = [Prompt(i, [1], "", None) for i in range(SIZE)]

@@ -16,8 +16,8 @@ from megappo import plan
 from megappo.batch.fields import FIELDS, Field
 from megappo.config.schema import Config, Parallel
 from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass, Setting
+from megappo.preflight.arrangement import arrangement_errors
 from megappo.trainer.loop import Trainer
-from megappo.trainer.preflight import arrangement_errors
 
 CASE = {"placement": {"actor": "0-1", "critic": "2-3"}, "critic": {"parallel": {"tensor": 2}}}
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from recorder import recorder_in
 from spawn import run_ranks
 
-from megappo import interruption
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.schema import Config
-from megappo.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.models.train_engine import TrainedEngine
+from megappo.runtime import interruption
+from megappo.runtime.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer import update
 from megappo.trainer.loop import Trainer
 from megappo.trainer.random_states import restore_random_states, write_random_states

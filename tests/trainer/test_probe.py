@@ -10,8 +10,8 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.engines.client import EngineError, Generation
 from megappo.placement.layout import Layout
-from megappo.rollout.client import EngineError, Generation
 from megappo.trainer.component import Component
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine

@@ -11,9 +11,9 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.listening import run_store
+from megappo.engines.client import EngineClient, EngineError, EngineFault
 from megappo.observe.observer import NullObserver
-from megappo.rollout.client import EngineClient, EngineError, EngineFault
+from megappo.runtime.listening import run_store
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import EngineLost, EngineLostElsewhere, Restarts

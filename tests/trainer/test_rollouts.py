@@ -15,20 +15,20 @@ from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.environments.workers import Workers
+from megappo.engines.client import EngineError
 from megappo.observe.observer import NullObserver
-from megappo.rewards.forms import Graded
-from megappo.rewards.pool import RewardError
-from megappo.rewards.work import Row
-from megappo.rollout.client import EngineError
-from megappo.rollout.conversation import Segment
-from megappo.rollout.episodes import Episode
-from megappo.rollout.sampler import Sample
+from megappo.rollouts.conversation import Segment
+from megappo.rollouts.episodes import Episode
+from megappo.rollouts.sampler import Sample
 from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Responses, Rollouts
 from megappo.trainer.sample_rows import check_known
 from megappo.trainer.scoring import Scored
+from megappo.userland.environment_workers import Workers
+from megappo.userland.forms import Graded
+from megappo.userland.pool import RewardError
+from megappo.userland.work import Row
 
 
 def test_tokens_that_the_critic_does_not_know_are_refused():

@@ -3,10 +3,10 @@
 import torch
 
 from megappo.data.prompts import Prompt
-from megappo.rollout.client import Generation
-from megappo.rollout.conversation import Segment
-from megappo.rollout.episodes import Episode
-from megappo.rollout.sampler import Sample
+from megappo.engines.client import Generation
+from megappo.rollouts.conversation import Segment
+from megappo.rollouts.episodes import Episode
+from megappo.rollouts.sampler import Sample
 from megappo.trainer.sample_rows import masked, sample_rows, with_scores
 
 PROMPTS = [Prompt(i, [5, 6], "", None) for i in range(2)]

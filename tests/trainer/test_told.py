@@ -15,12 +15,12 @@ from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.rewards.forms import Graded
-from megappo.rollout.conversation import Segment
-from megappo.rollout.episodes import Episode
-from megappo.rollout.sampler import Sample
+from megappo.rollouts.conversation import Segment
+from megappo.rollouts.episodes import Episode
+from megappo.rollouts.sampler import Sample
 from megappo.trainer.sample_rows import sample_rows, summed, with_scores
 from megappo.trainer.told import completing, kinds_told, step_rewards, told_fields
+from megappo.userland.forms import Graded
 
 TEXTS = (
     "hello",

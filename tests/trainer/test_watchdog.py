@@ -2,8 +2,8 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from megappo.observe.life import Life
 from megappo.observe.timers import Timers
+from megappo.runtime.heartbeat import Life
 from megappo.trainer.watchdog import Place, here, message
 
 NAMES = [f"rank {rank} (pid {100 + rank}, host)" for rank in range(8)]

@@ -22,13 +22,13 @@ import torch.distributed as dist
 from timed import Row, medians, on_ranks, parser_of, report, seconds
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megappo import megatron_setup
+from megappo.runtime import megatron_setup
 
 megatron_setup.install()
 
-from megappo import platform  # noqa: E402
 from megappo.placement.groups import build_groups  # noqa: E402
 from megappo.placement.layout import Layout  # noqa: E402
+from megappo.runtime import platform  # noqa: E402
 
 ALLOWED_SECONDS, ALLOWED_GROUPS = 5, 20
 

@@ -22,7 +22,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 import torch.distributed as dist
 
-from megappo import megatron_setup
+from megappo.runtime import megatron_setup
 
 megatron_setup.install()
 

@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from timed import Row, medians, parser_of, report
 
-from megappo.rewards import work
-from megappo.rewards.pool import RewardPool, load_reward
+from megappo.userland import work
+from megappo.userland.pool import RewardPool, load_reward
 
 FUNCTION = """
 import time

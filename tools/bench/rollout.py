@@ -7,7 +7,7 @@ A random Llama of 10M parameters, 512 prompts of 4 to 64 tokens, greedy, at most
 vocabulary ends a response, so that they are of mixed lengths. Compared, one after the other in each repeat, for one
 engine and for two:
 
-- ours: `sample` of megappo.rollout.sampler, as the ranks that own the engines call it (each in a thread here).
+- ours: `sample` of megappo.rollouts.sampler, as the ranks that own the engines call it (each in a thread here).
 - SGLang's: a task of `async_request_sglang_generate` for each prompt, as many at a time as an engine decodes at once,
   prompts dealt out to the engines in turn, with log-probs, without streaming.
 
@@ -33,7 +33,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch.distributed as dist
 
-from megappo.rollout import cpu
+from megappo.engines import cpu
 
 cpu.install()  # before sglang is imported
 sys.modules.setdefault("datasets", SimpleNamespace(load_dataset=None))  # of which its benchmark needs none here
@@ -42,9 +42,9 @@ from sglang.benchmark import serving  # noqa: E402
 from timed import Row, medians, parser_of, report, write_llama  # noqa: E402
 
 from megappo.config.schema import Rollout  # noqa: E402
-from megappo.rollout.client import EngineClient, SamplingParams  # noqa: E402
-from megappo.rollout.inference_engine import Engine  # noqa: E402
-from megappo.rollout.sampler import Sample, sample, store_counter  # noqa: E402
+from megappo.engines.client import EngineClient, SamplingParams  # noqa: E402
+from megappo.engines.process import Engine  # noqa: E402
+from megappo.rollouts.sampler import Sample, sample, store_counter  # noqa: E402
 
 VOCABULARY, HIDDEN, PARAMETERS = 4096, 256, 10e6
 LONGEST = 32

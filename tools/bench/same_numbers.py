@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megappo import megatron_setup
-from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime import megatron_setup
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 megatron_setup.install()
 define_torchvision_operators()
@@ -40,12 +40,12 @@ from megappo.batch.exchange import Exchange  # noqa: E402
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
 from megappo.data.prompts import Prompt, share  # noqa: E402
+from megappo.engines.client import SamplingParams  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
-from megappo.rewards.forms import Graded  # noqa: E402
-from megappo.rollout.client import SamplingParams  # noqa: E402
-from megappo.rollout.sampler import Sample  # noqa: E402
+from megappo.preflight.arrangement import arrangement_errors  # noqa: E402
+from megappo.rollouts.sampler import Sample  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.datasets import Datasets  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
@@ -53,12 +53,12 @@ from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.models import build_models  # noqa: E402
 from megappo.trainer.own_engine import OwnEngine  # noqa: E402
 from megappo.trainer.phases import Phases  # noqa: E402
-from megappo.trainer.preflight import arrangement_errors  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.rollouts import Rollouts  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.train_engines import architecture_of  # noqa: E402
 from megappo.trainer.utilisation import Utilisation  # noqa: E402
+from megappo.userland.forms import Graded  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61

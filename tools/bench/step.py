@@ -29,7 +29,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 define_torchvision_operators()
 

@@ -22,8 +22,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the engine runs on the CPU, as the ra
 
 import torch
 
-from megappo import megatron_setup
-from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime import megatron_setup
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 megatron_setup.install()
 define_torchvision_operators()
@@ -33,8 +33,8 @@ from timed import Row, parser_of, report, seconds, write_llama  # noqa: E402
 
 from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.config.schema import Config, Parallel, Rollout  # noqa: E402
+from megappo.engines.process import Engine  # noqa: E402
 from megappo.placement.layout import Layout  # noqa: E402
-from megappo.rollout.inference_engine import Engine  # noqa: E402
 from megappo.sync.build import build_sync  # noqa: E402
 from megappo.sync.route import find_route  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402

@@ -38,8 +38,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 import torch.distributed as dist
 
-from megappo import megatron_setup, platform
-from megappo.torchvision_on_cpu import define_torchvision_operators
+from megappo.runtime import megatron_setup, platform
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 megatron_setup.install()
 define_torchvision_operators()

@@ -29,7 +29,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 
-from megappo import megatron_setup
+from megappo.runtime import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
 

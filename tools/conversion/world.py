@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megappo import platform
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
@@ -24,6 +23,7 @@ from megappo.config.schema import Model, Parallel
 from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.runtime import platform
 from megappo.weights.staging import staged, temporary_folder
 
 ENDING = (signal.SIGINT, signal.SIGTERM)

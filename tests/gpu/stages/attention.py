@@ -10,8 +10,8 @@ import torch
 from common import CUDA, DEVICE, measured, one_rank, report, sized
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megappo import platform
 from megappo.models.packed_attention import PackedAttention
+from megappo.runtime import platform
 
 HEADS, KV_HEADS, SIZE = sized((16, 8, 128), (4, 2, 8))
 TOKENS = sized(16_384, 24)

@@ -25,8 +25,8 @@ import torch.distributed as dist  # noqa: E402
 if importlib.util.find_spec("tensorboard") is None:  # which no stage writes
     sys.modules["torch.utils.tensorboard"] = SimpleNamespace(SummaryWriter=None)
 
-from megappo import megatron_setup, platform  # noqa: E402
-from megappo.torchvision_on_cpu import define_torchvision_operators  # noqa: E402
+from megappo.runtime import megatron_setup, platform  # noqa: E402
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators  # noqa: E402
 
 megatron_setup.install()
 OPERATORS = define_torchvision_operators()  # live as long as this name

@@ -9,8 +9,8 @@ from common import CUDA, DEVICE, one_rank, report
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megappo import platform
 from megappo.batch.exchange import Exchange
+from megappo.runtime import platform
 
 
 def measure() -> dict:

@@ -18,7 +18,7 @@ from common import CUDA, DEVICE, GIB, OtherProcess, report, sized
 from torch.multiprocessing import reductions
 from weight_sources import handle_sender
 
-from megappo import platform
+from megappo.runtime import platform
 from megappo.weights.buckets import TensorSpec
 
 ROUNDS, NUM_BYTES = sized((50, 512 * 2**20), (3, 2**16))

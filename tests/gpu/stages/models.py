@@ -14,11 +14,11 @@ from ppo_engines import make_loss, make_rows
 from tiny_models import VOCAB_SIZE, build, hf_folder, hf_model, outputs, sequences
 from tiny_shapes import MIXTURES, TWO_LAYERS
 
-from megappo import platform
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Parallel
 from megappo.estimate.flops import TRAINING, flops_of
 from megappo.placement.groups import ComponentGroups
+from megappo.runtime import platform
 from megappo.trainer.utilisation import peak_flops
 
 FAMILIES = dict.fromkeys(("llama", "qwen2", "qwen3"), TWO_LAYERS) | MIXTURES

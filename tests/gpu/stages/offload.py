@@ -12,8 +12,8 @@ from common import CUDA, GIB, OtherProcess, assert_equal, one_rank, report, time
 from engines import VOCABULARY, model_folder, states_of, trained_engine, weights_of
 from ppo_engines import make_loss, make_rows
 
-from megappo import platform
 from megappo.models.offload import Offload
+from megappo.runtime import platform
 
 PINNED_BATCHES = 2**24
 """Bytes of micro-batches, at most."""

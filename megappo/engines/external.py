@@ -1,0 +1,59 @@
+"""An SGLang engine that somebody else started, and looks after."""
+
+import os
+import time
+
+from megappo.config.schema import Rollout
+from megappo.engines.client import EngineClient, EngineError
+from megappo.runtime.heartbeat import LIFE
+
+API_KEY = "MEGAPPO_ENGINE_API_KEY"
+"""The environment variable with the key of such engines; without it they ask for none."""
+POLL_SECONDS = 1.0
+
+
+class ExternalEngine:
+    """A server of rollout.engines, used as an `Engine` is, but neither started nor ended.
+
+    Args:
+        url: http://host:port.
+    """
+
+    def __init__(self, url: str, rollout: Rollout):
+        self.url = url
+        self._rollout = rollout
+
+    def wait_ready(self) -> EngineClient:
+        """Wait until the engine serves, and return its client.
+
+        Raises:
+            EngineError: it does not within rollout.start_timeout_seconds, refuses the key, or is cut differently.
+        """
+        client = EngineClient(self.url, os.environ.get(API_KEY, ""), self._rollout.request_timeout_seconds)
+        limit = self._rollout.start_timeout_seconds
+        deadline = time.monotonic() + limit
+        while not client.is_healthy():
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"rollout.engines: {self.url} has not answered within {limit:g} s (rollout.start_timeout_seconds): "
+                    "is an SGLang server running there?"
+                )
+            LIFE.sign()
+            time.sleep(POLL_SECONDS)
+        server_args = client.server_args()
+        client.hang_seconds = float(server_args["watchdog_timeout"])
+        found, expected = server_args["tp_size"], self._rollout.tensor_parallel
+        if found != expected:
+            raise EngineError(
+                f"rollout.engines: {self.url} has tensor parallelism {found}, rollout.tensor_parallel is {expected}: "
+                f"set it to {found}"
+            )
+        return client
+
+    def restart(self) -> None:
+        """Not ours to do.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(f"{self.url} of rollout.engines has failed: start it again, then the run")

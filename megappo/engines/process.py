@@ -1,0 +1,167 @@
+"""An SGLang engine from its owner's side: start the server process, watch it, end exactly its process tree."""
+
+import atexit
+import importlib.util
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megappo.config.schema import Lora, Rollout
+from megappo.engines import launch
+from megappo.engines.client import HANG_SECONDS, EngineClient, EngineError, EngineFault
+from megappo.engines.server_keeper import remove_traces
+from megappo.runtime import platform
+from megappo.runtime.cores import unbound
+from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.keeper import ask_to_end
+
+LOG_TAIL_LINES = 25
+POLL_SECONDS = 0.2
+LARGEST_SHARE = 0.95
+"""Of the free memory of its GPUs, for an engine that is started anew."""
+
+
+class Engine:
+    """An SGLang server process of this process: loopback only, with a random API key, killed together with its owner.
+
+    Args:
+        model_path: Hugging Face folder whose weights are served until the first update.
+        rollout: the run's rollout section.
+        dtype: the run's model.dtype.
+        index: number of this engine on its node; it takes rollout.port + index.
+        gpu_ids: the node's CUDA devices of this engine, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
+        log_path: file for the server's output.
+        seed: seeds SGLang's sampling; must differ between engines.
+        part: of an engine on several nodes, each of which has such a part of it; None = all of it is here.
+        num_threads: of each of its ranks on a CPU; None: as many as OMP_NUM_THREADS says, else one.
+        lora: of the adapters that it will be given; None = it gets whole models.
+    Raises:
+        EngineError: SGLang is not installed.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        rollout: Rollout,
+        dtype: str,
+        *,
+        index: int,
+        gpu_ids: Sequence[str],
+        log_path: Path,
+        seed: int,
+        part: launch.NodePart | None = None,
+        num_threads: int | None = None,
+        lora: Lora | None = None,
+    ):
+        if importlib.util.find_spec("sglang") is None:
+            raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
+        self._arguments = launch.server_arguments(
+            model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed, lora=lora
+        )
+        self._arguments |= part.server_arguments if part else {}
+        self._variables = part.variables if part else {}
+        self._resized: dict[str, float] = {}
+        self._rollout = rollout
+        self._gpu_ids = list(gpu_ids)
+        self._index = index
+        self._num_threads = num_threads
+        self._api_key = secrets.token_urlsafe(32)
+        self._process: subprocess.Popen | None = None
+        self._log_mode = os.O_TRUNC
+        self.log_path = log_path
+        self.port = rollout.port + index if rollout.port else 0
+
+    @property
+    def url(self) -> str:
+        """Where the engine listens (known once started)."""
+        return f"http://{launch.HOST}:{self.port}"
+
+    def start(self) -> None:
+        """Start the process and return at once. Call it from a thread that lives as long as the engine shall.
+
+        Raises:
+            EngineError: the configured port is taken.
+        """
+        launch.remove_stale_traces()
+        self._guard = launch.reserve_port(self.port)
+        self.port = self._guard.getsockname()[1]
+        self._temporary = launch.temporary_folder()
+        self._process = self._spawn()
+        self._started = time.monotonic()
+        atexit.register(self.stop)
+
+    def wait_ready(self) -> EngineClient:
+        """Wait until the engine serves, and return its client.
+
+        Raises:
+            EngineError: the process ended (with the end of its log), or rollout.start_timeout_seconds passed.
+        """
+        timeout = self._rollout.request_timeout_seconds
+        hang_seconds = float(self._rollout.server_args.get("watchdog_timeout", HANG_SECONDS))
+        client = EngineClient(self.url, self._api_key, timeout, self.check_alive, hang_seconds)
+        while not client.is_healthy():
+            self.check_alive()
+            if time.monotonic() - self._started > self._rollout.start_timeout_seconds:
+                self.stop()
+                raise EngineError(
+                    f"the SGLang engine did not start within {self._rollout.start_timeout_seconds:g} s: raise "
+                    f"rollout.start_timeout_seconds, or see why in {self.log_path}, which ends:\n{self._log_tail()}"
+                )
+            LIFE.sign()
+            time.sleep(POLL_SECONDS)
+        self._guard.close()
+        client.freeze_garbage()
+        return client
+
+    def restart(self) -> None:
+        """End what is left of it and start it anew, with the weights of model_path; its clients serve on, as address
+        and key stay. Raises as `start` and `wait_ready`."""
+        self.stop()
+        if self._gpu_ids:  # SGLang takes a share of what is free, which was everything: now it must be a larger one
+            share = self._arguments["mem_fraction_static"] / platform.free_gpu_share()
+            self._resized = {"mem_fraction_static": min(share, LARGEST_SHARE)}
+        self.start()
+        self.wait_ready()
+
+    def check_alive(self) -> None:
+        """Raise EngineFault with the end of the log if the process has ended."""
+        if self._process is None:
+            raise EngineError("the SGLang engine is not running: it was not started, or was stopped")
+        code = self._process.poll()
+        if code is not None:
+            raise EngineFault(f"the SGLang engine ended (exit code {code}); {self.log_path} ends:\n{self._log_tail()}")
+
+    def stop(self) -> None:
+        """End the engine's processes, and only those; may be called at any time, and again."""
+        if self._process is None:
+            return
+        ask_to_end(self._process)  # the keeper ends the server's processes and removes their traces
+        self._process.wait()
+        self._process = None
+        self._guard.close()
+        remove_traces(self._temporary)  # where the keeper was killed
+        atexit.unregister(self.stop)
+
+    def _spawn(self) -> subprocess.Popen:
+        address = {"host": launch.HOST, "port": self.port, "api_key": self._api_key}
+        settings = {"server_args": {**self._arguments, **self._resized, **address}}
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        # For the owner's eyes only: asked for it, SGLang logs what it is sent.
+        descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
+        self._log_mode = os.O_APPEND  # started again, it keeps what tells why
+        with os.fdopen(descriptor, "w") as log, unbound():
+            environment = launch.environment(
+                self._gpu_ids,
+                self._rollout.tensor_parallel,
+                self._temporary,
+                index=self._index,
+                num_threads=self._num_threads,
+            )
+            return launch.start_keeper(settings, self._temporary, environment | self._variables, log)
+
+    def _log_tail(self) -> str:
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])

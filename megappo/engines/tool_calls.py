@@ -1,0 +1,88 @@
+"""Plain functions as an environment: it makes the calls that the policy writes, and ends with a turn without any.
+
+Made in the environment's worker processes, of what `rollout.tools` and `rollout.tool_call_parser` name.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megappo.engines import cpu
+from megappo.user_modules import share_all
+from megappo.userland.environment_worker import called
+from megappo.userland.forms import BadFunction
+from megappo.userland.user_code import load, named
+
+UNREADABLE = "error: the call cannot be read: it must be JSON that names a function which there is"
+
+
+class ToolEnvironment:
+    """One episode's; a class of its own has what it calls.
+
+    Attributes:
+        functions: by name. tools: their JSON schemas. new_parser: of SGLang's parsers.
+    """
+
+    columns: tuple[str, ...] = ()
+    functions: Mapping[str, Callable[..., Any]]
+    tools: Sequence[Mapping[str, Any]]
+    new_parser: Callable[[], Any]
+
+    async def reset(self, row: Mapping[str, Any]) -> None:
+        """The template tells of the tools."""
+
+    async def step(self, message: Mapping[str, Any]) -> tuple[Any, float, bool, dict[str, int]]:
+        """The results of the calls, each a message; a call that fails has its error as its result."""
+        parser = self.new_parser()
+        if not parser.has_tool_call(message["content"]):
+            return None, 0.0, True, {"tool_calls": 0, "tool_errors": 0}
+        _, calls = parser.parse_non_stream(message["content"])
+        results = await asyncio.gather(*map(self._result, calls)) or [(UNREADABLE, True)]
+        counts = {"tool_calls": len(results), "tool_errors": sum(failed for _, failed in results)}
+        return [{"role": "tool", "content": text} for text, _ in results], 0.0, False, counts
+
+    async def _result(self, call: Any) -> tuple[str, bool]:
+        """A call's result as text, and whether it failed."""
+        try:
+            found = await called(lambda: self.functions[call.name](**json.loads(call.parameters)))
+            return found if isinstance(found, str) else json.dumps(found), False
+        except Exception as error:
+            return f"error: {named(error)}", True
+
+
+def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[ToolEnvironment]:
+    """The environment of some functions.
+
+    Args:
+        functions: source and name of each. parser: a name of SGLang's.
+    Raises:
+        BadFunction: there is no such function or parser; or its schema cannot be made of its signature and docstring.
+    """
+    cpu.install()
+    # Not above: in worker processes alone.
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    from transformers.utils import get_json_schema
+
+    known = FunctionCallParser.ToolCallParserEnum
+    if parser not in known:
+        raise BadFunction(f"cannot parse calls by {parser!r}: rollout.tool_call_parser is one of {', '.join(known)}")
+    loaded = [load(source, name) for source, name in functions]
+    share_all()
+    try:
+        schemas = [get_json_schema(function) for function in loaded]
+    except Exception as error:
+        expected = "a docstring with an Args section, and a type for each parameter"
+        raise BadFunction(f"have no JSON schema ({named(error)}): expected {expected}") from error
+    tools = [Tool(**schema) for schema in schemas]
+    by_name = {schema["function"]["name"]: function for schema, function in zip(schemas, loaded, strict=True)}
+    return type(
+        "Tools",
+        (ToolEnvironment,),
+        {
+            "functions": by_name,
+            "tools": schemas,
+            "new_parser": staticmethod(lambda: FunctionCallParser(tools, parser)),
+        },
+    )

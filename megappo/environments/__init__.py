@@ -1,1 +1,0 @@
-"""Environments: users' code that answers the policy's turns, in worker processes."""

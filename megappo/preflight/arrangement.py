@@ -1,0 +1,85 @@
+"""Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
+
+import os
+from collections.abc import Iterator, Mapping
+
+from megappo.config.checks import config_errors
+from megappo.config.errors import ConfigError, shorten
+from megappo.config.eval_sets import tasks
+from megappo.config.schema import Config
+from megappo.engines.server_args import parser_errors, server_args_errors
+from megappo.placement.checks import component_errors
+from megappo.placement.nodes import port_errors, uneven_engines
+from megappo.placement.ranks import placement_layouts
+from megappo.preflight.files import file_errors
+from megappo.preflight.resuming import resume_errors
+from megappo.sync.route import find_route
+from megappo.userland.builtin import BUILTIN
+from megappo.userland.spec import missing_function
+
+
+def check_run(
+    config: Config, world_size: int, ranks_per_node: int | None = None, *, on_gpus: bool = False
+) -> list[str]:
+    """Everything wrong with a well-typed config, one line each, where its key was written first: what its keys
+    contradict, then what is not on disk.
+
+    Args:
+        ranks_per_node: None = all are on one.
+        on_gpus: whether the run would have GPUs.
+    """
+    errors = [
+        *(_gpu_errors(config) if on_gpus else ()),
+        *arrangement_errors(config, world_size, ranks_per_node),
+        *file_errors(config),
+        *server_args_errors(config.rollout.server_args),
+        *_user_code_errors(config),
+    ]
+    return config.located(errors or resume_errors(config))  # which looks into the output folder
+
+
+def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | None = None) -> list[str]:
+    """The part of `check_run` that opens no file: contradictions between keys, placement, layouts, batch."""
+    errors = [*component_errors(config), *config_errors(config)]
+    try:
+        layouts = placement_layouts(config, world_size)
+    except ConfigError as error:
+        return [*errors, *error.errors]
+    if ranks_per_node is not None:
+        errors += uneven_engines(layouts["rollout"], ranks_per_node)
+    errors += port_errors(config.rollout.port, layouts["rollout"], ranks_per_node or world_size)
+    return [*errors, *find_route(config, layouts, ranks_per_node).errors(on_gpus=False)]
+
+
+def _gpu_errors(config: Config) -> Iterator[str]:
+    own_engines = config.trainer.replay_rollouts is None and not config.rollout.engines
+    if config.model.dtype == "fp32" and own_engines:  # sglang-kernel 0.4.10: "rmsnorm failed to dispatch Float"
+        yield (
+            "model.dtype: fp32 does not run on GPUs, where SGLang's norm takes 16-bit numbers alone: set "
+            "model.dtype=bf16, or run on the CPU: CUDA_VISIBLE_DEVICES= before the command, and plan without --gpu"
+        )
+
+
+def _user_code_errors(config: Config) -> Iterator[str]:
+    found = tasks(config).values()
+    for key, weights in {one.reward_key: one.reward.weights for one in found}.items():
+        for spec in weights:
+            yield from _missing(spec, key, BUILTIN)
+    for key, rollout in {one.environment_key: one.rollout for one in found}.items():
+        for spec in filter(None, (rollout.environment, *rollout.tools)):
+            yield from _missing(spec, key, {})
+    yield from parser_errors(config.rollout.tool_call_parser)
+    for name in config.reward.pass_env if config.trainer.replay_rollouts is None else ():
+        if name not in os.environ:
+            yield f"reward.pass_env names {shorten(repr(name))}, which is not set here: set it, or drop it"
+
+
+def _missing(spec: str, key: str, builtin: Mapping[str, str]) -> Iterator[str]:
+    try:
+        error = missing_function(spec, key, builtin)
+    except OSError as unusable:
+        error = f"{key}: cannot read {shorten(unusable.filename)}: {unusable.strerror}: correct the path"
+    except ValueError as malformed:
+        error = str(malformed)
+    if error:
+        yield error

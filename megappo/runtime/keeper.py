@@ -1,0 +1,142 @@
+"""Between a process and its owner: `python -m megappo.runtime.keeper OWNER_PID COMMAND ...`.
+
+The keeper runs the command. When that ends, or the owner is gone, whatever ended it, or SIGTERM asks for it, the keeper
+ends every process that descends from it: also one that has a session of its own, or whose parent ended before it, as
+the kernel makes the keeper its parent then. What the kernel sends it when the owner is gone is SIGCONT, so that it
+does all this although it was stopped. The standard library alone, so it is there at once and takes little memory.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from megappo.runtime.lifetime import adopt_orphans, die_with
+
+AWAITED = {signal.SIGTERM, signal.SIGCHLD, signal.SIGCONT}
+POLL_SECONDS = 0.02
+KILL_TIMEOUT_SECONDS = 10.0
+
+
+def main() -> int:
+    """Keep the command that the arguments name."""
+    owner, *command = sys.argv[1:]
+    return keep(int(owner), command)
+
+
+def keep(owner: int, command: Sequence[str], before_kill: Callable[[int], object] = lambda pid: None) -> int:
+    """Run a command until it ends or must end, then end all that descends from this process.
+
+    Args:
+        owner: this process's parent.
+        command: inherits the standard streams; it is the only one to have the input.
+        before_kill: called with the pid of every process that is about to be killed.
+    Returns:
+        The command's exit code; 128 + n when signal n ended it, or this process was asked by it to end.
+    """
+    # Blocked, they wait until they are asked for: nothing is interrupted, however often the owner's end is announced.
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever started the owner may have it ignored
+    adopt_orphans()
+    die_with(owner, signal.SIGCONT)
+    try:
+        code = _run(command, (owner, os.getpid()))
+    finally:
+        _end_descendants(before_kill)
+    return code if code >= 0 else 128 - code
+
+
+def ask_to_end(process: subprocess.Popen) -> None:
+    """Ask a keeper of this process to end with all that it keeps, although it may be stopped."""
+    process.terminate()
+    process.send_signal(signal.SIGCONT)
+
+
+def _run(command: Sequence[str], owners: Collection[int]) -> int:
+    """The command's end, or that of its owner.
+
+    Args:
+        owners: who sends SIGCONT when the owner is gone; from others, as of Slurm, it asks for nothing.
+    """
+    # Nothing here has a second thread, which could hold a lock that the child needs before it runs the command.
+    process = subprocess.Popen(command, preexec_fn=partial(_begin, os.getpid()))
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), 0)
+    while (found := signal.sigwaitinfo(AWAITED)).si_signo != signal.SIGTERM:
+        if found.si_signo == signal.SIGCONT and found.si_pid in owners:
+            break
+        for pid, status in _ended_children():  # orphans, too
+            if pid == process.pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+                return process.returncode
+    return 128 + signal.SIGTERM
+
+
+def _begin(keeper: int) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
+    die_with(keeper)
+
+
+def _end_descendants(before_kill: Callable[[int], object]) -> None:
+    deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
+    while _has_children() and time.monotonic() < deadline:
+        pids = _descendants()
+        for pid in pids:
+            before_kill(pid)  # of all first: one's end is another's
+        for pid in pids:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    if left := _descendants():
+        print(f"error: processes {left} could not be ended within {KILL_TIMEOUT_SECONDS:g} s", file=sys.stderr)
+
+
+def _has_children() -> bool:
+    """Whether a child is left; without one there is no descendant, which would have become a child when its parent
+    ended."""
+    for _ in _ended_children():
+        pass
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    """Pid and status of each child that has ended, which is then no zombie any more."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
+def _descendants() -> list[int]:
+    """Living processes that descend from this one."""
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    children: dict[int | None, list[int]] = {}
+    for pid in pids:
+        children.setdefault(_parent(pid), []).append(pid)
+    found, fresh = [], [os.getpid()]
+    while fresh:
+        fresh = [child for pid in fresh for child in children.get(pid, [])]
+        found += fresh
+    return found
+
+
+def _parent(pid: int) -> int | None:
+    """The parent of a process; None for one that has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    state, parent = stat.rsplit(")", 1)[1].split()[:2]  # the name before may hold anything
+    return None if state in "ZX" else int(parent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""The machine under the program: its devices, and what is installed to use them."""
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import os
+import resource
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from megappo.runtime.variables import visible_devices
+
+PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
+TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
+"""Packages that megatron-core does without where they cannot be imported, and what it imports of them."""
+
+ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
+"""Environment variable: of a node without GPUs the cores, which its engines share while the trainer's ranks wait."""
+NVIDIA_SMI_SECONDS = 60.0
+LEAST_DRIVERS = {"12": 525, "13": 580}
+"""CUDA's major version -> major version of the oldest driver that runs it. Source: CUDA's release notes."""
+DEVICES = Path("/dev")
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)}
+"""Of glibc: take no piece of memory straight from the kernel, and give back what is free at the end beyond so many
+bytes."""
+
+
+def has_cuda() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def unseen_gpus() -> str:
+    """Return why torch sees none of this machine's GPUs, and what to do; "" where it sees some, the machine shows none,
+    or CUDA_VISIBLE_DEVICES hides all of them."""
+    named = visible_devices(os.environ)
+    if has_cuda() or named == []:
+        return ""
+    drivers = nvidia_smi("--query-gpu=driver_version")
+    shown = len(drivers) or len(list(DEVICES.glob("nvidia[0-9]*")))
+    if not shown:
+        return ""
+    driver = drivers[0] if drivers else "unknown: nvidia-smi does not answer"
+    if cuda := torch.version.cuda:
+        needed = LEAST_DRIVERS[cuda.partition(".")[0]]
+        why = f"CUDA {cuda} needs driver {needed} or newer"
+        remedy = "update it; if it is new enough, see nvidia-smi, and in a container docker run --gpus all"
+    else:
+        why, remedy = "it is built for a CPU", "take .venv-gpu/bin/python (bash launch/setup.sh gpu makes it)"
+    return (
+        f"this machine shows GPUs ({shown}, driver {driver}), but torch {torch.__version__} sees none: {why}. To use "
+        f"them, {remedy}. To use the CPU, hide them: CUDA_VISIBLE_DEVICES= before the command"
+    )
+
+
+def device() -> torch.device:
+    """Device of this process: the GPU of its LOCAL_RANK, else the CPU."""
+    if has_cuda():
+        index = int(os.environ.get("LOCAL_RANK", "0"))
+        _check_has_gpu(index)
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def _check_has_gpu(local_rank: int) -> None:
+    if local_rank >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this node has {torch.cuda.device_count()}; start as many processes "
+            "(NPROC) and place everything on as many ranks"
+        )
+
+
+def share_cores(num_ranks: str) -> None:
+    """Set how many threads the ranks that this process starts compute with, unless OMP_NUM_THREADS says it: on a CPU
+    they share the cores; on GPUs one each, as torchrun has it where it starts several.
+
+    Args:
+        num_ranks: torchrun's --nproc-per-node.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    threads = 1
+    if num_ranks.isdecimal() and not has_cuda():
+        cores = num_cores()
+        threads = max(1, cores // int(num_ranks))
+        os.environ[ENGINE_CORES] = str(cores)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def keep_freed_memory() -> None:
+    """On a CPU, have the processes that this one starts take what they have freed again, unless the environment says
+    otherwise. glibc gives pieces of 32 MiB and more back to the kernel at once, which fills each page of the next one
+    with zeros: an update of a 110M model on TP2 took 11.3 to 12.5 s so, 10.2 without; all processes together had at
+    most 2 % more memory then."""
+    if not has_cuda():
+        for name, value in KEPT_MEMORY.items():
+            os.environ.setdefault(name, value)
+
+
+def num_cores() -> int:
+    """That this process may use: a container's limit, which shows in no other way, counts where it is of cgroup v2."""
+    cores, limit = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
+    quota, period = limit.read_text().split() if limit.exists() else ("max", "")
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def engine_threads(num_sharing: int) -> int | None:
+    """Of an engine's rank on a CPU, where so many share the node's cores; None: as many as OMP_NUM_THREADS says."""
+    cores = os.environ.get(ENGINE_CORES)
+    return max(1, int(cores) // num_sharing) if cores else None
+
+
+def gpu_bytes() -> int | None:
+    """Memory of this process's GPU; None on a CPU."""
+    return torch.cuda.get_device_properties(device()).total_memory if has_cuda() else None
+
+
+def free_gpu_share() -> float:
+    """What nobody has of this process's GPU, as a share of all."""
+    free, total = torch.cuda.mem_get_info(device())
+    return free / total
+
+
+def bytes_of_others() -> int:
+    """Return the memory in use on this process's GPU, without that of torch's allocator here; 0 on a CPU."""
+    if not has_cuda():
+        return 0
+    free, total = torch.cuda.mem_get_info(device())
+    return total - free - torch.cuda.memory_reserved(device())
+
+
+def gpu_processes() -> list[str]:
+    """Return the processes on this process's GPU with their memory, as nvidia-smi lists them: in a container perhaps
+    none."""
+    uuid = torch.cuda.get_device_properties(device()).uuid
+    return nvidia_smi("--query-compute-apps=pid,process_name,used_memory", f"--id=GPU-{uuid}")
+
+
+def nvidia_smi(*query: str) -> list[str]:
+    """Return the lines that nvidia-smi answers a query with; none where it is missing or fails."""
+    command = ["nvidia-smi", *query, "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+    return [] if done.returncode else done.stdout.splitlines()
+
+
+def gpu_ids(local_ranks: list[int]) -> list[str]:
+    """The node's GPUs of some local ranks, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
+    if not has_cuda():
+        return []
+    _check_has_gpu(max(local_ranks))
+    names = visible_devices(os.environ) or [str(i) for i in range(max(local_ranks) + 1)]
+    return [names[i] for i in local_ranks]
+
+
+def nvcc() -> str | None:
+    """What compiles kernels for GPUs at run time: CUDA_HOME's, else where SGLang looks, too, or pip's; of these one
+    that has CUDA's headers beside it, which a wrapper in PATH may not."""
+    if own := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return shutil.which(f"{own}/bin/nvcc")
+    found = shutil.which("nvcc")
+    on_path = Path(found).resolve().parents[1] if found else None
+    homes = filter(None, [on_path, Path("/usr/local/cuda"), _pip_toolkit()])
+    toolkits = (home for home in homes if (home / "include" / "cuda_runtime.h").exists())
+    return next(filter(None, (shutil.which(f"{home}/bin/nvcc") for home in toolkits)), None)
+
+
+def cuda_libraries() -> str | None:
+    """Where pip's CUDA libraries are: torch finds them, what is loaded before it does not."""
+    folder = _pip_toolkit() / "lib"
+    return str(folder) if folder.is_dir() else None
+
+
+def _pip_toolkit() -> Path:
+    return Path(sysconfig.get_path("purelib"), "nvidia", "cu13")
+
+
+def empty_cache() -> None:
+    """Give unused GPU memory of torch's allocator back to the GPU; nothing to do on a CPU."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
+def backend(*, of_the_host: bool = True) -> str:
+    """torch.distributed backend: gloo for CPU tensors everywhere, NCCL for CUDA tensors.
+
+    Args:
+        of_the_host: whether CPU tensors and objects go over the group: on GPUs that takes a socket for each other rank.
+    """
+    if not has_cuda():
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if of_the_host else "nccl"
+
+
+def has_transformer_engine() -> bool:
+    """Whether TransformerEngine is installed and has a GPU to run on; `fault` says whether it can be imported."""
+    return has_cuda() and _version("transformer-engine") is not None
+
+
+def has_varlen_attn() -> bool:
+    """Whether torch's attention of packs takes groups of heads; that of older ones does not."""
+    from torch.nn.attention.varlen import varlen_attn  # takes seconds, which not all that imports this has use for
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def raise_open_file_limit() -> None:
+    """Let this process, and those it starts, open as many files as the hard limit allows.
+
+    A rank of a large run holds a socket for every other rank of each of its gloo groups; the usual 1024 are too few.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def capabilities() -> dict[str, str]:
+    """What was found and which path is taken, for the table printed at start.
+
+    Returns:
+        package -> version or "not installed", then device, backend, layer_spec and optimizer.
+    """
+    found = {package: _version(package) or "not installed" for package in PACKAGES}
+    found |= {
+        package: f"{found[package]}, which cannot be imported: {why}" for package in TRIED if (why := fault(package))
+    }
+    found["device"] = torch.cuda.get_device_name(device()) if has_cuda() else "cpu"
+    found["backend"] = backend()
+    found["layer_spec"] = "transformer_engine" if has_transformer_engine() else "torch"
+    found["optimizer"] = _adam_source()
+    return found
+
+
+@functools.cache
+def fault(package: str) -> str | None:
+    """Why a package of TRIED, though installed, cannot be imported; None where it can, or is not installed."""
+    if _version(package) is None:
+        return None
+    try:
+        importlib.import_module(TRIED[package])
+    except Exception as error:  # an ImportError, or whatever it raises where its libraries lack
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _adam_source() -> str:
+    """Where megatron-core takes its Adam from: it prefers TransformerEngine, then Apex, then torch."""
+    for package, adam in (("transformer-engine", "TransformerEngine FusedAdam"), ("apex", "Apex FusedAdam")):
+        if _version(package) and not fault(package):
+            return adam
+    return "torch AdamW"

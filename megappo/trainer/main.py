@@ -1,0 +1,46 @@
+"""A run that has been checked: what needs megatron-core, and so is imported after everything that does not."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from megappo.checkpoint.durable import write_durably
+from megappo.config.loading import changes_since, dump_config
+from megappo.config.schema import Config
+from megappo.observe.files import CONFIG_FILE
+from megappo.runtime import megatron_setup
+
+megatron_setup.install()  # must come before the first import of megatron.core
+
+from megappo.trainer.build import build_rolling_out, build_run  # noqa: E402
+from megappo.trainer.evaluating import build_evaluating  # noqa: E402
+from megappo.trainer.loop import Trainer  # noqa: E402
+from megappo.trainer.own_engine import OwnEngine  # noqa: E402
+from megappo.trainer.run import Run  # noqa: E402
+
+
+def train(config: Config, own: OwnEngine, cleanup: ExitStack) -> None:
+    """Build a run and have it train, or only roll out or evaluate, to its end; all ranks together, after the default
+    group exists.
+
+    Args:
+        own: of runs that write rollouts; an evaluation starts its own, as the model's folder depends on a checkpoint.
+        cleanup: what must be ended when the run ends, however it ends, is registered here.
+    """
+    if config.trainer.eval_only:
+        build_evaluating(config, cleanup).run()
+        return
+    if config.trainer.rollout_only:
+        build_rolling_out(config, own, cleanup).run()
+        return
+    run = build_run(config, own, cleanup)
+    if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
+        _keep_config(config, run)
+    Trainer(config, run).train()
+
+
+def _keep_config(config: Config, run: Run) -> None:
+    """Write the resolved config beside the results, and say what a resumed run's has that its checkpoint's had not."""
+    if run.progress.checkpoint is not None:
+        for change in changes_since(run.progress.checkpoint / CONFIG_FILE, config):
+            run.observer.message(f"changed since then: {change}")
+    write_durably(Path(config.trainer.output_dir, CONFIG_FILE), dump_config(config))

@@ -1,0 +1,212 @@
+"""Programs: whether what a response writes passes its label's tests."""
+
+import ast
+import json
+import math
+import os
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megappo.runtime.variables import PACKAGE_ROOT, PYTHON
+
+FENCE = "```"
+ENDING_SECONDS = 20.0
+TOLERANCE = 1e-6
+"""Of decimal numbers that a program writes."""
+LABELS = (
+    '{"inputs": [...], "outputs": [...]}, with "fn_name" where a function is called; a text of assertions, or a list '
+    'of such; or {"test": ..., "entry_point": ...} with a function check'
+)
+
+
+def code(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    partial_credit: bool = False,
+    test_seconds: float = 5.0,
+    total_seconds: float = 30.0,
+    memory_mib: int = 1024,
+    unprotected: bool = False,
+) -> dict[str, float]:
+    """1.0 where the Python program in a response passes all tests, else 0.0; and the share of tests that it passes.
+
+    The program is the response's last block between ``` that says it is Python, else its last that says nothing, else
+    all of it. Each test runs it in a process of its own without network, without files but those of a new folder, and
+    without other processes (`rewards.jail`).
+
+    Args:
+        ground_truth: see LABELS, also as JSON.
+        partial_credit: the share is the score.
+        test_seconds: of a test; total_seconds: of all tests of a response: those beyond fail.
+        memory_mib: of a process.
+        unprotected: where the kernel has no such protection, do without it.
+    Raises:
+        ValueError: the label is none of these.
+        RuntimeError: programs cannot be confined here.
+    """
+    tests, expected = trials_of(ground_truth)
+    job = {
+        "code": program_in(solution_str),
+        "tests": tests,
+        "test_seconds": test_seconds,
+        "total_seconds": total_seconds,
+        "memory_bytes": memory_mib * 2**20,
+        "is_protected": not unprotected,
+    }
+    passed = [_passes(outcome, one) for outcome, one in zip(_tried(job, total_seconds), expected, strict=True)]
+    share = sum(passed) / len(passed)
+    return {"score": share if partial_credit else float(all(passed)), "passed_frac": share}
+
+
+def program_in(response: str) -> str:
+    """The last block of a response that is tagged as Python, else its last without a tag, else all of it."""
+    of_tag: dict[str, str] = {}
+    tag, block = None, list[str]()
+    for line in [*response.split("\n"), FENCE]:  # a last block without an end has one, too
+        if tag is None:
+            tag, block = _opened(line), []
+        elif (end := line.rstrip()).endswith(FENCE):
+            of_tag["py" if tag.startswith("py") else tag] = "\n".join([*block, end.rstrip("`")])
+            tag = None
+        else:
+            block.append(line)
+    return of_tag.get("py", of_tag.get("", response))
+
+
+def _opened(line: str) -> str | None:
+    """The tag of the block that begins with a line: one that ends with backquotes and maybe a tag, or begins with these
+    and goes on; None for another line. No regular expression does this in linear time."""
+    before, fence, rest = line.partition(FENCE)
+    after = rest.lstrip("`")
+    words = after.split()
+    if not fence or "`" in before + after or (len(words) > 1 and before.strip()):
+        return None
+    return words[0].lower() if words else ""
+
+
+def trials_of(label: Any) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The tests of `trial.Job`, and what each expects: an output, a list of what may be meant by a result, or None
+    where the test itself says whether it is passed.
+
+    Raises:
+        ValueError: it is no label of such tests.
+    """
+    told = _parsed(label) if isinstance(label, str) else label
+    match told:
+        case {"inputs": [_, *_] as inputs, "outputs": [_, *_] as outputs} if len(inputs) == len(outputs):
+            name = told.get("fn_name")
+            if not name:
+                return [{"stdin": _text(one)} for one in inputs], [_text(one) for one in outputs]
+            called = [{"function": name, "arguments": one} for one in _arguments(inputs)]
+            return called, [[one, _parsed(one)] if isinstance(one, str) else [one] for one in outputs]
+        case {"test": str(test), "entry_point": str(name)}:
+            return [{"test": test, "entry_point": name}], [None]
+        case str():
+            return [{"test": told, "entry_point": None}], [None]
+        case [str(), *_] if all(isinstance(one, str) for one in told):
+            return [{"test": one, "entry_point": None} for one in told], [None] * len(told)
+    raise ValueError(f"code needs tests as label, {LABELS}; found {label!r:.80}")
+
+
+def code_label(label: Any) -> None:
+    """See that a label's tests can be run, and test something.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    for one in trials_of(label)[0]:
+        text = one.get("test", "run()")
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of escapes, say
+                nodes = map(type, ast.walk(ast.parse(text)))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise ValueError(f"code cannot run the test {text!r:.80}: {error}") from error
+        if not {ast.Assert, ast.Call} & set(nodes):
+            raise ValueError(f"code needs tests as label, {LABELS}; {text!r:.80} asserts nothing")
+
+
+def _tried(job: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(PACKAGE_ROOT), "OMP_NUM_THREADS": "1", "LANG": "C.UTF-8"}
+    folder = tempfile.mkdtemp(prefix="megappo_trial_")
+    try:
+        done = subprocess.run(
+            [*PYTHON, "-s", "-m", "megappo.userland.trial"],
+            input=json.dumps({**job, "folder": folder}).encode(),
+            env=environment,
+            capture_output=True,
+            timeout=seconds + ENDING_SECONDS,
+        )
+        told, ending = done.stdout, f"ended with {done.returncode}: {done.stderr[-1000:].decode(errors='replace')}"
+    except subprocess.TimeoutExpired as error:
+        told, ending = error.stdout or b"", f"took longer than {error.timeout:g} seconds"
+    finally:
+        subprocess.run(["rm", "-rf", folder])  # shutil cannot remove a thousand folders within each other
+    begun, *outcomes = [json.loads(line) for line in told.split(b"\n")[:-1]] or [None]
+    if begun is None:
+        raise RuntimeError(f"the trial of a program {ending}")
+    if "unprotected" in begun:
+        remedy = "run elsewhere, or without protection by reward.options={code: {unprotected: true}}"
+        raise RuntimeError(f"programs cannot be confined here: {begun['unprotected']}; {remedy}")
+    return outcomes + [{"failed": f"its trial {ending}"}] * (len(job["tests"]) - len(outcomes))  # by what it did
+
+
+def _passes(outcome: Mapping[str, Any], expected: Any) -> bool:
+    if "output" in outcome:
+        return _same_text(outcome["output"], expected)
+    if "result" in outcome:
+        try:
+            found = json.loads(outcome["result"])
+        except (ValueError, RecursionError):
+            return False
+        return any(found in (one, [one]) or [found] == one for one in expected)
+    return "passed" in outcome
+
+
+def _same_text(found: str, expected: str) -> bool:
+    """But for spaces at the ends of lines, and for the last digits of decimal numbers."""
+    lines, wanted = ([line.split() for line in text.strip().splitlines()] for text in (found, expected))
+    return len(lines) == len(wanted) and all(
+        len(line) == len(other) and all(map(_same_word, line, other)) for line, other in zip(lines, wanted, strict=True)
+    )
+
+
+def _same_word(found: str, expected: str) -> bool:
+    if found == expected:
+        return True
+    try:
+        return "." in expected and math.isclose(float(found), float(expected), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except ValueError:
+        return False
+
+
+def _arguments(inputs: Sequence[Any]) -> list[list[Any]]:
+    """Of each call: a list, or a text with one on each line; these are JSON where all lines of all texts are."""
+    lines = [line for one in inputs if isinstance(one, str) for line in one.splitlines()]
+    read = _parsed if all(map(_is_json, lines)) else str
+    found = [list(map(read, one.splitlines())) if isinstance(one, str) else one for one in inputs]
+    return [one if isinstance(one, list) else [one] for one in found]
+
+
+def _text(given: Any) -> str:
+    """Of a program's input or output; a list of lines is one, too."""
+    return "\n".join(map(str, given)) if isinstance(given, Sequence) and not isinstance(given, str) else str(given)
+
+
+def _parsed(text: str) -> Any:
+    """As JSON, where it is."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

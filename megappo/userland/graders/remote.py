@@ -1,0 +1,191 @@
+"""Scores of servers: of one that scores, over HTTP, or of a language model that judges, over an OpenAI-style API."""
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import httpx
+
+from megappo.runtime.variables import proxy_for
+
+FIRST_PAUSE_SECONDS = 0.5
+"""Before the second try; each further pause is twice as long."""
+TOO_MANY_REQUESTS, FIRST_SERVER_ERROR = 429, 500
+MAX_SHOWN = 300
+TEMPLATE = """Judge the response to a task. Here is the task:
+
+{prompt}
+
+The reference answer: {label}
+
+The response:
+
+{response}
+
+Give the response a score from 0 (wrong) to 1 (right). End with a line "Score: " and the number."""
+SCORE = (
+    r"(?i)score(?:\s*\([^()]*\))?[^\w.+\-\u2212\u2013]{0,5}"
+    r"([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?)(?!\w|[.,]?\d|\s*[-/%]\s*\d|%)"
+)
+"""A number with its sign and all its digits; no fraction, range or percentage, of which it would be a part."""
+
+
+async def http(
+    prompts: list[str],
+    responses: list[str],
+    labels: list[Any],
+    data_source: list[Any] | None = None,
+    extra_info: list[Any] | None = None,
+    *,
+    url: str,
+    api_key_env: str = "",
+    seconds: float = 15.0,
+    retries: int = 2,
+) -> list[Any]:
+    """The scores that a server gives, asked for up to 64 responses at a time.
+
+    It is sent {"prompts": [...], "responses": [...], "labels": [...]} as JSON, with "data_source" and "extra_info"
+    where records have these, and answers with {"scores": [...]}, as many, each as a reward function may return it: a
+    number, a list of them, or an object with "score".
+
+    Args:
+        url: to which a request is posted.
+        api_key_env: environment variable with a key, sent as a bearer's; reward.pass_env must name it.
+        seconds: of each try; retries: where no answer comes in time, or one of HTTP 429 or 5xx.
+    Raises:
+        RuntimeError: there is no answer, or it has no scores.
+    """
+    body = {"prompts": prompts, "responses": responses, "labels": labels}
+    body |= {name: given for name, given in (("data_source", data_source), ("extra_info", extra_info)) if given}
+    answer = await _posted(url, body, api_key_env, seconds, retries)
+    match answer:
+        case {"scores": list(scores)} if len(scores) == len(responses):
+            return scores
+    raise RuntimeError(
+        f"{url} answered with {_cut(answer)}; expected {{'scores': [...]}} with {len(responses)} of them"
+    )
+
+
+async def judge(
+    solution_str: str,
+    ground_truth: Any,
+    prompt_str: str,
+    *,
+    url: str,
+    model: str,
+    template: str = TEMPLATE,
+    score_pattern: str = SCORE,
+    temperature: float = 0.0,
+    max_tokens: int = 512,
+    api_key_env: str = "",
+    seconds: float = 15.0,
+    retries: int = 2,
+    concurrency: int = 32,
+) -> float:
+    """The score that a language model gives a response: the last that `score_pattern` finds in what it writes.
+
+    Args:
+        url: of the API, such as http://judge:30000/v1; requests go to /chat/completions below it.
+        template: what it is asked; {prompt}, {response} and {label} stand for these, {{ for a brace.
+        score_pattern: a regular expression whose first group is the number.
+        api_key_env, seconds, retries: as of `http`; an answer without a score is asked for again, too.
+        concurrency: requests of a worker at once.
+    Raises:
+        RuntimeError: there is no answer, or it has no score.
+    """
+    question = template.format(prompt=prompt_str, response=solution_str, label=ground_truth)
+    body = {"model": model, "messages": [{"role": "user", "content": question}]}
+    body |= {"temperature": temperature, "max_tokens": max_tokens}
+    text = ""
+    for _ in range(1 + retries):
+        async with _free(concurrency):
+            answer = await _posted(f"{url.rstrip('/')}/chat/completions", body, api_key_env, seconds, retries)
+        text = _written(answer, url)
+        if found := re.findall(score_pattern, text):
+            return float(found[-1] if isinstance(found[-1], str) else found[-1][0])
+    raise RuntimeError(f"the judge {model} at {url} gave no score ({score_pattern}): {_cut(text)}")
+
+
+async def _posted(url: str, body: Mapping[str, Any], api_key_env: str, seconds: float, retries: int) -> Any:
+    """What a server answers, as JSON.
+
+    Raises:
+        RuntimeError: nothing, or no JSON.
+    """
+    headers = {"Authorization": f"Bearer {_key(api_key_env)}"} if api_key_env else {}
+    proxy = proxy_for(url)
+    client, found = _client(proxy), ""
+    for i in range(1 + retries):
+        await asyncio.sleep(FIRST_PAUSE_SECONDS * 2 ** (i - 1) if i else 0)
+        try:
+            async with asyncio.timeout(seconds):
+                answer = await client.post(url, json=body, headers=headers, timeout=None)
+        except TimeoutError:
+            found = f"gave no answer in {seconds:g} seconds"
+            continue
+        except httpx.TransportError as error:
+            found = f"does not answer ({type(error).__name__}: {error})"
+            continue
+        if answer.status_code == httpx.codes.OK:
+            return _parsed(answer, url)
+        found = f"refused (HTTP {answer.status_code}): {_cut(answer.text)}"
+        if answer.status_code != TOO_MANY_REQUESTS and answer.status_code < FIRST_SERVER_ERROR:
+            break
+    raise RuntimeError(f"{url} {found}{_through(proxy)}")
+
+
+def _key(variable: str) -> str:
+    if variable not in os.environ:
+        raise RuntimeError(f"{variable} is not set here: set it, and name it in reward.pass_env")
+    return os.environ[variable]
+
+
+@cache
+def _client(proxy: str | None) -> httpx.AsyncClient:
+    """Return a client that sends requests through this proxy, or directly, whatever the environment says.
+
+    Raises:
+        RuntimeError: httpx does not support the proxy's scheme.
+    """
+    try:
+        transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None), proxy=proxy)
+    except (ImportError, ValueError) as error:
+        remedy = "for socks5:// run pip install socksio, or name a proxy of http://"
+        raise RuntimeError(f"cannot be asked ({error}){_through(proxy)}; {remedy}") from error
+    return httpx.AsyncClient(transport=transport)
+
+
+def _through(proxy: str | None) -> str:
+    """The proxy, without its password, as the end of an error."""
+    if proxy is None:
+        return ""
+    shown = re.sub("//[^/]*@", "//", proxy)
+    return f", through the proxy {shown} of http_proxy, https_proxy or all_proxy (no_proxy=HOST avoids it)"
+
+
+@cache
+def _free(concurrency: int) -> asyncio.Semaphore:
+    return asyncio.Semaphore(concurrency)
+
+
+def _parsed(answer: httpx.Response, url: str) -> Any:
+    try:
+        return answer.json()
+    except ValueError as error:
+        raise RuntimeError(f"{url} answered with no JSON: {_cut(answer.text)}") from error
+
+
+def _written(answer: Any, url: str) -> str:
+    match answer:
+        case {"choices": [{"message": {"content": str(text)}}, *_]}:
+            return text
+    raise RuntimeError(f"{url} answered with something else than a chat completion: {_cut(answer)}")
+
+
+def _cut(found: Any) -> str:
+    text = found if isinstance(found, str) else json.dumps(found)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"

@@ -1,0 +1,23 @@
+"""Engines that somebody else started: what is looked at before they are used."""
+
+import pytest
+from engine_server import EngineServer
+
+from megappo.config.schema import Rollout
+from megappo.engines.client import EngineError
+from megappo.engines.external import ExternalEngine
+
+
+def test_it_must_be_cut_as_the_config_says():
+    with EngineServer() as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        client = ExternalEngine(url, Rollout(tensor_parallel=2)).wait_ready()
+        assert client.url == url and client.hang_seconds == 7, "the server's own limit"
+        with pytest.raises(EngineError, match="has tensor parallelism 2, rollout.tensor_parallel is 1: set it to 2"):
+            ExternalEngine(url, Rollout()).wait_ready()
+
+
+def test_it_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr("megappo.engines.external.POLL_SECONDS", 0.05)
+    with pytest.raises(EngineError, match="http://127.0.0.1:9 has not answered within 0.1 s .* is an SGLang server"):
+        ExternalEngine("http://127.0.0.1:9", Rollout(start_timeout_seconds=0.1)).wait_ready()

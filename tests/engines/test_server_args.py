@@ -1,0 +1,91 @@
+"""What is passed to SGLang, against SGLang's own source."""
+
+import importlib.util
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megappo.engines.client import WEIGHTS, WORKING_MEMORY
+from megappo.engines.launch import GPU_ARGUMENTS, GPU_VARIABLES, environment, nccl_variables
+from megappo.engines.server_args import known_names, server_args_errors
+
+OWN = """
+import inspect, json, os, sys
+import megappo.engines.server  # makes SGLang importable on a CPU
+from sglang.srt.entrypoints.engine import _set_envs_and_config
+from sglang.srt.environ import envs
+from sglang.srt.server_args import ServerArgs
+
+found = {"names": list(inspect.signature(ServerArgs).parameters), "variables": dir(envs), "nccl": []}
+found["caches"] = [os.environ[f"{name}_CACHE_DIR"] for name in ("TORCHINDUCTOR", "TRITON")]
+for arguments in json.loads(sys.argv[1]):
+    _set_envs_and_config(ServerArgs(model_path="model", **arguments))
+    found["nccl"].append({name: os.environ.pop(f"NCCL_{name}_ENABLE") for name in ("CUMEM", "NVLS")})
+print(json.dumps(found))
+"""
+ARGUMENTS = [{}, {"enable_nccl_nvls": True}, {"enable_symm_mem": True}]
+
+
+@pytest.fixture(scope="module")
+def of_sglang(tmp_path_factory) -> dict:
+    """Of SGLang, as an engine's process sees it: the names of its arguments and variables, what it sets for ARGUMENTS,
+    and where its caches are."""
+    variables = environment([], 1, tmp_path_factory.mktemp("engine"))
+    variables = {name: value for name, value in variables.items() if not name.startswith("NCCL_")}
+    command = [sys.executable, "-c", OWN, json.dumps(ARGUMENTS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=variables)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]) | {"temporary": variables["TMPDIR"]}
+
+
+def test_the_names_read_in_the_source_are_those_of_sglang(of_sglang):
+    assert known_names() == set(of_sglang["names"])
+
+
+def test_what_engines_on_gpus_are_told_is_known_to_sglang(of_sglang):
+    assert GPU_ARGUMENTS.keys() <= set(of_sglang["names"])
+    assert GPU_VARIABLES.keys() <= set(of_sglang["variables"])
+
+
+@pytest.mark.parametrize("number", range(len(ARGUMENTS)))
+def test_the_trainer_sets_nccl_as_sglang_does(of_sglang, number):
+    found = {f"NCCL_{name}_ENABLE": value for name, value in of_sglang["nccl"][number].items()}
+    assert nccl_variables(ARGUMENTS[number]) == found
+
+
+def test_compiled_kernels_outlive_the_engine(of_sglang):
+    assert not any(Path(cache).is_relative_to(of_sglang["temporary"]) for cache in of_sglang["caches"])
+
+
+def test_an_engine_wakes_whatever_sglang_frees():
+    source = Path(importlib.util.find_spec("sglang").origin).parent / "srt" / "constants.py"
+    assert sorted(WEIGHTS + WORKING_MEMORY) == sorted(runpy.run_path(str(source))["GPU_MEMORY_ALL_TYPES"])
+
+
+def test_reserved_and_unknown_names_are_told_with_the_remedy():
+    assert list(
+        server_args_errors({"schedule_policy": "lpm", "host": "0.0.0.0", "chunked_prefil_size": 1, "zzz": 1})
+    ) == [
+        "rollout.server_args: host may not be set: megappo sets it itself; remove it",
+        "rollout.server_args: SGLang does not know chunked_prefil_size: did you mean chunked_prefill_size?",
+        "rollout.server_args: SGLang does not know zzz: remove it",
+    ]
+
+
+@pytest.fixture
+def forgotten():
+    known_names.cache_clear()
+    yield
+    known_names.cache_clear()
+
+
+def test_without_sglang_only_reserved_names_are_told(monkeypatch, forgotten):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
+    assert known_names() == frozenset()
+    [error] = server_args_errors({"zzz": 1, "port": 1})
+    assert error.startswith("rollout.server_args: port may not be set")

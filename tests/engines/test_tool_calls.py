@@ -1,0 +1,90 @@
+"""Functions as tools: their schemas, the calls that SGLang's parsers find, and calls that are wrong."""
+
+import asyncio
+import json
+
+import pytest
+
+from megappo.userland.environment_pool import EnvironmentPool
+from megappo.userland.environment_process import EnvironmentFault
+
+FUNCTIONS = '''
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+async def fails(text: str) -> str:
+    """Fail.
+
+    Args:
+        text: any
+    """
+    raise ValueError(text)
+
+
+def no_docstring(a: int) -> int:
+    return a
+'''
+
+
+def pool_of(folder, *names: str, parser: str = "qwen25") -> EnvironmentPool:
+    file = folder / "functions.py"
+    file.write_text(FUNCTIONS)
+    arguments = json.dumps([[(str(file), name) for name in names], parser])
+    words = ["megappo.engines.tool_calls", "tool_environment", arguments]
+    return EnvironmentPool("of tools", words, num_workers=1, timeout_seconds=60.0)
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_calls_are_made_until_there_are_none(tmp_path):
+    turns = {
+        call("add", a=2, b=3): (["5"], 1, 0),
+        f"two: {call('add', a=2)}\n{call('add', a=3)}": (["3", "4"], 2, 0),
+        call("fails", text="why"): (["error: ValueError: why"], 1, 1),
+        call("add", c=3): (["error: TypeError: add() got an unexpected keyword argument 'c'"], 1, 1),
+        call("nothing", a=2): (["error: the call cannot be read"], 1, 1),
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2\n</tool_call>': (["error: the call cannot be read"], 1, 1),
+        '<tool_call>\n{"name": "add", "argu': (["error: the call cannot be read"], 1, 1),
+        "no call": ([], 0, 0),
+    }
+
+    async def play(pool):
+        async with pool.open(), pool.environment() as environment:
+            assert await environment.reset({}) == []
+            return [await environment.step({"content": text, "token_ids": []}) for text in turns]
+
+    with pool_of(tmp_path, "add", "fails") as pool:
+        assert [tool["function"]["name"] for tool in pool.takes.tools] == ["add", "fails"]
+        assert pool.takes.tools[0]["function"]["parameters"]["required"] == ["a"]
+        for (texts, calls, errors), (messages, reward, done, told) in zip(
+            turns.values(), asyncio.run(play(pool)), strict=True
+        ):
+            assert all(one["content"].startswith(text) for one, text in zip(messages, texts, strict=True)), messages
+            assert {one["role"] for one in messages} <= {"tool"} and reward == 0 and done == (not texts)
+            assert told == {"tool_calls": calls, "tool_errors": errors}
+
+
+@pytest.mark.parametrize(
+    ("name", "parser", "message"),
+    [
+        ("no_docstring", "qwen25", "have no JSON schema .*no_docstring because it has no docstring"),
+        ("add", "qwen", None),
+        ("add", "qwen99", "cannot parse calls by 'qwen99': rollout.tool_call_parser is one of .*qwen25"),
+        ("absent", "qwen25", "does not exist: the file defines add, fails, no_docstring"),
+    ],
+)
+def test_what_is_wrong_is_said_at_the_start(tmp_path, name, parser, message):
+    if message is None:
+        pool_of(tmp_path, name, parser=parser).close()
+        return
+    with pytest.raises(EnvironmentFault, match=f"^environment of tools {message}"):
+        pool_of(tmp_path, name, parser=parser)

@@ -1,0 +1,52 @@
+"""What an environment is told of a turn."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megappo.config.schema import Data
+from megappo.data.chat import Chat
+from megappo.data.prompts import Prompt
+from megappo.engines.client import Generation
+from megappo.rollouts.conversation import Conversation
+from megappo.userland.forms import PROMPTS
+
+TEMPLATE = (
+    "{% for m in messages %}[{{m.role}}]{{m.content}}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
+    """Of bytes, with two tokens that end a turn, of which it names one, as Llama 3's; and one that is not special."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_alone = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    ends = ("<|eot_id|>", "<|eom_id|>")
+    bytes_alone.add_special_tokens([AddedToken(end, special=True, normalized=False) for end in ends])
+    bytes_alone.add_tokens([AddedToken("</tool_call>", special=False, normalized=False)])
+    found = PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="<|eot_id|>")
+    found.chat_template = TEMPLATE
+    return found
+
+
+@pytest.mark.parametrize(
+    ("end", "content", "num_segments"),
+    [("<|eot_id|>", "ok", 1), ("<|eom_id|>", "ok", 2), ("</tool_call>", "ok</tool_call>", 1)],
+)
+def test_special_tokens_that_end_a_turn_are_no_part_of_it(tokenizer, end, content, num_segments):
+    """Where the template has another end than was written, a new segment begins, whose tokens are the template's."""
+    chat = Chat(tokenizer, Data(train_files=("f.jsonl",)))
+    messages = [{"role": "user", "content": "hi"}]
+    text = chat.text_of(messages)
+    prompt = Prompt(0, tokenizer.encode(text, add_special_tokens=False), text, None, {PROMPTS: messages})
+    conversation = Conversation(prompt, chat, tokenizer, (1000, 2000))
+    written = tokenizer.encode(f"ok{end}", add_special_tokens=False)
+    assert conversation.write(Generation(written, [-1.0] * len(written), "stop"), 1) == content
+    assert conversation.observe([{"role": "user", "content": "more"}])
+    assert len(conversation.segments) == num_segments
+    assert conversation.segments[0].tokens[: len(written)] == written
+    expected = f"[user]hi<|eot_id|>[assistant]{content}<|eot_id|>[user]more<|eot_id|>[assistant]"
+    assert tokenizer.decode(conversation.segments[-1].context) == expected

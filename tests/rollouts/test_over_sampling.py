@@ -1,0 +1,148 @@
+"""More prompts than are wanted: the engine leaves the rest at once, is idle then, and goes on to write well."""
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+
+import pytest
+import torch.distributed as dist
+
+from megappo.engines.client import SamplingParams
+from megappo.rollouts.conversation import Segment
+from megappo.rollouts.episodes import Episode
+from megappo.rollouts.sampler import Sampled, sample, store_counter
+from megappo.trainer.over_sampling import Enough, Wanted
+from megappo.userland.forms import Graded
+
+N = 2
+LONG, SHORT = 110, 4
+PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(12)]
+
+
+class Turns:
+    """Plays episodes of short turns; those of prompts from `long` on go on for long. Tells which of them were cut."""
+
+    def __init__(self, long: int) -> None:
+        self.cut: list[int] = []
+        self.long = long
+
+    def open(self):
+        import contextlib
+
+        return contextlib.nullcontext()
+
+    async def __call__(self, prompt_index, generate):
+        segment = Segment([prompt_index - 98], "")
+        ended = False
+        try:
+            for turn in range(1, 2 if prompt_index < self.long else 25):
+                segment.write(await generate(segment.context, SHORT), "", turn)
+                await asyncio.sleep(0.2 if prompt_index >= self.long else 0.0)
+            ended = True
+        finally:
+            self.cut += [] if ended else [prompt_index]
+        return Episode([segment], "done", {})
+
+
+def sampled_until(client, params, num_groups, **options) -> tuple[Sampled, float]:
+    """And how long it took from when there were enough."""
+    groups, since = [], []
+
+    def enough() -> bool:
+        if len(groups) >= num_groups and not since:
+            since.append(time.monotonic())
+        return bool(since)
+
+    take = store_counter(dist.HashStore(), "step 1")
+    settings = {"num_engines": 1, "max_running_requests": 8, "on_group": groups.append, "enough": enough} | options
+    found = sample(PROMPTS, N, params, client, take, **settings)
+    return found, time.monotonic() - since[0]
+
+
+def idle(client) -> bool:
+    client.hang_seconds = 300.0
+    client.post("/flush_cache?timeout=0", {})  # refused while a request runs
+    return True
+
+
+def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(client, oracle):
+    found, seconds = sampled_until(client, SamplingParams(LONG), 3)
+    assert idle(client) and seconds < 1.5 and found.fault is None
+    whole = {one.prompt_index for one in found.samples}
+    assert 3 <= len(whole) < len(PROMPTS) and len(found.samples) == N * len(whole)
+    assert all(one.finish_reason == "length" and len(one.tokens) == LONG for one in found.samples)
+    of_samples = LONG * len(found.samples)
+    assert of_samples <= found.use.written_tokens < LONG * N * len(PROMPTS), "what was left in the middle, too"
+    take = store_counter(dist.HashStore(), "step 2")
+    again = sample(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
+    assert len(again.samples) == N * len(PROMPTS)
+    assert again.use.written_tokens == SHORT * N * len(PROMPTS)
+    tokens_of = dict(PROMPTS)
+    for one in (found.samples[0], again.samples[-1]):
+        assert one.log_probs == pytest.approx(oracle(tokens_of[one.prompt_index], one.tokens), abs=1e-4)
+
+
+def test_episodes_that_are_not_wanted_any_more_are_left(client):
+    playing = Turns(long=104)
+    found, seconds = sampled_until(client, SamplingParams(LONG), 4, play=playing, max_running_requests=24)
+    assert idle(client) and seconds < 1.5 and found.fault is None
+    assert {one.prompt_index for one in found.samples} == {100, 101, 102, 103}
+    assert sorted(set(playing.cut)) == list(range(104, 112)) and len(playing.cut) == 16
+    assert found.use.written_tokens > sum(one.num_policy_tokens for one in found.samples)
+
+
+def test_an_engine_that_ends_all_by_itself_is_not_asked_to(client, monkeypatch):
+    monkeypatch.setattr(client, "abort_all", None)
+    found = sample(
+        PROMPTS,
+        N,
+        SamplingParams(SHORT),
+        client,
+        store_counter(dist.HashStore(), "step 1"),
+        num_engines=1,
+        max_running_requests=8,
+        enough=lambda: False,
+    )
+    assert len(found.samples) == N * len(PROMPTS)
+
+
+def test_an_engine_that_is_done_first_tells_of_its_groups_whose_scores_come_later(client):
+    """Two of them: the first takes the four short episodes, the other two that are short and two that are long."""
+    store, playing = dist.HashStore(), Turns(long=106)
+
+    class Scores:
+        """Known a second after the responses."""
+
+        def __init__(self) -> None:
+            self.since: list[float] = []
+
+        def known(self, positions: range) -> list[Graded] | None:
+            return [Graded([1.0], {})] if time.monotonic() > self.since[positions.start] + 1.0 else None
+
+    def engine(_: int) -> list[int]:
+        scores = Scores()
+        enough = Enough(Wanted(6, lambda graded: True), scores, store_counter(store, "enough"))
+
+        def on_group(group) -> None:
+            enough.add(range(len(scores.since), len(scores.since) + 1))
+            scores.since.append(time.monotonic())
+
+        found = sample(
+            PROMPTS[:8],
+            1,
+            SamplingParams(LONG),
+            client,
+            store_counter(store, "prompts"),
+            num_engines=2,
+            max_running_requests=4,
+            on_group=on_group,
+            enough=enough,
+            play=playing,
+        )
+        enough.tell_all(lambda: False)
+        return [one.prompt_index for one in found.samples]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = sorted(chain.from_iterable(threads.map(engine, range(2))))
+    assert found == [100, 101, 102, 103, 104, 105] and sorted(playing.cut) == [106, 107]

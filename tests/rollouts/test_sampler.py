@@ -1,0 +1,248 @@
+"""Prompts spread over engines: every sample once, more to whoever is faster."""
+
+import asyncio
+import contextlib
+import itertools
+import re
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from engine_server import EngineServer
+
+from megappo.engines.client import EngineClient, EngineError, EngineFault, SamplingParams
+from megappo.rollouts.conversation import Segment
+from megappo.rollouts.episodes import Episode
+from megappo.rollouts.sampler import sample, store_counter
+
+PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
+PARAMS = SamplingParams(3)
+
+
+class SlowClient(EngineClient):
+    """A client whose engine takes half a second longer."""
+
+    async def generate_async(self, *args):
+        await asyncio.sleep(0.5)
+        async with contextlib.aclosing(super().generate_async(*args)) as responses:
+            async for one in responses:
+                yield one
+
+
+def every_sample_once(samples, n):
+    return Counter((s.prompt_index, s.sample_index) for s in samples) == Counter(
+        (prompt_index, order) for prompt_index, _ in PROMPTS for order in range(n)
+    )
+
+
+def test_each_prompt_gets_n_samples_with_the_log_probs_of_its_own_tokens(client, oracle):
+    finished = []
+    samples = sample(
+        PROMPTS,
+        3,
+        PARAMS,
+        client,
+        store_counter(dist.HashStore(), "step 1"),
+        num_engines=1,
+        max_running_requests=16,
+        on_prompts=lambda count: finished.extend([1] * count),
+    ).samples
+    assert every_sample_once(samples, 3)
+    assert len(finished) == len(PROMPTS)
+    tokens_of = dict(PROMPTS)
+    for one in samples[::10]:
+        assert one.log_probs == pytest.approx(oracle(tokens_of[one.prompt_index], one.tokens), abs=1e-4)
+
+
+def test_ranks_share_the_prompts_and_the_fast_one_takes_more(engine, client):
+    store = dist.HashStore()
+    slow = SlowClient(engine.url, engine._api_key, 60.0)
+    results = {}
+
+    def rank(name, own_client):
+        take = store_counter(store, "step 1")
+        results[name] = sample(PROMPTS, 1, PARAMS, own_client, take, num_engines=2, max_running_requests=8).samples
+
+    threads = [threading.Thread(target=rank, args=args) for args in (("fast", client), ("slow", slow))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert every_sample_once(results["fast"] + results["slow"], 1)
+    assert len(results["fast"]) > len(results["slow"]) > 0
+
+
+FAULTS = {
+    "no list": "response is none .KeyError.'meta_info'",
+    "too few": "expected [0-9]+ responses from the engine, got [0-9]+",
+    "cut": "expected all 2 tokens of a response at once, got 1",
+    **dict.fromkeys(("twice", "unasked"), "response is none .KeyError"),
+    **dict.fromkeys(("null", "other error"), "response is none .TypeError"),
+    "late error": "refused .HTTP 500.: .*why",
+    "break": "does not answer .*incomplete",
+    "other tokens": "tokens .7, 8. and those of its log-probs",
+    "no numbers": "no number",
+    "aborted": "expected a response to end by stop or length, got .*abort",
+    "no log-probs": "response is none .KeyError.'output_token_logprobs'",
+    "no JSON": "answered what is no JSON .*<html>",
+    "crash": "does not answer",
+    "error": "refused .HTTP 500.: .*why",
+    **dict.fromkeys(("hang", "deaf"), "no sign of life for 0.6 s: .* raise watchdog_timeout in rollout.server_args"),
+}
+"""Failure of an engine -> what is said of it."""
+
+
+def fail_after(server, num_groups):
+    """An `on_group` that has every request but the first wait for so many groups: it would fail while these come."""
+    requests, groups, arrived = itertools.count(), itertools.count(1), threading.Event()
+    server.before = lambda: next(requests) == 0 or arrived.wait(10)
+    return lambda samples: next(groups) == num_groups and arrived.set()
+
+
+@pytest.mark.parametrize("failure", FAULTS)
+def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypatch):
+    monkeypatch.setattr("megappo.engines.client.WATCH_SECONDS", 0.1)
+    monkeypatch.setattr("megappo.engines.client.ENDING_SECONDS", 0.2)
+    store = dist.HashStore()
+    with EngineServer(failure, num_well=1) as server:
+        first, second = store_counter(store, "first"), store_counter(store, "second")
+        few = {"num_engines": 1, "max_running_requests": 48}
+        on_group = fail_after(server, num_groups=16)
+        sampled = sample(PROMPTS, 3, PARAMS, server.client(), first, on_group=on_group, **few)
+        answered = Counter(one.prompt_index for one in sampled.samples)
+        assert set(answered.values()) == {3} and 16 <= len(answered) < len(PROMPTS), "at least the first request's"
+        assert isinstance(sampled.fault, EngineFault) and re.search(FAULTS[failure], str(sampled.fault))
+        server.failure = ""
+        left = [prompt for prompt in PROMPTS if prompt[0] not in answered]
+        rest = sample(left, 3, PARAMS, server.client(), second, **few)
+    assert rest.fault is None
+    assert every_sample_once(sampled.samples + rest.samples, 3)
+
+
+def test_an_engine_that_has_ended_is_told_though_another_process_listens_in_its_place(monkeypatch):
+    monkeypatch.setattr("megappo.engines.client.WATCH_SECONDS", 0.1)
+
+    def has_ended():
+        raise EngineFault("the SGLang engine ended (exit code 9)")
+
+    with EngineServer("deaf") as server:
+        client = EngineClient(f"http://127.0.0.1:{server.server_port}", "key", 20.0, has_ended, hang_seconds=5.0)
+        take = store_counter(dist.HashStore(), "step 1")
+        sampled = sample(PROMPTS, 1, PARAMS, client, take, num_engines=1, max_running_requests=8)
+    assert str(sampled.fault) == "the SGLang engine ended (exit code 9)"
+
+
+REFUSALS = {
+    **dict.fromkeys(("refusal", "late refusal"), "refused .HTTP 400.: .*why"),
+    "refused": "expected a response to end by stop or length, got .*400",
+}
+
+
+@pytest.mark.parametrize("failure", REFUSALS)
+def test_what_an_engine_refuses_is_not_asked_again(failure):
+    with EngineServer(failure) as server, pytest.raises(EngineError, match=REFUSALS[failure]) as raised:
+        take = store_counter(dist.HashStore(), "step 1")
+        sample(PROMPTS, 1, PARAMS, server.client(), take, num_engines=1, max_running_requests=8)
+    assert not isinstance(raised.value, EngineFault)
+
+
+@pytest.mark.parametrize(
+    "num_prompts, n, num_engines, first",
+    [
+        (40, 1, 1, 8),
+        (40, 2, 1, 8),
+        (40, 3, 1, 6),
+        (40, 9, 1, 9),
+        (6, 1, 2, 3),
+        (7, 1, 2, 3),
+        (1, 1, 3, 1),
+        (8, 4, 4, 8),
+    ],
+)
+def test_an_engine_has_as_many_sequences_as_it_decodes_at_once_and_not_more_than_its_share(
+    num_prompts, n, num_engines, first
+):
+    counts, before, at_once = [], [], []
+
+    class Counting(EngineClient):
+        async def generate_async(self, http, prompts, params):
+            before.append(sum(counts))
+            counts.append(len(prompts))
+            at_once.append(sum(counts))
+            async with contextlib.aclosing(super().generate_async(http, prompts, params)) as responses:
+                async for one in responses:
+                    await asyncio.sleep(0.004)
+                    counts.append(-1)
+                    yield one
+
+    with EngineServer() as server:
+        client = Counting(f"http://127.0.0.1:{server.server_port}", "key", 20.0)
+        take = store_counter(dist.HashStore(), "step 1")
+        sampling = {"num_engines": num_engines, "max_running_requests": 8}
+        found = sample(PROMPTS[:num_prompts], n, PARAMS, client, take, **sampling)
+    assert len(found.samples) == n * num_prompts
+    assert at_once[0] == first and max(at_once) <= max(8, n)
+    assert any(before) or num_prompts < 40 or first == n, "refilled while others go on"
+
+
+class Playing:
+    """Plays episodes of several turns, whose environments answer at the same moments."""
+
+    def __init__(self):
+        self.num_open = self.most = 0
+
+    def open(self):
+        return contextlib.nullcontext()
+
+    async def __call__(self, prompt_index, generate):
+        self.num_open += 1
+        self.most = max(self.most, self.num_open)
+        segment = Segment([prompt_index], "")
+        for turn in range(1, 6):
+            await asyncio.sleep(0.05 - time.monotonic() % 0.05)
+            segment.write(await generate(segment.context, 3), "", turn)
+        self.num_open -= 1
+        return Episode([segment], "done", {})
+
+
+def test_others_have_the_place_of_an_episode_that_waits_for_its_environment():
+    """However many come back at once: each is played once, and the engine writes no more than it has places for."""
+    at_once, most = 0, 0
+
+    class Counting(EngineClient):
+        async def generate_async(self, http, prompts, params):
+            nonlocal at_once, most
+            at_once += 1
+            most = max(most, at_once)
+            async with contextlib.aclosing(super().generate_async(http, prompts, params)) as responses:
+                async for one in responses:
+                    yield one
+            at_once -= 1
+
+    with EngineServer() as server:
+        client = Counting(f"http://127.0.0.1:{server.server_port}", "key", 20.0)
+        take, playing = store_counter(dist.HashStore(), "step 1"), Playing()
+        sampling = {"num_engines": 1, "max_running_requests": 4, "play": playing}
+        found = sample(PROMPTS, 2, PARAMS, client, take, **sampling)
+    assert every_sample_once(found.samples, 2) and found.fault is None
+    assert all(one.num_policy_tokens == 10 and one.episode.num_turns == 5 for one in found.samples)
+    assert most == 4 and playing.most == 16
+
+
+def test_no_engine_begins_more_episodes_than_its_even_share():
+    """One that comes later finds as many."""
+    with EngineServer() as server:
+        store, of_engines = dist.HashStore(), [Playing(), Playing()]
+        threads = []
+        for playing in of_engines:
+            take = store_counter(store, "step 1")
+            sampling = {"num_engines": 2, "max_running_requests": 64, "play": playing}
+            arguments = (PROMPTS, 2, PARAMS, server.client(), take)
+            threads.append(threading.Thread(target=sample, args=arguments, kwargs=sampling))
+            threads[-1].start()
+            time.sleep(0.01)
+        for thread in threads:
+            thread.join()
+    assert all(0 < playing.most <= len(PROMPTS) for playing in of_engines)

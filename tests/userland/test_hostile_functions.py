@@ -1,0 +1,408 @@
+"""Reward functions that write where they should not, change what they are given, or leave processes behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from reward_pools import load, score, scores_of
+
+from megappo.userland.pool import RewardError, load_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+DEFINE = "import json, os, signal, stat, struct, subprocess, sys, time\n\n"
+DEFINE += "def f(prompts, responses, labels):\n"
+SOCKETS = "sockets = [d for d in range(3, 64) if os.path.exists(f'/proc/self/fd/{d}')]\n"
+SOCKETS += "sockets = [d for d in sockets if stat.S_ISSOCK(os.fstat(d).st_mode)]\n"
+
+
+def write(data: str, then: str = "time.sleep(54321)") -> str:
+    return SOCKETS + f"assert len(sockets) == 1\nos.write(sockets[0], {data})\n{then}"
+
+
+def frame(body: str) -> str:
+    return f"struct.pack('!Q', len({body})) + {body}"
+
+
+def graded(of_row: str, count: int = 3) -> str:
+    """Write an answer with this for each row."""
+    return f"import json\nanswer = json.dumps({{'graded': [{of_row}] * {count}}}).encode()\n" + write(frame("answer"))
+
+
+def function(lines: str) -> str:
+    return DEFINE + textwrap.indent(textwrap.dedent(lines), "    ")
+
+
+CHANGES = {
+    "appends": ("responses.append('x')\nreturn [0.0] * len(responses)", "returned 4 values for 3 responses"),
+    "removes": ("responses.pop()\nreturn [0.0] * len(responses)", "returned 2 values for 3 responses"),
+    "appends to all": (
+        "for x in (prompts, responses, labels): x.append(0)\nreturn [0.0] * len(labels)",
+        "returned 4 values for 3 responses",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "message"), CHANGES.values(), ids=CHANGES)
+def test_a_function_that_changes_its_lists_must_still_give_one_score_each(tmp_path: Path, lines: str, message: str):
+    with pytest.raises(RewardError, match=message):
+        score(load(tmp_path, function(lines)))
+
+
+def test_what_a_function_does_to_its_lists_has_no_effect(tmp_path: Path):
+    lines = "scores = [float(x) for x in labels]\nprompts.clear(); responses.clear(); labels.clear()\nreturn scores"
+    labels = [0, 1, 2]
+    with load(tmp_path, function(lines), num_workers=2) as pool:
+        for _ in range(2):
+            assert scores_of(pool.score(["p"] * 3, ["r"] * 3, labels)) == [[0.0], [1.0], [2.0]]
+    assert labels == [0, 1, 2]
+
+
+SENDS = {
+    "garbage": (write("b'garbage' * 20"), r"sent something else than scores .*: announced \d+ bytes, expected at most"),
+    "a frame of many GB": (write("struct.pack('!Q', 2**40)"), "announced 1099511627776 bytes, expected at most"),
+    "no JSON": (write(frame("b'{no json'")), "b'{no json' is not JSON"),
+    "deep JSON": (write(frame("b'[' * 20000")), "is not JSON"),
+    "no object": (write(frame("b'[1.0]'")), r"b'\[1.0\]' is no JSON object"),
+    "text as scores": (graded("[['1'], {}, None, False, None, []]"), "something else than scores of 3 responses"),
+    "too few scores": (graded("[[1.0], {}, None, False, None, []]", 1), "something else than scores of 3 responses"),
+    "no scores": (graded("[[], {}, None, False, None, []]"), "something else than scores of 3 responses"),
+    "numbers": (graded("1.0"), "something else than scores of 3 responses"),
+    "NaN": (graded("[[float('nan')], {}, None, False, None, []]"), "something else than scores of 3 responses"),
+    "NaN as a part": (
+        graded("[[1.0], {'acc': float('nan')}, None, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "a score beyond float32": (
+        graded("[[1e39], {}, None, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "too many scores": (graded("[[1.0] * 65, {}, None, False, None, []]"), "something else than scores of 3 responses"),
+    "too many parts": (
+        graded("[[1.0], dict.fromkeys(range(33), 1.0), None, False, None, []]"),
+        "something else than scores of 3",
+    ),
+    "a long name": (
+        graded("[[1.0], {'x' * 65: 1.0}, None, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "a name that is no text": (
+        graded("[[1.0], {'\\ud800': 1.0}, None, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "an answer that is no text": (
+        graded("[[1.0], {}, '\\ud800', False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "a long answer": (graded("[[1.0], {}, 'x' * 201, False, None, []]"), "something else than scores of 3 responses"),
+    "an answer that is a number": (
+        graded("[[1.0], {}, 7, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "a negative weight": (
+        graded("[[1.0], {}, None, False, -1.0, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "a step behind the end": (
+        graded("[[1.0], {}, None, False, None, [[[3, 1.0]]]]"),
+        "something else than scores of 3 responses",
+    ),
+    "steps that do not ascend": (
+        graded("[[1.0], {}, None, False, None, [[[2, 1.0], [2, 1.0]]]]"),
+        "something else than scores of 3 responses",
+    ),
+    "steps of characters": (
+        graded("[[1.0], {}, None, False, None, [['12']]]"),
+        "something else than scores of 3 responses",
+    ),
+    "parts that are a list": (
+        graded("[[1.0], [], None, False, None, []]"),
+        "something else than scores of 3 responses",
+    ),
+    "closes everything": ("os.closerange(3, 64)\nreturn [0.0] * 3", "ended its process"),
+    "closes everything and hangs": ("os.closerange(3, 64)\ntime.sleep(54321)", r"\(closed its connection\)"),
+}
+
+
+@pytest.mark.parametrize(("lines", "message"), SENDS.values(), ids=SENDS)
+def test_what_it_writes_to_the_trainers_socket_is_told_at_once(tmp_path: Path, lines: str, message: str):
+    pool = load(tmp_path, function(lines), timeout_seconds=60)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=message):
+        score(pool)
+    assert time.monotonic() - start < 10
+
+
+PARTS = {
+    "a part of a length": ("b'\\0\\0\\0'", "3 of 8 bytes came"),
+    "a part of an answer": ("struct.pack('!Q', 100) + b'{'", "1 of 100 bytes came"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), PARTS.values(), ids=PARTS)
+def test_a_partial_answer_ends_with_the_timeout(tmp_path: Path, data: str, message: str):
+    pool = load(tmp_path, function(write(data)), num_workers=2, timeout_seconds=1)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=rf"took longer than 1 seconds to score its responses .*\({message}\)"):
+        score(pool)
+    assert time.monotonic() - start < 6
+
+
+def test_a_trickling_answer_ends_with_the_timeout(tmp_path: Path):
+    trickle = "while True:\n    os.write(sockets[0], b'\\0')\n    time.sleep(0.3)"
+    pool = load(tmp_path, function(write("b'\\0'", trickle)), timeout_seconds=1)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match="took longer than 1 seconds"):
+        score(pool)
+    assert time.monotonic() - start < 6
+
+
+def test_a_worker_that_does_not_read_ends_with_the_timeout(tmp_path: Path):
+    stop = "subprocess.Popen(['sh', '-c', f'sleep 0.3; kill -STOP {os.getpid()}'])\nreturn [0.0] * len(labels)"
+    pool = load(tmp_path, function(stop), timeout_seconds=1)
+    score(pool)
+    time.sleep(0.8)
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=r"took longer than 1 seconds .*\(it did not read its rows\)"):
+        pool.score(["p" * 10_000_000], ["r"], [0])
+    assert time.monotonic() - start < 6
+
+
+def test_an_answer_too_many_is_not_taken_for_the_next_one(tmp_path: Path):
+    lines = graded("[[9.0], {}, None, False, None, []]").replace("time.sleep(54321)", "return [0.0] * 3")
+    pool = load(tmp_path, function(lines))
+    score(pool)
+    time.sleep(0.3)
+    with pytest.raises(RewardError, match="sent something else than scores .* between two calls"):
+        score(pool)
+
+
+def test_a_forked_child_that_returns_does_not_answer(tmp_path: Path):
+    with load(tmp_path, function("return [float(os.fork() == 0)] * len(labels)")) as pool:
+        for _ in range(3):
+            assert score(pool) == [0.0, 0.0, 0.0]
+            time.sleep(0.1)
+
+
+ENDS = {
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", "raised KeyboardInterrupt: "),
+    "sys.exit": ("sys.exit('enough')", "raised SystemExit: enough"),
+    "GeneratorExit": ("raise GeneratorExit", "raised GeneratorExit"),
+    "its parent": ("os.kill(os.getppid(), 9)\ntime.sleep(54321)", "ended its process"),
+    "a fault": ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+    "recursion": ("return f(prompts, responses, labels)", "raised RecursionError"),
+    "its message fails": (
+        "class Bad(Exception):\n    def __str__(self): raise KeyError(1)\nraise Bad",
+        r"raised Bad: \(its message cannot be read: KeyError\)",
+    ),
+    "its origin": ("try: {}[7]\nexcept KeyError as e: raise ValueError('no') from e", "It came of KeyError: 7"),
+}
+
+
+@pytest.mark.parametrize(("lines", "message"), ENDS.values(), ids=ENDS)
+def test_every_way_to_end_is_told(tmp_path: Path, lines: str, message: str):
+    with pytest.raises(RewardError, match=message):
+        score(load(tmp_path, function(lines), timeout_seconds=10))
+
+
+TAKES = {
+    "at once": ("bytearray(2**31)", "raised MemoryError: \n"),
+    "bit by bit": ("kept = []\nwhile True: kept.append('x' * 999)", "raised MemoryError: \n"),
+    "torch": ("import torch\ntorch.zeros(2**31, dtype=torch.uint8)", "raised RuntimeError: .*can't allocate memory"),
+    "a child": ("subprocess.run([sys.executable, '-c', 'bytearray(2**31)'], check=True)", "raised CalledProcessError"),
+}
+
+
+@pytest.mark.parametrize(("lines", "message"), TAKES.values(), ids=TAKES)
+def test_memory_beyond_the_limit_is_refused_with_the_remedy(tmp_path: Path, lines: str, message: str):
+    with pytest.raises(RewardError, match=message) as caught:
+        score(load(tmp_path, function(lines), memory_limit_gib=1.0))
+    assert "raise reward.memory_limit_gib (1)" in str(caught.value).splitlines()[-1]
+
+
+def test_memory_within_the_limit_is_fine(tmp_path: Path):
+    lines = "kept = bytearray(2**29)\nreturn [float(len(kept))] * len(labels)"
+    for limit in (1.0, None):
+        with load(tmp_path, function(lines), memory_limit_gib=limit) as pool:
+            assert score(pool) == [2.0**29] * 3
+
+
+SECRETS = (
+    *("MEGAPPO_ENGINE_API_KEY", "HF_TOKEN", "AWS_ACCESS_KEY_ID", "db_password", "CREDENTIALS", "SSH_AUTH_SOCK"),
+    *("DB_PASS", "DB_PWD", "GITHUB_PAT", "PAT_OF_BOT"),
+)
+OTHERS = ("TOKENIZERS_PARALLELISM", "KEYBOARD", "CUDA_VISIBLE_DEVICES", "PWD", "OLDPWD", "INFOPATH", "BYPASS_CACHE")
+
+
+def test_secrets_of_the_environment_stay_out_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in (*SECRETS, *OTHERS, "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "hidden" if name in SECRETS else "0")
+    lines = f"""
+        for pid in (os.getpid(), os.getppid()):  # its keeper's, too
+            assert "hidden" not in open(f"/proc/{{pid}}/environ").read()
+        assert not set({SECRETS}) & set(os.environ)
+        return [float(name in os.environ) for name in {(*OTHERS, "OPENAI_API_KEY")}]
+    """
+    with load(tmp_path, function(lines)) as pool:
+        assert score(pool, len(OTHERS) + 1) == [1.0] * len(OTHERS) + [0.0]
+    with load(tmp_path, function(lines), pass_env=["OPENAI_API_KEY"]) as pool:
+        assert score(pool, len(OTHERS) + 1) == [1.0] * (len(OTHERS) + 1)
+
+
+@pytest.mark.parametrize("character", ["x", "\\u00e9", "\\U0001f600", "\\ud800", "\\n"])
+def test_a_long_message_is_cut_and_told_once(tmp_path: Path, character: str):
+    pool = load(tmp_path, function(f"raise ValueError('begin' + '{character}' * 20_000_000)"))
+    with pytest.raises(RewardError, match=r"raised ValueError: begin(?s:.)* \.\.\. \(20000005 characters\)") as caught:
+        score(pool)
+    message = str(caught.value)
+    assert len(message) < 5000 and message.count("begin") == 2, "in it, and in the line that raised it"
+    assert "in f\n    raise ValueError(" in message
+
+
+def test_numbers_of_every_kind_and_a_lot_of_output_are_fine(tmp_path: Path, capfd):
+    lines = """
+        import fractions, decimal, numpy, torch
+        print("x" * 1_000_000)
+        half, three = fractions.Fraction(1, 2), decimal.Decimal(3)
+        return [True, 1, 0.5, numpy.float32(0.5), torch.tensor(2.0), half, three, 3.4e38]
+    """
+    with load(tmp_path, function(lines)) as pool:
+        assert score(pool, 8) == [1.0, 1.0, 0.5, 0.5, 2.0, 0.5, 3.0, 3.4e38]
+    assert len(capfd.readouterr().out) == 1_000_001
+
+
+def test_labels_and_texts_arrive_as_they_are(tmp_path: Path):
+    labels = [None, 0.1, 10**400, {"a": [1, {"b": "\u00e9"}]}, True]
+    texts = ["", "\0", "\u2028\r\n", "\U0001f600", "\ud800"]  # a lone half of a character may be sampled
+    lines = f"assert (prompts, responses, labels) == ({texts!a}, {texts!a}, {labels!a})\nreturn [1.0] * 5"
+    with load(tmp_path, function(lines)) as pool:
+        assert scores_of(pool.score(texts, texts, labels)) == [[1.0]] * 5
+
+
+DETACH = """
+def detached():
+    # A session of its own, and no parent: the double fork of a daemon.
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", "54321"])
+        os._exit(0)
+    os.wait()
+    subprocess.Popen(["sleep", "54321"], start_new_session=True)
+"""
+LEAVES = {
+    "returns": "return [0.0] * len(labels)",
+    "raises": "raise KeyError",
+    "dies": "os._exit(3)",
+    "hangs": "time.sleep(54321)",
+}
+
+
+def of_this_test(program: str = "") -> list[int]:
+    """Living processes that a test has started; of a program alone, if one is named."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            mine = process.environ().get("REWARDS_UNDER_TEST") == os.environ["REWARDS_UNDER_TEST"]
+            named = not program or process.cmdline()[:1] == [program]
+            if mine and named and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_for(count: int, program: str = "") -> None:
+    deadline = time.monotonic() + 5
+    while len(of_this_test(program)) != count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(of_this_test(program)) == count
+
+
+@pytest.mark.parametrize("ending", LEAVES.values(), ids=LEAVES)
+def test_detached_processes_end_with_their_worker(tmp_path: Path, ending: str):
+    body = DEFINE.replace("def f", DETACH + "\ndef f") + f"    detached()\n    {ending}\n"
+    pool = load(tmp_path, body, num_workers=2, timeout_seconds=2)
+    if ending == LEAVES["returns"]:
+        score(pool)
+        wait_for(4, "sleep")
+        pool.close()
+    else:
+        with pytest.raises(RewardError):
+            score(pool)
+    assert not of_this_test()
+
+
+PARENT = """
+import sys
+from megappo.userland.pool import load_reward
+pool = load_reward(sys.argv[1], num_workers=2, timeout_seconds=1000)
+pool.score([""] * 2, [""] * 2, [0, 0])
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=lambda s: s.name)
+def test_detached_processes_end_with_a_killed_owner(tmp_path: Path, ending: signal.Signals):
+    (tmp_path / "reward.py").write_text(
+        DEFINE.replace("def f", DETACH + "\ndef f") + "    detached()\n    return [0.0] * len(labels)\n"
+    )
+    command = [sys.executable, "-c", PARENT, f"{tmp_path}/reward.py:f"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as parent:
+        assert parent.stdout.readline() == b"ready\n"
+        wait_for(4, "sleep")
+        parent.send_signal(ending)
+        parent.wait(10)
+    wait_for(0)
+
+
+def test_garbage_while_the_file_is_imported_is_told(tmp_path: Path):
+    (tmp_path / "reward.py").write_text("import os, stat, struct\n" + write("b'garbage' * 9", "") + "\ndef f(): ...\n")
+    with pytest.raises(RewardError, match="sent something else than scores"):
+        load_reward(f"{tmp_path}/reward.py:f", num_workers=1, timeout_seconds=20)
+
+
+TOLD = (
+    '{"ready": true}',
+    '{"takes": {"needed": "ab", "welcome": null, "raw_prompts": false}}',
+    '{"takes": {"needed": [1], "welcome": [], "raw_prompts": false}}',
+    '{"takes": {"needed": [], "welcome": 3, "raw_prompts": false}}',
+    '{"takes": {"needed": []}}',
+    '{"graded": [[[1.0], {}, null]]}',
+)
+
+
+@pytest.mark.parametrize("answer", TOLD)
+def test_what_a_file_says_that_its_function_takes_is_not_believed(tmp_path: Path, answer: str):
+    body = "import os, stat, struct, time\n" + write(frame(f"{answer.encode()!r}")) + "\ndef f(): ...\n"
+    with pytest.raises(RewardError, match="answered with something else than what it takes"):
+        load(tmp_path, body)
+
+
+def test_a_signature_that_raises_is_told(tmp_path: Path):
+    lines = (
+        "class C:\n    __call__ = len\n    @property\n    def __signature__(self): raise KeyError('gone')\nf = C()\n"
+    )
+    with pytest.raises(RewardError, match="raised KeyError: 'gone'"):
+        load(tmp_path, lines)
+
+
+def test_columns_arrive_as_they_are_and_stay_the_trainers(tmp_path: Path):
+    columns = [{"a": [1, {"b": "\u00e9"}], "c d": None}, {"a": 10**400, "c d": "\ud800"}]
+    body = """
+        def f(responses, a, **columns):
+            assert (a, columns["c d"]) == ([[1, {"b": "\\u00e9"}], 10**400], [None, "\\ud800"])
+            a[0].clear(); columns.clear()
+            return [1.0, 2.0]
+    """
+    with load(tmp_path, body) as pool:
+        for _ in range(2):
+            assert scores_of(pool.score(["p"] * 2, ["r"] * 2, [0, 0], columns)) == [[1.0], [2.0]]
+    assert columns[0]["a"] == [1, {"b": "\u00e9"}]

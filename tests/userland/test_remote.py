@@ -1,0 +1,230 @@
+"""Scores of servers, which are real ones on this machine: what they are sent, and every way in which they may fail."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megappo.userland.graders.remote import SCORE
+from megappo.userland.pool import RewardError, RewardPool, load_reward
+
+
+class Server(ThreadingHTTPServer):
+    """Answers what a test says, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.asked: list[tuple[str, dict, str]] = []
+        self.answers = lambda count, body: (200, {})
+        self.num_open = self.most_open = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body, self.headers.get("Authorization", "")))
+        self.server.num_open += 1
+        self.server.most_open = max(self.server.most_open, self.server.num_open)
+        status, answer = self.server.answers(len(self.server.asked), body)
+        self.server.num_open -= 1
+        told = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(told)))
+        self.end_headers()
+        self.wfile.write(told)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def load(name: str, server: Server, settings: dict | None = None, **options: object) -> RewardPool:
+    given = {name: {"url": server.url, **options}}
+    return load_reward(name, num_workers=1, timeout_seconds=20, options=given, **(settings or {}))
+
+
+def scores(pool: RewardPool, count: int = 3, columns: list[dict] | None = None) -> list[list[float]]:
+    rows = [f"p{i}" for i in range(count)], [f"r{i}" for i in range(count)], list(range(count))
+    return [one.scores for one in pool.score(*rows, columns)]
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A proxy that refuses, for the Internet."""
+    with Server() as found:
+        found.answers = lambda count, body: (403, "not you")
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        monkeypatch.setenv("http_proxy", f"http://someone:secret@127.0.0.1:{found.server_port}")
+        monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:1")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield found
+        found.shutdown()
+        thread.join()
+
+
+def test_a_server_of_this_machine_is_asked_without_a_proxy(server: Server, other: Server):
+    server.answers = of_labels
+    with load("http", server) as pool:
+        assert scores(pool) == [[0.0], [0.5], [1.0]]
+    assert other.asked == []
+
+
+PROXY = r"through the proxy http://127.0.0.1:\d+ of http_proxy, https_proxy or all_proxy \(no_proxy=HOST avoids it\)"
+SOCKS = r"(?s)cannot be asked \(.*socks.*\), through the proxy socks5://127.0.0.1:1 of .*pip install socksio"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://scores.example.invalid/v1", rf"scores.example.invalid/v1 refused \(HTTP 403\): not you, {PROXY}"),
+        ("https://scores.example.invalid/v1", SOCKS),
+    ],
+)
+def test_a_proxy_is_named_without_its_password(server: Server, other: Server, url: str, said: str):
+    with load("http", server, url=url) as pool, pytest.raises(RewardError, match=said) as caught:
+        scores(pool)
+    assert "secret" not in str(caught.value)
+
+
+def of_labels(count: int, body: dict) -> tuple[int, dict]:
+    return 200, {"scores": [{"score": label / 2, "seen": 1} for label in body["labels"]]}
+
+
+def test_a_scorer_gets_what_is_documented_with_the_key(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SCORER_API_KEY", "abc")
+    server.answers = of_labels
+    with load("http", server, {"pass_env": ["SCORER_API_KEY"]}, api_key_env="SCORER_API_KEY") as pool:
+        columns = [{"extra_info": {"index": i}, "data_source": "math"} for i in range(3)]
+        assert scores(pool, 3, columns) == [[0.0], [0.5], [1.0]]
+        assert scores(pool, 100) == [[i / 2] for i in range(100)]
+    path, body, key = server.asked[0]
+    assert (path, key) == ("/v1", "Bearer abc")
+    assert body == {
+        **{"prompts": ["p0", "p1", "p2"], "responses": ["r0", "r1", "r2"], "labels": [0, 1, 2]},
+        **{"data_source": ["math"] * 3, "extra_info": [{"index": i} for i in range(3)]},
+    }
+    assert [len(body["labels"]) for _, body, _ in server.asked[1:]] == [64, 36]
+
+
+def test_a_scorer_that_is_busy_is_asked_again(server: Server):
+    server.answers = lambda count, body: (503, "busy") if count < 3 else of_labels(count, body)
+    with load("http", server) as pool:
+        assert scores(pool) == [[0.0], [0.5], [1.0]]
+    assert len(server.asked) == 3
+
+
+def hangs(count: int, body: dict) -> tuple[int, dict]:
+    time.sleep(1)
+    return of_labels(count, body)
+
+
+FAULTS = {
+    "refuses": (lambda count, body: (400, "no such field"), r"refused \(HTTP 400\): no such field", 1),
+    "breaks": (lambda count, body: (500, "x" * 1000), r"refused \(HTTP 500\): x{300}\.\.\. \(1000 characters\)", 2),
+    "hangs": (hangs, "gave no answer in 0.3 seconds", 2),
+    "no JSON": (lambda count, body: (200, "<html>"), "answered with no JSON: <html>", 1),
+    "too few": (
+        lambda count, body: (200, {"scores": [1]}),
+        r'answered with {"scores": \[1\]}; expected .* with 3 of',
+        1,
+    ),
+    "a text": (lambda count, body: (200, {"scores": [1, "good", 1]}), "returned 'good' .value 1., a str", 1),
+}
+
+
+@pytest.mark.parametrize(("answers", "message", "asked"), FAULTS.values(), ids=FAULTS)
+def test_a_scorers_fault_is_told(server: Server, answers: object, message: str, asked: int):
+    server.answers = answers
+    pool = load("http", server, retries=1, seconds=0.3)
+    with pytest.raises(RewardError, match=f"reward function http (?s:.*){message}"):
+        scores(pool)
+    assert len(server.asked) == asked
+
+
+def test_a_scorer_that_is_not_there_is_told():
+    with Server() as gone:
+        pass
+    with pytest.raises(RewardError, match=rf"{gone.url} does not answer \(ConnectError"):
+        scores(load("http", gone, retries=0))
+
+
+def test_a_key_that_is_not_passed_on_is_told(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SCORER_API_KEY", "abc")
+    with pytest.raises(RewardError, match="SCORER_API_KEY is not set here: set it, and name it in reward.pass_env"):
+        scores(load("http", server, api_key_env="SCORER_API_KEY"))
+    assert not server.asked
+
+
+def judged(text: str) -> dict:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def test_a_judge_is_asked_for_many_at_once_and_its_last_score_counts(server: Server):
+    def answers(count: int, body: dict) -> tuple[int, dict]:
+        time.sleep(0.2)
+        [message] = body["messages"]
+        return 200, judged(f"A score: 1 would be too much. {message['content']}")
+
+    server.answers = answers
+    template = "Task {prompt}, answer {response}, {{right}}: {label}. **Score:** 0.{label}"
+    with load("judge", server, model="judge-7b", template=template, temperature=0.5, concurrency=16) as pool:
+        start = time.monotonic()
+        assert scores(pool, 64) == [[float(f"0.{i}")] for i in range(64)]
+        assert time.monotonic() - start < 0.2 * 64 / 2
+    assert 8 < server.most_open <= 16
+    path, body, key = server.asked[0]
+    assert (path, key) == ("/v1/chat/completions", "")
+    assert body | {"messages": None} == {
+        **{"model": "judge-7b", "temperature": 0.5, "max_tokens": 512, "messages": None},
+    }
+    asked = {body["messages"][0]["content"] for _, body, _ in server.asked}
+    assert "Task p7, answer r7, {right}: 7. **Score:** 0.7" in asked and len(asked) == 64
+
+
+SCORES = {
+    **{"Score: 1": 1, "score = 0.75.": 0.75, "Score: **0.5**": 0.5, '{"score": 0.5}': 0.5, "**Score:** 1.": 1},
+    **{"Score: -1": -1, "Score: +1": 1, "Score: .5": 0.5, "Score: -.5": -0.5, "Score:\n\n-0.5": -0.5},
+    **{"Score: 1e-1": 0.1, "Score (0-1): 0.7": 0.7, "Score (1)": 1, "Score: 0.5, as": 0.5},
+    **dict.fromkeys(["Score: 1/2", "Score: 8 / 10", "Score: 12/20", "Score: 0.5/1", "Score: 50%", "Score: 0-1"]),
+    **dict.fromkeys(["Score: 1,5", "Score: 1.5.2", "Score: 1e", "Score: \u22121", "Score: 1st", "Score: none"]),
+}
+
+
+@pytest.mark.parametrize(("text", "score"), SCORES.items(), ids=range(len(SCORES)))
+def test_a_score_is_a_whole_number_of_a_judges_text(text: str, score: float | None):
+    assert list(map(float, re.findall(SCORE, text))) == ([] if score is None else [score])
+
+
+def test_a_judge_without_a_score_is_asked_again_and_costs_its_row_alone(server: Server):
+    def answers(count: int, body: dict) -> tuple[int, dict]:
+        return 200, judged("I cannot say." if "r1" in body["messages"][0]["content"] else "Score: 1")
+
+    server.answers = answers
+    with load("judge", server, {"on_error": "zero"}, model="m", retries=1) as pool:
+        assert scores(pool) == [[1.0], [], [1.0]]
+    assert len(server.asked) == 4
+    with pytest.raises(RewardError, match="the judge m at .* gave no score .*: I cannot say.(?s:.*)response 'r1'"):
+        scores(load("judge", server, model="m", retries=0))
+
+
+def test_an_answer_that_is_no_chat_completion_is_told(server: Server):
+    with pytest.raises(RewardError, match="answered with something else than a chat completion: {}"):
+        scores(load("judge", server, model="m"))
