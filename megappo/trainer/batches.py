@@ -8,10 +8,10 @@ from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
+from megappo.batch.step_batch import Batch
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.trainer.component import Batch
+from megappo.rollouts.record import Record
 from megappo.trainer.filtering import Chosen, choose_finished, choose_groups
-from megappo.trainer.record import Record
 from megappo.trainer.rollouts import Rollouts
 
 

@@ -13,17 +13,17 @@ from megappo.estimate.memory import Cluster
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
 from megappo.placement.ranks import placement_layouts
+from megappo.rollouts.datasets import load_datasets
+from megappo.rollouts.record import Record, Replay
 from megappo.runtime import platform
 from megappo.trainer.batches import SampledBatches
-from megappo.trainer.datasets import load_datasets
 from megappo.trainer.inference import NoEngines, connect, start_engines
 from megappo.trainer.models import build_models
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
 from megappo.trainer.progress import Progress
-from megappo.trainer.record import Record, Replay
-from megappo.trainer.rolling_out import RollingOut
+from megappo.trainer.rollout_only import RolloutOnly
 from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run
 from megappo.trainer.utilisation import Utilisation
@@ -43,7 +43,7 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
     layouts = placement_layouts(config, exchange.world_size)
     progress = Progress(asked, exchange)
     replayed = config.trainer.replay_rollouts
-    datasets = load_datasets(config, own, exchange)
+    datasets = load_datasets(config, own.workers, exchange)
     left_out = datasets.check(exchange)
     is_new = progress.checkpoint is None and not config.rollout.engines  # servers that run already may hold anything
     started = None
@@ -73,11 +73,11 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
     )
 
 
-def build_rolling_out(config: Config, own: OwnEngine, cleanup: ExitStack) -> RollingOut:
+def build_rollout_only(config: Config, own: OwnEngine, cleanup: ExitStack) -> RolloutOnly:
     """The parts of a run that only rolls out; arguments as of `build_run`."""
     exchange = Exchange(dist.group.WORLD)
     layout = placement_layouts(config, exchange.world_size)["rollout"]
-    datasets = load_datasets(config, own, exchange)
+    datasets = load_datasets(config, own.workers, exchange)
     left_out = datasets.check(exchange)
     record = Record(Path(config.trainer.record_rollouts), config, exchange)
     num_written, changed = record.going_on(datasets.train)
@@ -92,7 +92,7 @@ def build_rolling_out(config: Config, own: OwnEngine, cleanup: ExitStack) -> Rol
     rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
     num_drawn = record.num_drawn(num_written) if num_written else 0
     batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record, num_drawn=num_drawn)
-    return RollingOut(config.trainer, num_written, exchange, batches, observer, Timers())
+    return RolloutOnly(config.trainer, num_written, exchange, batches, observer, Timers())
 
 
 def _record(config: Config, exchange: Exchange) -> Record | None:

@@ -10,32 +10,10 @@ from dataclasses import dataclass, replace
 
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
-from megappo.batch.files import RowsFile
 from megappo.batch.rows import Rows
+from megappo.batch.step_batch import Batch
 from megappo.models.train_engine import MegatronEngine, Outputs
 from megappo.placement.layout import Layout
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A step's rows at their owners, and what every rank knows about all of them."""
-
-    rows: Rows
-    table: RowTable
-    owners: RankRows
-
-    def at_rank_0(self, exchange: Exchange) -> Rows:
-        """All rows with all of their fields on rank 0, none elsewhere; all ranks together."""
-        destinations = (tuple(range(len(self.table))), *[()] * (exchange.world_size - 1))
-        return exchange.move(self.rows, self.table, self.owners, destinations, list(self.rows.fields))
-
-    @classmethod
-    def read(cls, file: RowsFile, exchange: Exchange) -> "Batch":
-        """What `write_rows` wrote, at its owners, each of which reads its own."""
-        owners = file.table.split(exchange.world_size)
-        mine = owners[exchange.rank]
-        return cls(file.rows(mine[0], mine[-1] + 1) if mine else file.rows(0, 0), file.table, owners)
-
 
 MiniBatches = tuple[RankRows, ...]
 """How a component splits a step's rows: `[i][shard]` are the row numbers of mini-batch i."""

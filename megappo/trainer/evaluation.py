@@ -13,11 +13,11 @@ from megappo.config.eval_sets import EvalSet, eval_sets
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
+from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.responses import episode_metrics
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.datasets import Datasets
 from megappo.trainer.eval_statistics import names, of_prompt
 from megappo.trainer.rollouts import Rollouts
-from megappo.trainer.scoring import episode_metrics
 from megappo.trainer.statistics import value_parts
 from megappo.userland.forms import Graded
 

@@ -13,11 +13,11 @@ from itertools import chain
 from megappo.config.algorithm_section import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import merge_metrics
+from megappo.rollouts.responses import PartlyWanted, Scored
 from megappo.rollouts.sampler import Sample, Use
 from megappo.trainer.models import Phase
 from megappo.trainer.over_sampling import Wanted
 from megappo.trainer.rollouts import Responses, Rollouts
-from megappo.trainer.scoring import PartlyWanted, Scored
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError
 

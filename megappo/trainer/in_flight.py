@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.files import RowsFile, write_rows
+from megappo.batch.step_batch import Batch
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric
-from megappo.trainer.component import Batch, Scattered
+from megappo.trainer.component import Scattered
 from megappo.trainer.statistics import steps_of_ranks
 
 IN_FLIGHT = "in_flight.safetensors"

@@ -11,8 +11,8 @@ from megappo.runtime import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
-from megappo.trainer.build import build_rolling_out, build_run  # noqa: E402
-from megappo.trainer.evaluating import build_evaluating  # noqa: E402
+from megappo.trainer.build import build_rollout_only, build_run  # noqa: E402
+from megappo.trainer.eval_only import build_eval_only  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.own_engine import OwnEngine  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
@@ -27,10 +27,10 @@ def train(config: Config, own: OwnEngine, cleanup: ExitStack) -> None:
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     if config.trainer.eval_only:
-        build_evaluating(config, cleanup).run()
+        build_eval_only(config, cleanup).run()
         return
     if config.trainer.rollout_only:
-        build_rolling_out(config, own, cleanup).run()
+        build_rollout_only(config, own, cleanup).run()
         return
     run = build_run(config, own, cleanup)
     if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was

@@ -13,6 +13,7 @@ from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
+from megappo.batch.step_batch import Batch
 from megappo.config.schema import Config
 from megappo.models.offload import Offload
 from megappo.models.train_engine import OptimizerStep, Outputs, TrainedEngine
@@ -23,7 +24,7 @@ from megappo.placement.layout import Layout
 from megappo.placement.uses import LOAD, NOTHING
 from megappo.runtime import platform
 from megappo.table import resolved
-from megappo.trainer.component import Batch, Component, Scattered, gather, scatter_fields
+from megappo.trainer.component import Component, Scattered, gather, scatter_fields
 from megappo.trainer.objectives import LOSS_WEIGHTS
 from megappo.trainer.train_engines import build_engines
 from megappo.weights.buckets import all_finite

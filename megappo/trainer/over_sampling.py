@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megappo.rollouts.responses import SampleScoring
 from megappo.rollouts.sampler import ENOUGH_SECONDS
 from megappo.runtime.heartbeat import LIFE
-from megappo.trainer.scoring import SampleScoring
 from megappo.userland.forms import Graded
 
 

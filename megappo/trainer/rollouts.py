@@ -10,6 +10,7 @@ import torch
 
 from megappo.batch.exchange import Exchange, RankRows, RowTable, entries_of
 from megappo.batch.rows import Rows
+from megappo.batch.step_batch import Batch
 from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING
@@ -20,17 +21,9 @@ from megappo.engines.client import EngineError, EngineFault, Generation, Samplin
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
+from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import Episodes, episodes_of
-from megappo.rollouts.sampler import Sample, Sampled, Use, sample, store_counter
-from megappo.runtime.interruption import INTERRUPTION, Interrupted
-from megappo.runtime.listening import run_store
-from megappo.trainer.component import Batch
-from megappo.trainer.datasets import Datasets
-from megappo.trainer.over_sampling import Enough, Wanted
-from megappo.trainer.own_engine import OwnEngine
-from megappo.trainer.restarts import Restarts
-from megappo.trainer.sample_rows import check_known, masked, sample_rows, summed, with_scores
-from megappo.trainer.scoring import (
+from megappo.rollouts.responses import (
     PartlyWanted,
     SampleScoring,
     Scored,
@@ -38,7 +31,14 @@ from megappo.trainer.scoring import (
     nums_scores_of,
     told_means,
 )
-from megappo.trainer.told import kinds_told, told_fields
+from megappo.rollouts.sample_rows import check_known, masked, sample_rows, summed, with_scores
+from megappo.rollouts.sampler import Sample, Sampled, Use, sample, store_counter
+from megappo.rollouts.step_scores import kinds_told, told_fields
+from megappo.runtime.interruption import INTERRUPTION, Interrupted
+from megappo.runtime.listening import run_store
+from megappo.trainer.over_sampling import Enough, Wanted
+from megappo.trainer.own_engine import OwnEngine
+from megappo.trainer.restarts import Restarts
 from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError

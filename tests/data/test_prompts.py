@@ -213,7 +213,7 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from megappo.batch.exchange import Exchange
-    from megappo.trainer.datasets import Datasets
+    from megappo.rollouts.datasets import Datasets
 
     tokenizer = load_tokenizer(str(folder / "model"))
     config = Config.model_validate(
@@ -257,7 +257,7 @@ def check_unpacking(rank: int, world_size: int, folder: Path) -> None:
     import torch.distributed as dist
 
     from megappo.batch.exchange import Exchange
-    from megappo.trainer.datasets import unpacked_once
+    from megappo.rollouts.datasets import unpacked_once
 
     exchange = Exchange(dist.group.WORLD)
 

@@ -14,7 +14,7 @@ STEP = "megappo.models.train_engine"
 POINTS: dict[str, dict[str, Point]] = {
     "to the advantages": {
         "step": Point("megappo.trainer.loop:Trainer.step"),
-        "replay": Point("megappo.trainer.record:Replay.__call__"),
+        "replay": Point("megappo.rollouts.record:Replay.__call__"),
         "scatter": Point("megappo.trainer.models:Models.scatter", after=True),
         "old_log_probs": Point("megappo.trainer.component:Scattered.forward"),
         "values": Point("megappo.trainer.component:Scattered.forward", call=2),

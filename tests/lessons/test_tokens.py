@@ -18,8 +18,8 @@ from megappo.data.prompts import Prompt
 from megappo.observe.observer import NullObserver
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
+from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Responses, Rollouts
 from megappo.userland.environment_workers import Workers

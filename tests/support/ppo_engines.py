@@ -15,6 +15,7 @@ from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
+from megappo.batch.step_batch import Batch
 from megappo.config.schema import Actor, Config, Critic, Lora, Model, Optim, Parallel
 from megappo.models.build import ModelChunks, build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
@@ -22,7 +23,6 @@ from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import Head, LossFn, MegatronEngine, TrainedEngine
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
-from megappo.trainer.component import Batch
 from megappo.trainer.objectives import ActorLoss, critic_loss
 from megappo.weights.export import Export
 from megappo.weights.load import load_hf

@@ -12,8 +12,8 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import SamplingParams
 from megappo.observe.observer import NullObserver
+from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.datasets import Datasets
 from megappo.trainer.eval_statistics import of_prompt
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.own_engine import OwnEngine

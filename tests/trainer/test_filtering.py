@@ -15,11 +15,11 @@ from megappo.batch.exchange import Exchange
 from megappo.config.algorithm_section import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
+from megappo.rollouts.responses import SampleScoring, Scored
 from megappo.rollouts.sampler import Sample, Use, store_counter
 from megappo.trainer.filtering import _differ, choose_finished, choose_groups
 from megappo.trainer.over_sampling import Enough, Wanted
 from megappo.trainer.rollouts import Responses
-from megappo.trainer.scoring import SampleScoring, Scored
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError
 from megappo.userland.work import Scoring, Unit

@@ -13,8 +13,8 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineClient, EngineError, EngineFault
 from megappo.observe.observer import NullObserver
+from megappo.rollouts.datasets import Datasets
 from megappo.runtime.listening import run_store
-from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.restarts import EngineLost, EngineLostElsewhere, Restarts
 from megappo.trainer.rollouts import Rollouts

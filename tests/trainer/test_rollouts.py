@@ -18,13 +18,13 @@ from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError
 from megappo.observe.observer import NullObserver
 from megappo.rollouts.conversation import Segment
+from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import Episode
+from megappo.rollouts.responses import Scored
+from megappo.rollouts.sample_rows import check_known
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.datasets import Datasets
 from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Responses, Rollouts
-from megappo.trainer.sample_rows import check_known
-from megappo.trainer.scoring import Scored
 from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError

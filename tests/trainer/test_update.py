@@ -24,11 +24,12 @@ from tiny_models import hf_folder
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
+from megappo.batch.step_batch import Batch
 from megappo.placement.components import trained_components
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.ppo.conventions import PRESETS
-from megappo.trainer.component import Batch, Component
+from megappo.trainer.component import Component
 from megappo.trainer.statistics import steps_of_ranks, training_metrics
 from megappo.trainer.update import update_actor, update_critic
 

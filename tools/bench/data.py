@@ -32,7 +32,7 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import open_datasets
 from megappo.data.tokenizer import encode, load_tokenizer
-from megappo.trainer.datasets import Datasets, unpacked_once
+from megappo.rollouts.datasets import Datasets, unpacked_once
 
 KINDS = ("jsonl", "jsonl.gz", "parquet")
 RANKS = 2

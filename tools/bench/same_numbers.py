@@ -45,9 +45,9 @@ from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.preflight.arrangement import arrangement_errors  # noqa: E402
+from megappo.rollouts.datasets import Datasets  # noqa: E402
 from megappo.rollouts.sampler import Sample  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
-from megappo.trainer.datasets import Datasets  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.models import build_models  # noqa: E402

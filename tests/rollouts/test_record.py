@@ -12,7 +12,7 @@ from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.trainer.record import Record, Replay
+from megappo.rollouts.record import Record, Replay
 
 ROWS = Rows(
     *(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)),

@@ -1,6 +1,7 @@
 """What a run reads: the tokenizer and the prompts."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -15,7 +16,7 @@ from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datas
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.data.unpacking import Write, unpacked
 from megappo.placement.components import shared_vocabulary
-from megappo.trainer.own_engine import OwnEngine
+from megappo.userland.environment_workers import Workers
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,16 @@ class Datasets:
         return self._held_out[name]
 
 
-def load_datasets(config: Config, own: OwnEngine, exchange: Exchange) -> Datasets:
+def load_datasets(config: Config, workers: Mapping[str, Workers], exchange: Exchange) -> Datasets:
     """The prompts of a run, which are yet to be checked; all ranks together.
 
     Args:
-        own: has reward functions and environments, on some ranks; what these take of the records is read on all.
+        workers: reward functions and environments of each task, on the ranks that own an engine. Every rank reads the
+            fields that they take.
     Raises:
         ConfigError: the tokenizer or a file cannot be used.
     """
-    of_ranks = exchange.share({name: workers.takes for name, workers in own.workers.items()})
+    of_ranks = exchange.share({name: one.takes for name, one in workers.items()})
     takes = next(filter(None, of_ranks), {})
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -11,14 +12,13 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.files import RowsFile, RowsFileError, write_rows
 from megappo.batch.folders import rows_file
 from megappo.batch.rows import Rows
+from megappo.batch.step_batch import Batch
 from megappo.checkpoint.durable import put_durably
 from megappo.config.algorithm_checks import step_scores_errors
 from megappo.config.describe import show
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.trainer.component import Batch
-from megappo.trainer.models import Phase
 from megappo.userland.builtin import BUILTIN
 from megappo.userland.spec import parse_spec
 
@@ -149,7 +149,10 @@ class Replay:
         """As of `SampledBatches`: a batch for each step."""
 
     def __call__(
-        self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
+        self,
+        step: int,
+        phase: Callable[[str], AbstractContextManager[None]],
+        when_sampled: Callable[[], None] = lambda: None,
     ) -> tuple[Batch, dict[str, Any]]:
         """A step's rows at their owners, each of which reads its own, and metrics.
 

@@ -6,8 +6,8 @@ from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
 from megappo.rollouts.conversation import Segment
 from megappo.rollouts.episodes import Episode
+from megappo.rollouts.sample_rows import masked, sample_rows, with_scores
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.sample_rows import masked, sample_rows, with_scores
 
 PROMPTS = [Prompt(i, [5, 6], "", None) for i in range(2)]
 

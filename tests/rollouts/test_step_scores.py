@@ -17,9 +17,9 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.rollouts.conversation import Segment
 from megappo.rollouts.episodes import Episode
+from megappo.rollouts.sample_rows import sample_rows, summed, with_scores
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.sample_rows import sample_rows, summed, with_scores
-from megappo.trainer.told import completing, kinds_told, step_rewards, told_fields
+from megappo.rollouts.step_scores import completing, kinds_told, step_rewards, told_fields
 from megappo.userland.forms import Graded
 
 TEXTS = (

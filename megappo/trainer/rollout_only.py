@@ -14,7 +14,7 @@ from megappo.trainer.statistics import row_metrics
 
 
 @dataclass
-class RollingOut:
+class RolloutOnly:
     """Writes the rollouts of every step on record, all by the weights of model.path.
 
     Attributes:

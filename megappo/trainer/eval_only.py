@@ -24,9 +24,9 @@ from megappo.observe.observer import NullObserver, Observer
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import placement_layouts
 from megappo.preflight.resuming import with_own_folder
+from megappo.rollouts.datasets import Datasets, load_datasets
 from megappo.runtime.listening import run_store
 from megappo.trainer.build import make_observer
-from megappo.trainer.datasets import Datasets, load_datasets
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import connect, start_engines
 from megappo.trainer.models import Models, build_models
@@ -37,7 +37,7 @@ from megappo.trainer.rollouts import Rollouts
 
 
 @dataclass
-class Evaluating:
+class EvalOnly:
     """Evaluates once.
 
     Attributes:
@@ -68,7 +68,7 @@ class Evaluating:
         write_durably(folder / CONFIG_FILE, dump_config(self.config))
 
 
-def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
+def build_eval_only(asked: Config, cleanup: ExitStack) -> EvalOnly:
     """The parts of a run that only evaluates; arguments as of `build_run`."""
     exchange = Exchange(dist.group.WORLD)
     checkpoint = _checkpoint(asked, exchange)
@@ -76,7 +76,7 @@ def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
     config = with_own_folder(asked, weights)
     layouts = placement_layouts(config, exchange.world_size)
     own = start_engine(config, layouts["rollout"], exchange.rank, run_store(), cleanup)
-    datasets = load_datasets(config, own, exchange)
+    datasets = load_datasets(config, own.workers, exchange)
     left_out = datasets.check(exchange)
     # Engines that the run starts read model.path themselves; what others hold is not known.
     needs_actor = checkpoint is not None or bool(config.rollout.engines)
@@ -92,7 +92,7 @@ def build_evaluating(asked: Config, cleanup: ExitStack) -> Evaluating:
         with phase("sync"):
             engines = connect(config, layouts, started, models, probe, phase)
             engines.first_sync(verify=config.proves_weights, as_loaded=False)
-    return Evaluating(config, weights, step, datasets, rollouts, observer)
+    return EvalOnly(config, weights, step, datasets, rollouts, observer)
 
 
 def _checkpoint(config: Config, exchange: Exchange) -> Path | None:
