@@ -28,7 +28,7 @@ from megappo.config.transports import AUTO, TRANSPORTS
 
 class Sync(Section):
     transport: Annotated[str, OneOf(TRANSPORTS, AUTO)] = Field(AUTO, description="way of the weights to the engines: ipc (CUDA handles; shared memory on a CPU) needs the engine's first rank among the actor's (all of them where the engine is on several nodes), broadcast that the engine is not on the GPU of a rank that sends, disk a file system that all nodes share; auto = ipc where it can be, else broadcast")
-    bucket_bytes: Bytes | None = Field(None, description="bytes of weights handed to the engine at a time, two such buckets being in flight; null = 2 GiB (on a CPU: 128 MiB, and what one rank has whole is read in place)")
+    bucket_bytes: Bytes | None = Field(None, description="bytes of weights handed to the engine at a time, two such buckets being in flight; null = 2 GiB (on a CPU: 128 MiB)")
     verify: bool = Field(True, description="before training, overwrite the engines' weights, sync, and compare the engines' own checksums with those of the weights they had loaded")
     probe_interval: NonNegative = Field(1, description="after the first sync and every so many after it, each engine continues a few prompts, and the actor must agree about the log-probs; 0 = only the rollouts are compared")
     probe_tolerance: PositiveFloat = Field(0.05, description="warn, and count it, when trainer and engine log-probs of the probe or the rollouts differ by more than this on average (fp32: 1e-3), and stop when by more than 5 times this")

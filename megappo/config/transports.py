@@ -26,7 +26,6 @@ class Transport:
             own tensors: `Link.addresses` has them all, `TensorSpec.sender` says whose a tensor is.
         each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that
             each hands over what is on its own GPU: with `Link.peers`, and on all but the first with None for a client.
-        in_place: without `sender`, on a CPU: where all that the engine needs is on its node, it reads it where it is.
         adapters: the same way for the adapters alone of a model whose other weights engines have (actor.lora): their
             ends are sent one bucket, which holds them all. None = it has no such way.
     """
@@ -36,7 +35,6 @@ class Transport:
     needs_other_gpu: bool = False
     each_stage: bool = False
     each_rank: bool = False
-    in_place: bool = False
     adapters: "Transport | None" = None
 
 
@@ -46,7 +44,6 @@ TRANSPORTS: Table[Transport] = Table(
         "ipc": Transport(
             "megappo.sync.ipc:HandleSender",
             each_rank=True,
-            in_place=True,
             adapters=Transport("megappo.sync.adapters:AdapterHandles", each_rank=True),
         ),
         "broadcast": Transport(

@@ -15,7 +15,6 @@ from typing import IO, Any
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.schema import Lora, Rollout
 from megappo.engines.client import EngineError
-from megappo.engines.in_place import LOADER, PIECE_BYTES
 from megappo.engines.server_keeper import remove_stale_loads, remove_traces
 from megappo.runtime import platform
 from megappo.runtime.cores import usable
@@ -33,7 +32,6 @@ CPU_ARGUMENTS = {
     "skip_server_warmup": True,
     "max_total_tokens": 65536,
 }
-OWN_CPU_ARGUMENTS = CPU_ARGUMENTS | {"custom_weight_loader": [LOADER]}
 GPU_ARGUMENTS = {
     "enable_memory_saver": True,  # sleep() frees the memory for the trainer
     "cuda_graph_backend_prefill": "disabled",  # SGLang's default there refuses graphs that sleep
@@ -46,10 +44,6 @@ SPIN_COUNT = "3000"
 150 tokens/s with one thread; with two 160 if they look 1,000 times, 198 at 2,000, 212 at 3,000, 221 at 6,000 and more.
 Where something else has one of the cores it is 147 with one thread; with two 113, 91 at 3,000, 73 at 6,000. That is an
 Intel Xeon, whose pauses between two looks are long; on an AMD EPYC 1,000 were as good as more on idle cores."""
-STREAMED_COPIES = f"glibc.cpu.x86_non_temporal_threshold={PIECE_BYTES:#x}"
-"""Of GLIBC_TUNABLES, for engines on a CPU: memcpy of a piece of weights, or of anything as large, goes past the caches;
-else it first reads what it overwrites. glibc's own threshold grows with the caches: 182 MiB on an Intel Xeon that has
-480, where 512 MiB of pieces took 82 ms, and 46 so; 192 MiB on an AMD EPYC: 70 and 45 ms."""
 LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
 """Bytes of the name of a folder that holds those; a socket's may have 107."""
 MODELS = "megappo.engines.sglang_models"
@@ -97,7 +91,7 @@ def server_arguments(
         "incremental_streaming_output": False,  # the last event of a response holds all of it
         "max_running_requests": rollout.max_running_requests,
         "log_level": "warning",
-        **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else OWN_CPU_ARGUMENTS),
+        **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else CPU_ARGUMENTS),
         **({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {}),
         **(_adapter_arguments(lora, on_gpu=on_gpu) if lora else {}),
         **rollout.server_args,
@@ -148,7 +142,6 @@ def environment(
     if gpu_ids:
         variables = GPU_VARIABLES | with_toolkit(_without_expandable_segments(variables))
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
-    variables["GLIBC_TUNABLES"] = ":".join(filter(None, [STREAMED_COPIES, variables.get("GLIBC_TUNABLES")]))
     return _cpu_threads(variables, tensor_parallel, index, num_threads)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 # Set in `launch` and in Engine; a user's value would break the client, the safety or the placement.
 RESERVED = {"model_path", "host", "port", "api_key", "admin_api_key", "skip_tokenizer_init", "tokenizer_worker_num"}
 RESERVED |= {"tp_size", "random_seed", "nnodes", "node_rank", "dist_init_addr", "base_gpu_id", "gpu_id_step"}
-RESERVED |= {"custom_weight_loader", "incremental_streaming_output"}
+RESERVED |= {"incremental_streaming_output"}
 RESERVED |= {"enable_lora", "max_lora_rank", "lora_target_modules", "lora_paths", "max_loras_per_batch"}
 RESERVED |= {"lora_strict_loading", "enable_weights_cpu_backup"}
 PARSERS = "srt/function_call/function_call_parser.py"

@@ -2,8 +2,7 @@
 
 By storage, not by tensor: parameters, main parameters and optimizer states are views of each other's memory, in ways
 that depend on dtype and optimizer, and so nothing has to be pointed anew. On a GPU a storage that sleeps has size 0,
-and its content lies in pinned host memory. On a CPU it keeps its size, since an engine may share it, and holds NaN:
-what uses it all the same shows.
+and its content lies in pinned host memory. On a CPU it keeps its size and holds NaN, so that using it anyway shows.
 
 The copies of one kind share their memory (`host_copies`). torch's allocator of pinned memory rounds each allocation up
 to a power of two (torch 2.14.1, ATen/core/CachingHostAllocator.h), so that copies of their own would take up to twice

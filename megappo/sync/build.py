@@ -1,7 +1,6 @@
 """The way of the weights during a run, made from its route: what each rank has of it."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
@@ -16,7 +15,6 @@ from megappo.engines.client import EngineClient
 from megappo.models.train_engine import MegatronEngine
 from megappo.runtime import platform
 from megappo.sync.adapters import adapter_shapes
-from megappo.sync.in_place import Shards
 from megappo.sync.route import Route
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Link, Receiver, Sender
@@ -38,13 +36,12 @@ def build_sync(
     actor: MegatronEngine | None,
     client: EngineClient | None,
     exchange: Exchange,
-    tell: Callable[[str], object] = print,
 ) -> WeightSync:
     """The way of the actor's weights to the engines; all ranks together, once the engines are up.
 
     Args:
         architecture: the language model's.
-        actor: this rank's part. client: of the engine that this rank owns. tell: see `WeightSync`.
+        actor: this rank's part. client: of the engine that this rank owns.
     Raises:
         ConfigError: the route cannot be on these GPUs.
     """
@@ -84,9 +81,7 @@ def build_sync(
         bucket_bytes=bucket_bytes,
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
-        shards=Shards(source, tensors, exchange) if route.reads_in_place(on_gpus=on_gpus) else None,
         sender=0 if export is None else export.sender,
-        tell=tell,
     )
 
 

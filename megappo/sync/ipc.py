@@ -6,8 +6,6 @@ SGLang: importing it takes a trainer rank seconds and patches torch. SGLang's Sa
 
 import base64
 import io
-import json
-from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import reductions
 
-from megappo.engines.client import EngineClient, EngineFault
-from megappo.engines.in_place import ANSWER_BYTES, LOADER
+from megappo.engines.client import EngineClient
 from megappo.runtime import platform
-from megappo.sync.in_place import Listing
-from megappo.sync.shared_memory import SharedMemory, shared_bytes
+from megappo.sync.shared_memory import SharedMemory
 from megappo.sync.transport import FLATTENED_BUCKET, Link, Sender
 from megappo.weights.buckets import Bucket
 
-NO_ANSWER = '{"failed": "it has not said whether it has"}'
 DEVICE_ARGUMENT = 6  # position of the device among reductions.rebuild_cuda_tensor's arguments
 
 
@@ -33,8 +28,6 @@ class HandleSender(Sender):
 
     Peers have the engine's ranks read their own GPUs, or their own node's memory: to read the owner's takes each of
     them a CUDA context there, of half a GB, and access from GPU to GPU.
-
-    On a CPU the engine also reads the shards of all ranks of its node where they are (`megappo/engines/in_place.py`).
 
     Args:
         client: the engine's, where this rank owns it.
@@ -45,33 +38,10 @@ class HandleSender(Sender):
         self.peers = link.peers
         self.num_ranks = link.config.rollout.tensor_parallel
         self.memory = None if platform.has_cuda() else SharedMemory()
-        self._answers: list[torch.Tensor] = []  # a memory for each of the engine's ranks
-        self._generation = ""  # what it knows the listing of
 
     def open(self) -> None:
         if self.client is not None:
             self.client.begin_weight_update()
-
-    def read(self, listing: Listing, leaving: Sequence[str]) -> str:
-        request: dict[str, Any] = {"generation": listing.generation, "leaving": [*leaving]}
-        if listing.generation != self._generation:
-            request["listing"] = listing.as_json()
-        self._answers = self._answers or [shared_bytes(ANSWER_BYTES) for _ in range(self.num_ranks)]
-        for answer in self._answers:
-            answer.zero_()
-        text = json.dumps(request)
-        payloads = [_serialize([(text, answer)]) for answer in self._answers]
-        self._post(payloads, LOADER)
-        if self.client.has_failed:
-            return ""
-        answers = [bytes(answer.tolist()).rstrip(b"\0") for answer in self._answers]
-        told = [json.loads(answer or NO_ANSWER) for answer in answers]
-        for answer in told:
-            if "failed" in answer:
-                why = f"{self.client.url} could not read the actor's weights: {answer['failed']}"
-                self.client.fail(EngineFault(why))
-        self._generation = listing.generation
-        return next((answer["refused"] for answer in told if "refused" in answer), "")
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self._send({"flattened_tensor": flat, "metadata": _places(bucket)}, FLATTENED_BUCKET)

@@ -21,7 +21,6 @@ class EngineRoute:
         stays_awake: it need not, as there is memory for both.
         is_external: it is elsewhere, on none of their GPUs.
         spans_nodes: its ranks are on several nodes.
-        is_near: its ranks and all of the actor's from which its owner could gather the weights are on one node.
     """
 
     transport: str
@@ -30,7 +29,6 @@ class EngineRoute:
     shares_gpus: bool
     is_external: bool = False
     spans_nodes: bool = False
-    is_near: bool = True
     stays_awake: bool = False
 
     @property
@@ -81,10 +79,6 @@ class Route:
         """The actor's ranks that need whole tensors."""
         found = [self.senders if engine.entry.sender else self.ends(engine, on_gpus=on_gpus) for engine in self.engines]
         return frozenset().union(*found)
-
-    def reads_in_place(self, *, on_gpus: bool) -> bool:
-        """Whether all engines read the actor's shards where they are, so that nothing need be gathered."""
-        return not on_gpus and all(engine.entry.in_place and engine.is_near for engine in self.engines)
 
     @property
     def shares_nccl(self) -> bool:
@@ -151,8 +145,7 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
         ranks = rollout.block(0, number)
         shares_gpus = not (external or models.isdisjoint(ranks))
         spans_nodes = _are_apart(ranks, ranks_per_node)
-        is_near = not _are_apart({*ranks, *layouts["actor"].gathering(ranks[:1])}, ranks_per_node)
-        facts = ranks, shares_gpus, external, spans_nodes, is_near, config.rollout.sleep == "never"
+        facts = ranks, shares_gpus, external, spans_nodes, config.rollout.sleep == "never"
         ways = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry is not None}
         is_open = (
             way for way in ways.values() if way.entry.sender or (not external and set(way.sources) <= set(actor))

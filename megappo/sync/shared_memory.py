@@ -1,15 +1,11 @@
-"""Shared memory, in which an engine on a CPU reads weights: buckets, and the model itself."""
-
-import contextlib
-from collections.abc import Iterator, Sequence
+"""Shared memory, from which an engine on a CPU reads buckets of weights."""
 
 import torch
 import torch.multiprocessing
 
 
 class SharedMemory:
-    """Two buffers, kept from sync to sync: fresh pages cost more time than the copy into them; and the model's memory,
-    moved here the first time."""
+    """Two buffers, kept from sync to sync: fresh pages cost more time than the copy into them."""
 
     def __init__(self) -> None:
         # torch's default passes descriptors, which an unrelated process cannot take.
@@ -26,29 +22,21 @@ class SharedMemory:
             self._buffers[0] = shared_bytes(size)
         return self._buffers[0][:size]
 
-    def move(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have tensors of the model's here, while nothing else uses them."""
-        with _room(sum(tensor.nbytes for tensor in tensors)):
-            for tensor in tensors:
-                tensor.share_memory_()  # moves it, and all that lies in the same storage, the first time
-
 
 def shared_bytes(size: int) -> torch.Tensor:
-    """uint8 [size], in shared memory from the start: sharing it later would copy it."""
-    with _room(size):
-        return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
+    """uint8 [size], in shared memory from the start: sharing it later would copy it.
 
-
-@contextlib.contextmanager
-def _room(num_bytes: int) -> Iterator[None]:
-    """Say what to do when there is no room for so much in shared memory."""
+    Raises:
+        MemoryError: /dev/shm is too small.
+    """
     try:
-        yield
+        storage = torch.UntypedStorage._new_using_filename_cpu(size)
     except RuntimeError as error:
         if "unable to allocate shared memory" not in str(error):
             raise
         raise MemoryError(
-            f"no room for {num_bytes / 2**30:.2f} GiB of weights in shared memory, from which an engine on the CPU "
-            "takes them: enlarge /dev/shm to the actor's size and two rollout.sync.bucket_bytes (docker run "
-            f"--shm-size=...), or set rollout.sync.transport to broadcast ({error})"
+            f"no room for {size / 2**30:.2f} GiB of weights in shared memory, from which an engine on the CPU takes "
+            "them: enlarge /dev/shm to two rollout.sync.bucket_bytes (docker run --shm-size=...), or set "
+            f"rollout.sync.transport to broadcast ({error})"
         ) from error
+    return torch.empty(0, dtype=torch.uint8).set_(storage)

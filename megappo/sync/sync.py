@@ -1,16 +1,14 @@
-"""Resharding the actor's weights into the engines: these read its shards where they are, or else they are gathered
-bucket by bucket, each handed over while the next comes."""
+"""Weight sync: reshard the actor's weights into the engines, bucket by bucket, each sent while the next is gathered."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from megappo.sync.in_place import Shards
 from megappo.sync.transport import Receiver, Sender
 from megappo.weights.buckets import Bucket, TensorSpec, all_finite, in_turns, num_bytes, views
 
@@ -36,13 +34,11 @@ class WeightSync:
     Attributes:
         tensors: the model's, the same on every rank, in the order in which they are gathered.
         source: gives them, on all ranks that must join in gathering.
-        shards: where engines read them instead, if they may, until one cannot.
         senders, receivers: this rank's ends of transports.
         expected: name -> shape of every tensor the engines have.
         barrier: waits for all ranks of the run.
         engines_keep: the engines keep their weights from one sync to the next.
         sender: the `sender` of the tensors that this rank gathers, and sends if it has senders.
-        tell: is told that the engines cannot read the shards.
     Raises:
         ValueError: a tensor is unknown to the engines, of another shape there, or missing; each named.
     """
@@ -55,9 +51,7 @@ class WeightSync:
     bucket_bytes: int
     barrier: Callable[[], object]
     engines_keep: bool
-    shards: Shards | None = None
     sender: int = 0
-    tell: Callable[[str], object] = print
 
     def __post_init__(self) -> None:
         check_tensors(self.tensors, self.expected)
@@ -77,9 +71,8 @@ class WeightSync:
         started = time.perf_counter()
         tensors = self._stale(changed)
         if tensors:
-            if not self._read_in_place(tensors):
-                self._send(tensors)
-                self.barrier()
+            self._send(tensors)
+            self.barrier()
             for receiver in self.receivers:
                 receiver.close()
             self._sent = True
@@ -94,27 +87,6 @@ class WeightSync:
         if not (self._sent and self.engines_keep):
             return self.tensors
         return [tensor for tensor in self.tensors if not tensor.is_frozen] if changed else []
-
-    def _read_in_place(self, tensors: Sequence[TensorSpec]) -> bool:
-        """Have the engines read the shards where they are, if they can. All ranks wait until they have."""
-        if self.shards is None:
-            return False
-        wanted = {tensor.name for tensor in tensors}
-        leaving = [tensor.name for tensor in self.tensors if tensor.name not in wanted]
-        with self._threads() as threads:
-            pending = [threads.submit(sender.open) for sender in self.senders]
-            listing = self.shards.listing()
-            wait_for(pending)
-            pending = [threads.submit(sender.read, listing, leaving) for sender in self.senders]
-            check_each_finite((part.name, part.tensor) for part in self.shards.parts())
-            refusals = [future.result() for future in pending]
-            for sender in self.senders:
-                sender.close()
-        refused = next(filter(None, sum(self.shards.exchange.share(refusals), [])), None)
-        if refused is not None:
-            self.tell(f"WARNING: the actor's weights are gathered for the engines, which takes longer: {refused}")
-            self.shards = None
-        return refused is None
 
     def _send(self, tensors: Sequence[TensorSpec]) -> None:
         """Two buckets are in flight: one is gathered while the one before is sent."""
@@ -193,13 +165,9 @@ def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
         FloatingPointError: names a tensor with values that are not.
     """
     # On a GPU it waits until the bucket is there, which the sender, on a thread of its own, relies on.
-    if not all_finite(flat.view(bucket[0].dtype)):
-        check_each_finite(views(bucket, flat))
-
-
-def check_each_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """As `check_finite`, of tensors that lie apart."""
-    for name, tensor in tensors:
+    if all_finite(flat.view(bucket[0].dtype)):
+        return
+    for name, tensor in views(bucket, flat):
         if not all_finite(tensor):
             raise FloatingPointError(
                 f"weight sync: {name} holds values that are not finite: the actor's weights are corrupt, or were "

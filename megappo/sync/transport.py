@@ -1,8 +1,7 @@
 """What a transport is made of: the end that has the weights, and the end that tells an engine of them.
 
 Each is three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the other, while
-the next bucket is gathered. All senders close; then, when all ranks have come so far, all receivers. Where engines read
-the shards where they are (see `Route.reads_in_place`), `read` takes the place of `send`.
+the next bucket is gathered. All senders close; then, when all ranks have come so far, all receivers.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
 from megappo.config.schema import Config
-from megappo.sync.in_place import Listing
 from megappo.sync.shared_memory import SharedMemory
 from megappo.weights.buckets import Bucket
 
@@ -72,16 +70,8 @@ class Sender:
         """Send a bucket, `flat` being its memory (see `views`), and return when that may be used again."""
         raise NotImplementedError
 
-    def read(self, listing: Listing, leaving: Sequence[str]) -> str:
-        """Have the engine read the shards where they are, but for the tensors of these names.
-
-        Returns:
-            Why its model cannot have its weights so; "" = it has them.
-        """
-        raise NotImplementedError
-
     def close(self) -> None:
-        """After the last bucket, or `read`."""
+        """After the last bucket."""
 
     def abort(self) -> None:
         """Instead of `close`, when something could not be sent."""

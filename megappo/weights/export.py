@@ -40,20 +40,6 @@ class ExportedTensor(TensorSpec):
         return self.piece.shard_dim is None, self.piece.expert is not None
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a tensor of an export.
-
-    Attributes:
-        start: its first element's index in each dimension of the tensor.
-        tensor: the part.
-    """
-
-    name: str
-    start: tuple[int, ...]
-    tensor: torch.Tensor
-
-
 class Export:
     """A model's weights as whole Hugging Face tensors, on this rank of the component.
 
@@ -116,28 +102,6 @@ class Export:
         """Everything, [(Hugging Face name, full tensor)] after another; all ranks that take part run it to its end."""
         for bucket in into_buckets(self.tensors, bucket_bytes):
             yield views(bucket, self.gather(bucket))
-
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """All that this rank has of the tensors, as the model has it; in an order that stays."""
-        return [self._parameters[name] for name in sorted(set(self._held.values()))]
-
-    def parts(self) -> Iterator[Part]:
-        """The same, as parts of the tensors, where the model has them; without padding of the vocabulary."""
-        for tensor in self.tensors:
-            if tensor.name in self._held:
-                yield from self._parts(tensor.piece, self._shard_of(tensor))
-
-    def _parts(self, piece: Piece, shard: torch.Tensor) -> Iterator[Part]:
-        """A shard, [groups, rows per group, ...], by groups: each lies apart from the others."""
-        start = [0] * len(piece.shape)
-        if piece.shard_dim is not None:
-            start[piece.shard_dim] = cut_over(piece, self.groups).rank() * piece.shard_shape[piece.shard_dim]
-        for group in shard:
-            rows = min(len(group), piece.shape[0] - start[0])
-            if rows > 0:
-                yield Part(piece.name, tuple(start), group[:rows])
-            start[0] += len(group)
 
     @torch.no_grad()
     def gather(self, bucket: Sequence[ExportedTensor], flat: torch.Tensor | None = None) -> torch.Tensor:

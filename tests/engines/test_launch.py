@@ -16,7 +16,6 @@ from megappo import train
 from megappo.architecture.families import FAMILIES
 from megappo.config.schema import Config, Rollout
 from megappo.engines import launch
-from megappo.engines.in_place import PIECE_BYTES
 from megappo.runtime import platform
 
 
@@ -134,25 +133,6 @@ def test_threads_of_an_engine_on_a_cpu(policy, spins, monkeypatch):
     assert variables["SGLANG_CPU_OMP_THREADS_BIND"] == "2,3|5,7"
     second = launch.environment([], 2, Path("/tmp/x"), index=1, num_threads=1)
     assert second["SGLANG_CPU_OMP_THREADS_BIND"] == "5|7", "the first engine has cores of its own"
-
-
-LINKER = Path("/lib64/ld-linux-x86-64.so.2")
-THRESHOLD = "glibc.cpu.x86_non_temporal_threshold"
-
-
-@pytest.mark.skipif(not LINKER.exists(), reason="glibc on x86-64 alone copies so, and says so from 2.33 on")
-@pytest.mark.parametrize(
-    "said, found",
-    [(None, PIECE_BYTES), ("glibc.malloc.arena_max=1", PIECE_BYTES), (f"{THRESHOLD}=0x500000", 0x500000)],
-)
-def test_pieces_of_weights_are_large_enough_for_glibc_to_copy_them_past_the_caches(said, found, monkeypatch):
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if said is not None:
-        monkeypatch.setenv("GLIBC_TUNABLES", said)
-    variables = launch.environment([], 1, Path("/tmp/x"))
-    listed = subprocess.run([LINKER, "--list-tunables"], env=variables, capture_output=True, text=True, check=True)
-    [value] = [line.split()[1] for line in listed.stdout.splitlines() if line.startswith(f"{THRESHOLD}:")]
-    assert int(value, 16) == found
 
 
 @pytest.mark.parametrize("said, found", [(None, "1"), ("8,2", "8,2")])

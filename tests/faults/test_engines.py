@@ -56,7 +56,7 @@ def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):
     series.harm(Point("megappo.trainer.rollouts:Rollouts.sample", call=2, rank=0), "kill rank")
     assert series.latest == "step_00000001"
     series.harm(Point("megappo.trainer.rollouts:Rollouts.collect"), "kill launcher")
-    series.harm(Point("megappo.sync.sync:WeightSync._read_in_place", call=2, rank=0), "kill all")
+    series.harm(Point("megappo.sync.sync:WeightSync._send", call=2, rank=0), "kill all")
     series.harm(Point("megappo.rollouts.record:Record.write", call=2, rank=0), "kill rank")
     series.harm(Point("megappo.trainer.rollouts:Rollouts.sample", rank=0), "SIGTERM")
     series.finish()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.families import HeadKind
+from megappo.architecture.parameters import is_adapter
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
@@ -26,6 +27,7 @@ from megappo.placement.layout import Layout
 from megappo.trainer.objectives import ActorLoss, critic_loss
 from megappo.weights.export import Export
 from megappo.weights.load import load_hf
+from megappo.weights.shards import cut_over, decompose, global_parameters, table_of
 
 TEMPERATURE = 0.7
 OPTIM = Optim(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_grad=0.05)
@@ -189,11 +191,16 @@ def adapter_matrix(name: str, shape: Sequence[int]) -> torch.Tensor:
 
 def fill_adapters(chunks: ModelChunks, architecture: Architecture, groups: ComponentGroups) -> None:
     """Set the adapters to `adapter_matrix`."""
-    export = Export(chunks, architecture, groups, adapters=True)
-    shapes = {tensor.name: tensor.shape for tensor in export.tensors}
-    for part in export.parts():
-        places = tuple(slice(at, at + size) for at, size in zip(part.start, part.tensor.shape, strict=True))
-        part.tensor.copy_(adapter_matrix(part.name, shapes[part.name])[places])
+    table = table_of(architecture, groups)
+    for name, parameter in global_parameters(chunks).items():
+        if is_adapter(name):
+            [piece] = table[name].pieces
+            matrix = adapter_matrix(piece.name, piece.shape)
+            if piece.shard_dim is not None:
+                cut = cut_over(piece, groups)
+                matrix = matrix.chunk(cut.size(), piece.shard_dim)[cut.rank()]
+            part = decompose(parameter, table[name])[piece.name]
+            part.copy_(matrix.view_as(part))
 
 
 def exported_adapters(engine: TrainedEngine, architecture: Architecture) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,11 +28,10 @@ from megappo.engines.client import EngineClient
 from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.sync.in_place import Shards
 from megappo.sync.proof import check_log_probs
 from megappo.sync.sync import Source, WeightSync
 from megappo.trainer.component import Component
-from megappo.weights.buckets import TensorSpec, views
+from megappo.weights.buckets import views
 from megappo.weights.export import Export
 
 TOLERANCE = 1e-4
@@ -117,28 +115,20 @@ class Actor:
         self.clients = [EngineClient(address.url, address.api_key, timeout=60.0) for address in own]
 
     def push(self, corrupt: Callable[[Export], Source] = lambda export: export) -> None:
-        """Gathered, on the actor's ranks."""
+        """Sync the weights, on the actor's ranks."""
         if self.engine is not None:
-            export = self._export()
-            self._sync(export.tensors, corrupt(export) if export.joins else None, BUCKET_BYTES)()
+            self.make_sync(corrupt)()
 
-    def make_sync(self, tell: Callable[[str], object] = pytest.fail, bucket_bytes: int = BUCKET_BYTES) -> WeightSync:
-        """By which the engines read the shards where they are, on all ranks."""
-        export = None if self.engine is None else self._export()
-        tensors = self.exchange.share(None if export is None else export.tensors)[0]
-        source = export if export is not None and export.joins else None
-        return self._sync(tensors, source, bucket_bytes, shards=Shards(source, tensors, self.exchange), tell=tell)
-
-    def _export(self) -> Export:
-        return Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups, needing={0})
-
-    def _sync(
-        self, tensors: Sequence[TensorSpec], source: Source | None, bucket_bytes: int, **options: Any
+    def make_sync(
+        self, corrupt: Callable[[Export], Source] = lambda export: export, bucket_bytes: int = BUCKET_BYTES
     ) -> WeightSync:
+        export = Export(self.engine.chunks, read_architecture(self.folder), self.engine.groups, needing={0})
+        source = corrupt(export) if export.joins else None
         pairs = zip(self.clients, self.addresses, strict=False)
         senders = [handle_sender(client, address.tensor_parallel) for client, address in pairs]
-        options |= {"barrier": lambda: None, "engines_keep": False}
-        return WeightSync(tensors, source, senders, [], self.addresses[0].shapes, bucket_bytes=bucket_bytes, **options)
+        shapes = self.addresses[0].shapes
+        options = {"bucket_bytes": bucket_bytes, "barrier": lambda: None, "engines_keep": False}
+        return WeightSync(export.tensors, source, senders, [], shapes, **options)
 
     def differences(self, expected: list[list[float]]) -> tuple[float, float]:
         """Largest and mean distance of the engines' log-probs from the trainer's, which must be those expected."""
@@ -183,14 +173,13 @@ def check_synced(
         actor = Actor(addresses, name, folder, layouts[name], sequence=layouts[name].tensor > 1)
         before, _ = actor.differences(expected)
         assert before > 0.1, f"{name}: the weights must be new to the engine"
-        for way in (actor.make_sync(), actor.push):
-            for client in actor.clients:
-                client.reset_weights()
-            actor.exchange.share(None)
-            way()
-            actor.exchange.share(None)
-            after, _ = actor.differences(expected)
-            assert after < TOLERANCE, f"{name}: the engine's log-probs are {after:.2g} off the trainer's"
+        for client in actor.clients:
+            client.reset_weights()
+        actor.exchange.share(None)
+        actor.push()
+        actor.exchange.share(None)
+        after, _ = actor.differences(expected)
+        assert after < TOLERANCE, f"{name}: the engine's log-probs are {after:.2g} off the trainer's"
 
 
 def test_the_engine_agrees_with_the_trainer_and_hugging_face(
@@ -230,20 +219,17 @@ def start_engine(folder: Path, tensor_parallel: int, tmp_path: Path, engines: Ex
 
 
 def check_received(rank: int, world_size: int, address: Address, folder: Path) -> None:
-    """What SGLang made of the files is there again after it was overwritten and the same weights were sent, gathered:
-    it computes some from them."""
+    """The weights that SGLang made from the files are restored by a sync after they were overwritten: SGLang computes
+    some of them from those it loads."""
     actor = Actor([address], "actor", folder, LAYOUTS["tp2"], sequence=True)
     for client in actor.clients:
         (expected,) = client.weight_checksums()
         client.reset_weights()
-        (spoiled,) = client.weight_checksums()
-        assert all(spoiled[name] != expected[name] for name in expected)
-    told: list[str] = []
-    sync = actor.make_sync(told.append, bucket_bytes=4_000)
+        (corrupt,) = client.weight_checksums()
+        assert all(corrupt[name] != expected[name] for name in expected)
+    sync = actor.make_sync(bucket_bytes=4_000)
     sync()
     sync()
-    [refusal] = told
-    assert "gathered for the engines, which takes longer: it also computes" in refusal
     for client in actor.clients:
         (found,) = client.weight_checksums()
         assert [name for name in expected if found[name] != expected[name]] == []

@@ -156,32 +156,6 @@ def test_memory_that_an_engine_on_two_nodes_cannot_reach_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "ranks_per_node", "expected"),
-    [
-        (config_of("0-3", "0-3"), None, True),
-        (config_of("0-3", "0-3", 2), 2, True),
-        (config_of("0-3", "0-3", 4), 2, False),  # the engine is on two nodes
-        (config_of("2-3", "0-3", 2), None, False),  # engine 0 takes a broadcast, for which all is gathered
-        (config_of("0-3", "0-3", transport="disk"), None, False),
-    ],
-)
-def test_on_a_cpu_engines_read_the_shards_of_their_node(
-    config: Config, ranks_per_node: int | None, expected: bool
-) -> None:
-    route = find_route(config, placement_layouts(config, 4), ranks_per_node)
-    assert route.reads_in_place(on_gpus=False) == expected
-    assert not route.reads_in_place(on_gpus=True)
-
-
-def test_shards_on_another_node_are_gathered() -> None:
-    parts = {"placement": {"actor": "0-3", "critic": "0-3", "rollout": "0-3"}, "actor": {"parallel": {"pipeline": 2}}}
-    config = Config.model_validate(SECTIONS | parts)
-    layouts = placement_layouts(config, 4)
-    assert find_route(config, layouts, ranks_per_node=4).reads_in_place(on_gpus=False)
-    assert not find_route(config, layouts, ranks_per_node=2).reads_in_place(on_gpus=False)
-
-
 OFF = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 

@@ -48,8 +48,6 @@ BENCHMARKS = {
     "groups over gloo": Benchmark("groups.py", ("--processes", "16")),
     "exchange": Benchmark("exchange.py"),
     "sync": Benchmark("sync.py"),
-    "sync, cut": Benchmark("sync.py", ("--tensor", "2"), ranks=2),
-    "sync, in stages": Benchmark("sync.py", ("--pipeline", "2"), ranks=2),
     "update": Benchmark("update.py", ranks=1),
     "head": Benchmark("head.py"),
     "step": Benchmark("step.py"),
