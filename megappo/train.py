@@ -31,6 +31,7 @@ from megappo.config.help import config_parser
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
 from megappo.engines.launch import home_of_sockets, nccl_variables
+from megappo.engines.own_engine import OwnEngine, start_engine
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.switching import switch_table
 from megappo.observe.console import escape_unprintable
@@ -47,7 +48,6 @@ from megappo.runtime.threads import report_failures
 from megappo.sync.route import find_route
 from megappo.table import resolved
 from megappo.trainer.failure import report
-from megappo.trainer.own_engine import OwnEngine, start_engine
 from megappo.trainer.watchdog import Watchdog
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
+from megappo.engines.own_engine import OwnEngine
 from megappo.estimate.fitting import settled, settled_lines
 from megappo.estimate.memory import Cluster
 from megappo.observe.observer import NullObserver, Observer
@@ -19,7 +20,6 @@ from megappo.runtime import platform
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.inference import NoEngines, connect, start_engines
 from megappo.trainer.models import build_models
-from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
 from megappo.trainer.progress import Progress

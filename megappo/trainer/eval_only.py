@@ -18,6 +18,7 @@ from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
+from megappo.engines.own_engine import start_engine
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.metrics import Histogram
 from megappo.observe.observer import NullObserver, Observer
@@ -30,7 +31,6 @@ from megappo.trainer.build import make_observer
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import connect, start_engines
 from megappo.trainer.models import Models, build_models
-from megappo.trainer.own_engine import start_engine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts

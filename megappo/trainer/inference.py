@@ -10,18 +10,18 @@ from typing import NamedTuple
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient
+from megappo.engines.footprint import Footprint
+from megappo.engines.own_engine import OwnEngine
+from megappo.engines.restarts import Restarts, stop_engines
 from megappo.placement.layout import Layout
 from megappo.runtime import platform
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import Checksums, check_log_probs, verified_sync
 from megappo.sync.route import find_route
 from megappo.sync.sync import SyncStats, WeightSync
-from megappo.trainer.footprint import Footprint
 from megappo.trainer.models import Models
-from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.phases import Phases
 from megappo.trainer.probe import Probe
-from megappo.trainer.restarts import Restarts, stop_engines
 
 
 class Started(NamedTuple):

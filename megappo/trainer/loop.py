@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from megappo.config.schema import Config
+from megappo.engines.restarts import EngineLost, EngineLostElsewhere
 from megappo.observe.metrics import reduce_ranks
 from megappo.runtime.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer.component import Scattered
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.in_flight import InFlight, UpdateHere
-from megappo.trainer.restarts import EngineLost, EngineLostElsewhere
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import training_metrics
 

@@ -11,10 +11,10 @@ from megappo.runtime import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
+from megappo.engines.own_engine import OwnEngine  # noqa: E402
 from megappo.trainer.build import build_rollout_only, build_run  # noqa: E402
 from megappo.trainer.eval_only import build_eval_only  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
-from megappo.trainer.own_engine import OwnEngine  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 
 

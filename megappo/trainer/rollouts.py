@@ -18,6 +18,8 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
 from megappo.engines.client import EngineError, EngineFault, Generation, SamplingParams
+from megappo.engines.own_engine import OwnEngine
+from megappo.engines.restarts import Restarts
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
@@ -37,8 +39,6 @@ from megappo.rollouts.step_scores import kinds_told, told_fields
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
 from megappo.trainer.over_sampling import Enough, Wanted
-from megappo.trainer.own_engine import OwnEngine
-from megappo.trainer.restarts import Restarts
 from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError

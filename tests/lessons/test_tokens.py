@@ -15,12 +15,12 @@ from megappo.batch.exchange import Exchange
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
+from megappo.engines.own_engine import OwnEngine
 from megappo.observe.observer import NullObserver
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Responses, Rollouts
 from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded

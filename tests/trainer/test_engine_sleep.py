@@ -9,14 +9,14 @@ from spawn import run_ranks
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.engines.client import EngineClient, EngineError, EngineFault
+from megappo.engines.footprint import Footprint
+from megappo.engines.restarts import Restarts
 from megappo.observe.observer import NullObserver
 from megappo.placement.ranks import placement_layouts
 from megappo.sync.sync import SyncStats
-from megappo.trainer.footprint import Footprint
 from megappo.trainer.inference import InferenceEngines, Started, start_engines
 from megappo.trainer.loop import Trainer
 from megappo.trainer.phases import Phases
-from megappo.trainer.restarts import Restarts
 from megappo.trainer.run import Run
 
 WAKING = [
@@ -241,7 +241,7 @@ def on_a_gpu(monkeypatch, asked):
         numbers = iter(others)
         monkeypatch.setattr("megappo.runtime.platform.bytes_of_others", lambda: next(numbers) * 2**30)
         monkeypatch.setattr("megappo.runtime.platform.gpu_processes", lambda: ["7, sglang::scheduler, 44000 MiB"])
-        monkeypatch.setattr("megappo.trainer.footprint.LIMIT_SECONDS", 0.0)
+        monkeypatch.setattr("megappo.engines.footprint.LIMIT_SECONDS", 0.0)
 
     return of
 

@@ -11,12 +11,12 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import SamplingParams
+from megappo.engines.own_engine import OwnEngine
 from megappo.observe.observer import NullObserver
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.sampler import Sample
 from megappo.trainer.eval_statistics import of_prompt
 from megappo.trainer.evaluation import evaluate
-from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Rollouts
 from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded

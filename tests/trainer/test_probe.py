@@ -11,10 +11,10 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError, Generation
+from megappo.engines.own_engine import OwnEngine
 from megappo.placement.layout import Layout
 from megappo.rollouts.datasets import Datasets
 from megappo.trainer.component import Component
-from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 

@@ -12,11 +12,11 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineClient, EngineError, EngineFault
+from megappo.engines.own_engine import OwnEngine
+from megappo.engines.restarts import EngineLost, EngineLostElsewhere, Restarts
 from megappo.observe.observer import NullObserver
 from megappo.rollouts.datasets import Datasets
 from megappo.runtime.listening import run_store
-from megappo.trainer.own_engine import OwnEngine
-from megappo.trainer.restarts import EngineLost, EngineLostElsewhere, Restarts
 from megappo.trainer.rollouts import Rollouts
 
 CONFIG = {

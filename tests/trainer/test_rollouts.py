@@ -16,6 +16,7 @@ from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError
+from megappo.engines.own_engine import OwnEngine
 from megappo.observe.observer import NullObserver
 from megappo.rollouts.conversation import Segment
 from megappo.rollouts.datasets import Datasets
@@ -23,7 +24,6 @@ from megappo.rollouts.episodes import Episode
 from megappo.rollouts.responses import Scored
 from megappo.rollouts.sample_rows import check_known
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.own_engine import OwnEngine
 from megappo.trainer.rollouts import Responses, Rollouts
 from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded

@@ -41,6 +41,7 @@ from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
 from megappo.data.prompts import Prompt, share  # noqa: E402
 from megappo.engines.client import SamplingParams  # noqa: E402
+from megappo.engines.own_engine import OwnEngine  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
@@ -51,7 +52,6 @@ from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.models import build_models  # noqa: E402
-from megappo.trainer.own_engine import OwnEngine  # noqa: E402
 from megappo.trainer.phases import Phases  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.rollouts import Rollouts  # noqa: E402

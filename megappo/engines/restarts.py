@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.engines.client import EngineError, EngineFault
+from megappo.engines.own_engine import OwnEngine
 from megappo.observe.observer import NullObserver, Observer
 from megappo.runtime import platform
-from megappo.trainer.own_engine import OwnEngine
 
 
 class EngineLost(EngineError):
