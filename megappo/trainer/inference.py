@@ -261,8 +261,7 @@ def connect(
     route = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"]))
     sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
     ends = (models.actor.engine, rollouts.client)
-    tell = probe.rollouts.observer.message
-    make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange, tell)
+    make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange)
     engines = InferenceEngines(exchange, rollouts.client, sleeps, make_sync(), probe, True, *started)
 
     def give_weights() -> None:
