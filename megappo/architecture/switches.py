@@ -109,12 +109,6 @@ LAYERS = (
         concerns=_has_experts,
         needs=(TE, Need(lambda on: on.parallel.expert_tensor == 1, "not known to be right where experts are cut")),
     ),
-    Switch(
-        "gradient_accumulation_fusion",
-        "products add up to the weights' gradients where these are kept",
-        concerns=lambda on: on.is_trained and on.has_te,
-        needs=(Need(lambda on: False, "Megatron then asks for Apex, and it was not tried on a GPU yet"),),
-    ),
     Switch("moe_permute_fusion", "one kernel sorts tokens by expert", concerns=_has_experts, needs=(TE,)),
     Switch(
         "use_te_activation_func",
@@ -126,6 +120,12 @@ LAYERS = (
 """Fields of TransformerConfig. What is not among them stays off: fusions with biases and dropout, of which there are
 none, and of what attention keeps no more."""
 OWN = (
+    Switch(
+        "gradient_accumulation_fusion",
+        "TransformerEngine's products add up to the weights' gradients where these are kept",
+        concerns=lambda on: on.is_trained and on.has_te,
+        needs=(),
+    ),
     Switch(
         "varlen_attn",
         "one kernel attends within all sequences of a pack",

@@ -66,9 +66,22 @@ def build_model(
                 parameter.allreduce = False
             parameter.is_base = not is_trained(name, architecture)
             parameter.requires_grad_(trained and not parameter.is_base)
+        if "gradient_accumulation_fusion" in config.switches:
+            _fuse_gradient_accumulation(chunk)
         with router_bias_kept(chunk):
             chunk.to(platform.device(), config.params_dtype)
     return chunks
+
+
+def _fuse_gradient_accumulation(chunk: GPTModel) -> None:
+    """Have TransformerEngine's layers add their weights' gradients to `main_grad` themselves.
+
+    TransformerConfig's field of that name does so, too, but then Megatron's own output layer, whose product the heads
+    compute, asks for Apex (megatron-core 0.16.1, tensor_parallel/layers.py).
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _chunk(

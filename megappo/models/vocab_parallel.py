@@ -1,7 +1,7 @@
 """Log-probs, entropy and KL of distributions over a sharded vocabulary, from hidden states: there never are logits of
 more than a block of words, in either direction."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megappo.architecture.parameters import LOGITS_AT_A_TIME
+from megappo.models import head_kernels
 
 ALIGNED_WORDS = 128
 """Blocks are multiples of this where they are larger: with rows of an odd number of words cuBLAS has no kernel of
@@ -97,14 +98,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocabulary: "_Vocabulary"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sums = vocabulary.no_sums(3, hidden)
-        target = torch.zeros_like(sums[:1])
+        add = head_kernels.add_sums if head_kernels.has_kernels(hidden) else add_sums
+        sums = vocabulary.no_sums(4, [0], hidden)
         for words in vocabulary.blocks():
-            x = vocabulary.logits(hidden, weight, words)
-            column, here = vocabulary.columns(words, targets)
-            target += x.gather(1, column[:, None])[:, 0] * here
-            sums = _joined(torch.stack([sums, _sums(x)]))
-        shards = vocabulary.of_all_shards(torch.cat([sums, target]))
+            x = torch.mm(hidden, weight[words].T)
+            sums = add(sums, x, vocabulary.columns(words, targets), vocabulary.temperature)
+        shards = vocabulary.of_all_shards(sums)
         maximum, exp_sum, exp_shifted_sum = _joined(shards[:, :3])
         log_exp_sum = exp_sum.log()
         # With s = x - max and Z = sum exp(s): log p = s - log Z, and H = log Z - sum(exp(s) s) / Z.
@@ -113,27 +112,61 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         log_probs = torch.where(known, shards[:, 3].sum(0) - maximum - log_exp_sum, torch.nan)
         ctx.save_for_backward(hidden, weight, targets, maximum + log_exp_sum, entropy)
         ctx.vocabulary = vocabulary
-        ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_log_probs: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple:
         hidden, weight, targets, log_normaliser, entropy = ctx.saved_tensors
         vocabulary = ctx.vocabulary
-        of_target = torch.zeros_like(entropy) if grad_log_probs is None else grad_log_probs / vocabulary.temperature
+        grad_block = head_kernels.gradient if head_kernels.has_kernels(hidden) else gradient
+        per_token = [one.contiguous() for one in (log_normaliser, entropy, *grads)]
 
         def grad_logits(words: slice) -> torch.Tensor:
-            log_p = vocabulary.logits(hidden, weight, words).sub_(log_normaliser[:, None])
-            if grad_entropy is None:
-                grad = log_p.exp_().mul_(-of_target[:, None])
-            else:
-                p = log_p.exp()
-                of_entropy = grad_entropy[:, None] / vocabulary.temperature
-                grad = log_p.add_(entropy[:, None]).mul_(of_entropy).add_(of_target[:, None]).mul_(p).neg_()
-            column, here = vocabulary.columns(words, targets)
-            return grad.scatter_add_(1, column[:, None], (of_target * here)[:, None])
+            x = torch.mm(hidden, weight[words].T)
+            return grad_block(x, vocabulary.columns(words, targets), *per_token, vocabulary.temperature)
 
         return *_gradients(ctx, hidden, weight, grad_logits), None, None
+
+
+def add_sums(sums: torch.Tensor, logits: torch.Tensor, columns: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the sums over a block of words and all blocks before it. May overwrite its arguments.
+
+    Args:
+        sums: [4, T], of the blocks before: the maximum of x = logits / temperature; of s = x - maximum: sum exp(s) and
+            sum exp(s) s; the target's x, or 0.
+        logits: [T, block].
+        columns: [T] int64, the target's column in the block; outside [0, block) if it is in another block.
+    """
+    x = _divided(logits, temperature)
+    here = (columns >= 0) & (columns < x.shape[1])
+    target = x.gather(1, torch.where(here, columns, 0)[:, None])[:, 0] * here
+    joined = _joined(torch.stack([sums[:3], _sums(x)]))
+    return torch.cat([joined, sums[3:] + target])
+
+
+def gradient(
+    logits: torch.Tensor,
+    columns: torch.Tensor,
+    log_normaliser: torch.Tensor,
+    entropy: torch.Tensor,
+    grad_log_probs: torch.Tensor,
+    grad_entropy: torch.Tensor,
+    temperature: float,
+) -> torch.Tensor:
+    """Return the gradient of a block of logits, [T, block]. May overwrite its arguments.
+
+    Args:
+        logits, columns: as in `add_sums`.
+        log_normaliser: [T], log sum exp(x) over all words.
+        entropy: [T], of each token's distribution.
+        grad_log_probs, grad_entropy: [T], the loss's gradient of the target's log-prob and of the entropy.
+    """
+    log_p = _divided(logits, temperature).sub_(log_normaliser[:, None])
+    p = log_p.exp()
+    of_target, of_entropy = grad_log_probs / temperature, grad_entropy / temperature
+    grad = log_p.add_(entropy[:, None]).mul_(of_entropy[:, None]).add_(of_target[:, None]).mul_(p).neg_()
+    here = (columns >= 0) & (columns < grad.shape[1])
+    return grad.scatter_add_(1, torch.where(here, columns, 0)[:, None], (of_target * here)[:, None])
 
 
 class _FullKL(torch.autograd.Function):
@@ -146,7 +179,7 @@ class _FullKL(torch.autograd.Function):
         ref_weight: torch.Tensor,
         vocabulary: "_Vocabulary",
     ) -> torch.Tensor:
-        sums = vocabulary.no_sums(5, hidden)
+        sums = vocabulary.no_sums(5, [0, 3], hidden)
         for words in vocabulary.blocks():
             x, y = vocabulary.logits(hidden, weight, words), vocabulary.logits(ref_hidden, ref_weight, words)
             sums = _kl_joined(torch.stack([sums, _kl_sums(x, y)]))
@@ -235,19 +268,16 @@ class _Vocabulary:
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, words: slice) -> torch.Tensor:
         """Of a block of words, divided by the temperature, [T, block] float32 (float64 stays); the caller's own."""
-        x = torch.mm(hidden, weight[words].T).to(_wide(hidden))
-        return x if self.temperature == 1 else x.div_(self.temperature)
+        return _divided(torch.mm(hidden, weight[words].T), self.temperature)
 
-    def columns(self, words: slice, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The targets' columns in a block, [T] int64 (0 where elsewhere), and whether they are in it, [T] bool."""
-        column = targets - self.first - words.start
-        here = (column >= 0) & (column < words.stop - words.start)
-        return torch.where(here, column, 0), here
+    def columns(self, words: slice, targets: torch.Tensor) -> torch.Tensor:
+        """The targets' columns in a block, [T] int64; outside [0, block) where they are in another."""
+        return targets - self.first - words.start
 
-    def no_sums(self, kinds: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What `_sums` and `_kl_sums` would return for no words."""
+    def no_sums(self, kinds: int, maxima: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+        """The sums over no words, [kinds, T], of which some are maxima."""
         sums = hidden.new_zeros(kinds, len(hidden), dtype=_wide(hidden))
-        sums[::3] = NO_LOGIT  # the maxima
+        sums[maxima] = NO_LOGIT
         return sums
 
     def of_all_shards(self, sums: torch.Tensor) -> torch.Tensor:
@@ -255,6 +285,12 @@ class _Vocabulary:
         shards = sums.new_empty(self.group.size(), *sums.shape)
         dist.all_gather([*shards], sums, group=self.group)
         return shards
+
+
+def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits / temperature in float32 (float64 stays). Overwrites logits that have that dtype already."""
+    x = logits.to(_wide(logits))
+    return x if temperature == 1 else x.div_(temperature)
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:

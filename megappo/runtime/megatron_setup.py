@@ -16,6 +16,7 @@ from megappo.runtime import megatron_on_cpu, platform
 # What megatron-core warns of on every run, by its own doing.
 HARMLESS_WARNINGS = (
     ".*Apex (is|are) not installed",
+    "`torch.jit.script` is deprecated",  # TransformerEngine 2.11 and torch 2.14
     "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
     "`load_state_dict` is deprecated and will be removed in future versions",
     "Please use DTensor instead and we are deprecating ShardedTensor",

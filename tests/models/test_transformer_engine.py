@@ -59,7 +59,9 @@ def check_weights(folder: str) -> None:
                 del expected["lm_head.weight"]
             architecture = read_architecture(of_model, head)
             chunks = build(of_model, Parallel(), groups, head=head)
-            assert any(isinstance(module, TransformerEngineBaseModule) for module in chunks[0].modules())
+            layers = [module for module in chunks[0].modules() if isinstance(module, TransformerEngineBaseModule)]
+            assert all(layer.fuse_wgrad_accumulation for layer in layers if list(layer.parameters(recurse=False)))
+            assert sum(bool(list(layer.parameters(recurse=False))) for layer in layers) >= 4
             config = chunks[0].config
             assert {one.name for one in LAYERS if getattr(config, one.name)} == on_gpu(architecture, config.switches)
             [size] = stage_sizes(architecture, Parallel())

@@ -28,6 +28,7 @@ STAGES: dict[str, tuple[list[str], int]] = {
     "whole_run_torch": (["tests/gpu/stages/whole_run.py", "torch"], 240),
     "syncs": (["tests/gpu/stages/syncs.py"], 300),
     "heads": (["tests/gpu/stages/heads.py"], 240),
+    "activations": (["tests/gpu/stages/activations.py"], 120),
     "offload": (["tests/gpu/stages/offload.py"], 240),
     "attention": (["tests/gpu/stages/attention.py"], 300),
     "ipc": (["tests/gpu/stages/ipc.py"], 300),

@@ -1,13 +1,18 @@
 """Log-probs, entropy and full KL over a vocabulary against log_softmax of logits: values, gradients, time and memory.
 
+Log-probs and entropy are computed by the Triton kernels, and for comparison by torch.
+
 python tests/gpu/stages/heads.py
 """
+
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from common import CUDA, DEVICE, GIB, measured, one_rank, report, sized
 
 from megappo.architecture.parameters import LOGITS_AT_A_TIME
+from megappo.models import head_kernels
 from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
 VOCABULARY = sized(151_936, 91)
@@ -46,6 +51,10 @@ def measure() -> dict:
                 (outputs[0] - 0.1 * outputs[1]).sum().backward()
                 return outputs
 
+            def by_torch(compute=log_probs_and_entropy) -> tuple:
+                with patch.object(head_kernels, "has_kernels", lambda tensor: False):
+                    return compute()
+
             def full_kl(factors=(hidden, weight, ref_hidden, ref_weight), settings=settings) -> tuple:
                 factors[0].grad = None
                 outputs = (vocab_parallel_kl(*factors, dist.group.WORLD, **settings),)
@@ -57,6 +66,7 @@ def measure() -> dict:
             wanted = expected(own @ weight.T, ref_hidden[rows] @ ref_weight.T, targets[rows])
             for name, compute, kept, loss in (
                 ("log_probs_and_entropy", log_probs_and_entropy, wanted[:2], wanted[0] - 0.1 * wanted[1]),
+                ("log_probs_and_entropy_by_torch", by_torch, wanted[:2], wanted[0] - 0.1 * wanted[1]),
                 ("full_kl", full_kl, wanted[2:], wanted[2]),
             ):
                 found, figure = measured(compute)
