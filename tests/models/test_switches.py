@@ -68,7 +68,7 @@ def test_layers_are_described_as_the_table_says(on: frozenset[str]) -> None:
 
 MIXTURE = architecture(**QWEN3_MOE)
 GROUPED = {"moe_grouped_gemm", "moe_permute_fusion"}
-ON_GPU = {"apply_rope_fusion", "bias_activation_fusion", "pinned_copies"}
+ON_GPU = {"apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion", "pinned_copies"}
 TORCH = {"use_te_activation_func", "pinned_copies"}
 
 
@@ -90,7 +90,7 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
         ),
         ({"architecture": MIXTURE, "has_te": False}, TORCH | {"varlen_attn"}),
         ({"data": 2}, ON_GPU | {"overlap_grad_reduce"}),
-        ({"data": 2, "is_trained": False}, ON_GPU),
+        ({"data": 2, "is_trained": False}, ON_GPU - {"gradient_accumulation_fusion"}),
         ({"data": 2, "on_gpu": False, "has_te": False}, {"use_te_activation_func"}),
         ({"architecture": architecture(**V3)}, (ON_GPU | GROUPED) - {"apply_rope_fusion"}),
         ({"parallel": Parallel(pipeline=2)}, ON_GPU | {"known_shapes"}),
