@@ -30,8 +30,8 @@ from megappo.config.errors import ConfigError
 from megappo.config.help import config_parser
 from megappo.config.loading import load_config
 from megappo.config.schema import Config
+from megappo.engines.handle import EngineHandle, start_engine
 from megappo.engines.launch import home_of_sockets, nccl_variables
-from megappo.engines.own_engine import OwnEngine, start_engine
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.switching import switch_table
 from megappo.observe.console import escape_unprintable
@@ -139,7 +139,7 @@ def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanu
     layouts = placement_layouts(config, world_size)
     for name, value in shared_nccl_variables(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"])).items():
         os.environ.setdefault(name, value)  # the engine takes its environment from here
-    own = OwnEngine()
+    own = EngineHandle()
     if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation's: of a checkpoint
         own = start_engine(config, layouts["rollout"], rank, store, cleanup)
     with without_collector():

@@ -66,7 +66,7 @@ class EngineClient:
     """
 
     _fault: EngineFault | None = None
-    _keeps_fault = False
+    _defers_faults = False
     adapter: str | None = None
     _aborts = False
 
@@ -258,31 +258,15 @@ class EngineClient:
                 seen = asked if response.status_code == 200 else seen
         raise self._hangs()
 
-    @contextlib.contextmanager
-    def keeping_fault(self) -> Iterator[None]:
-        """Inside, an EngineFault of `post` and `check_health` is kept for `take_fault`, and until then nothing is asked
-        any more: other ranks wait for what this one does besides."""
-        self._keeps_fault = True
-        try:
-            yield
-        finally:
-            self._keeps_fault = False
-
     @property
     def has_failed(self) -> bool:
-        """Whether a fault is kept."""
+        """Whether a fault has been deferred; see `deferring_faults`."""
         return self._fault is not None
 
     def take_fault(self) -> EngineFault | None:
-        """What has been kept, if anything, since the last call."""
+        """Return the deferred fault, if there is one, and forget it."""
         fault, self._fault = self._fault, None
         return fault
-
-    def fail(self, fault: EngineFault) -> None:
-        """Raise a fault, or keep it."""
-        if not self._keeps_fault:
-            raise fault
-        self._fault = fault
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
         """Any request of SGLang's HTTP API; the reply's JSON, or None.
@@ -293,13 +277,15 @@ class EngineClient:
         return self._kept(self._ask, "POST", path, body, timeout)
 
     def _kept(self, ask: Callable[..., Any], *arguments: Any) -> Any:
-        """The answer; None, and the fault kept, if that is asked for."""
+        """Return the answer; None after a fault that is deferred."""
         if self._fault is not None:
             return None
         try:
             return ask(*arguments)
         except EngineFault as fault:
-            self.fail(fault)
+            if not self._defers_faults:
+                raise
+            self._fault = fault
             return None
 
     def _get(self, path: str) -> Any:
@@ -357,3 +343,19 @@ class EngineClient:
         # What is wrong with the request itself would be so another time.
         kind = EngineFault if is_fault or status >= 500 else EngineError
         return kind(f"{self.url}{path} refused (HTTP {status}): {reply}")
+
+
+@contextlib.contextmanager
+def deferring_faults(client: EngineClient | None) -> Iterator[None]:
+    """Inside, defer an EngineFault of `post` and `check_health` for `take_fault`, and send no request after it.
+
+    Other ranks wait at collectives that this rank must still reach. Without a client it does nothing.
+    """
+    if client is None:
+        yield
+        return
+    client._defers_faults = True
+    try:
+        yield
+    finally:
+        client._defers_faults = False

@@ -50,8 +50,11 @@ class ExternalEngine:
             )
         return client
 
+    def stop(self) -> None:
+        """Do nothing: whoever started the server ends it."""
+
     def restart(self) -> None:
-        """Not ours to do.
+        """Refuse.
 
         Raises:
             EngineError: always.

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
-from megappo.engines.own_engine import OwnEngine
+from megappo.engines.handle import EngineHandle
+from megappo.engines.restarts import EngineRestarts
 from megappo.estimate.fitting import settled, settled_lines
 from megappo.estimate.memory import Cluster
 from megappo.observe.observer import NullObserver, Observer
@@ -18,10 +19,9 @@ from megappo.rollouts.datasets import load_datasets
 from megappo.rollouts.record import Record, Replay
 from megappo.runtime import platform
 from megappo.trainer.batches import SampledBatches
-from megappo.trainer.inference import NoEngines, connect, start_engines
+from megappo.trainer.inference import NoEngines, Probe, connect, start_engines
 from megappo.trainer.models import build_models
 from megappo.trainer.phases import Phases
-from megappo.trainer.probe import Probe
 from megappo.trainer.progress import Progress
 from megappo.trainer.rollout_only import RolloutOnly
 from megappo.trainer.rollouts import Rollouts
@@ -29,7 +29,7 @@ from megappo.trainer.run import Run
 from megappo.trainer.utilisation import Utilisation
 
 
-def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
+def build_run(asked: Config, own: EngineHandle, cleanup: ExitStack) -> Run:
     """Everything a run needs on this rank; all ranks together, after the default process group exists.
 
     Args:
@@ -57,10 +57,11 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
         observer.message(line)
     phase = Phases(models)
     if started is not None:
-        rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
-        engines = connect(
-            config, layouts, started, models, Probe(config, datasets.train, rollouts, models.actor), phase
-        )
+        num_engines = layouts["rollout"].data
+        restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
+        rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
+        probe = Probe(config, datasets.train, datasets.stop_token_ids, restarts, models.actor, num_engines)
+        engines = connect(config, layouts, started, restarts, models, probe, phase)
         batches = SampledBatches(
             datasets.train, rollouts, engines.sleep, _record(config, exchange), num_drawn=progress.num_drawn
         )
@@ -73,7 +74,7 @@ def build_run(asked: Config, own: OwnEngine, cleanup: ExitStack) -> Run:
     )
 
 
-def build_rollout_only(config: Config, own: OwnEngine, cleanup: ExitStack) -> RolloutOnly:
+def build_rollout_only(config: Config, own: EngineHandle, cleanup: ExitStack) -> RolloutOnly:
     """The parts of a run that only rolls out; arguments as of `build_run`."""
     exchange = Exchange(dist.group.WORLD)
     layout = placement_layouts(config, exchange.world_size)["rollout"]
@@ -89,7 +90,9 @@ def build_rollout_only(config: Config, own: OwnEngine, cleanup: ExitStack) -> Ro
     observer = make_observer(config, start, num_written + 1 if num_written else 0, exchange, cleanup)
     for line in left_out:
         observer.message(line)
-    rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layout.data)
+    own.wait_ready()
+    restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
+    rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=layout.data)
     num_drawn = record.num_drawn(num_written) if num_written else 0
     batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record, num_drawn=num_drawn)
     return RolloutOnly(config.trainer, num_written, exchange, batches, observer, Timers())

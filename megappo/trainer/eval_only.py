@@ -18,7 +18,8 @@ from megappo.checkpoint.metadata import read_component
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
-from megappo.engines.own_engine import start_engine
+from megappo.engines.handle import start_engine
+from megappo.engines.restarts import EngineRestarts
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.metrics import Histogram
 from megappo.observe.observer import NullObserver, Observer
@@ -29,10 +30,9 @@ from megappo.rollouts.datasets import Datasets, load_datasets
 from megappo.runtime.listening import run_store
 from megappo.trainer.build import make_observer
 from megappo.trainer.evaluation import evaluate
-from megappo.trainer.inference import connect, start_engines
+from megappo.trainer.inference import Probe, connect, start_engines
 from megappo.trainer.models import Models, build_models
 from megappo.trainer.phases import Phases
-from megappo.trainer.probe import Probe
 from megappo.trainer.rollouts import Rollouts
 
 
@@ -85,12 +85,16 @@ def build_eval_only(asked: Config, cleanup: ExitStack) -> EvalOnly:
         started = start_engines(config, layouts, own, exchange, as_loaded=False)
         models = _loaded(config, layouts, checkpoint, exchange)
     observer = make_observer(config, [f"evaluating {weights}", *left_out], 0, exchange, cleanup)
-    rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=layouts["rollout"].data)
+    own.wait_ready()
+    num_engines = layouts["rollout"].data
+    restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
+    rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
     if models is not None and started is not None:
         phase = Phases(models)
-        probe = Probe(config, next(iter(datasets.val.values())), rollouts, models.actor)
+        prompts = next(iter(datasets.val.values()))
+        probe = Probe(config, prompts, datasets.stop_token_ids, restarts, models.actor, num_engines)
         with phase("sync"):
-            engines = connect(config, layouts, started, models, probe, phase)
+            engines = connect(config, layouts, started, restarts, models, probe, phase)
             engines.first_sync(verify=config.proves_weights, as_loaded=False)
     return EvalOnly(config, weights, step, datasets, rollouts, observer)
 

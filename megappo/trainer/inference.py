@@ -1,60 +1,142 @@
-"""The inference engines of a run, as its ranks see them: they sleep, wake, and take the actor's weights."""
+"""Engines and weight sync together: engines sleep, wake, take the actor's weights, and are probed afterwards."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 from megappo.batch.exchange import Exchange
+from megappo.batch.step_batch import Batch
 from megappo.config.schema import Config
-from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient
+from megappo.data.prompts import Prompt, PromptDataset
+from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient, deferring_faults
 from megappo.engines.footprint import Footprint
-from megappo.engines.own_engine import OwnEngine
-from megappo.engines.restarts import Restarts, stop_engines
+from megappo.engines.generations import EngineFault, Generation, SamplingParams
+from megappo.engines.handle import EngineHandle
+from megappo.engines.restarts import EngineRestarts, stop_engines
 from megappo.placement.layout import Layout
+from megappo.rollouts.sample_rows import sample_rows
+from megappo.rollouts.sampler import Sample
 from megappo.runtime import platform
 from megappo.sync.build import build_sync, engine_sleeps
-from megappo.sync.proof import Checksums, check_log_probs, verified_sync
+from megappo.sync.proof import Checksums, check_log_probs, check_probe, verified_sync
 from megappo.sync.route import find_route
 from megappo.sync.sync import SyncStats, WeightSync
+from megappo.trainer.component import Component
 from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
-from megappo.trainer.probe import Probe
+
+NUM_PROBE_PROMPTS = 4  # each engine continues all of them
+PROBE_TOKENS = 4
 
 
-class Started(NamedTuple):
-    """What is known of engines that are up, before any model is there; see `InferenceEngines`."""
+class StartedEngines(NamedTuple):
+    """Facts about engines that serve, before any model is built.
 
-    loaded: Checksums
-    footprint: Footprint
+    Attributes:
+        loaded: checksums of the weights that this rank's engine has loaded; see `verified_sync`.
+        footprint: of the engine on this rank's GPU.
+    """
+
+    loaded: Checksums = ()
+    footprint: Footprint = Footprint(0)
+
+
+class Probe:
+    """A few tokens that every engine writes after a weight sync, compared with the actor's log-probs of them.
+
+    Args:
+        prompts: the first of these, the same every time.
+        stop_token_ids: as for rollouts.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: PromptDataset,
+        stop_token_ids: tuple[int, ...],
+        restarts: EngineRestarts,
+        actor: Component,
+        num_engines: int,
+    ):
+        self.config = config
+        self.restarts = restarts
+        self.actor = actor
+        rollout = config.rollout
+        length = min(PROBE_TOKENS, rollout.max_response_length)
+        self.params = SamplingParams(length, rollout.temperature, rollout.top_p, rollout.top_k, stop_token_ids)
+        # Every data-parallel shard of the actor needs a row.
+        count = max(NUM_PROBE_PROMPTS, -(-actor.layout.data // num_engines))
+        self.prompts = prompts.at([prompts.kept[i % len(prompts)] for i in range(count)])
+        self._calls = 0
+
+    def __call__(self) -> dict[str, float]:
+        """`sync/log_prob_diff/{mean,max,warnings}` every `rollout.sync.probe_interval` syncs; all ranks together.
+
+        Raises:
+            EngineError: the difference is too large, see `check_probe`; or an engine has failed too often.
+        """
+        self._calls += 1
+        interval = self.config.rollout.sync.probe_interval
+        if interval == 0 or (self._calls - 1) % interval:
+            return {}
+        exchange = self.actor.exchange
+        generations, fault = self._generate()
+        while self.restarts.restart_failed(fault):
+            generations, fault = self._generate()
+        batch = probe_batch(generations, self.prompts, self.restarts.own.number, exchange)
+        at_actor = self.actor.scatter(batch)
+        rows = at_actor.gather(at_actor.forward(), batch.rows, {"log_probs": "old_log_probs"})
+        return check_probe(rows, self.restarts.own.number, self.config, exchange, self.restarts.warn)
+
+    def _generate(self) -> tuple[list[Generation], EngineFault | None]:
+        """Return the responses of this rank's engine, if it owns one, or the engine's fault."""
+        client = self.restarts.own.client
+        if client is None:
+            return [], None
+        try:
+            return client.generate([prompt.tokens for prompt in self.prompts], self.params), None
+        except EngineFault as fault:
+            return [], fault
+
+
+def probe_batch(
+    generations: Sequence[Generation], prompts: Sequence[Prompt], engine_number: int | None, exchange: Exchange
+) -> Batch:
+    """Each engine's responses as rows at the rank that owns the engine; all ranks together."""
+    samples = [
+        Sample(i, engine_number, one.tokens, one.log_probs, one.finish_reason) for i, one in enumerate(generations)
+    ]
+    rows, table, sources = exchange.table(sample_rows(samples, prompts))
+    return Batch(rows, table, sources)
 
 
 @dataclass
 class InferenceEngines:
-    """All ranks call together.
+    """The engines of a run as its ranks see them. All ranks call together.
 
     Attributes:
-        client: of the engine this rank owns; None on the others.
+        restarts: restarts engines, and has this rank's `own`.
+        weight_sync: the actor's weights to the engines.
         sleeps: this rank owns an engine that gives its memory up while the models on its GPUs are trained.
-        weight_sync: the way of the actor's weights to the engines.
-        probe: asks engines and actor about the same tokens.
         asleep: the engines that sleep do so now.
-        loaded: checksums of the weights that the engine of this rank has loaded; see `verified_sync`.
-        footprint: of the engine on this rank's GPU.
-        sent: what the engines were last given.
+        sent: stats of the last sync.
     """
 
     exchange: Exchange
-    client: EngineClient | None
-    sleeps: bool
+    restarts: EngineRestarts
     weight_sync: WeightSync
     probe: Probe
+    sleeps: bool
+    started: StartedEngines = StartedEngines()
     asleep: bool = False
-    loaded: Checksums = ()
-    footprint: Footprint = Footprint(0)
     sent: SyncStats = SyncStats()
+
+    @property
+    def client(self) -> EngineClient | None:
+        """Client of the engine that this rank owns."""
+        return self.restarts.own.client
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
         """Wake the engines with the actor's weights.
@@ -62,8 +144,7 @@ class InferenceEngines:
         Args:
             changed: the actor may have been trained since the last call.
         Returns:
-            `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and, if it was the probe's turn,
-            `sync/log_prob_diff/{mean,max,warnings}`.
+            `sync/{bytes,seconds,gib_per_second}`, by the slowest rank's clock; and the probe's metrics.
         """
         self.wake(changed=changed)
         num_bytes, seconds = self.sent.bytes, max(self.exchange.share(self.sent.seconds))
@@ -71,10 +152,11 @@ class InferenceEngines:
         return metrics | {"sync/gib_per_second": num_bytes / 2**30 / seconds} | self.probe()
 
     def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
-        """The first one, with the proof that all of the engines' weights are the actor's: until no engine fails in it.
+        """Sync for the first time, and prove that all of the engines' weights are the actor's.
 
         Args:
-            verify, as_loaded: see `verified_sync`.
+            verify: give the proof, also for engines that are restarted meanwhile.
+            as_loaded: see `verified_sync`.
         """
         self._wake(partial(self._prove, as_loaded) if verify else self._send)
         while self._restart_failed():
@@ -84,189 +166,186 @@ class InferenceEngines:
         self.probe()
 
     def check_rollouts(self, difference: float) -> dict[str, int]:
-        """See that the engines wrote as the actor would; see `check_log_probs`."""
-        warn = self.probe.rollouts.observer.message
-        return {"rollout/log_prob_diff/warnings": check_log_probs("the rollouts", difference, self.probe.config, warn)}
+        """Check that the engines' log-probs of the rollouts are the actor's; see `check_log_probs`."""
+        warnings = check_log_probs("the rollouts", difference, self.probe.config, self.restarts.warn)
+        return {"rollout/log_prob_diff/warnings": warnings}
 
     def sleep(self) -> None:
-        """Free the engines' GPU memory for the trainer: on return, of the engines on all ranks' GPUs."""
+        """Free the engines' GPU memory for the trainer; on return it is free on every rank's GPU."""
         if self.asleep:
             return
         self.asleep = True
-        put_to_sleep(self.client if self.sleeps else None, self.restarts.own, self.exchange)
-        self.footprint.wait_asleep()
+        put_to_sleep(self.restarts.own, self.exchange, sleeps=self.sleeps)
+        self.started.footprint.wait_asleep()
 
     def end(self) -> None:
-        """`sleep` for good, also of engines that hang or have ended: those that the run has started are ended."""
+        """End the engines that this run has started, even those that hang."""
         self.asleep = True
         self.restarts.own.stop()
         self.exchange.share(None)
 
     def wake(self, *, changed: bool = False) -> None:
-        """Give the engines their GPU memory back, and the weights: those that slept have none.
+        """Give the engines their GPU memory and the weights, and restart those that have failed.
 
-        First what the weights take, and the rest when the sync's buffers are gone, so that the peak is lower.
-
-        Those that have failed are started anew.
+        The memory of weights comes first, the rest after the sync has freed its buffers, for a lower peak.
 
         Args:
             changed: see `sync`.
         Raises:
-            EngineError: one has failed too often.
+            EngineError: an engine has failed too often.
         """
         self._wake(partial(self._send, changed=changed))
-        self._mend()
+        self._restart_all_failed()
         self._note_awake()
 
-    @property
-    def restarts(self) -> Restarts:
-        """What starts engines anew."""
-        return self.probe.rollouts.restarts
-
-    def reconnect(self, make_sync: Callable[[], WeightSync]) -> None:
-        """Give all engines, awake, all of the weights, by a way made anew: some of them have been started anew."""
+    def give_weights(self, make_sync: Callable[[], WeightSync]) -> None:
+        """Send everything to all engines, which are awake, through a new weight sync: some have been restarted."""
         for sender in self.weight_sync.senders:
             sender.abandon()
         self.weight_sync = make_sync()
         platform.empty_cache()
         self.exchange.share(None)
         self._send()
-        self._mend()
+        self._restart_all_failed()
         self.probe()
 
     def _wake(self, give: Callable[[], object]) -> None:
-        """Wake the engines that sleep, and give all engines the weights before what else of their memory wakes."""
-        self._give_back(WEIGHTS)
+        """Wake the engines that sleep; all get their weights before the rest of their memory wakes."""
+        self._wake_memory(WEIGHTS)
         if not any(self.exchange.share(self._has_failed())):
             give()
-        self._give_back(WORKING_MEMORY)
+        self._wake_memory(WORKING_MEMORY)
+
+    def _wake_memory(self, memory: Sequence[str]) -> None:
+        platform.empty_cache()  # an engine cannot use what the allocators of the ranks on its GPUs keep
+        self.exchange.share(None)
+        if self.client is not None and self.sleeps and self.asleep:
+            with deferring_faults(self.client):
+                self.client.wake(memory)
 
     def _note_awake(self) -> None:
         self.asleep = False
-        self.footprint.note_awake()
+        self.started.footprint.note_awake()
 
     def _prove(self, as_loaded: bool) -> None:
-        self.weight_sync.forget()  # what is frozen, too, is spoiled and must come anew
-        with self._keeping_fault():
-            barrier = partial(self.exchange.share, None)
-            verified_sync(self.weight_sync, self.client, barrier=barrier, as_loaded=as_loaded, loaded=self.loaded)
+        self.weight_sync.forget()  # the proof corrupts frozen weights as well
+        barrier = partial(self.exchange.share, None)
+        with deferring_faults(self.client):
+            verified_sync(
+                self.weight_sync, self.client, barrier=barrier, as_loaded=as_loaded, loaded=self.started.loaded
+            )
 
     def _send(self, *, changed: bool = True) -> None:
-        """The actor's weights to the engines, as far as they are there."""
-        with self._keeping_fault():
+        with deferring_faults(self.client):
             self.sent = self.weight_sync(changed=changed)
 
-    def _keeping_fault(self) -> AbstractContextManager[None]:
-        """Of this rank's engine, while other ranks wait for what this one does."""
-        return nullcontext() if self.client is None else self.client.keeping_fault()
-
     def _has_failed(self) -> bool:
-        """Whether this rank's engine has, in something it was asked for or meanwhile."""
+        """Whether this rank's engine has failed, in a request or between requests."""
         if self.client is None:
             return False
-        with self.client.keeping_fault():
+        with deferring_faults(self.client):
             self.client.check_health()
         return self.client.has_failed
 
-    def _mend(self) -> None:
-        """Have the engines that have failed started anew, and given the weights."""
+    def _restart_all_failed(self) -> None:
+        """Restart the engines that have failed, and those that fail while they get the weights."""
         while self._restart_failed():
             pass
 
     def _restart_failed(self) -> bool:
-        """Start anew those that have; whether there were any."""
         return self.restarts.restart_failed(None if self.client is None else self.client.take_fault())
-
-    def _give_back(self, memory: Sequence[str]) -> None:
-        platform.empty_cache()  # what the allocator of any rank on the engine's GPUs keeps, the engine cannot have
-        self.exchange.share(None)
-        if self.client is not None and self.sleeps and self.asleep:
-            with self.client.keeping_fault():
-                self.client.wake(memory)
 
 
 class NoEngines:
-    """The engines of a run that replays a record: there are none. Same methods as InferenceEngines."""
+    """Null object with the methods of InferenceEngines, for a run that replays a record."""
 
     def sync(self, *, changed: bool = True) -> dict[str, float]:
-        """Nothing."""
+        """Do nothing."""
         return {}
 
     def first_sync(self, *, verify: bool, as_loaded: bool) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def check_rollouts(self, difference: float) -> dict[str, int]:
-        """Nothing: they may be another policy's."""
+        """Do nothing: the recorded log-probs may be another policy's."""
         return {}
 
     def sleep(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def wake(self, *, changed: bool = False) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def start_engines(
-    config: Config, layouts: dict[str, Layout], own: OwnEngine, exchange: Exchange, *, as_loaded: bool
-) -> Started:
-    """Wait until all engines are up, then put to sleep those that share GPUs with models. All ranks together.
+    config: Config, layouts: dict[str, Layout], own: EngineHandle, exchange: Exchange, *, as_loaded: bool
+) -> StartedEngines:
+    """Wait until all engines serve, then put those that share GPUs with models to sleep. All ranks together.
 
-    Models are built afterwards, as an engine sizes its KV cache by the memory that is free.
+    Models are built afterwards, because an engine sizes its KV cache by the free memory.
 
     Args:
         own: this rank's engine, which has been started.
-        as_loaded: take the checksums of the loaded weights first, as an engine that sleeps loses them.
+        as_loaded: take the checksums of the loaded weights, which an engine that sleeps loses.
     """
     route, client = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"])), own.wait_ready()
     sleeps = own.number is not None and engine_sleeps(route, own.number)
     loaded, held_bytes = list[Mapping[str, str]](), 0.0
     if client is not None:
-        with client.keeping_fault():
+        with deferring_faults(client):
             loaded = client.weight_checksums() if as_loaded else []
             held_bytes = client.held_bytes() if sleeps else 0.0
-    of_ranks = exchange.share(held_bytes)
-    footprint = Footprint(sum(of_ranks[one.owner] for one in route.engines if exchange.rank in one.ranks))
+    held_bytes_per_rank = exchange.share(held_bytes)
+    on_this_gpu = [engine.owner for engine in route.engines if exchange.rank in engine.ranks]
+    footprint = Footprint(sum(held_bytes_per_rank[owner] for owner in on_this_gpu))
     footprint.note_awake()
-    exchange.share(None)  # all have seen what the engines take
-    put_to_sleep(client if sleeps else None, own, exchange)
+    exchange.share(None)  # every rank has measured the engines that are awake
+    put_to_sleep(own, exchange, sleeps=sleeps)
     footprint.wait_asleep()
-    return Started(loaded, footprint)
+    return StartedEngines(loaded, footprint)
 
 
-def put_to_sleep(client: EngineClient | None, own: OwnEngine, exchange: Exchange) -> None:
-    """Have engines free their GPU memory; all ranks together. An engine that fails is ended, and restarted when the
-    engines wake.
+def put_to_sleep(own: EngineHandle, exchange: Exchange, *, sleeps: bool) -> None:
+    """Have engines free their GPU memory; all ranks together.
+
+    An engine that fails here is ended, and restarted when the engines wake.
 
     Args:
-        client: of this rank's engine, if that one sleeps.
+        sleeps: this rank's engine is one that sleeps.
     """
-    if client is not None:
-        with client.keeping_fault():
-            client.sleep()
-    has_failed = client is not None and client.has_failed
+    has_failed = False
+    if own.client is not None and sleeps:
+        with deferring_faults(own.client):
+            own.client.sleep()
+        has_failed = own.client.has_failed
     failed = set(exchange.share(own.number if has_failed else None)) - {None}
-    if failed:  # what is left of them, on all their nodes, may have memory
+    if failed:  # their processes, on all of their nodes, may still hold memory
         stop_engines(own, failed)
         exchange.share(None)
 
 
 def connect(
-    config: Config, layouts: dict[str, Layout], started: Started, models: Models, probe: Probe, phase: Phases
+    config: Config,
+    layouts: dict[str, Layout],
+    started: StartedEngines,
+    restarts: EngineRestarts,
+    models: Models,
+    probe: Probe,
+    phase: Phases,
 ) -> InferenceEngines:
-    """The engines of a run, once its models are there."""
-    rollouts, exchange = probe.rollouts, models.actor.exchange
+    """Build the engines' weight sync, once the models are there. All ranks together."""
+    exchange, own = models.actor.exchange, restarts.own
     route = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"]))
-    sleeps = rollouts.engine_number is not None and engine_sleeps(route, rollouts.engine_number)
-    ends = (models.actor.engine, rollouts.client)
-    make_sync = partial(build_sync, config, route, models.architecture, *ends, exchange)
-    engines = InferenceEngines(exchange, rollouts.client, sleeps, make_sync(), probe, True, *started)
+    sleeps = own.number is not None and engine_sleeps(route, own.number)
+    make_sync = partial(build_sync, config, route, models.architecture, models.actor.engine, own.client, exchange)
+    engines = InferenceEngines(exchange, restarts, make_sync(), probe, sleeps, started, asleep=True)
 
     def give_weights() -> None:
         with phase("sync"):
-            engines.reconnect(make_sync)
+            engines.give_weights(make_sync)
 
-    rollouts.restarts.give_weights = give_weights
+    restarts.give_weights = give_weights
     return engines

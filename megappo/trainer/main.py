@@ -11,14 +11,14 @@ from megappo.runtime import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
 
-from megappo.engines.own_engine import OwnEngine  # noqa: E402
+from megappo.engines.handle import EngineHandle  # noqa: E402
 from megappo.trainer.build import build_rollout_only, build_run  # noqa: E402
 from megappo.trainer.eval_only import build_eval_only  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 
 
-def train(config: Config, own: OwnEngine, cleanup: ExitStack) -> None:
+def train(config: Config, own: EngineHandle, cleanup: ExitStack) -> None:
     """Build a run and have it train, or only roll out or evaluate, to its end; all ranks together, after the default
     group exists.
 

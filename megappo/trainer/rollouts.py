@@ -8,7 +8,7 @@ from itertools import chain
 
 import torch
 
-from megappo.batch.exchange import Exchange, RankRows, RowTable, entries_of
+from megappo.batch.exchange import Exchange, entries_of
 from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
 from megappo.config.algorithm_checks import late_scores_errors, num_scores_errors
@@ -17,9 +17,8 @@ from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
-from megappo.engines.client import EngineError, EngineFault, Generation, SamplingParams
-from megappo.engines.own_engine import OwnEngine
-from megappo.engines.restarts import Restarts
+from megappo.engines.client import EngineError, SamplingParams
+from megappo.engines.restarts import EngineRestarts
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.ppo.reward_shaping import RunningMoments, shape_scores
@@ -42,8 +41,6 @@ from megappo.trainer.over_sampling import Enough, Wanted
 from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError
-
-PROBE_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Rollouts:
     """Samples and scores responses. Ranks that own no engine join with empty hands.
 
     Args:
-        own: waited for here.
+        restarts: has this rank's engine, which serves.
         num_engines: of all ranks.
     """
 
@@ -76,7 +73,7 @@ class Rollouts:
         self,
         config: Config,
         datasets: Datasets,
-        own: OwnEngine,
+        restarts: EngineRestarts,
         exchange: Exchange,
         observer: Observer | NullObserver,
         *,
@@ -85,16 +82,15 @@ class Rollouts:
         self.config = config
         tokenizer = datasets.tokenizer
         self.tokenizer = tokenizer if config.reward.skip_special_tokens else showing_special(tokenizer)
-        self.client = own.wait_ready()
-        self._workers = own.workers
+        self.client = restarts.own.client
+        self._workers = restarts.own.workers
         rewards = self._workers_of(TRAINING).rewards
         if errors := late_scores_errors(config, waits_for_all=rewards is not None and rewards.waits_for_all):
             raise ConfigError(*errors)
         self._decoder = copy.deepcopy(self.tokenizer)  # of its own: tokenizers serve one thread at a time
-        self.restarts = Restarts(own, exchange, observer, config.rollout.max_engine_restarts)
+        self.restarts = restarts
         self.exchange = exchange
         self.observer = observer
-        self.engine_number = own.number
         self.num_engines = num_engines
         self.vocab_size = datasets.vocab_size
         rollout = config.rollout
@@ -291,7 +287,9 @@ class Rollouts:
         entries, nums_scores, kinds, nums_samples, nums_tokens, of_ranks = zip(*self.exchange.share(mine), strict=True)
         told = told_fields(self.config, samples, graded, self._decoder, kinds)
         rows = with_scores(rows, samples, self._scores(graded, nums_scores), **told)
-        batch = self._at_owners(*self.exchange.numbered(rows, entries))
+        rows, table, sources = self.exchange.numbered(rows, entries)
+        owners = table.split(self.exchange.world_size)
+        batch = Batch(self.exchange.move(rows, table, sources, owners, list(rows.fields)), table, owners)
         num_prompts = self.config.data.train_batch_size
         if (found := sum(nums_samples)) != n * num_prompts:
             raise EngineError(f"expected {n} responses to each of {num_prompts} prompts, got {found} in all")
@@ -300,39 +298,6 @@ class Rollouts:
             batch = replace(batch, rows=replace(batch.rows, fields=batch.rows.fields | baselines))
         counts = {"rollout/num_tokens": sum(nums_tokens), "rollout/engine_restarts": self.restarts.take_count()}
         return batch, counts | reduce_ranks(of_ranks)
-
-    def _at_owners(self, rows: Rows, table: RowTable, sources: RankRows, *, stay: bool = False) -> Batch:
-        """Numbered rows of this rank's samples at their owners: the ranks where they are, if they are to stay."""
-        owners = sources if stay else table.split(self.exchange.world_size)
-        return Batch(self.exchange.move(rows, table, sources, owners, list(rows.fields)), table, owners)
-
-    def probe(self, prompts: Sequence[Prompt]) -> Batch:
-        """A short response of every engine to each prompt, at the engines' own ranks; all ranks call it together.
-
-        Fields as of `collect`, without scores.
-
-        Raises:
-            EngineError: an engine refused, or failed too often.
-        """
-        generations, fault = self._probed(prompts)
-        while self.restarts.restart_failed(fault):
-            generations, fault = self._probed(prompts)
-        samples = [
-            Sample(i, self.engine_number, one.tokens, one.log_probs, one.finish_reason)
-            for i, one in enumerate(generations)
-        ]
-        return self._at_owners(*self.exchange.table(sample_rows(samples, prompts)), stay=True)
-
-    def _probed(self, prompts: Sequence[Prompt]) -> tuple[list[Generation], EngineFault | None]:
-        """What this rank's engine, if it has one, answers; and how it has failed."""
-        if self.client is None:
-            return [], None
-        length = min(PROBE_TOKENS, self.training.max_response_length)
-        try:
-            params = replace(self.training, max_response_length=length)
-            return self.client.generate([prompt.tokens for prompt in prompts], params), None
-        except EngineFault as fault:
-            return [], fault
 
     def _baselines(self, responses: Responses, rows: Rows) -> torch.Tensor:
         """[b] float32: the shaped score of the greedy response to each row's prompt."""

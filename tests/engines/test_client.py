@@ -9,7 +9,15 @@ import torch
 from engine_log_probs import engine_log_probs
 from engine_server import EngineServer
 
-from megappo.engines.client import WEIGHTS, WORKING_MEMORY, EngineClient, EngineError, EngineFault, SamplingParams
+from megappo.engines.client import (
+    WEIGHTS,
+    WORKING_MEMORY,
+    EngineClient,
+    EngineError,
+    EngineFault,
+    SamplingParams,
+    deferring_faults,
+)
 
 PROMPTS = [[5, 6, 7], [11], [9, 8, 7, 6, 5, 4, 3, 2], [40, 41, 42, 43, 40]]
 
@@ -119,7 +127,7 @@ def test_nobody_there(client):
         EngineClient("http://127.0.0.1:9", "key", 10.0).flush_cache()
 
 
-def test_a_fault_is_kept_where_that_is_asked_for_and_then_nothing_is_asked_any_more():
+def test_after_a_deferred_fault_no_request_is_sent():
     def ended() -> None:
         raise EngineFault("it ended, and another listens in its place")
 
@@ -127,15 +135,15 @@ def test_a_fault_is_kept_where_that_is_asked_for_and_then_nothing_is_asked_any_m
         client = EngineClient(f"http://127.0.0.1:{server.server_port}", "key", 20.0, check_alive=ended)
         with pytest.raises(EngineFault, match="another listens"):
             client.check_health()
-        with client.keeping_fault():
+        with deferring_faults(client):
             client.check_health()
             assert client.has_failed and client.post("/generate", {"input_ids": [[1]]}) is None
-        assert next(server.requests) == 0, "it was not asked"
+        assert next(server.requests) == 0, "no request was sent"
         assert "another listens" in str(client.take_fault()) and client.take_fault() is None
         assert len(client.post("/generate", {"input_ids": [[1]]})) == 1
 
 
-def test_what_another_member_of_a_group_has_spoiled_is_a_fault_and_a_wrong_request_is_none():
+def test_a_group_that_another_member_has_broken_is_a_fault_and_a_wrong_request_is_not():
     with EngineServer("in vain") as server:
         with pytest.raises(EngineFault, match="refused .HTTP 400.: .*why"):
             server.client().post("/update_weights_from_distributed", {})

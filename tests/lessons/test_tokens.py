@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from engine_handles import restarts_of
 from ppo_engines import TEMPERATURE, Case, make_engine
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
@@ -15,7 +16,7 @@ from megappo.batch.exchange import Exchange
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.engines.own_engine import OwnEngine
+from megappo.engines.handle import EngineHandle
 from megappo.observe.observer import NullObserver
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
@@ -73,8 +74,8 @@ def hf_log_probs(model: torch.nn.Module, response: list[int], temperature: float
 
 def check_collected(rank: int, world_size: int, folder: Path, log_probs: list[list[float]]) -> None:
     datasets = Datasets(make_tokenizer(), (), 91, None, {})
-    own, exchange = OwnEngine(0, None, {TRAINING: Workers(Rewards())}), Exchange(dist.group.WORLD)
-    rollouts = Rollouts(make_config(), datasets, own, exchange, NullObserver(), num_engines=1)
+    own, exchange = EngineHandle(0, None, {TRAINING: Workers(Rewards())}), Exchange(dist.group.WORLD)
+    rollouts = Rollouts(make_config(), datasets, restarts_of(own, exchange), exchange, NullObserver(), num_engines=1)
     parts = enumerate(zip(SAMPLED, log_probs, strict=True))
     samples = [Sample(0, i, tokens, of_tokens, "stop") for i, (tokens, of_tokens) in parts]
     scoring = rollouts.scoring([PROMPT])

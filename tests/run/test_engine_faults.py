@@ -126,8 +126,8 @@ def once_the_engine_is_harmed(self, *arguments, **more):
 WHEN = {
     "in the first sync": {"module": "sync.sync", "owner": "WeightSync", "method": "__call__", "call": 1},
     "after a rollout": {"module": "trainer.inference", "owner": "InferenceEngines", "method": "sleep", "seconds": 5},
-    "in a sync": {"module": "sync.ipc", "owner": "HandleSender", "method": "read"},
-    "before a probe": {"module": "trainer.probe", "owner": "Probe", "method": "__call__"},
+    "in a sync": {"module": "sync.ipc", "owner": "HandleSender", "method": "send"},
+    "before a probe": {"module": "trainer.inference", "owner": "Probe", "method": "__call__"},
     "in the first broadcast": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "open", "call": 1},
     "in a broadcast": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "send", "call": 8},
     "in a broadcast of stages": {"module": "sync.broadcast", "owner": "BroadcastReceiver", "method": "send", "call": 8},

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore, distributed_c10d
 from weight_sources import SECTIONS, specs
 
 from megappo.config.schema import Config
-from megappo.engines.client import EngineFault
+from megappo.engines.client import EngineFault, deferring_faults
 from megappo.sync.broadcast import BroadcastReceiver, BroadcastSender
 from megappo.sync.transport import Link
 
@@ -51,7 +51,7 @@ def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
     with EngineServer("hang", num_well) as server:
         client = server.client()
         receiver = BroadcastReceiver(Link(**link, addresses=told[:1]), client)
-        with client.keeping_fault():
+        with deferring_faults(client):
             receiver.open()
             for _ in range(2):
                 receiver.send(bucket)

@@ -10,11 +10,10 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.engines.client import EngineClient, EngineError, EngineFault
 from megappo.engines.footprint import Footprint
-from megappo.engines.restarts import Restarts
-from megappo.observe.observer import NullObserver
+from megappo.engines.restarts import EngineRestarts
 from megappo.placement.ranks import placement_layouts
 from megappo.sync.sync import SyncStats
-from megappo.trainer.inference import InferenceEngines, Started, start_engines
+from megappo.trainer.inference import InferenceEngines, StartedEngines, start_engines
 from megappo.trainer.loop import Trainer
 from megappo.trainer.phases import Phases
 from megappo.trainer.run import Run
@@ -27,13 +26,13 @@ WAKING = [
 
 
 class Recorder(EngineClient):
-    """Notes what it is asked; of what `fails` names, it does the first not."""
+    """Records requests; the first that starts with `fails` fails."""
 
     fails = ""
     hang_seconds = 300.0
 
-    def __init__(self, asked: list[str]):
-        self.asked = asked
+    def __init__(self, events: list[str]):
+        self.events = events
         self._check_alive = lambda: None
 
     def _ask(self, method, path, body=None, timeout=None):
@@ -42,117 +41,116 @@ class Recorder(EngineClient):
             return
         line = " ".join([path.split("?")[0].removeprefix("/"), *map(str, body.values())])
         self._fail(line)
-        self.asked.append(line)
+        self.events.append(line)
 
     def _fail(self, line):
         if self.fails and line.startswith(self.fails):
             self.fails = ""
-            self.asked.append(f"{line} fails")
+            self.events.append(f"{line} fails")
             raise EngineFault("it ended")
 
 
 @pytest.fixture
-def asked(monkeypatch) -> list[str]:
-    asked: list[str] = []
-    monkeypatch.setattr("megappo.runtime.platform.empty_cache", lambda: asked.append("empty_cache"))
-    return asked
+def events(monkeypatch) -> list[str]:
+    events: list[str] = []
+    monkeypatch.setattr("megappo.runtime.platform.empty_cache", lambda: events.append("empty_cache"))
+    return events
 
 
-def engines(asked: list[str], *, sleeps: bool = True) -> InferenceEngines:
+def engines(events: list[str], *, sleeps: bool = True) -> InferenceEngines:
     def weight_sync(*, changed=True):
         found.client.post("weights", {})
         return SyncStats(8, 1.0)
 
     def probe():
-        asked.append("probe")
+        events.append("probe")
         return {}
 
-    exchange = SimpleNamespace(share=lambda value: asked.append("barrier") or [value])
-    own = SimpleNamespace(stop=lambda: asked.append("stop"), restart=lambda: asked.append("restart"))
-    own.number, own.part_of = 0, None
-    restarts = Restarts(own, exchange, NullObserver(), limit=3)
-    found = InferenceEngines(exchange, Recorder(asked), sleeps, weight_sync, probe)
-    probe.rollouts = SimpleNamespace(restarts=restarts)
-    restarts.give_weights = lambda: found.reconnect(lambda: found.weight_sync)
-    weight_sync.senders, weight_sync.forget = [], lambda: asked.append("forget")
+    exchange = SimpleNamespace(share=lambda value: events.append("barrier") or [value])
+    own = SimpleNamespace(stop=lambda: events.append("stop"), restart=lambda: events.append("restart"))
+    own.number, own.part_of, own.client = 0, None, Recorder(events)
+    restarts = EngineRestarts(own, exchange, print, limit=3)
+    found = InferenceEngines(exchange, restarts, weight_sync, probe, sleeps)
+    restarts.give_weights = lambda: found.give_weights(lambda: found.weight_sync)
+    weight_sync.senders, weight_sync.forget = [], lambda: events.append("forget")
     return found
 
 
-def test_an_engine_wakes_for_its_weights_first_and_only_then_for_its_caches(asked):
-    found = engines(asked)
+def test_an_engine_wakes_for_its_weights_first_and_only_then_for_its_caches(events):
+    found = engines(events)
     found.sleep()
-    assert asked == ["flush_cache", "release_memory_occupation", "barrier"]
-    asked.clear()
+    assert events == ["flush_cache", "release_memory_occupation", "barrier"]
+    events.clear()
     assert found.sync()["sync/bytes"] == 8
     ready = ["empty_cache", "barrier"]  # what any rank keeps free, the engine cannot have
     nobody_failed = "barrier"
     waking = [*ready, WAKING[0], nobody_failed, WAKING[1], *ready, WAKING[2], nobody_failed]
-    assert asked == [*waking, "barrier", "probe"]
+    assert events == [*waking, "barrier", "probe"]
 
 
-def test_an_engine_that_does_not_sleep_is_asked_for_nothing(asked):
-    found = engines(asked, sleeps=False)
+def test_an_engine_that_does_not_sleep_gets_no_request(events):
+    found = engines(events, sleeps=False)
     found.sleep()
     found.sync()
-    assert [line for line in asked if line not in ("empty_cache", "barrier")] == ["weights", "probe"]
+    assert [line for line in events if line not in ("empty_cache", "barrier")] == ["weights", "probe"]
 
 
-def test_engines_that_are_ended_are_asked_for_nothing(asked):
+def test_engines_that_are_ended_get_no_request(events):
     """They may hang, or have ended: a run that is interrupted saves all the same."""
-    found = engines(asked)
+    found = engines(events)
     found.end()
     found.sleep()
-    assert asked == ["stop", "barrier"]
+    assert events == ["stop", "barrier"]
 
 
-ANEW = ("stop", "restart")
+RESTART = ("stop", "restart")
 FAILS = {
-    "asleep": ("release", ["release_memory_occupation fails", "stop", *ANEW, "weights", "probe"]),
-    "meanwhile": ("/health", [WAKING[0], "/health fails", *ANEW, "weights", "probe"]),
-    "as it wakes": (WAKING[0], [f"{WAKING[0]} fails", *ANEW, "weights", "probe"]),
-    "in the sync": ("weights", [WAKING[0], "weights fails", *ANEW, "weights", "probe"]),
-    "as it wakes wholly": (WAKING[2], [*WAKING[:2], f"{WAKING[2]} fails", *ANEW, "weights", "probe"]),
+    "asleep": ("release", ["release_memory_occupation fails", "stop", *RESTART, "weights", "probe"]),
+    "meanwhile": ("/health", [WAKING[0], "/health fails", *RESTART, "weights", "probe"]),
+    "as it wakes": (WAKING[0], [f"{WAKING[0]} fails", *RESTART, "weights", "probe"]),
+    "in the sync": ("weights", [WAKING[0], "weights fails", *RESTART, "weights", "probe"]),
+    "as it wakes wholly": (WAKING[2], [*WAKING[:2], f"{WAKING[2]} fails", *RESTART, "weights", "probe"]),
 }
 
 
 @pytest.mark.parametrize(("fails", "expected"), FAILS.values(), ids=FAILS)
-def test_an_engine_that_fails_outside_a_rollout_is_started_anew(asked, fails, expected):
-    found = engines(asked)
+def test_an_engine_that_fails_outside_a_rollout_is_restarted(events, fails, expected):
+    found = engines(events)
     found.client.fails = fails
     found.sleep()
     assert found.sync()["sync/bytes"] == 8
-    told = [line for line in asked if line not in ("empty_cache", "barrier", "flush_cache")]
-    assert told[-len(expected) - 1 :] == [*expected, "probe"]
+    requests = [line for line in events if line not in ("empty_cache", "barrier", "flush_cache")]
+    assert requests[-len(expected) - 1 :] == [*expected, "probe"]
     assert found.restarts.take_count() == 1
-    asked.clear()
+    events.clear()
     found.sleep()
     found.wake()
-    assert "restart" not in asked and asked.count("weights") == 1
+    assert "restart" not in events and events.count("weights") == 1
 
 
 @pytest.mark.parametrize("fails", ["weights_checker checksum", "weights_checker reset", "weights"])
-def test_an_engine_that_fails_in_the_first_sync_is_started_anew_and_the_sync_proven_then(asked, fails):
-    found = engines(asked)
+def test_an_engine_that_fails_in_the_first_sync_is_restarted_and_the_sync_proven_then(events, fails):
+    found = engines(events)
     found.client.fails = fails
     found.first_sync(verify=True, as_loaded=True)
-    told = [line for line in asked if line not in ("empty_cache", "barrier")]
-    [failed] = [number for number, line in enumerate(told) if line.endswith("fails")]
+    requests = [line for line in events if line not in ("empty_cache", "barrier")]
+    [failed] = [number for number, line in enumerate(requests) if line.endswith("fails")]
     checksum, reset = "weights_checker checksum", "weights_checker reset_tensors"
     proof = (checksum, "weights", checksum)
-    assert told[failed + 1 :] == [*ANEW, "weights", "probe", "forget", checksum, reset, *proof, "probe"]
+    assert requests[failed + 1 :] == [*RESTART, "weights", "probe", "forget", checksum, reset, *proof, "probe"]
 
 
 def fall_asleep(rank: int, world_size: int) -> None:
     """Rank 0 owns an engine of which rank 1 has a part, on another node; rank 2 owns another engine."""
-    asked: list[str] = []
-    found = engines(asked)
+    events: list[str] = []
+    found = engines(events)
     found.exchange, own = Exchange(dist.group.WORLD), found.restarts.own
     own.number, own.part_of = (0, None, 1)[rank], (None, 0, None)[rank]
     found.client.fails = "release" if rank == 0 else ""
     if rank == 1:
-        found.client = None
+        own.client = None
     found.sleep()
-    assert ("stop" in asked) == (rank < 2)
+    assert ("stop" in events) == (rank < 2)
 
 
 def test_of_an_engine_that_fails_as_it_falls_asleep_no_part_keeps_its_memory():
@@ -167,7 +165,7 @@ class Steps(Trainer):
 
 
 @pytest.mark.parametrize("servers", [(), ("http://10.0.0.7:30000",)])
-def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
+def test_engines_sleep_while_a_checkpoint_is_written(events, servers):
     steps = {"total_steps": 3, "save_interval": 2, "async_save": True, "time_limit": None, "grace_seconds": 0.0}
     config = SimpleNamespace(
         rollout=SimpleNamespace(engines=servers),
@@ -175,10 +173,10 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
         trainer=SimpleNamespace(**steps, export_hf=False),
         eval_interval=0,
     )
-    found = engines(asked)
+    found = engines(events)
     save = {"failed_saves": 0, "is_overdue": False, "store": SimpleNamespace(is_written=lambda: False, is_saving=False)}
     save |= {
-        "begin_save": lambda models, in_background: asked.append("save"),
+        "begin_save": lambda models, in_background: events.append("save"),
     }
     run = Run(
         *(config, found.exchange, None),
@@ -188,7 +186,7 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
         batches=None,
         progress=SimpleNamespace(checkpoint=None, start_step=0, **save),
         observer=SimpleNamespace(
-            log=lambda step, metrics: asked.append(f"step {step}"), message=lambda text: None, finish=lambda: None
+            log=lambda step, metrics: events.append(f"step {step}"), message=lambda text: None, finish=lambda: None
         ),
         phase=Phases(SimpleNamespace(offloads={}, specs={})),
         utilisation=None,
@@ -198,11 +196,11 @@ def test_engines_sleep_while_a_checkpoint_is_written(asked, servers):
     Steps(config, run).train()
     assert first_syncs == [{"verify": True, "as_loaded": not servers}], "a run before may have left them other weights"
     asleep = ["flush_cache", "release_memory_occupation", "save"]
-    told = [line for line in asked if line not in ("empty_cache", "barrier")]
-    assert told == ["step 1", "step 2", *asleep, *WAKING, "step 3", *asleep]
+    requests = [line for line in events if line not in ("empty_cache", "barrier")]
+    assert requests == ["step 1", "step 2", *asleep, *WAKING, "step 3", *asleep]
 
 
-LOADED, SPOILED = [{"norm": "a", "embed": "b"}], [{"norm": "x", "embed": "y"}]
+LOADED, CORRUPT = [{"norm": "a", "embed": "b"}], [{"norm": "x", "embed": "y"}]
 CONFIG = Config.model_validate(
     {
         "model": {"path": "m"},
@@ -223,7 +221,7 @@ class Checked(Recorder):
         if path == "/server_info":
             return {"internal_states": [{"memory_usage": {"weight": 2.0, "kvcache": 40.0}}]}
         if path == "/weights_checker" and body == {"action": "reset_tensors"}:
-            self.weights = SPOILED
+            self.weights = CORRUPT
         if path == "/resume_memory_occupation" and body["tags"] == ["weights"]:
             self.weights = [{"norm": "?", "embed": "?"}]  # whatever was there before
         if path == "weights":
@@ -232,7 +230,7 @@ class Checked(Recorder):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch, asked):
+def on_a_gpu(monkeypatch, events):
     """A rank whose GPU's other processes have what `others` says, one number a look."""
 
     def of(others: list[float], *, sleeps: bool = True) -> None:
@@ -246,53 +244,53 @@ def on_a_gpu(monkeypatch, asked):
     return of
 
 
-def started(asked: list[str], *, as_loaded: bool = True, fails: str = "") -> tuple[Started, Checked]:
+def started(events: list[str], *, as_loaded: bool = True, fails: str = "") -> tuple[StartedEngines, Checked]:
     """The start of an engine by the only rank."""
-    client = Checked(asked)
+    client = Checked(events)
     client.fails = fails
-    own = SimpleNamespace(number=0, part_of=None, wait_ready=lambda: asked.append("ready") or client)
-    own.stop = lambda: asked.append("stop")
-    exchange = SimpleNamespace(rank=0, share=lambda value: asked.append("barrier") or [value])
+    own = SimpleNamespace(number=0, part_of=None, client=client, stop=lambda: events.append("stop"))
+    own.wait_ready = lambda: events.append("ready") or client
+    exchange = SimpleNamespace(rank=0, share=lambda value: events.append("barrier") or [value])
     return start_engines(CONFIG, placement_layouts(CONFIG, 1), own, exchange, as_loaded=as_loaded), client
 
 
 CHECKSUM, RESET = "weights_checker checksum", "weights_checker reset_tensors"
 
 
-def test_an_engine_sleeps_before_models_are_built_and_its_weights_are_noted_before(asked, on_a_gpu):
+def test_an_engine_sleeps_before_models_are_built_and_its_weights_are_noted_before(events, on_a_gpu):
     on_a_gpu([45.0, 45.0, 20.0, 3.0])
-    found, _ = started(asked)
-    assert asked == ["ready", CHECKSUM, *["barrier"] * 2, "flush_cache", "release_memory_occupation", "barrier"]
+    found, _ = started(events)
+    assert events == ["ready", CHECKSUM, *["barrier"] * 2, "flush_cache", "release_memory_occupation", "barrier"]
     assert found.loaded == LOADED
 
 
-def test_an_engine_on_gpus_of_its_own_stays_awake(asked, on_a_gpu):
+def test_an_engine_on_gpus_of_its_own_stays_awake(events, on_a_gpu):
     on_a_gpu([], sleeps=False)
-    found, _ = started(asked, as_loaded=False)
-    assert asked == ["ready", *["barrier"] * 3] and found.loaded == []
+    found, _ = started(events, as_loaded=False)
+    assert events == ["ready", *["barrier"] * 3] and found.loaded == []
 
 
 @pytest.mark.parametrize("fails", ["weights_checker", "flush_cache", "release_memory_occupation"])
-def test_an_engine_that_fails_before_models_are_built_keeps_no_memory(asked, on_a_gpu, fails):
+def test_an_engine_that_fails_before_models_are_built_keeps_no_memory(events, on_a_gpu, fails):
     on_a_gpu([45.0, 3.0])
-    _, client = started(asked, fails=fails)
-    assert asked[-2:] == ["stop", "barrier"] and client.has_failed
+    _, client = started(events, fails=fails)
+    assert events[-2:] == ["stop", "barrier"] and client.has_failed
 
 
-def first_sync_of(asked: list[str], found: Started, client: Checked, synced: list[dict[str, str]]) -> None:
-    made = engines(asked)
-    made.client, made.asleep, made.loaded = client, True, found.loaded
+def first_sync_of(events: list[str], found: StartedEngines, client: Checked, synced: list[dict[str, str]]) -> None:
+    made = engines(events)
+    made.restarts.own.client, made.asleep, made.started = client, True, StartedEngines(found.loaded)
     client.synced = synced
-    asked.clear()
+    events.clear()
     made.first_sync(verify=True, as_loaded=True)
 
 
-def test_the_first_sync_wakes_an_engine_and_proves_it_by_what_it_had_loaded(asked, on_a_gpu):
+def test_the_first_sync_wakes_an_engine_and_proves_it_by_what_it_had_loaded(events, on_a_gpu):
     on_a_gpu([45.0, 3.0])
-    found, client = started(asked)
-    first_sync_of(asked, found, client, LOADED)
-    told = [line for line in asked if line not in ("empty_cache", "barrier")]
-    assert told == [WAKING[0], "forget", RESET, CHECKSUM, "weights", CHECKSUM, WAKING[2], "probe"]
+    found, client = started(events)
+    first_sync_of(events, found, client, LOADED)
+    requests = [line for line in events if line not in ("empty_cache", "barrier")]
+    assert requests == [WAKING[0], "forget", RESET, CHECKSUM, "weights", CHECKSUM, WAKING[2], "probe"]
 
 
 @pytest.mark.parametrize(
@@ -302,16 +300,16 @@ def test_the_first_sync_wakes_an_engine_and_proves_it_by_what_it_had_loaded(aske
         ([{"norm": "x", "embed": "b"}], "were not set by the first weight sync: norm"),
     ],
 )
-def test_what_an_engine_lost_as_it_slept_and_did_not_get_back_is_named(asked, on_a_gpu, synced, message):
+def test_what_an_engine_lost_as_it_slept_and_did_not_get_back_is_named(events, on_a_gpu, synced, message):
     on_a_gpu([45.0, 3.0])
-    found, client = started(asked)
+    found, client = started(events)
     with pytest.raises(EngineError, match=message):
-        first_sync_of(asked, found, client, synced)
+        first_sync_of(events, found, client, synced)
 
 
-def test_an_engine_that_keeps_its_memory_is_reported_with_who_holds_it(asked, on_a_gpu, capsys):
+def test_an_engine_that_keeps_its_memory_is_reported_with_who_holds_it(events, on_a_gpu, capsys):
     on_a_gpu([45.0, *[44.0] * 1000])
-    started(asked)
+    started(events)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("WARNING: cpu: other processes hold 44.0 GiB 0 s after") and "at most 11.4" in line
     assert "7, sglang::scheduler, 44000 MiB" in line and "rollout.mem_fraction_static" in line
@@ -335,24 +333,24 @@ def test_without_memory_to_come_back_nothing_is_looked_at(monkeypatch):
     footprint.wait_asleep()
 
 
-def test_an_engine_that_is_awake_is_not_woken(asked):
+def test_an_engine_that_is_awake_is_not_woken(events):
     """SGLang 0.5.23 ends with a KeyError then."""
-    found = engines(asked)
+    found = engines(events)
     found.wake()
-    assert [line for line in asked if line not in ("empty_cache", "barrier")] == ["weights"]
+    assert [line for line in events if line not in ("empty_cache", "barrier")] == ["weights"]
 
 
-def test_a_step_that_was_interrupted_goes_on_with_engines_asleep(asked):
+def test_a_step_that_was_interrupted_goes_on_with_engines_asleep(events):
     """The first sync wakes them, and the updates need their memory."""
-    found = engines(asked)
-    flight = SimpleNamespace(batch="rows", resume=lambda scattered: asked.append(f"resume {scattered}"))
+    found = engines(events)
+    flight = SimpleNamespace(batch="rows", resume=lambda scattered: events.append(f"resume {scattered}"))
     run = SimpleNamespace(
         engines=found,
         phase=Phases(SimpleNamespace(offloads={}, specs={})),
         progress=SimpleNamespace(in_flight=flight),
-        models=SimpleNamespace(scatter=lambda batch: asked.append("scatter") or batch),
+        models=SimpleNamespace(scatter=lambda batch: events.append("scatter") or batch),
     )
     trainer = Trainer(None, run)
     trainer._end = lambda flight, scattered: {}
     trainer.step(1)
-    assert asked == ["flush_cache", "release_memory_occupation", "barrier", "scatter", "resume rows"]
+    assert events == ["flush_cache", "release_memory_occupation", "barrier", "scatter", "resume rows"]

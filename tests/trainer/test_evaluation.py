@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
+from engine_handles import restarts_of
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import SamplingParams
-from megappo.engines.own_engine import OwnEngine
+from megappo.engines.handle import EngineHandle
 from megappo.observe.observer import NullObserver
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.sampler import Sample
@@ -108,10 +109,10 @@ class Shown(NullObserver):
 
 def evaluate_on(rank: int, world_size: int) -> None:
     pools = {"greedy": Answers("silent"), "own": Answers("gsm8k")} if rank else {}
-    own = OwnEngine(rank, None, {name: Workers(pool) for name, pool in pools.items()}) if rank else OwnEngine()
+    own = EngineHandle(rank, None, {name: Workers(pool) for name, pool in pools.items()}) if rank else EngineHandle()
     datasets = Datasets(Tokenizer(), (1,), 30, None, {"greedy": Held(), "own": Held()})
     exchange, observer = Exchange(dist.group.WORLD), Shown()
-    rollouts = FewSampled(CONFIG, datasets, own, exchange, observer, num_engines=2)
+    rollouts = FewSampled(CONFIG, datasets, restarts_of(own, exchange), exchange, observer, num_engines=2)
     metrics = evaluate(rollouts, datasets, observer, 7)
     greedy, sampled = SamplingParams(1024, 0.0, stop_token_ids=(1,)), SamplingParams(3, 0.5, 0.9, 5, (1,))
     assert rollouts.asked == [(1, greedy), (4, sampled)]

@@ -5,18 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from engine_handles import restarts_of
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError, Generation
-from megappo.engines.own_engine import OwnEngine
+from megappo.engines.handle import EngineHandle
 from megappo.placement.layout import Layout
-from megappo.rollouts.datasets import Datasets
 from megappo.trainer.component import Component
-from megappo.trainer.probe import Probe
-from megappo.trainer.rollouts import Rollouts
+from megappo.trainer.inference import Probe
 
 ENGINES = {0: 2, 2: 0, 3: 1}
 """Rank -> the engine it owns."""
@@ -66,12 +65,11 @@ def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
         }
     )
     engine = SimpleNamespace(wait_ready=lambda: Client(ENGINES[rank])) if rank in ENGINES else None
-    own, datasets = OwnEngine(ENGINES.get(rank), engine), Datasets(None, (), 30, None, {})
-    told: list[str] = []
-    observer = SimpleNamespace(message=told.append)
-    rollouts = Rollouts(config, datasets, own, exchange, observer, num_engines=3)
+    own = EngineHandle(ENGINES.get(rank), engine)
+    own.wait_ready()
+    warnings: list[str] = []
     actor = Actor("actor", Layout((0, 1)), None, exchange)
-    probe = Probe(config, Prompts(), rollouts, actor)
+    probe = Probe(config, Prompts(), (), restarts_of(own, exchange, warnings.append), actor, num_engines=3)
     actor.difference = 0.09
     found = probe()
     names = [f"sync/log_prob_diff/{name}" for name in ("mean", "max", "warnings")]
@@ -79,7 +77,7 @@ def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
     actor.difference = 0.2  # of all engines together it is below the tolerance
     found = probe()
     assert found == pytest.approx(dict(zip(names, (0.2 / 3, 0.2, 1), strict=True)))
-    assert ["the log-probs of engine 1's probe by 0.2 on average" in line for line in told] == [True]
+    assert ["the log-probs of engine 1's probe by 0.2 on average" in line for line in warnings] == [True]
     actor.difference = 0.6
     with pytest.raises(EngineError, match="the log-probs of engine 1's probe by 0.6 on average"):
         probe()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from engine_handles import restarts_of
 from reward_pools import load
 from spawn import run_ranks
 
@@ -16,7 +17,7 @@ from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError
-from megappo.engines.own_engine import OwnEngine
+from megappo.engines.handle import EngineHandle
 from megappo.observe.observer import NullObserver
 from megappo.rollouts.conversation import Segment
 from megappo.rollouts.datasets import Datasets
@@ -86,7 +87,9 @@ def make_config(**algorithm: object) -> Config:
 def collect(rank: int, world_size: int) -> None:
     config = make_config(adv_estimator="remax")
     exchange = Exchange(dist.group.WORLD)
-    rollouts = Rollouts(config, DATASETS, OwnEngine(rank), exchange, NullObserver(), num_engines=3)
+    rollouts = Rollouts(
+        config, DATASETS, restarts_of(EngineHandle(rank), exchange), exchange, NullObserver(), num_engines=3
+    )
     samples, greedy = SAMPLES[rank], GREEDY[rank]
     batch, metrics = rollouts.collect(Responses(samples, greedy, scored(samples), scored(greedy)), PROMPTS)
     assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])
@@ -126,7 +129,9 @@ def mask(rank: int, world_size: int) -> None:
     for name, (algorithm, reward, expected) in MASKED.items():
         config = make_config(**algorithm, mask_truncated=True)
         config = config.model_copy(update={"reward": config.reward.model_copy(update=reward)})
-        rollouts = Rollouts(config, DATASETS, OwnEngine(rank), exchange, NullObserver(), num_engines=3)
+        rollouts = Rollouts(
+            config, DATASETS, restarts_of(EngineHandle(rank), exchange), exchange, NullObserver(), num_engines=3
+        )
         ending = {"finish_reason": "length"} if name == "all" else {}
         samples = [replace(one, **ending) for one in chain(*SAMPLES) if one.prompt_index == rank]
         batch, _ = rollouts.collect(Responses(samples, [], scored(samples)), PROMPTS)
@@ -169,8 +174,10 @@ def score_by_components(rank: int, world_size: int) -> None:
     """Rank 0 has no engine, and takes rows all the same; that of rank 2 wrote nothing."""
     exchange = Exchange(dist.group.WORLD)
     config = make_config(adv_estimator="gdpo", use_kl_in_reward=False)
-    own = OwnEngine(rank, None, {TRAINING: Workers(Scores())}) if rank else OwnEngine()
-    rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
+    own = EngineHandle(rank, None, {TRAINING: Workers(Scores())}) if rank else EngineHandle()
+    rollouts = Rollouts(
+        config, replace(DATASETS, tokenizer=Tokenizer()), restarts_of(own, exchange), exchange, None, num_engines=2
+    )
     samples = samples_of([1, 20], [2, 7], [3, 20], [4, 9])
     mine = ([], samples, [])[rank]
     batch, metrics = rollouts.collect(by_workers(rollouts, mine), PROMPTS)
@@ -183,10 +190,14 @@ def score_by_components(rank: int, world_size: int) -> None:
     message = "reward function rewards.py:f returned of some responses 2 and of others 3 scores; expected as many"
     with pytest.raises(RewardError, match=message):  # another step's
         rollouts.collect(by_workers(rollouts, samples_of([1, 2, 3]) if rank == 1 else []), PROMPTS)
-    rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
+    rollouts = Rollouts(
+        config, replace(DATASETS, tokenizer=Tokenizer()), restarts_of(own, exchange), exchange, None, num_engines=2
+    )
     with pytest.raises(RewardError, match="returned of some responses 1 and of others 2 scores"):  # another rank's
         rollouts.collect(by_workers(rollouts, samples_of([1] * rank) if rank else []), PROMPTS)
-    rollouts = Rollouts(config, replace(DATASETS, tokenizer=Tokenizer()), own, exchange, None, num_engines=2)
+    rollouts = Rollouts(
+        config, replace(DATASETS, tokenizer=Tokenizer()), restarts_of(own, exchange), exchange, None, num_engines=2
+    )
     with pytest.raises(ConfigError, match="reward.function rewards.py:f returned one score .* such as grpo"):
         rollouts.collect(by_workers(rollouts, samples_of([1]) if rank else []), PROMPTS)
 
@@ -212,8 +223,8 @@ def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> Non
         for i, one in enumerate(segments)
     ]
     with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
-        datasets, own = replace(DATASETS, tokenizer=Tokenizer()), OwnEngine(rank, None, {TRAINING: Workers(pool)})
-        rollouts = Rollouts(config, datasets, own, exchange, None, num_engines=1)
+        datasets, own = replace(DATASETS, tokenizer=Tokenizer()), EngineHandle(rank, None, {TRAINING: Workers(pool)})
+        rollouts = Rollouts(config, datasets, restarts_of(own, exchange), exchange, None, num_engines=1)
         batch, metrics = rollouts.collect(by_workers(rollouts, samples), PROMPTS)
     assert batch.rows.field("score_components").tolist() == [[3.0, 0.25, 0.5], [3.0, 0.0, 0.0]] * 2
     assert metrics["reward/errors"] == 2

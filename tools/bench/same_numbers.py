@@ -41,7 +41,8 @@ from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
 from megappo.data.prompts import Prompt, share  # noqa: E402
 from megappo.engines.client import SamplingParams  # noqa: E402
-from megappo.engines.own_engine import OwnEngine  # noqa: E402
+from megappo.engines.handle import EngineHandle  # noqa: E402
+from megappo.engines.restarts import EngineRestarts  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.placement.ranks import placement_layouts  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
@@ -218,7 +219,8 @@ def build(config: Config) -> Run:
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
     models = build_models(config, placement_layouts(config, dist.get_world_size()), exchange)
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
-    rollouts = FixedRollouts(config, datasets, OwnEngine(), exchange, observer, num_engines=1)
+    restarts = EngineRestarts(EngineHandle(), exchange, observer.message, limit=0)
+    rollouts = FixedRollouts(config, datasets, restarts, exchange, observer, num_engines=1)
     engines = NoEngines()
     batches = SampledBatches(datasets.train, rollouts, engines.sleep)
     progress, utilisation = Progress(config, exchange), Utilisation("fp32", models.components, models.specs, exchange)
