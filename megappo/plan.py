@@ -26,26 +26,24 @@ from megappo.config.loading import leaves, load_config
 from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
 from megappo.engines.server_args import known_names
-from megappo.estimate.fitting import fits, settled, settled_lines
+from megappo.estimate.fitting import fits, resolve_offload
 from megappo.estimate.gpus import GIB, GPU, GPUS
 from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
-from megappo.estimate.report import memory_table, misfits, resume_line, time_table
+from megappo.estimate.report import memory_errors, memory_table, resume_line, time_table
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.suggest import suggestions
 from megappo.estimate.switching import switch_table
 from megappo.observe.console import escape_unprintable
 from megappo.placement.arithmetic import batch_splits
-from megappo.placement.components import components_of, trained_components
-from megappo.placement.layout import Layout
 from megappo.placement.picture import aligned, placement_picture, rank_table
-from megappo.placement.ranks import leaves_world_open, pipeline_splits, placement_layouts, smallest_world
-from megappo.preflight.arrangement import arrangement_errors, check_run
+from megappo.placement.ranks import leaves_world_open, smallest_world
+from megappo.placement.run_plan import RunPlan
+from megappo.preflight.arrangement import check_run
 from megappo.preflight.lock import in_use
 from megappo.preflight.rehearsal import rehearse
 from megappo.preflight.resuming import already_finished, resume_warnings
 from megappo.runtime.variables import faults
-from megappo.sync.route import find_route
 
 WIDTH = 120
 
@@ -70,27 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--nodes {args.nodes} does not divide the {counted(world_size, 'rank')}: each has as many")
     ranks_per_node = world_size // (args.nodes or 1)
     print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
-    is_arranged = not arrangement_errors(config, world_size, ranks_per_node)
-    if is_arranged:
-        layouts = placement_layouts(config, world_size)
-        picture = placement_picture(layouts, pipeline_splits(config))
-        ways = find_route(config, layouts, ranks_per_node).describe()
-        notes = "\n  ".join([ways, *config.absences])
-        print(f"\nplacement\n{picture}\n  {notes}\n\n{rank_table(layouts, world_size)}")
+    plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=bool(args.gpu))
+    if plan is not None:
+        notes = "\n  ".join([plan.route.describe(), *config.absences])
+        print(f"\nplacement\n{placement_picture(plan)}\n  {notes}\n\n{rank_table(plan)}")
         if not config.trainer.eval_only:
-            print(f"\nbatch, per PPO step\n{batch_summary(config, layouts)}")
+            print(f"\nbatch, per PPO step\n{batch_summary(plan)}")
         if config.evaluates:
             print(f"\nevaluation\n{evaluation_summary(config)}")
-    errors = check_run(config, world_size, ranks_per_node, on_gpus=bool(args.gpu))
     warnings = [*config_warnings(config), *(() if errors else resume_warnings(config)), *faults(os.environ)]
-    if not errors:
-        print(f"\nweights, in {config.model.dtype}\n{weights_summary(config)}")
-    if args.gpu and is_arranged:
+    if plan is not None and not errors:
+        print(f"\nweights, in {config.model.dtype}\n{weights_summary(plan)}")
+    if args.gpu and plan is not None:
         try:
             gpu, of_node = GPUS[args.gpu], ranks_per_node if args.nodes else GPUS_PER_NODE
-            cluster = Cluster(world_size, gpu.memory, of_node)
-            errors += config.located(_reckon(config, cluster, gpu, args.suggest, args.storage_gbps))
-        except ConfigError as error:  # of a model's config.json, as was told already
+            cluster = Cluster(gpu.memory, of_node)
+            errors += config.located(_print_estimates(plan, cluster, gpu, args.suggest, args.storage_gbps))
+        except ConfigError as error:  # of a model's config.json, which may be among the errors already
             errors = errors or config.located(error.errors)
     elif args.gpu:
         print("\nmemory: not reckoned, see the errors")
@@ -110,28 +104,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _reckon(config: Config, cluster: Cluster, gpu: GPU, suggests: bool, storage_gbps: float | None) -> list[str]:
-    """Print what a run takes of the GPUs, and a resume of the hosts; why it does not fit the GPUs."""
-    asked, config = config, settled(config, cluster)
-    memory = MemoryEstimate(config, cluster)
-    for line in settled_lines(asked, config):
+def _print_estimates(
+    plan: RunPlan, cluster: Cluster, gpu: GPU, suggests: bool, storage_gbps: float | None
+) -> list[str]:
+    """Print memory, seconds and layouts of a run on GPUs; return why it does not fit them."""
+    plan = resolve_offload(plan, cluster)
+    memory = MemoryEstimate(plan, cluster)
+    for line in plan.decisions():
         print(f"\n{line}")
     nodes = f"for nodes of {counted(cluster.gpus_per_node, 'GPU')}"
     print(f"\nGiB on each {gpu.name} of {gpu.memory / GIB:.1f}, estimated {nodes}\n{memory_table(memory)}")
     if fits(memory):
         most, phase = memory.peak(memory.fullest)
         print(f"  it fits: {(gpu.memory - most) / GIB:.1f} GiB stay free of every GPU at least, in {phase}")
-    kernels = "torch's layers" if config.model.layer_spec == "torch" else "TransformerEngine, which set-up builds"
-    layouts = placement_layouts(config, cluster.world_size)
-    table = switch_table(config, layouts, cluster.shapes, on_gpu=True, has_te=True)
+    kernels = "torch's layers" if plan.config.model.layer_spec == "torch" else "TransformerEngine, which set-up builds"
+    table = switch_table(plan, cluster.shapes, on_gpu=True, has_te=True)
     print(f"\nwhat makes passes faster there, with {kernels}\n{table}")
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
     if memory.checkpoint_bytes:
         print(resume_line(memory, storage_gbps))
     if suggests:
-        print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(asked, cluster, gpu)}")
-    return list(misfits(memory, gpu))
+        print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(plan, cluster, gpu)}")
+    return list(memory_errors(memory, gpu))
 
 
 def _left_out(config: Config) -> list[str]:
@@ -166,9 +161,9 @@ def evaluation_summary(config: Config) -> str:
     return aligned(rows)
 
 
-def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
-    """The step's totals, then how each component splits them."""
-    splits = batch_splits(config, layouts)
+def batch_summary(plan: RunPlan) -> str:
+    """Return the step's totals, then each component's split of them."""
+    config, splits, num_engines = plan.config, batch_splits(plan), plan.layouts["rollout"].data
     prompts, n = config.data.train_batch_size, config.rollout.n
     drawn = config.data.draw_size
     totals = [
@@ -176,26 +171,26 @@ def batch_summary(config: Config, layouts: dict[str, Layout]) -> str:
         + (f", those that are finished first of {drawn:,} prompts" if drawn > prompts else ""),
         f"  at most {longest_row(config):,} tokens each ({config.data.max_prompt_length:,} prompt + "
         f"{config.rollout.max_response_length:,} response): {prompts * n * longest_row(config):,} tokens at worst",
-        f"  {layouts['rollout'].data} engine(s): about {drawn * n / layouts['rollout'].data:,.4g} trajectories each, "
+        f"  {num_engines} engine(s): about {drawn * n / num_engines:,.4g} trajectories each, "
         f"{config.rollout.max_running_requests:,} at once",
     ]
     rows = [["", *splits]] + [
         [title, *(cell(split) for split in splits.values())] for title, cell in _BATCH_ROWS.items()
     ]
     run = f"  whole run: {config.trainer.total_steps:,} steps; optimizer steps: "
-    steps = {name: training.optimizer_steps(config) for name, training in trained_components(config).items()}
+    steps = {name: training.optimizer_steps(config) for name, training in plan.training.items()}
     run += ", ".join(f"{name} {count:,}" for name, count in steps.items())
     return "\n".join([*totals, aligned(rows), run])
 
 
-def weights_summary(config: Config) -> str:
-    """How many parameters each model has, and the bytes of those on the rank that holds most of them."""
+def weights_summary(plan: RunPlan) -> str:
+    """Return the parameters of each model, and their bytes on the rank that holds most of them."""
     rows = [["", "parameters", "bytes on a rank, at most"]]
     shapes = Shapes()
-    for name, spec in components_of(config).items():
+    for name, spec in plan.components.items():
         shape = shapes.of(spec)
         most = max(map(sum, shape.stages(spec.parallel.value)))
-        rows.append([name, f"{shape.size:,}", f"{most * DTYPES[config.model.dtype].nbytes:,}"])
+        rows.append([name, f"{shape.size:,}", f"{most * DTYPES[plan.config.model.dtype].nbytes:,}"])
     return aligned(rows)
 
 

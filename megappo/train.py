@@ -7,7 +7,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -29,14 +29,14 @@ import torch.distributed as dist
 from megappo.config.errors import ConfigError
 from megappo.config.help import config_parser
 from megappo.config.loading import load_config
-from megappo.config.schema import Config
 from megappo.engines.handle import EngineHandle, start_engine
 from megappo.engines.launch import home_of_sockets, nccl_variables
+from megappo.estimate.fitting import resolve_offload
+from megappo.estimate.memory import Cluster
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.switching import switch_table
 from megappo.observe.console import escape_unprintable
-from megappo.placement.layout import Layout
-from megappo.placement.ranks import placement_layouts
+from megappo.placement.run_plan import RunPlan
 from megappo.preflight import lock
 from megappo.preflight.arrangement import check_run
 from megappo.preflight.resuming import already_finished
@@ -45,7 +45,6 @@ from megappo.runtime.cores import bind
 from megappo.runtime.imports import without_collector
 from megappo.runtime.listening import stay_on_this_node
 from megappo.runtime.threads import report_failures
-from megappo.sync.route import find_route
 from megappo.table import resolved
 from megappo.trainer.failure import report
 from megappo.trainer.watchdog import Watchdog
@@ -119,50 +118,51 @@ def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int
     if config.trainer.eval_only:
         INTERRUPTION.never_saves()
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    if errors := check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda()):
+    plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=platform.has_cuda())
+    if plan is None or errors:
         raise ConfigError(*errors)
     with config.locating():
-        _train(config, store, rank, world_size, cleanup)
+        _train(plan, store, rank, cleanup)
 
 
-def _train(config: Config, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
+def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> None:
+    config, world_size, gpu_bytes = plan.config, plan.world_size, platform.gpu_bytes()
     if rank == 0:  # before the ranks meet, so that no other's error can come first
         finished = already_finished(config)
         if finished:
             print(finished, flush=True)
         else:
             cleanup.enter_context(lock.take(Path(config.trainer.output_dir)))
-            _print_capabilities(config, world_size)
+            _print_capabilities(plan)
         store.set("finished", finished)
     if store.get("finished"):  # waits for rank 0: what a folder holds may look different elsewhere
         return
-    layouts = placement_layouts(config, world_size)
-    for name, value in shared_nccl_variables(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"])).items():
+    plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
+    for name, value in shared_nccl_variables(plan).items():
         os.environ.setdefault(name, value)  # the engine takes its environment from here
     own = EngineHandle()
     if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation's: of a checkpoint
-        own = start_engine(config, layouts["rollout"], rank, store, cleanup)
+        own = start_engine(plan, rank, store, cleanup)
     with without_collector():
         train = resolved(TRAINING)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
     Watchdog(store, rank, world_size, config.hang_timeout_seconds)
-    train(config, own, cleanup)
+    train(plan, own, cleanup)
 
 
-def shared_nccl_variables(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int) -> dict[str, str]:
-    """NCCL's variables where an engine joins a group of the trainer's; else none: the trainer is faster with NCCL's
-    defaults."""
-    shared = find_route(config, layouts, ranks_per_node).shares_nccl
-    return nccl_variables(config.rollout.server_args) if shared else {}
+def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:
+    """Return NCCL's variables where an engine joins a group of the trainer's; else none: the trainer is faster with
+    NCCL's defaults."""
+    return nccl_variables(plan.config.rollout.server_args) if plan.route.shares_nccl else {}
 
 
-def _print_capabilities(config: Config, world_size: int) -> None:
+def _print_capabilities(plan: RunPlan) -> None:
     found = platform.capabilities()
     width = max(map(len, found))
     print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()))
-    layouts, has_te = placement_layouts(config, world_size), platform.has_transformer_engine()
-    table = switch_table(config, layouts, Shapes(), on_gpu=platform.has_cuda(), has_te=has_te)
+    has_te = platform.has_transformer_engine()
+    table = switch_table(plan, Shapes(), on_gpu=platform.has_cuda(), has_te=has_te)
     print(f"what makes passes faster\n{table}", flush=True)
 
 

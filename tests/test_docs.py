@@ -22,10 +22,10 @@ from megappo.config.schema import Actor, Algorithm, Config, Critic
 from megappo.config.transports import AUTO, TRANSPORTS
 from megappo.placement.components import components_of
 from megappo.placement.ranks import smallest_world
+from megappo.placement.run_plan import plan_run
 from megappo.ppo.conventions import PRESETS
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
-from megappo.preflight.arrangement import arrangement_errors
 from megappo.userland.builtin import BUILTIN
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,7 +214,7 @@ def test_commands_start_what_exists_with_configs_that_fit(page, command):
     configs = [word for word in command if word.startswith("configs/")]
     for path in ["configs/quickstart.yaml"] if started == "launch/quickstart.sh" else configs:
         config = load_config(ROOT / path, [word for word in command if re.match(r"[a-z_]+\.[a-z_.]+=", word)])
-        assert arrangement_errors(config, smallest_world(config) or 8) == []
+        plan_run(config, smallest_world(config) or 8)
 
 
 def test_options_that_are_shown_exist():

@@ -16,6 +16,7 @@ from megappo.engines.launch import NodePart, reserve_port
 from megappo.engines.process import Engine
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
+from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
 from megappo.runtime.listening import node_address
 from megappo.userland.environment_workers import Workers, start_workers
@@ -56,15 +57,15 @@ class EngineHandle:
             self.engine.stop()
 
 
-def start_engine(config: Config, layout: Layout, rank: int, store: Store, cleanup: ExitStack) -> EngineHandle:
+def start_engine(plan: RunPlan, rank: int, store: Store, cleanup: ExitStack) -> EngineHandle:
     """Start this rank's SGLang engine, if it is to own one, and its workers, without waiting for the engine.
 
     Engines of rollout.engines run already. Of an engine on several nodes, the first rank on each node starts a part.
 
     Args:
-        layout: the engines'.
         store: torchrun's, through which those parts find each other.
     """
+    config, layout = plan.config, plan.layouts["rollout"]
     number = layout.shard_of(rank)
     if number is None or rank not in _starting_ranks(layout, number):
         return EngineHandle()

@@ -10,16 +10,15 @@ from megappo.architecture.fit import fit_errors
 from megappo.config.checks import longest_row
 from megappo.config.errors import ConfigError
 from megappo.config.kinds import TensorKind
-from megappo.config.schema import Config
 from megappo.config.transports import GPU_BUCKET_BYTES
 from megappo.estimate.engine_memory import EngineMemory
 from megappo.estimate.gpus import GIB
 from megappo.estimate.model_memory import activation_bytes, head_bytes, micro_batches_in_flight, state_bytes
 from megappo.estimate.shapes import Shapes
 from megappo.placement.arithmetic import batch_splits
-from megappo.placement.components import build_order, components_of
+from megappo.placement.components import build_order
 from megappo.placement.layout import Layout
-from megappo.placement.ranks import placement_layouts
+from megappo.placement.run_plan import RunPlan
 from megappo.placement.uses import Use, uses_of
 
 CONTEXT_BYTES, ENGINE_CONTEXT_BYTES, COMMUNICATOR_BYTES = 0.7 * GIB, 1.2 * GIB, 0.1 * GIB
@@ -39,16 +38,14 @@ Ledger = dict[str, float]
 
 @dataclass(frozen=True)
 class Cluster:
-    """What runs are compared on.
+    """The GPUs that a run's ranks are on, one each.
 
     Attributes:
-        world_size: ranks, each with a GPU of its own.
-        gpu_bytes: what a program can have of a GPU.
-        gpus_per_node: as many ranks share a node's memory and the links between its GPUs.
+        gpu_bytes: memory of a GPU that a program can use.
+        gpus_per_node: ranks that share a node's memory and the links between its GPUs.
         shapes: of the models read so far.
     """
 
-    world_size: int
     gpu_bytes: float
     gpus_per_node: int = GPUS_PER_NODE
     shapes: Shapes = field(default_factory=Shapes)
@@ -66,22 +63,21 @@ class MemoryEstimate:
     """A run's memory.
 
     Args:
-        config: without an offload that is still to be settled.
+        plan: without an undecided offload.
     Attributes:
         phases: the start, then those of a step in their order.
         places: each kind of rank, with the ranks of it.
         ledgers: place -> phase -> what is on a GPU of such a rank.
     Raises:
-        ConfigError: the placement is wrong, or a model's config.json.
+        ConfigError: a model's config.json is wrong, or its layout does not fit the model.
     """
 
-    def __init__(self, config: Config, cluster: Cluster):
-        self.config, self.cluster = config, cluster
-        self.specs = components_of(config)
+    def __init__(self, plan: RunPlan, cluster: Cluster):
+        self.plan, self.config, self.cluster = plan, plan.config, cluster
+        self.specs, self.layouts, config = plan.components, plan.layouts, plan.config
         self._check_fit()
-        self.layouts = placement_layouts(config, cluster.world_size)
-        self.places = _places(self.layouts, cluster.world_size, has_engines=not config.rollout.engines)
-        self.splits = batch_splits(config, self.layouts)
+        self.places = _places(self.layouts, plan.world_size, has_engines=not config.rollout.engines)
+        self.splits = batch_splits(plan)
         policy, free = cluster.shapes.at(config.model.path), cluster.gpu_bytes - CONTEXT_BYTES - ENGINE_CONTEXT_BYTES
         self.engine = EngineMemory(config, policy.architecture, policy.size, free)
         self.uses = uses_of(self.specs)
@@ -167,7 +163,7 @@ class MemoryEstimate:
     def loading_bytes(self) -> float:
         """Of a node's memory while a checkpoint is loaded: each rank holds a stored tensor, in fp32, at a time."""
         sizes = [self.cluster.shapes.of(spec).largest(spec.parallel.value) for spec in self.specs.values()]
-        return 4 * max(sizes) * min(self.cluster.gpus_per_node, self.cluster.world_size)
+        return 4 * max(sizes) * min(self.cluster.gpus_per_node, self.plan.world_size)
 
     def _building(self, place: Place) -> Ledger:
         """Models at the fullest moment of building them: each is built whole, then what sleeps leaves for the next."""

@@ -68,7 +68,7 @@ def written_seconds(seconds: float) -> str:
     return f"{seconds:,.1f}" if seconds >= 1 else f"{seconds:.2f}"
 
 
-def misfits(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
+def memory_errors(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     """Why a run does not fit, and with what it would; nothing where it fits."""
     if fits(estimate):
         return
@@ -81,7 +81,7 @@ def misfits(estimate: MemoryEstimate, gpu: GPU) -> Iterator[str]:
     else:
         found = f"the engines have room for {max(estimate.engine.cache_tokens, 0):,.0f} tokens, fewer than one row's"
     room = f"{gpu.name} GPUs of {_gib(estimate.cluster.gpu_bytes)} GiB, of which {SPARE:.0%} should stay free"
-    helpful = remedies(estimate.config, estimate.cluster)
+    helpful = remedies(estimate.plan, estimate.cluster)
     if helpful is None:
         advice = "offload, recomputation, smaller micro-batches and another rollout.mem_fraction_static would not do: "
         advice += "take another layout (--suggest looks for some), or more or larger GPUs"

@@ -37,7 +37,7 @@ def resume_seconds(memory: MemoryEstimate, storage: float) -> float:
     Args:
         storage: bytes per second that it gives all nodes together.
     """
-    return 2 * memory.checkpoint_bytes / min(storage, memory.cluster.world_size * READING)
+    return 2 * memory.checkpoint_bytes / min(storage, memory.plan.world_size * READING)
 
 
 class TimeEstimate:

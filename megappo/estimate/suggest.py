@@ -11,13 +11,14 @@ import yaml
 from megappo.architecture.fit import engine_fit_errors, fit_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
-from megappo.estimate.fitting import AUTO, differences, fits, settled
+from megappo.estimate.fitting import differences, fits, resolve_offload
 from megappo.estimate.gpus import GIB, GPU
 from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.estimate.report import written_seconds
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shape
-from megappo.placement.components import components_of
+from megappo.placement.components import AUTO, components_of
+from megappo.placement.run_plan import RunPlan, plan_run
 
 SHOWN = 3
 REFINED = 6
@@ -26,29 +27,27 @@ MOST_STAGES = 16
 RECOMPUTE = ("none", "full")
 
 
-def suggestions(config: Config, cluster: Cluster, gpu: GPU) -> str:
+def suggestions(plan: RunPlan, cluster: Cluster, gpu: GPU) -> str:
     """Every component on all ranks, as YAML to paste: all that differs from the config, and each layout and offload."""
-    found = [_text(number, config, one) for number, one in enumerate(best_layouts(config, cluster, gpu), 1)]
+    found = [_text(number, plan.requested, one) for number, one in enumerate(best_layouts(plan, cluster, gpu), 1)]
     return "\n".join(found) or "  none: take more or larger GPUs, shorter rows or smaller micro-batches"
 
 
-def best_layouts(config: Config, cluster: Cluster, gpu: GPU) -> list[TimeEstimate]:
+def best_layouts(plan: RunPlan, cluster: Cluster, gpu: GPU) -> list[TimeEstimate]:
     """At most SHOWN: of layouts that all models share, and of the best of these with another one for the critic."""
-    config = config.changed("placement.rollout", "all")
+    config, world_size = plan.requested.changed("placement.rollout", "all"), plan.world_size
     policy = cluster.shapes.at(config.model.path).architecture
     ways = [ways for ways in _powers(cluster.gpus_per_node) if not any(engine_fit_errors(policy, ways))]
-    specs = components_of(config)
-    shared = _layouts([cluster.shapes.of(spec) for spec in specs.values()], cluster)
-    found = _best(
-        (
-            _tried(_everywhere(config, layout, recompute).changed("rollout.tensor_parallel", tensor), cluster, gpu)
-            for layout, tensor, recompute in product(shared, ways, RECOMPUTE)
-        ),
-        REFINED,
+    specs = plan.components
+    shared = _layouts([cluster.shapes.of(spec) for spec in specs.values()], cluster, world_size)
+    candidates = (
+        _everywhere(config, layout, recompute).changed("rollout.tensor_parallel", tensor)
+        for layout, tensor, recompute in product(shared, ways, RECOMPUTE)
     )
-    others = _layouts([cluster.shapes.of(specs["critic"])], cluster) if "critic" in specs else ()
+    found = _best((_tried(one, world_size, cluster, gpu) for one in candidates), REFINED)
+    others = _layouts([cluster.shapes.of(specs["critic"])], cluster, world_size) if "critic" in specs else ()
     changed = [_reopened(one.config).changed("critic.parallel", layout) for layout, one in product(others, found)]
-    return _best([*found, *(_tried(one, cluster, gpu) for one in changed)], SHOWN)
+    return _best([*found, *(_tried(one, world_size, cluster, gpu) for one in changed)], SHOWN)
 
 
 def _everywhere(config: Config, layout: Parallel, recompute: str) -> Config:
@@ -67,14 +66,14 @@ def _reopened(config: Config) -> Config:
     return config
 
 
-def _layouts(shapes: list[Shape], cluster: Cluster) -> Iterator[Parallel]:
+def _layouts(shapes: list[Shape], cluster: Cluster, world_size: int) -> Iterator[Parallel]:
     """Those that all of some models fit in: tensor parallelism within a node, experts over ranks of a stage."""
     experts = max(shape.architecture.num_experts for shape in shapes)
     of_node = cluster.gpus_per_node
     for tensor, pipeline, expert in product(_powers(of_node), _powers(MOST_STAGES), _powers(max(experts, 1))):
         parallel = Parallel(tensor=tensor, pipeline=pipeline, expert=expert, sequence=tensor > 1)
         cut = pipeline * lcm(tensor, expert)
-        if cluster.world_size % cut == 0 and not any(any(fit_errors(shape.architecture, parallel)) for shape in shapes):
+        if world_size % cut == 0 and not any(any(fit_errors(shape.architecture, parallel)) for shape in shapes):
             yield parallel
 
 
@@ -82,10 +81,11 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
 
-def _tried(config: Config, cluster: Cluster, gpu: GPU) -> TimeEstimate | None:
+def _tried(config: Config, world_size: int, cluster: Cluster, gpu: GPU) -> TimeEstimate | None:
     """None where the layout is none, or does not fit."""
     try:
-        memory = MemoryEstimate(settled(config, cluster), cluster)
+        plan = plan_run(config, world_size)
+        memory = MemoryEstimate(resolve_offload(plan, cluster), cluster)
     except ConfigError:  # such as fewer trajectories than data-parallel shards
         return None
     return TimeEstimate(memory, gpu) if fits(memory) else None

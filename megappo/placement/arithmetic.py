@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from megappo.config.checks import longest_row
-from megappo.config.schema import Config
-from megappo.placement.components import components_of
-from megappo.placement.layout import Layout
+from megappo.placement.run_plan import RunPlan
 
 Range = tuple[int, int]
 """Fewest and most."""
@@ -39,14 +37,14 @@ class BatchSplit:
         return self.mini_batches * self.epochs
 
 
-def batch_splits(config: Config, layouts: dict[str, Layout]) -> dict[str, BatchSplit]:
-    """By component."""
-    splits = {}
-    for name, spec in components_of(config).items():
+def batch_splits(plan: RunPlan) -> dict[str, BatchSplit]:
+    """Return each component's split of a step's trajectories, by name."""
+    splits, config = {}, plan.config
+    for name, spec in plan.components.items():
         mini_batch, max_tokens = spec.mini_batch_prompts(config).value, spec.max_tokens.value
         epochs = spec.training.section.ppo_epochs if spec.training else 0
         trajectories = mini_batch * config.rollout.n
-        shards, group = layouts[name].data, layouts[name].micro_batch_group
+        shards, group = plan.layouts[name].data, plan.layouts[name].micro_batch_group
         shard = (trajectories // shards, _ceil(trajectories, shards))
         fewest, most = _ceil(shard[0] * SHORTEST_ROW, max_tokens), _ceil(shard[1], max_tokens // longest_row(config))
         micro = (_ceil(fewest, group) * group, _ceil(most, group) * group)

@@ -16,6 +16,8 @@ from megappo.config.schema import Config, Lora, Parallel, Trained
 from megappo.table import Function, Table
 
 Value = TypeVar("Value")
+AUTO = "auto"
+"""An offload or rollout.sleep that `estimate.fitting.resolve_offload` has yet to decide."""
 VALUE_FIELDS = ("values", "returns")
 """What a value loss reads of the rows."""
 
@@ -199,7 +201,7 @@ def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
 def _frozen(actor: ComponentSpec) -> ComponentSpec:
     """The actor of a run that only evaluates: it has weights to send, and log-probs to compare with the engines'."""
     forward = ForwardPass("old_log_probs", {"log_probs": "old_log_probs"})
-    return replace(actor, forward=forward, training=None, reference=None, offload=actor.offload._replace(value=()))
+    return replace(actor, forward=forward, training=None, reference=None, offload=Setting("", ()))
 
 
 def trained_components(config: Config) -> dict[str, Training]:

@@ -1,25 +1,27 @@
 """Placement as text that people can read: what each component looks like, and what each rank does. Without torch."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import format_ranks
+from megappo.placement.run_plan import RunPlan
 
 MOST_BLOCKS = 8
 RANKS_SHOWN = 32
 
 
-def placement_picture(layouts: dict[str, Layout], splits: Mapping[str, Sequence[int]]) -> str:
-    """Each component: its sizes, then a line per pipeline stage with the ranks of every data-parallel shard.
+def placement_picture(plan: RunPlan) -> str:
+    """Return each component's sizes, then a line per pipeline stage with the ranks of every data-parallel shard."""
+    lines: list[str] = []
+    for name, layout in plan.layouts.items():
+        spec = plan.components.get(name)
+        lines += _component(name, layout, spec.parallel.value.pipeline_split if spec else None)
+    return "\n".join(lines)
 
-    Args:
-        splits: layers of each chunk of the model, from the first layer to the last, where the config names them.
-    """
-    return "\n".join(line for name, layout in layouts.items() for line in _component(name, layout, splits.get(name)))
 
-
-def rank_table(layouts: dict[str, Layout], world_size: int) -> str:
-    """A line per rank, but for the middle of many: its coordinates in each component, and its engine."""
+def rank_table(plan: RunPlan) -> str:
+    """Return a line per rank, without the middle of many: its coordinates in each component, and its engine."""
+    layouts, world_size = plan.layouts, plan.world_size
     title = ["rank", *(name if name != "rollout" else "engine" for name in layouts)]
     hidden = range(RANKS_SHOWN // 2, world_size - RANKS_SHOWN // 2)
     shown = [rank for rank in range(world_size) if rank not in hidden]

@@ -95,12 +95,6 @@ def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
     return layouts
 
 
-def pipeline_splits(config: Config) -> dict[str, tuple[int, ...]]:
-    """Layers of each chunk of the model, of the run's components whose config names them."""
-    splits = {name: spec.parallel.value.pipeline_split for name, spec in components_of(config).items()}
-    return {name: split for name, split in splits.items() if split is not None}
-
-
 def _placed(config: Config) -> dict[str, tuple[Setting[str], Setting[Parallel]]]:
     """Ranks and their arrangement: of each model, and of the engines."""
     models = {name: (spec.ranks, spec.parallel) for name, spec in components_of(config).items()}

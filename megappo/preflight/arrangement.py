@@ -3,52 +3,34 @@
 import os
 from collections.abc import Iterator, Mapping
 
-from megappo.config.checks import config_errors
 from megappo.config.errors import ConfigError, shorten
 from megappo.config.eval_sets import tasks
 from megappo.config.schema import Config
 from megappo.engines.server_args import parser_errors, server_args_errors
-from megappo.placement.checks import component_errors
-from megappo.placement.nodes import port_errors, uneven_engines
-from megappo.placement.ranks import placement_layouts
+from megappo.placement.run_plan import RunPlan, plan_run
 from megappo.preflight.files import file_errors
 from megappo.preflight.resuming import resume_errors
-from megappo.sync.route import find_route
 from megappo.userland.builtin import BUILTIN
 from megappo.userland.spec import missing_function
 
 
 def check_run(
     config: Config, world_size: int, ranks_per_node: int | None = None, *, on_gpus: bool = False
-) -> list[str]:
-    """Everything wrong with a well-typed config, one line each, where its key was written first: what its keys
-    contradict, then what is not on disk.
+) -> tuple[RunPlan | None, list[str]]:
+    """Return the plan of a run, and every error in its config, one line each, where its key was written first:
+    contradictions between keys, then missing files. A config that contradicts itself has no plan.
 
     Args:
-        ranks_per_node: None = all are on one.
-        on_gpus: whether the run would have GPUs.
+        ranks_per_node: None if all ranks are on one node.
+        on_gpus: the run would have GPUs.
     """
-    errors = [
-        *(_gpu_errors(config) if on_gpus else ()),
-        *arrangement_errors(config, world_size, ranks_per_node),
-        *file_errors(config),
-        *server_args_errors(config.rollout.server_args),
-        *_user_code_errors(config),
-    ]
-    return config.located(errors or resume_errors(config))  # which looks into the output folder
-
-
-def arrangement_errors(config: Config, world_size: int, ranks_per_node: int | None = None) -> list[str]:
-    """The part of `check_run` that opens no file: contradictions between keys, placement, layouts, batch."""
-    errors = [*component_errors(config), *config_errors(config)]
+    plan, errors = None, list(_gpu_errors(config) if on_gpus else ())
     try:
-        layouts = placement_layouts(config, world_size)
+        plan = plan_run(config, world_size, ranks_per_node)
     except ConfigError as error:
-        return [*errors, *error.errors]
-    if ranks_per_node is not None:
-        errors += uneven_engines(layouts["rollout"], ranks_per_node)
-    errors += port_errors(config.rollout.port, layouts["rollout"], ranks_per_node or world_size)
-    return [*errors, *find_route(config, layouts, ranks_per_node).errors(on_gpus=False)]
+        errors += error.errors
+    errors += [*file_errors(config), *server_args_errors(config.rollout.server_args), *_user_code_errors(config)]
+    return plan, config.located(errors or resume_errors(config))  # which reads the output folder
 
 
 def _gpu_errors(config: Config) -> Iterator[str]:

@@ -13,9 +13,9 @@ from megappo.config.schema import Config
 from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
 from megappo.engines.client import EngineClient
 from megappo.models.train_engine import MegatronEngine
+from megappo.placement.route import Route
 from megappo.runtime import platform
 from megappo.sync.adapters import adapter_shapes
-from megappo.sync.route import Route
 from megappo.sync.sync import WeightSync
 from megappo.sync.transport import Link, Receiver, Sender
 from megappo.table import resolved

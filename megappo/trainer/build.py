@@ -10,14 +10,11 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
-from megappo.estimate.fitting import settled, settled_lines
-from megappo.estimate.memory import Cluster
 from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
-from megappo.placement.ranks import placement_layouts
+from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import load_datasets
 from megappo.rollouts.record import Record, Replay
-from megappo.runtime import platform
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.inference import NoEngines, Probe, connect, start_engines
 from megappo.trainer.models import build_models
@@ -29,39 +26,36 @@ from megappo.trainer.run import Run
 from megappo.trainer.utilisation import Utilisation
 
 
-def build_run(asked: Config, own: EngineHandle, cleanup: ExitStack) -> Run:
-    """Everything a run needs on this rank; all ranks together, after the default process group exists.
+def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
+    """Build everything a run needs on this rank; all ranks together, after the default process group exists.
 
     Args:
-        asked: as it was written; an offload may be left to be settled.
         own: has been started, unless the run replays rollouts.
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     exchange = Exchange(dist.group.WORLD)
-    gpu_bytes = platform.gpu_bytes()
-    config = settled(asked, Cluster(exchange.world_size, gpu_bytes) if gpu_bytes else None)
-    layouts = placement_layouts(config, exchange.world_size)
-    progress = Progress(asked, exchange)
+    config = plan.config
+    progress = Progress(plan.requested, exchange)
     replayed = config.trainer.replay_rollouts
     datasets = load_datasets(config, own.workers, exchange)
     left_out = datasets.check(exchange)
     is_new = progress.checkpoint is None and not config.rollout.engines  # servers that run already may hold anything
     started = None
     if replayed is None:
-        started = start_engines(config, layouts, own, exchange, as_loaded=config.proves_weights and is_new)
-    models = build_models(config, layouts, exchange)
+        started = start_engines(plan, own, exchange, as_loaded=config.proves_weights and is_new)
+    models = build_models(plan, exchange)
     progress.restore(models)
     start = [progress.describe(), progress.notice]
     observer = make_observer(config, start, progress.start_step + 1 if progress.checkpoint else 0, exchange, cleanup)
-    for line in (*left_out, *settled_lines(asked, config)):
+    for line in (*left_out, *plan.decisions()):
         observer.message(line)
     phase = Phases(models)
     if started is not None:
-        num_engines = layouts["rollout"].data
+        num_engines = plan.layouts["rollout"].data
         restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
         rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
         probe = Probe(config, datasets.train, datasets.stop_token_ids, restarts, models.actor, num_engines)
-        engines = connect(config, layouts, started, restarts, models, probe, phase)
+        engines = connect(plan, started, restarts, models, probe, phase)
         batches = SampledBatches(
             datasets.train, rollouts, engines.sleep, _record(config, exchange), num_drawn=progress.num_drawn
         )
@@ -74,15 +68,14 @@ def build_run(asked: Config, own: EngineHandle, cleanup: ExitStack) -> Run:
     )
 
 
-def build_rollout_only(config: Config, own: EngineHandle, cleanup: ExitStack) -> RolloutOnly:
-    """The parts of a run that only rolls out; arguments as of `build_run`."""
-    exchange = Exchange(dist.group.WORLD)
-    layout = placement_layouts(config, exchange.world_size)["rollout"]
+def build_rollout_only(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> RolloutOnly:
+    """Build a run that only rolls out; arguments as of `build_run`."""
+    config, exchange = plan.config, Exchange(dist.group.WORLD)
     datasets = load_datasets(config, own.workers, exchange)
     left_out = datasets.check(exchange)
     record = Record(Path(config.trainer.record_rollouts), config, exchange)
     num_written, changed = record.going_on(datasets.train)
-    start = [Progress(config, exchange).describe()]
+    start = [Progress(plan.requested, exchange).describe()]
     if num_written:
         start = [f"going on after step {num_written}, which {record.folder} has"]
     if changed:
@@ -92,7 +85,8 @@ def build_rollout_only(config: Config, own: EngineHandle, cleanup: ExitStack) ->
         observer.message(line)
     own.wait_ready()
     restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
-    rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=layout.data)
+    num_engines = plan.layouts["rollout"].data
+    rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
     num_drawn = record.num_drawn(num_written) if num_written else 0
     batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record, num_drawn=num_drawn)
     return RolloutOnly(config.trainer, num_written, exchange, batches, observer, Timers())

@@ -23,8 +23,7 @@ from megappo.engines.restarts import EngineRestarts
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.metrics import Histogram
 from megappo.observe.observer import NullObserver, Observer
-from megappo.placement.layout import Layout
-from megappo.placement.ranks import placement_layouts
+from megappo.placement.run_plan import RunPlan
 from megappo.preflight.resuming import with_own_folder
 from megappo.rollouts.datasets import Datasets, load_datasets
 from megappo.runtime.listening import run_store
@@ -68,25 +67,26 @@ class EvalOnly:
         write_durably(folder / CONFIG_FILE, dump_config(self.config))
 
 
-def build_eval_only(asked: Config, cleanup: ExitStack) -> EvalOnly:
-    """The parts of a run that only evaluates; arguments as of `build_run`."""
+def build_eval_only(plan: RunPlan, cleanup: ExitStack) -> EvalOnly:
+    """Build a run that only evaluates; arguments as of `build_run`."""
     exchange = Exchange(dist.group.WORLD)
-    checkpoint = _checkpoint(asked, exchange)
-    weights, step = checkpoint or Path(asked.model.path), step_of(checkpoint) if checkpoint else 0
-    config = with_own_folder(asked, weights)
-    layouts = placement_layouts(config, exchange.world_size)
-    own = start_engine(config, layouts["rollout"], exchange.rank, run_store(), cleanup)
+    checkpoint = _checkpoint(plan.config, exchange)
+    weights, step = checkpoint or Path(plan.config.model.path), step_of(checkpoint) if checkpoint else 0
+    requested = with_own_folder(plan.requested, weights)
+    plan = plan.changed(with_own_folder(plan.config, weights))
+    config = plan.config
+    own = start_engine(plan, exchange.rank, run_store(), cleanup)
     datasets = load_datasets(config, own.workers, exchange)
     left_out = datasets.check(exchange)
     # Engines that the run starts read model.path themselves; what others hold is not known.
     needs_actor = checkpoint is not None or bool(config.rollout.engines)
     models = started = None
     if needs_actor:
-        started = start_engines(config, layouts, own, exchange, as_loaded=False)
-        models = _loaded(config, layouts, checkpoint, exchange)
+        started = start_engines(plan, own, exchange, as_loaded=False)
+        models = _loaded(plan, checkpoint, exchange)
     observer = make_observer(config, [f"evaluating {weights}", *left_out], 0, exchange, cleanup)
     own.wait_ready()
-    num_engines = layouts["rollout"].data
+    num_engines = plan.layouts["rollout"].data
     restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
     rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
     if models is not None and started is not None:
@@ -94,9 +94,9 @@ def build_eval_only(asked: Config, cleanup: ExitStack) -> EvalOnly:
         prompts = next(iter(datasets.val.values()))
         probe = Probe(config, prompts, datasets.stop_token_ids, restarts, models.actor, num_engines)
         with phase("sync"):
-            engines = connect(config, layouts, started, restarts, models, probe, phase)
+            engines = connect(plan, started, restarts, models, probe, phase)
             engines.first_sync(verify=config.proves_weights, as_loaded=False)
-    return EvalOnly(config, weights, step, datasets, rollouts, observer)
+    return EvalOnly(requested, weights, step, datasets, rollouts, observer)
 
 
 def _checkpoint(config: Config, exchange: Exchange) -> Path | None:
@@ -112,9 +112,9 @@ def _checkpoint(config: Config, exchange: Exchange) -> Path | None:
     return path
 
 
-def _loaded(config: Config, layouts: Mapping[str, Layout], checkpoint: Path | None, exchange: Exchange) -> Models:
+def _loaded(plan: RunPlan, checkpoint: Path | None, exchange: Exchange) -> Models:
     """The actor with a checkpoint's weights, whatever layout that was written in; without one with model.path's."""
-    models = build_models(config, layouts, exchange)
+    models = build_models(plan, exchange)
     engine = models.actor.engine
     if engine is not None and checkpoint is not None:
         folder = checkpoint / "actor"

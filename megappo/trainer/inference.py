@@ -1,6 +1,5 @@
 """Engines and weight sync together: engines sleep, wake, take the actor's weights, and are probed afterwards."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,13 +14,12 @@ from megappo.engines.footprint import Footprint
 from megappo.engines.generations import EngineFault, Generation, SamplingParams
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts, stop_engines
-from megappo.placement.layout import Layout
+from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.sample_rows import sample_rows
 from megappo.rollouts.sampler import Sample
 from megappo.runtime import platform
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import Checksums, check_log_probs, check_probe, verified_sync
-from megappo.sync.route import find_route
 from megappo.sync.sync import SyncStats, WeightSync
 from megappo.trainer.component import Component
 from megappo.trainer.models import Models
@@ -280,9 +278,7 @@ class NoEngines:
         """Do nothing."""
 
 
-def start_engines(
-    config: Config, layouts: dict[str, Layout], own: EngineHandle, exchange: Exchange, *, as_loaded: bool
-) -> StartedEngines:
+def start_engines(plan: RunPlan, own: EngineHandle, exchange: Exchange, *, as_loaded: bool) -> StartedEngines:
     """Wait until all engines serve, then put those that share GPUs with models to sleep. All ranks together.
 
     Models are built afterwards, because an engine sizes its KV cache by the free memory.
@@ -291,7 +287,7 @@ def start_engines(
         own: this rank's engine, which has been started.
         as_loaded: take the checksums of the loaded weights, which an engine that sleeps loses.
     """
-    route, client = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"])), own.wait_ready()
+    route, client = plan.route, own.wait_ready()
     sleeps = own.number is not None and engine_sleeps(route, own.number)
     loaded, held_bytes = list[Mapping[str, str]](), 0.0
     if client is not None:
@@ -328,8 +324,7 @@ def put_to_sleep(own: EngineHandle, exchange: Exchange, *, sleeps: bool) -> None
 
 
 def connect(
-    config: Config,
-    layouts: dict[str, Layout],
+    plan: RunPlan,
     started: StartedEngines,
     restarts: EngineRestarts,
     models: Models,
@@ -338,9 +333,9 @@ def connect(
 ) -> InferenceEngines:
     """Build the engines' weight sync, once the models are there. All ranks together."""
     exchange, own = models.actor.exchange, restarts.own
-    route = find_route(config, layouts, int(os.environ["LOCAL_WORLD_SIZE"]))
+    route = plan.route
     sleeps = own.number is not None and engine_sleeps(route, own.number)
-    make_sync = partial(build_sync, config, route, models.architecture, models.actor.engine, own.client, exchange)
+    make_sync = partial(build_sync, plan.config, route, models.architecture, models.actor.engine, own.client, exchange)
     engines = InferenceEngines(exchange, restarts, make_sync(), probe, sleeps, started, asleep=True)
 
     def give_weights() -> None:

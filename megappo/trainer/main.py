@@ -7,6 +7,7 @@ from megappo.checkpoint.durable import write_durably
 from megappo.config.loading import changes_since, dump_config
 from megappo.config.schema import Config
 from megappo.observe.files import CONFIG_FILE
+from megappo.placement.run_plan import RunPlan
 from megappo.runtime import megatron_setup
 
 megatron_setup.install()  # must come before the first import of megatron.core
@@ -18,7 +19,7 @@ from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 
 
-def train(config: Config, own: EngineHandle, cleanup: ExitStack) -> None:
+def train(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
     """Build a run and have it train, or only roll out or evaluate, to its end; all ranks together, after the default
     group exists.
 
@@ -26,16 +27,16 @@ def train(config: Config, own: EngineHandle, cleanup: ExitStack) -> None:
         own: of runs that write rollouts; an evaluation starts its own, as the model's folder depends on a checkpoint.
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
-    if config.trainer.eval_only:
-        build_eval_only(config, cleanup).run()
+    if plan.config.trainer.eval_only:
+        build_eval_only(plan, cleanup).run()
         return
-    if config.trainer.rollout_only:
-        build_rollout_only(config, own, cleanup).run()
+    if plan.config.trainer.rollout_only:
+        build_rollout_only(plan, own, cleanup).run()
         return
-    run = build_run(config, own, cleanup)
+    run = build_run(plan, own, cleanup)
     if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
-        _keep_config(config, run)
-    Trainer(config, run).train()
+        _keep_config(plan.requested, run)
+    Trainer(plan.requested, run).train()
 
 
 def _keep_config(config: Config, run: Run) -> None:

@@ -14,13 +14,11 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
-from megappo.config.schema import Config
 from megappo.models.offload import Offload
 from megappo.models.train_engine import OptimizerStep, Outputs, TrainedEngine
 from megappo.observe.files import HF_ACTOR
-from megappo.placement.components import components_of, trained_components
 from megappo.placement.groups import build_groups
-from megappo.placement.layout import Layout
+from megappo.placement.run_plan import RunPlan
 from megappo.placement.uses import LOAD, NOTHING
 from megappo.runtime import platform
 from megappo.table import resolved
@@ -47,17 +45,17 @@ class Models:
 
     def __init__(
         self,
-        config: Config,
+        plan: RunPlan,
         components: Mapping[str, Component],
         offloads: Mapping[str, Offload],
         architecture: Architecture,
     ):
-        self.config = config
+        self.config = plan.config
         self.offloads = offloads
         self.architecture = architecture
         self.components = components
-        self.specs = components_of(config)
-        self.training = trained_components(config)
+        self.specs = plan.components
+        self.training = plan.training
         self._updates = {name: resolved(training.update) for name, training in self.training.items()}
 
     @property
@@ -166,11 +164,11 @@ class Models:
             write_hf_folder(engine.chunks, self.architecture, engine.groups, self.config.model.path, target)
 
 
-def build_models(config: Config, layouts: Mapping[str, Layout], exchange: Exchange) -> Models:
-    """The run's models with the weights that they start from; all ranks together."""
-    layouts = {name: layouts[name] for name in components_of(config)}
+def build_models(plan: RunPlan, exchange: Exchange) -> Models:
+    """Build the run's models with their initial weights; all ranks together."""
+    config, layouts = plan.config, {name: plan.layouts[name] for name in plan.components}
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    engines, offloads = build_engines(config, build_groups(layouts, config.trainer.seed, timeout))
+    engines, offloads = build_engines(config, plan.components, build_groups(layouts, config.trainer.seed, timeout))
     components = {name: Component(name, layout, engines[name], exchange) for name, layout in layouts.items()}
     architecture = read_architecture(config.model.path).with_lora(config.actor.lora)
-    return Models(config, components, offloads, architecture)
+    return Models(plan, components, offloads, architecture)

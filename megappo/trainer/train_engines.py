@@ -1,5 +1,6 @@
 """The models of a run on this rank: built from the table of components, with their Hugging Face weights and heads."""
 
+from collections.abc import Mapping
 from functools import partial
 
 from megappo.architecture.architecture import Architecture
@@ -10,7 +11,7 @@ from megappo.models.heads import policy_head, policy_value_head, value_head
 from megappo.models.offload import Offload
 from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import Head, MegatronEngine, TrainedEngine
-from megappo.placement.components import ComponentSpec, build_order, components_of
+from megappo.placement.components import ComponentSpec, build_order
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.uses import NOTHING
 from megappo.runtime import platform
@@ -19,13 +20,12 @@ from megappo.weights.load import load_hf
 
 
 def build_engines(
-    config: Config, groups: dict[str, ComponentGroups]
+    config: Config, specs: Mapping[str, ComponentSpec], groups: dict[str, ComponentGroups]
 ) -> tuple[dict[str, MegatronEngine | None], dict[str, Offload]]:
     """This rank's part of each component, None outside a component; and the offloads of those that live here.
 
     One after another: what of one sleeps does so before the next takes memory.
     """
-    specs = components_of(config)
     engines: dict[str, MegatronEngine | None] = {}
     offloads: dict[str, Offload] = {}
     for name in build_order(specs):

@@ -7,7 +7,8 @@ import pytest
 
 from megappo.config.loading import dump_config, load_config
 from megappo.placement.ranks import smallest_world
-from megappo.preflight.arrangement import arrangement_errors, check_run
+from megappo.placement.run_plan import plan_run
+from megappo.preflight.arrangement import check_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(CONFIGS.rglob("*.yaml"))
@@ -23,14 +24,14 @@ def test_it_loads_and_plans(path, tmp_path, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     config = load_config(path)
     world_size = smallest_world(config) or 8
-    assert arrangement_errors(config, world_size) == []
+    plan_run(config, world_size)
     missing = (
         "model.path: no folder ",
         "critic.model_path: no folder ",
         "data.train_files: no ",
         "data.val_files: no ",
     )
-    errors = [error.split(": ", 1) for error in check_run(config, world_size)]
+    errors = [error.split(": ", 1) for error in check_run(config, world_size)[1]]
     assert {Path(place.rpartition(":")[0]) for place, _ in errors} <= set(SHIPPED)
     assert [error for _, error in errors if not error.startswith(missing)] == []
     (tmp_path / "dump.yaml").write_text(dump_config(config))

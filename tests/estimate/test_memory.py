@@ -12,12 +12,13 @@ from published_models import published_folders
 from megappo.architecture.parameters import stage_sizes
 from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
-from megappo.config.schema import Parallel
-from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, settled, settled_lines
+from megappo.config.schema import Config, Parallel
+from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
 from megappo.estimate.gpus import GIB, GPUS, find_gpu
 from megappo.estimate.memory import START, Cluster, MemoryEstimate
 from megappo.estimate.model_memory import activation_bytes, head_bytes
 from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
+from megappo.placement.run_plan import plan_run
 
 MIXTURE = REPOSITORY / "configs" / "qwen3_30b_a3b_4node.yaml"
 BOTH_7B = REPOSITORY / "configs" / "qwen2.5_7b_critic_7b_8gpu.yaml"
@@ -29,8 +30,12 @@ def published(tmp_path: Path) -> Iterator[None]:
         yield
 
 
+def estimate_of(config: Config, world_size: int) -> MemoryEstimate:
+    return MemoryEstimate(plan_run(config, world_size), Cluster(79.1 * GIB))
+
+
 def estimate(*overrides: str, world_size: int = 32) -> MemoryEstimate:
-    return MemoryEstimate(load_config(MIXTURE, overrides), Cluster(world_size, 79.1 * GIB))
+    return estimate_of(load_config(MIXTURE, overrides), world_size)
 
 
 @pytest.mark.parametrize(
@@ -50,11 +55,11 @@ def test_a_save_copies_everything_once_over_all_nodes(layout: dict[str, int]) ->
 
 
 def test_engines_elsewhere_take_none_of_the_gpus():
-    elsewhere = estimate("rollout.engines=[http://a:1]", "rollout.max_total_tokens=1")
+    own, elsewhere = estimate(), estimate("rollout.engines=[http://a:1]")
     assert not any(place.has_engine for place in elsewhere.places)
-    assert any(place.has_engine for place in estimate().places)
-    roomy = [one for one in (elsewhere, estimate("rollout.max_total_tokens=1")) if _has_room(one)]
-    assert roomy == [elsewhere]
+    assert any(place.has_engine for place in own.places)
+    full = [one.plan.changed(one.config.changed("rollout.max_total_tokens", 1)) for one in (own, elsewhere)]
+    assert [_has_room(MemoryEstimate(plan, own.cluster)) for plan in full] == [False, True]
 
 
 def test_an_engine_takes_no_more_than_its_tokens() -> None:
@@ -125,9 +130,15 @@ STARTS = {
         ["critic.optim.distributed=false", "actor.offload=[weights,optimizer]"],
         CRITIC_BUILT - {"actor weights"} | {"actor gradients"},
     ),
-    "the actor alone": (["algorithm.adv_estimator=grpo"], ACTOR_TRAINED),
+    "the actor alone": (["algorithm.adv_estimator=grpo", "rollout.n=2"], ACTOR_TRAINED),
     "the actor's head reads the reference": (
-        ["algorithm.adv_estimator=grpo", "actor.use_kl_loss=true", "actor.kl_loss_type=full", "ref.offload=[]"],
+        [
+            "algorithm.adv_estimator=grpo",
+            "rollout.n=2",
+            "actor.use_kl_loss=true",
+            "actor.kl_loss_type=full",
+            "ref.offload=[]",
+        ],
         ACTOR_TRAINED | {"ref weights"},
     ),
 }
@@ -135,7 +146,7 @@ STARTS = {
 
 @pytest.mark.parametrize(("overrides", "held"), STARTS.values(), ids=STARTS)
 def test_a_start_holds_one_model_whole_and_of_those_before_what_stays(overrides: list[str], held: set[str]) -> None:
-    memory = MemoryEstimate(load_config(BOTH_7B, overrides), Cluster(8, 79.1 * GIB))
+    memory = estimate_of(load_config(BOTH_7B, overrides), 8)
     place = memory.fullest
     states = {f"{n} {kind}": size for n, stage in place.stages for kind, size in memory.states(n, stage).items()}
     started = memory.ledgers[place][START]
@@ -146,7 +157,7 @@ def test_a_start_holds_one_model_whole_and_of_those_before_what_stays(overrides:
 
 def test_a_start_of_everything_at_once_would_not_fit() -> None:
     """7B with a critic of 7B, the engine awake."""
-    memory = MemoryEstimate(load_config(BOTH_7B), Cluster(8, 79.1 * GIB))
+    memory = estimate_of(load_config(BOTH_7B), 8)
     place = memory.fullest
     engine = memory.engine.weights + memory.engine.cache + memory.engine.graphs + memory.engine.working
     at_once = engine + sum(sum(memory.states(*one).values()) for one in place.stages)
@@ -158,14 +169,15 @@ def test_a_start_that_does_not_fit_is_refused() -> None:
     few = ["actor.max_tokens_per_micro_batch=4096", "actor.recompute=full", "rollout.mem_fraction_static=0.3"]
     alone = [f"placement.{name}=0-63" for name in ("actor", "critic", "rollout")]
     short = ["data.max_prompt_length=512", "rollout.max_response_length=512", "actor.offload=[gradients,optimizer]"]
-    config = load_config(BOTH_7B, [*few, *alone, *short, "algorithm.adv_estimator=grpo", "actor.parallel.tensor=1"])
-    memory = MemoryEstimate(config, Cluster(64, 79.1 * GIB))
+    method = ["algorithm.adv_estimator=grpo", "rollout.n=2", "actor.parallel={tensor: 1, sequence: false}"]
+    config = load_config(BOTH_7B, [*few, *alone, *short, *method])
+    memory = estimate_of(config, 64)
     size, phase = memory.peak(memory.fullest)
     ledger = memory.ledgers[memory.fullest][START]
     assert phase == START and ledger["actor weights, copied"] == ledger["actor weights"]
     others = max(sum(one.values()) for name, one in memory.ledgers[memory.fullest].items() if name != START)
-    between = Cluster(64, (size + others) / 2 / (1 - SPARE))
-    assert others < size and not fits(MemoryEstimate(config, between))
+    between = Cluster((size + others) / 2 / (1 - SPARE))
+    assert others < size and not fits(MemoryEstimate(memory.plan, between))
 
 
 @pytest.mark.parametrize(
@@ -191,10 +203,7 @@ ASLEEP = ("start", "old_log_probs", "values", "ref_log_probs", "update_actor", "
 
 
 def test_an_engine_that_stays_awake_counts_in_every_phase() -> None:
-    asleep, awake = (
-        MemoryEstimate(load_config(SMALL, [f"rollout.sleep={sleep}"]), Cluster(1, 79.1 * GIB))
-        for sleep in ("auto", "never")
-    )
+    asleep, awake = (estimate_of(load_config(SMALL, [f"rollout.sleep={sleep}"]), 1) for sleep in ("auto", "never"))
     engine = awake.engine.weights + awake.engine.cache + awake.engine.graphs + awake.engine.working
     more = {}
     for phase, ledger in awake.ledgers[awake.fullest].items():
@@ -220,13 +229,14 @@ SLEEPS = {
 def test_auto_has_engines_sleep_only_where_memory_needs_it(
     path: Path, overrides: list[str], ranks: int, gib: float | None, expected: str
 ) -> None:
-    asked = load_config(path, [*overrides, "rollout.sleep=auto"])
-    found = settled(asked, None if gib is None else Cluster(ranks, gib * GIB))
-    assert found.rollout.sleep == expected
-    assert f"rollout.sleep auto: {expected}" in settled_lines(asked, found)
-    assert settled(load_config(path, overrides), None).rollout.sleep == "always", "unless it is asked for"
+    plan = plan_run(load_config(path, [*overrides, "rollout.sleep=auto"]), ranks)
+    found = resolve_offload(plan, None if gib is None else Cluster(gib * GIB))
+    assert found.config.rollout.sleep == expected
+    assert f"rollout.sleep auto: {expected}" in found.decisions()
+    default = plan_run(load_config(path, overrides), ranks)
+    assert resolve_offload(default, None).config.rollout.sleep == "always", "unless the config requests it"
 
 
 def test_sleep_is_the_first_remedy_where_an_awake_engine_leaves_too_little() -> None:
     config = load_config(BOTH_7B, ["rollout.sleep=never"])
-    assert remedies(config, Cluster(8, 79.1 * GIB)) == {"rollout.sleep": "always"}
+    assert remedies(plan_run(config, 8), Cluster(79.1 * GIB)) == {"rollout.sleep": "always"}

@@ -13,6 +13,7 @@ from megappo.estimate.gpus import GIB
 from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.models import offload
 from megappo.models.offload import SMALLEST_PIECE, Offload, host_copies, piece_sizes
+from megappo.placement.run_plan import plan_run
 
 RECIPES = {"qwen2.5_7b_critic_7b_8gpu": 8, "llama3.1_70b_8node": 64, "qwen3_30b_a3b_4node": 32}
 
@@ -39,7 +40,7 @@ def test_nothing_takes_nothing() -> None:
 def test_published_models_take_what_the_plan_says(recipe: str, tmp_path: Path) -> None:
     with contextlib.chdir(published_folders(tmp_path)):
         config = load_config(REPOSITORY / "configs" / f"{recipe}.yaml", ["actor.offload=[weights,gradients,optimizer]"])
-        memory = MemoryEstimate(config, Cluster(RECIPES[recipe], 79.1 * GIB))
+        memory = MemoryEstimate(plan_run(config, RECIPES[recipe]), Cluster(79.1 * GIB))
         planned = [int(x) for place in memory.places for one in place.stages for x in memory.copied(*one).values()]
     taken = [sum(map(rounded_up, piece_sizes(size))) for size in planned]
     assert all(size <= found <= 1.05 * size for size, found in zip(planned, taken, strict=True))

@@ -11,6 +11,7 @@ from megappo.config.schema import Config, Parallel
 from megappo.placement.arithmetic import batch_splits
 from megappo.placement.layout import START_TOKENS, Layout
 from megappo.placement.ranks import format_ranks, parse_ranks, placement_layouts, smallest_world
+from megappo.placement.run_plan import plan_run
 
 
 def make(**sections) -> Config:
@@ -227,7 +228,7 @@ def test_how_the_batch_is_split():
         rollout={"n": 3, "max_response_length": 6},
         data={"train_batch_size": 12, "max_prompt_length": 4},
     )
-    splits = batch_splits(config, placement_layouts(config, 4))
+    splits = batch_splits(plan_run(config, 4))
     actor, critic, ref = splits["actor"], splits["critic"], splits["ref"]
     assert (actor.mini_batches, actor.optimizer_steps, actor.trajectories) == (2, 4, 18)
     assert actor.shard_trajectories == (4, 5)
@@ -236,7 +237,7 @@ def test_how_the_batch_is_split():
     assert critic.micro_batches == (1, 5)  # 9 rows, 2 at a time
     interleaved = config.critic.model_copy(update={"parallel": Parallel(pipeline=2, virtual_pipeline=2)})
     config = config.model_copy(update={"critic": interleaved})
-    filled = batch_splits(config, placement_layouts(config, 4))["critic"]
+    filled = batch_splits(plan_run(config, 4))["critic"]
     assert filled.micro_batches == (2, 10)  # 18 rows, 2 at a time: 9, filled up to whole groups of 2
     assert (ref.optimizer_steps, ref.trajectories, ref.micro_batches) == (0, 36, (1, 3))
 

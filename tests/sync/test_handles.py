@@ -21,9 +21,9 @@ from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.placement.groups import build_groups
 from megappo.placement.ranks import placement_layouts
+from megappo.placement.route import find_route
 from megappo.sync import ipc
 from megappo.sync.build import build_sync
-from megappo.sync.route import find_route
 from megappo.sync.transport import Link
 from megappo.weights.buckets import TensorSpec, num_bytes
 

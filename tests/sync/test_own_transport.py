@@ -21,9 +21,9 @@ from megappo.engines.client import EngineClient
 from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
 from megappo.placement.ranks import placement_layouts
+from megappo.placement.route import find_route
 from megappo.sync.build import build_sync
 from megappo.sync.proof import verified_sync
-from megappo.sync.route import find_route
 from megappo.sync.transport import Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, views
 

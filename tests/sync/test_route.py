@@ -6,8 +6,9 @@ import pytest
 
 from megappo.config.schema import Config
 from megappo.placement.ranks import placement_layouts
+from megappo.placement.route import find_route
+from megappo.placement.run_plan import plan_run
 from megappo.sync.build import engine_sleeps
-from megappo.sync.route import find_route
 from megappo.train import shared_nccl_variables
 
 SECTIONS = {"model": {"path": "m"}, "data": {"train_files": ["f"]}, "trainer": {"output_dir": "o"}}
@@ -33,13 +34,13 @@ def config_of(
     ],
 )
 def test_each_engine_takes_the_way_that_is_open_to_it(config: Config, expected: list[str]) -> None:
-    route = find_route(config, placement_layouts(config, 4))
+    route = plan_run(config, 4).route
     assert [engine.transport for engine in route.engines] == expected
 
 
 def test_the_plan_says_which_way_from_which_rank() -> None:
     config = config_of("2-3", "0-7")
-    route = find_route(config, placement_layouts(config, 8))
+    route = plan_run(config, 8).route
     assert route.describe() == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
     assert route.sources(on_gpus=False) == {2, 3}
 
@@ -56,7 +57,7 @@ def test_the_plan_says_which_way_from_which_rank() -> None:
 def test_who_sends_keeps_off_the_gpus_of_engines_that_take_a_broadcast(
     config: Config, sender: int, sources: set[int]
 ) -> None:
-    route = find_route(config, placement_layouts(config, 4))
+    route = plan_run(config, 4).route
     assert (route.senders, route.sources(on_gpus=False)) == ((sender,), sources)
 
 
@@ -76,7 +77,7 @@ def test_each_stage_sends_its_own_where_nothing_else_must_be_gathered(
     parts = {"placement": {"actor": actor, "critic": actor, "rollout": rollout}}
     others = {"actor": {"parallel": {"pipeline": 2}}, "rollout": {"sync": {"transport": transport}}}
     config = Config.model_validate(SECTIONS | parts | others)
-    route = find_route(config, placement_layouts(config, 6))
+    route = plan_run(config, 6).route
     assert route.senders == senders
     assert route.sources(on_gpus=True) == {*senders, *((3,) if transport == "auto" and "3" in rollout else ())}
     assert list(route.errors(on_gpus=True)) == []
@@ -94,7 +95,7 @@ def test_each_stage_sends_its_own_where_nothing_else_must_be_gathered(
 def test_on_gpus_each_rank_of_an_engine_is_handed_the_weights_of_its_own_gpu(
     config: Config, ends: list[tuple[int, ...]], sources: set[int]
 ) -> None:
-    route = find_route(config, placement_layouts(config, 4))
+    route = plan_run(config, 4).route
     assert [route.ends(engine, on_gpus=True) for engine in route.engines] == ends
     assert [route.ends(engine, on_gpus=False) for engine in route.engines] == [(found[0],) for found in ends]
     assert route.sources(on_gpus=True) == sources
@@ -102,7 +103,7 @@ def test_on_gpus_each_rank_of_an_engine_is_handed_the_weights_of_its_own_gpu(
 
 def test_a_broadcast_on_gpus_that_has_no_gpu_to_come_from_is_refused() -> None:
     config = config_of("0-1", "0-3", transport="broadcast")
-    route = find_route(config, placement_layouts(config, 4))
+    route = plan_run(config, 4).route
     assert list(route.errors(on_gpus=False)) == []
     [error] = route.errors(on_gpus=True)
     assert error.startswith("engine 0 on ranks 0 shares the GPU of rank 0, from which broadcast cannot reach it: place")
@@ -112,7 +113,7 @@ def test_an_engine_elsewhere_is_on_nobodys_gpus() -> None:
     """Whatever rank speaks to it."""
     engines = {"engines": ["http://a:1", "http://b:1"], "tensor_parallel": 4}
     config = Config.model_validate(SECTIONS | {"placement": {"actor": "0-3", "critic": "0-3"}, "rollout": engines})
-    route = find_route(config, placement_layouts(config, 4))
+    route = plan_run(config, 4).route
     assert route.describe() == "weights: broadcast from rank 0 to engine 0-1"
     assert [engine.ranks for engine in route.engines] == [(0,), (1,)]
     assert not any(engine.shares_gpus for engine in route.engines)
@@ -123,7 +124,7 @@ def test_an_engine_shares_gpus_with_any_model_on_one_of_its_ranks() -> None:
     config = Config.model_validate(
         SECTIONS | {"placement": {"actor": "0", "critic": "3", "rollout": "0-5"}, "rollout": {"tensor_parallel": 2}}
     )
-    route = find_route(config, placement_layouts(config, 6))
+    route = plan_run(config, 6).route
     assert [engine.shares_gpus for engine in route.engines] == [True, True, False]
 
 
@@ -138,7 +139,7 @@ def test_an_engine_shares_gpus_with_any_model_on_one_of_its_ranks() -> None:
 def test_an_engine_on_two_nodes_is_handed_the_weights_on_each(
     config: Config, transport: str, ends: tuple[int, ...]
 ) -> None:
-    route = find_route(config, placement_layouts(config, 4), ranks_per_node=2)
+    route = plan_run(config, 4, 2).route
     [engine] = route.engines
     assert (engine.transport, engine.spans_nodes) == (transport, True)
     assert route.ends(engine, on_gpus=False) == route.ends(engine, on_gpus=True) == ends
@@ -170,12 +171,12 @@ OFF = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
         (config_of("0-1", "0-3", 4), 2, OFF),  # those on the second node have none
         (config_of("0-1", "2-3", transport="disk"), 4, {}),
         (config_of("0-3", "0-3", transport="broadcast"), 4, OFF),
-        (config_of("0-3", "0-3", engines=["http://a:1"] * 4), 4, OFF),
-        (config_of("0-3", "0-3", transport="disk", engines=["http://a:1"] * 4), 4, {}),
+        (config_of("0-3", "0-3", engines=[f"http://a:{port}" for port in range(1, 5)]), 4, OFF),
+        (config_of("0-3", "0-3", transport="disk", engines=[f"http://a:{port}" for port in range(1, 5)]), 4, {}),
     ],
 )
 def test_nccls_defaults_stay_where_no_engine_joins_a_group(config: Config, ranks_per_node: int, expected: dict) -> None:
-    assert shared_nccl_variables(config, placement_layouts(config, 4), ranks_per_node) == expected
+    assert shared_nccl_variables(plan_run(config, 4, ranks_per_node)) == expected
 
 
 @pytest.mark.parametrize(
@@ -185,5 +186,5 @@ def test_an_engine_sleeps_where_it_shares_gpus_unless_it_stays_awake(monkeypatch
     config = config_of("0", "0-1")
     config = config.changed("rollout.sleep", sleep)
     monkeypatch.setattr("megappo.runtime.platform.has_cuda", lambda: True)
-    route = find_route(config, placement_layouts(config, 2))
+    route = plan_run(config, 2).route
     assert [engine_sleeps(route, number) for number in (0, 1)] == expected

@@ -17,9 +17,9 @@ from megappo.engines.client import EngineClient
 from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
 from megappo.placement.ranks import placement_layouts
+from megappo.placement.route import find_route
 from megappo.sync.build import build_sync
 from megappo.sync.proof import verified_sync
-from megappo.sync.route import find_route
 from megappo.weights.buckets import num_bytes
 
 SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]

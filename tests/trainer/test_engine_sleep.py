@@ -11,7 +11,7 @@ from megappo.config.schema import Config
 from megappo.engines.client import EngineClient, EngineError, EngineFault
 from megappo.engines.footprint import Footprint
 from megappo.engines.restarts import EngineRestarts
-from megappo.placement.ranks import placement_layouts
+from megappo.placement.run_plan import plan_run
 from megappo.sync.sync import SyncStats
 from megappo.trainer.inference import InferenceEngines, StartedEngines, start_engines
 from megappo.trainer.loop import Trainer
@@ -251,7 +251,7 @@ def started(events: list[str], *, as_loaded: bool = True, fails: str = "") -> tu
     own = SimpleNamespace(number=0, part_of=None, client=client, stop=lambda: events.append("stop"))
     own.wait_ready = lambda: events.append("ready") or client
     exchange = SimpleNamespace(rank=0, share=lambda value: events.append("barrier") or [value])
-    return start_engines(CONFIG, placement_layouts(CONFIG, 1), own, exchange, as_loaded=as_loaded), client
+    return start_engines(plan_run(CONFIG, 1), own, exchange, as_loaded=as_loaded), client
 
 
 CHECKSUM, RESET = "weights_checker checksum", "weights_checker reset_tensors"

@@ -14,9 +14,10 @@ from spawn import run_ranks
 
 from megappo import plan
 from megappo.batch.fields import FIELDS, Field
+from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
 from megappo.placement.components import COMPONENTS, ComponentSpec, ForwardPass, Setting
-from megappo.preflight.arrangement import arrangement_errors
+from megappo.placement.run_plan import plan_run
 from megappo.trainer.loop import Trainer
 
 CASE = {"placement": {"actor": "0-1", "critic": "2-3"}, "critic": {"parallel": {"tensor": 2}}}
@@ -57,7 +58,6 @@ def check_steps(rank: int, world_size: int, folder: str) -> None:
     bench = recorder_in(Path(folder))
     changes = {"algorithm": {"bootstrap_truncated": True}}
     config = Config.model_validate(bench.merged(bench.settings(Path(folder)), CASE, changes))
-    assert arrangement_errors(config, world_size) == []
     run = bench.build(config)
     before = fields_of(run, 1)
     torch.testing.assert_close(before["judged"], before["values"], rtol=1e-5, atol=1e-5)
@@ -105,5 +105,7 @@ def test_what_is_wrong_with_it_is_told(ranks, tokens, error, monkeypatch):
     )
     spec = replace(judge(config, ranks), max_tokens=Setting("judge.max_tokens", tokens))
     monkeypatch.setitem(COMPONENTS, "judge", lambda config: spec)
-    (found,) = arrangement_errors(config, 4)
+    with pytest.raises(ConfigError) as raised:
+        plan_run(config, 4)
+    (found,) = raised.value.errors
     assert found.startswith(error)

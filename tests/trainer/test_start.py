@@ -16,6 +16,7 @@ from megappo.config.schema import Config
 from megappo.estimate.memory import SAVE, START, Cluster, MemoryEstimate
 from megappo.models.offload import Offload, _storages
 from megappo.models.train_engine import MegatronEngine
+from megappo.placement.run_plan import plan_run
 from megappo.trainer import train_engines
 from megappo.trainer.loop import Trainer
 from megappo.trainer.run import Run
@@ -72,7 +73,7 @@ def is_nan(storage: torch.UntypedStorage) -> bool:
 
 def planned_bytes(config: Config, phase: str = START) -> float:
     """Of this rank's models in a phase."""
-    memory = MemoryEstimate(config, Cluster(dist.get_world_size(), 2**40))
+    memory = MemoryEstimate(plan_run(config, dist.get_world_size()), Cluster(2**40))
     (place,) = (place for place, ranks in memory.places.items() if dist.get_rank() in ranks)
     entries = memory.ledgers[place][phase].items()
     return sum(size for name, size in entries if name.split()[0] in memory.specs)

@@ -44,9 +44,8 @@ from megappo.engines.client import SamplingParams  # noqa: E402
 from megappo.engines.handle import EngineHandle  # noqa: E402
 from megappo.engines.restarts import EngineRestarts  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
-from megappo.placement.ranks import placement_layouts  # noqa: E402
+from megappo.placement.run_plan import plan_run  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
-from megappo.preflight.arrangement import arrangement_errors  # noqa: E402
 from megappo.rollouts.datasets import Datasets  # noqa: E402
 from megappo.rollouts.sampler import Sample  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
@@ -155,8 +154,6 @@ def cases(folder: Path) -> Iterator[tuple[str, Config]]:
                 config = Config.model_validate({name: section for name, section in keys.items() if name != "critic"})
             if method == "full KL" and config.actor.parallel.pipeline > 1:  # where it cannot be had
                 continue
-            if errors := arrangement_errors(config, WORLD_SIZE):
-                raise ValueError(f"{layout}: {method}: {errors}")
             yield f"{layout}: {method}", config
 
 
@@ -217,7 +214,7 @@ class FixedRollouts(Rollouts):
 def build(config: Config) -> Run:
     """A run without engines, checkpoints and files."""
     exchange, observer = Exchange(dist.group.WORLD), NullObserver()
-    models = build_models(config, placement_layouts(config, dist.get_world_size()), exchange)
+    models = build_models(plan_run(config, dist.get_world_size()), exchange)
     datasets = Datasets(None, (), VOCABULARY, FixedPrompts(), {})
     restarts = EngineRestarts(EngineHandle(), exchange, observer.message, limit=0)
     rollouts = FixedRollouts(config, datasets, restarts, exchange, observer, num_engines=1)

@@ -35,8 +35,8 @@ from megappo.architecture.parsing import read_architecture  # noqa: E402
 from megappo.config.schema import Config, Parallel, Rollout  # noqa: E402
 from megappo.engines.process import Engine  # noqa: E402
 from megappo.placement.layout import Layout  # noqa: E402
+from megappo.placement.route import find_route  # noqa: E402
 from megappo.sync.build import build_sync  # noqa: E402
-from megappo.sync.route import find_route  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 
 HIDDEN, VOCABULARY = 1024, 16384

@@ -62,6 +62,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from megappo.batch.rows import Rows  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
 from megappo.models.train_engine import LossFn, TrainedEngine  # noqa: E402
+from megappo.placement.components import components_of  # noqa: E402
 from megappo.placement.groups import build_groups  # noqa: E402
 from megappo.placement.layout import Layout  # noqa: E402
 from megappo.trainer.objectives import ActorLoss  # noqa: E402
@@ -192,7 +193,7 @@ def config_of(folder: Path) -> Config:
 def make_engine(config: Config) -> TrainedEngine:
     """The actor of a run that has no other component."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engines, _ = build_engines(config, build_groups({"actor": Layout((0,))}, seed=0))
+    engines, _ = build_engines(config, components_of(config), build_groups({"actor": Layout((0,))}, seed=0))
     return engines["actor"]
 
 

@@ -15,6 +15,7 @@ from megappo.config.loading import load_config
 from megappo.estimate.gpus import GIB, find_gpu
 from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.observe.metrics import read_metrics
+from megappo.placement.run_plan import plan_run
 
 FIGURES = re.compile(r"^(timing_s|memory|sync)/|/mfu$|^reward/score/mean$|/log_prob_diff/(mean|max)$|tokens_per_second")
 ENGINE_ROWS = ("engine", "KV cache", "CUDA", "NCCL")
@@ -52,7 +53,7 @@ def planned_gib(config: Path, settings: Iterable[str], device_name: str) -> dict
     if gpu is None:
         return {}
     loaded = load_config(config, [*ONE_RANK_EACH, *settings])
-    (ledgers,) = MemoryEstimate(loaded, Cluster(1, gpu.memory)).ledgers.values()
+    (ledgers,) = MemoryEstimate(plan_run(loaded, 1), Cluster(gpu.memory)).ledgers.values()
     return {
         phase: sum(size for row, size in ledger.items() if not row.startswith(ENGINE_ROWS)) / GIB
         for phase, ledger in ledgers.items()

@@ -1,0 +1,83 @@
+"""The plan of a run: computed once, before anything is built, by a dry run and by the run itself. Without torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megappo.config.checks import config_errors
+from megappo.config.errors import ConfigError
+from megappo.config.schema import Config
+from megappo.placement.checks import component_errors
+from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
+from megappo.placement.layout import Layout
+from megappo.placement.nodes import port_errors, uneven_engines
+from megappo.placement.ranks import placement_layouts
+from megappo.placement.route import Route, find_route
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that follows from a config and a number of ranks alone.
+
+    Attributes:
+        requested: the config as the user wrote it.
+        config: the same; after `estimate.fitting.resolve_offload` without any `auto` in offloads and rollout.sleep.
+        world_size: ranks of the run.
+        ranks_per_node: ranks on each node.
+        components: the models, by name.
+        layouts: the ranks of each model, by name, and of the SGLang engines, as `rollout`.
+    """
+
+    requested: Config
+    config: Config
+    world_size: int
+    ranks_per_node: int
+    components: Mapping[str, ComponentSpec]
+    layouts: Mapping[str, Layout]
+
+    @cached_property
+    def route(self) -> Route:
+        """The route of the actor's weights to each engine."""
+        return find_route(self.config, self.layouts, self.ranks_per_node)
+
+    @cached_property
+    def training(self) -> dict[str, Training]:
+        """The training of each trained model, by name."""
+        found = {name: spec.training for name, spec in self.components.items()}
+        return {name: training for name, training in found.items() if training is not None}
+
+    def changed(self, config: Config) -> "RunPlan":
+        """Return the plan with a config that places everything on the same ranks."""
+        return replace(self, config=config, components=components_of(config))
+
+    def decisions(self) -> Iterator[str]:
+        """Yield the value that each `auto` has become, a line each."""
+        if self.requested.rollout.sleep == AUTO:
+            yield f"rollout.sleep auto: {self.config.rollout.sleep}"
+        for name, spec in components_of(self.requested).items():
+            if spec.offload.value == AUTO:
+                kinds = self.components[name].offload.value
+                yield f"{spec.offload.key} auto: {', '.join(kinds) or 'nothing'}"
+
+
+def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None) -> RunPlan:
+    """Return the plan of a run. Opens no file.
+
+    Args:
+        ranks_per_node: None if all ranks are on one node.
+    Raises:
+        ConfigError: with every contradiction between keys, placement, layouts, batch and engines.
+    """
+    ranks_per_node = ranks_per_node or world_size
+    errors = [*component_errors(config), *config_errors(config)]
+    try:
+        layouts = placement_layouts(config, world_size)
+    except ConfigError as error:
+        raise ConfigError(*errors, *error.errors) from None
+    plan = RunPlan(config, config, world_size, ranks_per_node, components_of(config), layouts)
+    errors += uneven_engines(layouts["rollout"], ranks_per_node)
+    errors += port_errors(config.rollout.port, layouts["rollout"], ranks_per_node)
+    errors += plan.route.errors(on_gpus=False)
+    if errors:
+        raise ConfigError(*errors)
+    return plan
