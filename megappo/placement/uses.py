@@ -14,6 +14,8 @@ LOAD: Use = {"weights": True, "optimizer": True}
 SAVE: Use = {"weights": False, "optimizer": False}
 TRAIN: Use = {"weights": True, "gradients": True, "optimizer": True}
 NOTHING: Use = {}
+OPTIONAL_PHASES = ("values", "ref_log_probs", "update_critic")
+"""Phases that runs without a critic, or without a reference policy, do not have."""
 
 
 def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, Use]]:

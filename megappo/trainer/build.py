@@ -45,7 +45,7 @@ def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
         started = start_engines(plan, own, exchange, as_loaded=config.proves_weights and is_new)
     models = build_models(plan, exchange)
     progress.restore(models)
-    start = [progress.describe(), progress.notice]
+    start = [progress.describe()]
     observer = make_observer(config, start, progress.start_step + 1 if progress.checkpoint else 0, exchange, cleanup)
     for line in (*left_out, *plan.decisions()):
         observer.message(line)

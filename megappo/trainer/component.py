@@ -1,26 +1,26 @@
-"""A model and the rows scattered to it: the same calls on every rank, whether the component lives there or not.
+"""A model and a step's rows at it: the same calls on every rank, whether the model lives there or not.
 
-What exchanges rows, all ranks do together; what computes waits for no rank of another component, so that components on
-different ranks compute at once.
+All ranks exchange rows together. Forward passes and updates wait for no rank of another component, so components on
+different ranks compute at the same time.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
 from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
-from megappo.models.train_engine import MegatronEngine, Outputs
+from megappo.models.train_engine import MegatronEngine, OptimizerStep, Outputs
 from megappo.placement.layout import Layout
 
 MiniBatches = tuple[RankRows, ...]
-"""How a component splits a step's rows: `[i][shard]` are the row numbers of mini-batch i."""
+"""A step's rows as a component splits them: `[i][shard]` are the row numbers of mini-batch i."""
 
 
 def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches:
-    """Mini-batches of consecutive prompts (their order is random already), each spread over the shards by tokens."""
+    """Return mini-batches of consecutive prompts, whose order is random, each spread over the shards by tokens."""
     lengths = table.total_lengths()
     mini_batches = []
     for rows in table.split(num_mini_batches):
@@ -30,42 +30,45 @@ def split(table: RowTable, layout: Layout, num_mini_batches: int) -> MiniBatches
 
 
 def shards_of(mini_batches: MiniBatches) -> RankRows:
-    """All rows of each data-parallel shard, mini-batch after mini-batch."""
+    """Return all rows of each data-parallel shard, mini-batch after mini-batch."""
     return tuple(tuple(row for part in parts for row in part) for parts in zip(*mini_batches, strict=True))
 
 
+@dataclass(frozen=True)
 class Component:
     """A model on the ranks of its layout; on other ranks a null object that only joins exchanges.
 
-    Args:
-        engine: this rank's part of the model, None where the component is absent.
+    Attributes:
+        engine: this rank's part of the model; None where the model is not.
     """
 
-    def __init__(self, name: str, layout: Layout, engine: MegatronEngine | None, exchange: Exchange):
-        self.name = name
-        self.layout = layout
-        self.engine = engine
-        self.exchange = exchange
+    name: str
+    layout: Layout
+    engine: MegatronEngine | None
+    exchange: Exchange
 
-    def scatter(self, batch: Batch, num_mini_batches: int = 1, others: Iterable["Scattered"] = ()) -> "Scattered":
-        """Bring a step's rows, tokens and mask only, to the component's shards; `others` have some already."""
+    def scatter(
+        self, batch: Batch, num_mini_batches: int = 1, others: Iterable["ComponentBatch"] = ()
+    ) -> "ComponentBatch":
+        """Bring a step's tokens and mask to the component's shards; `others` may have the same rows already."""
         mini_batches = split(batch.table, self.layout, num_mini_batches)
         destinations = shard_destinations(self.layout, shards_of(mini_batches), self.exchange.world_size)
-        there = next((one.rows for one in others if one.destinations == destinations), None)
-        if there is None:
-            there = self.exchange.move(batch.rows, batch.table, batch.owners, destinations, ["response_mask"])
-        return Scattered(self, batch, mini_batches, destinations, there)
+        rows = next((one.rows for one in others if one.destinations == destinations), None)
+        if rows is None:
+            rows = self.exchange.move(batch.rows, batch.table, batch.owners, destinations, ["response_mask"])
+        return ComponentBatch(self, batch, mini_batches, destinations, rows)
 
 
 @dataclass
-class Scattered:
+class ComponentBatch:
     """A step's rows at a component's shards. Every rank calls every method, in the same order.
 
     Attributes:
-        step: of PPO; 0 until there are fields to train on.
+        step: PPO step; 0 until there are fields to train on.
         num_updates: mini-batches of all epochs that the component has been trained on.
-        num_resumed: of these, those before the run was interrupted.
-        interrupted: the rest of them was left for when the run goes on.
+        num_resumed: updates of these that an earlier process did.
+        interrupted: mini-batches remain, as the run is to stop.
+        optimizer_steps: steps of this process, on the component's output ranks.
     """
 
     component: Component
@@ -77,16 +80,13 @@ class Scattered:
     num_updates: int = 0
     num_resumed: int = 0
     interrupted: bool = False
-
-    def passed_to(self, component: Component) -> "Scattered":
-        """The same rows at another component of the same layout: they are there already."""
-        return replace(self, component=component)
+    optimizer_steps: list[OptimizerStep] = field(default_factory=list)
 
     def forward(self) -> Outputs:
-        """The head's outputs for the rows here; {} but on the component's last stages. Waits for no other component.
+        """Return the head's outputs for the rows here; {} except on the component's last stages.
 
         Raises:
-            FloatingPointError: one of the outputs is not finite.
+            FloatingPointError: an output is not finite.
         """
         engine = self.component.engine
         outputs = engine.forward(self.rows) if engine else {}
@@ -94,15 +94,15 @@ class Scattered:
         return outputs
 
     def gather(self, outputs: Outputs, owned: Rows, names: Mapping[str, str]) -> Rows:
-        """`owned` with the outputs of `forward` added: `names` maps an output to the field that it becomes."""
+        """Return `owned` with the outputs of `forward` added: `names` maps an output to the field that it becomes."""
         return gather([(self, outputs, names)], owned)
 
     def scatter_fields(self, owned: Rows, names: Sequence[str]) -> None:
-        """Bring fields of the owned rows to the scattered ones."""
+        """Bring fields of the owned rows to the rows here."""
         scatter_fields([(self, names)], owned)
 
     def mini_batches(self, *, counts_empty_rows: bool = False) -> list[tuple[Rows, int, int]]:
-        """This rank's rows of each mini-batch, with the tokens of mask 1 and the rows, of all shards.
+        """Return this rank's rows of each mini-batch, with the number of tokens with mask 1 and of rows of all shards.
 
         Args:
             counts_empty_rows: count rows without a token of mask 1, too.
@@ -119,39 +119,41 @@ class Scattered:
         return parts
 
 
-def gather(found: Iterable[tuple[Scattered, Outputs, Mapping[str, str]]], owned: Rows) -> Rows:
-    """As `Scattered.gather`, of several at once."""
+def gather(found: Iterable[tuple[ComponentBatch, Outputs, Mapping[str, str]]], owned: Rows) -> Rows:
+    """Do as `ComponentBatch.gather` for several components in one exchange."""
     parts = []
-    for at, outputs, names in found:
-        sources = output_sources(at.component.layout, shards_of(at.split), at.component.exchange.world_size)
-        is_here = at.component.engine is not None and at.component.engine.is_output
-        fields = {field: outputs[output] for output, field in names.items() if is_here}
-        rows = at.rows if is_here else empty_rows((), at.batch.table)
-        parts.append((replace(rows, fields=fields), sources, list(names.values())))
-    return at.component.exchange.move_fields(parts, owned, at.batch.table, at.batch.owners) if parts else owned
+    for shard, outputs, names in found:
+        component = shard.component
+        sources = output_sources(component.layout, shards_of(shard.split), component.exchange.world_size)
+        if component.engine is not None and component.engine.is_output:
+            rows = replace(shard.rows, fields={field: outputs[output] for output, field in names.items()})
+        else:
+            rows = empty_rows((), shard.batch.table)
+        parts.append((rows, sources, list(names.values())))
+    return component.exchange.move_fields(parts, owned, shard.batch.table, shard.batch.owners)
 
 
-def scatter_fields(wanted: Iterable[tuple[Scattered, Sequence[str]]], owned: Rows) -> None:
-    """Bring to scattered rows their fields of the owned ones: at once to those that are on the same ranks."""
-    alike = defaultdict(list)
-    for at, names in wanted:
-        alike[at.destinations].append((at, names))
-    for destinations, found in alike.items():
-        at, _ = found[0]
-        union = list(dict.fromkeys(name for _, names in found for name in names))
-        source = (owned, at.batch.owners, union)
-        moved = at.component.exchange.move_fields([source], at.rows, at.batch.table, destinations).fields
-        for at, names in found:
-            at.rows = replace(at.rows, fields=at.rows.fields | {name: moved[name] for name in names})
+def scatter_fields(wanted: Iterable[tuple[ComponentBatch, Sequence[str]]], owned: Rows) -> None:
+    """Do as `ComponentBatch.scatter_fields` for several components: those on the same ranks share an exchange."""
+    groups = defaultdict(list)
+    for shard, names in wanted:
+        groups[shard.destinations].append((shard, names))
+    for destinations, group in groups.items():
+        first, _ = group[0]
+        every_name = list(dict.fromkeys(name for _, names in group for name in names))
+        source = (owned, first.batch.owners, every_name)
+        moved = first.component.exchange.move_fields([source], first.rows, first.batch.table, destinations).fields
+        for shard, names in group:
+            shard.rows = replace(shard.rows, fields=shard.rows.fields | {name: moved[name] for name in names})
 
 
 def _check_finite(component: str, outputs: Outputs) -> None:
-    """Outputs are 0 where the mask is, so every number counts. What other ranks wait for then never comes."""
+    """Outputs are 0 where the mask is 0, so every number counts."""
     for name, output in outputs.items():
         broken = output[~output.isfinite()]
         if len(broken):
             raise FloatingPointError(
-                f"the {component}'s {name} are not finite: {len(broken)} of {output.numel()} numbers, the first "
-                f"{broken[0]}: its weights hold NaN or infinity, or have run away. Look at the model that it was "
-                "loaded from; if it was trained since, lower optim.lr"
+                f"the {component}'s {name} are not finite: {len(broken)} of {output.numel()} numbers, the first is "
+                f"{broken[0]}: its weights hold NaN or infinity, or have diverged. Check the model that it was loaded "
+                "from; if it has been trained since, lower optim.lr"
             )

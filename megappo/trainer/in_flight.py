@@ -1,7 +1,7 @@
-"""A step between its advantages and its end: what a checkpoint needs of it so that its updates can go on."""
+"""A step between its advantages and its end, and the part of it that a checkpoint needs to resume its updates."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,28 +10,19 @@ from megappo.batch.files import RowsFile, write_rows
 from megappo.batch.step_batch import Batch
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric
-from megappo.trainer.component import Scattered
-from megappo.trainer.statistics import steps_of_ranks
+from megappo.trainer.component import ComponentBatch
+from megappo.trainer.statistics import merge_optimizer_steps
 
 IN_FLIGHT = "in_flight.safetensors"
-OfSteps = list[dict[str, Metric]]
 
 
-@dataclass(frozen=True)
-class Update:
-    """What a component did, on all of its ranks: optimizer steps, in so many seconds of the slowest."""
-
-    num_steps: int
-    seconds: float
-
-
-class UpdateHere(NamedTuple):
-    """What a component did on one rank.
+class LocalUpdate(NamedTuple):
+    """Update of one component on one rank.
 
     Attributes:
-        num_updates: mini-batches of all epochs of the step that it has been trained on.
-        interrupted: whether there are more, but the run is to end.
-        steps, seconds: of the optimizer, and of the clock, since the step was begun or resumed.
+        num_updates: mini-batches of all epochs of the step that the component has been trained on.
+        interrupted: mini-batches remain, as the run is to stop.
+        steps, seconds: optimizer steps and time since the update began or was resumed.
     """
 
     num_updates: int
@@ -40,21 +31,22 @@ class UpdateHere(NamedTuple):
     seconds: float
 
     @classmethod
-    def of(cls, scattered: Scattered, steps: list[OptimizerStep], seconds: float) -> "UpdateHere":
-        """Of the component whose rows these are."""
-        return cls(scattered.num_updates, scattered.interrupted, steps, seconds)
+    def of(cls, shard: ComponentBatch, seconds: float) -> "LocalUpdate":
+        """Return the update of the component that has these rows."""
+        return cls(shard.num_updates, shard.interrupted, shard.optimizer_steps, seconds)
 
 
 @dataclass
 class InFlight:
-    """A step whose rows have their advantages. The same on every rank, but for the rows.
+    """A step whose rows have their advantages. The same on every rank, except for the rows.
 
     Attributes:
-        batch: at its owners, with all fields that losses read.
-        metrics: of the step so far.
-        kl_penalty: see `experience.Judged`.
+        batch: rows at their owners, with all fields that losses read.
+        metrics: of the step until its advantages.
+        kl_penalty: see `experience.AdvantageResult`.
+        shards: component -> its rows. Not saved.
+        num_mini_batches: component -> mini-batches of an epoch.
         num_updates: component -> mini-batches of all epochs that it has been trained on.
-        num_mini_batches: component -> those of an epoch.
         optimizer_steps: component -> metrics of its optimizer steps.
     """
 
@@ -62,51 +54,49 @@ class InFlight:
     batch: Batch
     metrics: dict[str, Any]
     kl_penalty: float | None
+    shards: Mapping[str, ComponentBatch] = field(default_factory=dict)
     num_mini_batches: dict[str, int] = field(default_factory=dict)
     num_updates: dict[str, int] = field(default_factory=dict)
-    optimizer_steps: dict[str, OfSteps] = field(default_factory=dict)
+    optimizer_steps: dict[str, list[dict[str, Metric]]] = field(default_factory=dict)
 
-    def resume(self, scattered: Mapping[str, Scattered]) -> None:
-        """Have the components go on where they were interrupted."""
-        for name, at in scattered.items():
-            at.num_updates = at.num_resumed = self.num_updates.get(name, 0)
+    def resume(self, shards: Mapping[str, ComponentBatch]) -> None:
+        """Continue the updates of these rows where they were interrupted."""
+        self.shards = shards
+        for name, shard in shards.items():
+            shard.num_updates = shard.num_resumed = self.num_updates.get(name, 0)
 
-    def add(
-        self, scattered: Mapping[str, Scattered], of_ranks: Sequence[Mapping[str, UpdateHere]]
-    ) -> tuple[bool, dict[str, Update]]:
-        """Take what the components have been trained on, on all ranks; whether any was interrupted, and their updates.
-
-        Args:
-            of_ranks: by name of the components that are trained in this step.
-        """
-        updates = {}
-        for name in of_ranks[0]:
-            found = [of_rank[name] for of_rank in of_ranks]
-            self.num_mini_batches[name] = len(scattered[name].split)
+    def add(self, updates: Sequence[Mapping[str, LocalUpdate]]) -> bool:
+        """Add the updates of all ranks, by component; return whether any was interrupted."""
+        for name in updates[0]:
+            found = [update[name] for update in updates]
+            self.num_mini_batches[name] = len(self.shards[name].split)
             self.num_updates[name] = max(one.num_updates for one in found)
-            self.optimizer_steps.setdefault(name, []).extend(steps_of_ranks([one.steps for one in found], name))
-            updates[name] = Update(max(len(one.steps) for one in found), max(one.seconds for one in found))
-        return any(one.interrupted for of_rank in of_ranks for one in of_rank.values()), updates
+            steps = merge_optimizer_steps([one.steps for one in found], name)
+            self.optimizer_steps.setdefault(name, []).extend(steps)
+        return any(one.interrupted for update in updates for one in update.values())
 
 
 def write_in_flight(folder: Path, flight: InFlight, exchange: Exchange) -> None:
-    """Write it into a checkpoint; all ranks together, of which rank 0 writes.
+    """Write a step into a checkpoint. All ranks call together; rank 0 writes.
 
     Raises:
         OSError, OtherRankError: it cannot be written.
     """
     rows = flight.batch.at_rank_0(exchange)
-    facts = asdict(replace(flight, batch=None, metrics={}, optimizer_steps={}))
-    facts["metrics"] = {name: _plain(value) for name, value in flight.metrics.items()}
-    facts["optimizer_steps"] = {
-        name: [{key: (one.reduction, one.part) for key, one in step.items()} for step in steps]
-        for name, steps in flight.optimizer_steps.items()
+    facts = {
+        "step": flight.step,
+        "metrics": {name: _to_json(value) for name, value in flight.metrics.items()},
+        "kl_penalty": flight.kl_penalty,
+        "num_mini_batches": flight.num_mini_batches,
+        "num_updates": flight.num_updates,
+        "optimizer_steps": flight.optimizer_steps,
     }
     exchange.on_rank_0(lambda: write_rows(folder / IN_FLIGHT, rows, facts))
 
 
 def read_in_flight(folder: Path, exchange: Exchange) -> InFlight | None:
-    """The step that a checkpoint has begun; None if it has none. Every rank reads its own rows.
+    """Return the step that a checkpoint was saved in the middle of; None if there is none. Every rank reads its own
+    rows.
 
     Raises:
         RowsFileError: the file is damaged.
@@ -115,28 +105,26 @@ def read_in_flight(folder: Path, exchange: Exchange) -> InFlight | None:
     if not path.exists():
         return None
     with RowsFile(path) as file:
-        facts = dict(file.facts)
+        facts = file.facts
         batch = Batch.read(file, exchange)
-    facts["metrics"] = {name: _value(value) for name, value in facts["metrics"].items()}
-    facts["optimizer_steps"] = {name: _metrics(steps) for name, steps in facts["optimizer_steps"].items()}
-    return InFlight(**(facts | {"batch": batch}))
+    return InFlight(
+        step=facts["step"],
+        batch=batch,
+        metrics={name: _from_json(value) for name, value in facts["metrics"].items()},
+        kl_penalty=facts["kl_penalty"],
+        num_mini_batches=facts["num_mini_batches"],
+        num_updates=facts["num_updates"],
+        optimizer_steps={name: list(map(_metrics, steps)) for name, steps in facts["optimizer_steps"].items()},
+    )
 
 
-def _plain(value: Any) -> Any:
-    """A metric's value as JSON has it."""
+def _to_json(value: Any) -> Any:
     return list(value.numbers) if isinstance(value, Histogram) else value
 
 
-def _value(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     return Histogram(tuple(value)) if isinstance(value, list) else value
 
 
-def _metrics(steps: Sequence[Mapping[str, tuple[str, Any]]]) -> OfSteps:
-    """Versions before wrote a part of one number without its list."""
-    return [
-        {
-            name: Metric(tuple(part) if isinstance(part, list) else (part,), reduction)
-            for name, (reduction, part) in step.items()
-        }
-        for step in steps
-    ]
+def _metrics(step: Mapping[str, tuple[Sequence[float], str]]) -> dict[str, Metric]:
+    return {name: Metric(tuple(part), reduction) for name, (part, reduction) in step.items()}

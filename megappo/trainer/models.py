@@ -1,11 +1,11 @@
-"""The models of a run, and what a step of PPO does with all of them: one call, whichever there are.
+"""The models of a run, and what a step of PPO does with them.
 
-What exchanges rows, all ranks do together, before and after; what computes (`forward`, `update`) waits for no rank of
-another component.
+All ranks exchange rows together, before and after; `forward` and `update` wait for no rank of another component.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,23 +15,25 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
 from megappo.models.offload import Offload
-from megappo.models.train_engine import OptimizerStep, Outputs, TrainedEngine
+from megappo.models.train_engine import Outputs, TrainedEngine
 from megappo.observe.files import HF_ACTOR
 from megappo.placement.groups import build_groups
 from megappo.placement.run_plan import RunPlan
 from megappo.placement.uses import LOAD, NOTHING
 from megappo.runtime import platform
 from megappo.table import resolved
-from megappo.trainer.component import Component, Scattered, gather, scatter_fields
+from megappo.trainer.component import Component, ComponentBatch, gather, scatter_fields
 from megappo.trainer.objectives import LOSS_WEIGHTS
 from megappo.trainer.train_engines import build_engines
 from megappo.weights.buckets import all_finite
 from megappo.weights.hf_folder import write_hf_folder
 
-AtModels = Mapping[str, Scattered]
-"""A step's rows at the components that have something to do with them, by name."""
+Shards = Mapping[str, ComponentBatch]
+"""A step's rows at the components that have a forward pass or are trained, by name."""
 Phase = Callable[[str], AbstractContextManager[None]]
 """See `trainer.phases`."""
+OF_PPO = ("actor", "critic", "ref")
+"""Components that the loop names. Others are registered by extensions."""
 
 
 class Models:
@@ -39,7 +41,7 @@ class Models:
 
     Args:
         components: by name, in the table's order.
-        offloads: of the components that live here.
+        offloads: of the components on this rank.
         architecture: the language model's.
     """
 
@@ -60,17 +62,17 @@ class Models:
 
     @property
     def actor(self) -> Component:
-        """The policy, whose weights the engines take."""
+        """Return the policy, whose weights the engines take."""
         return self.components["actor"]
 
     @property
     def trained(self) -> dict[str, TrainedEngine | None]:
-        """What checkpoints hold."""
+        """Return this rank's part of each model that checkpoints hold."""
         return {name: self.components[name].engine for name in self.training}
 
     @contextmanager
     def loading(self, name: str) -> Iterator[None]:
-        """Inside, a component has on the device what a checkpoint is loaded into; all others sleep."""
+        """Keep on the device what a checkpoint is loaded into; all other components sleep."""
         offload = self.offloads.get(name)
         if offload is not None:
             offload.wake(LOAD)
@@ -79,79 +81,98 @@ class Models:
             offload.rest(NOTHING)
             platform.empty_cache()
 
-    def trained_in(self, step: int) -> tuple[str, ...]:
-        """The components that are trained in a step."""
-        return tuple(name for name, training in self.training.items() if step > training.warmup_steps)
+    def is_trained(self, name: str, step: int) -> bool:
+        """Return whether the run has this component and trains it in this step."""
+        training = self.training.get(name)
+        return training is not None and step > training.warmup_steps
 
-    def scatter(self, batch: Batch) -> AtModels:
+    def trained_in(self, step: int) -> list[str]:
+        """Return the components that are trained in a step."""
+        return [name for name in self.training if self.is_trained(name, step)]
+
+    def scatter(self, batch: Batch) -> Shards:
         """Bring a step's rows, tokens and mask only, to all components."""
-        found: dict[str, Scattered] = {}
+        shards: dict[str, ComponentBatch] = {}
         for name, component in self.components.items():
-            training = self.training.get(name)
-            others = list(found.values())
-            alike = [one for one in others if one.component.layout == component.layout]
-            if training is not None:
+            others = list(shards.values())
+            if training := self.training.get(name):
                 num_mini_batches = training.section.num_mini_batches(self.config.data.train_batch_size)
-                found[name] = component.scatter(batch, num_mini_batches, others)
+                shards[name] = component.scatter(batch, num_mini_batches, others)
             elif self.specs[name].forward is not None:
-                found[name] = alike[0].passed_to(component) if alike else component.scatter(batch, others=others)
-        return found
+                alike = next((one for one in others if one.component.layout == component.layout), None)
+                shards[name] = replace(alike, component=component) if alike else component.scatter(batch)
+        return shards
 
-    def forward(self, scattered: AtModels, phase: Phase) -> dict[str, Outputs]:
-        """The outputs of every component that has a forward pass of its own, each in its own phase."""
-        outputs = {}
-        for name, at in scattered.items():
-            if forward := self.specs[name].forward:
+    def forward(self, name: str, shards: Shards) -> dict[str, Outputs]:
+        """Return {name: the component's outputs}; {} in a run without it, or without a forward pass of its own."""
+        if name not in shards or self.specs[name].forward is None:
+            return {}
+        return {name: shards[name].forward()}
+
+    def forward_others(self, shards: Shards, phase: Phase) -> dict[str, Outputs]:
+        """Return the outputs of the components that extensions have registered, each in its own phase."""
+        outputs: dict[str, Outputs] = {}
+        for name in shards:
+            forward = self.specs[name].forward
+            if name not in OF_PPO and forward is not None:
                 with phase(forward.phase):
-                    outputs[name] = at.forward()
+                    outputs |= self.forward(name, shards)
         return outputs
 
-    def gather(self, scattered: AtModels, outputs: Mapping[str, Outputs], owned: Rows) -> Rows:
-        """The owned rows with the fields that the outputs become."""
-        fields = {name: forward.fields for name in outputs if (forward := self.specs[name].forward)}
-        return gather([(scattered[name], outputs[name], fields[name]) for name in fields], owned)
+    def gather(self, shards: Shards, outputs: Mapping[str, Outputs], owned: Rows) -> Rows:
+        """Return the owned rows with the fields that the outputs become."""
+        found = []
+        for name, of_component in outputs.items():
+            forward = self.specs[name].forward
+            assert forward is not None
+            found.append((shards[name], of_component, forward.fields))
+        return gather(found, owned)
 
-    def scatter_fields(self, scattered: AtModels, owned: Rows, step: int) -> None:
+    def scatter_fields(self, shards: Shards, owned: Rows, step: int) -> None:
         """Bring what the losses read to the components that are trained in the step."""
-        told = [LOSS_WEIGHTS] if LOSS_WEIGHTS in owned.fields else []
+        weights = [LOSS_WEIGHTS] if LOSS_WEIGHTS in owned.fields else []
         trained = self.trained_in(step)
-        scatter_fields([(scattered[name], [*self.training[name].fields, *told]) for name in trained], owned)
+        scatter_fields([(shards[name], [*self.training[name].fields, *weights]) for name in trained], owned)
         for name in trained:
-            scattered[name].step = step
+            shards[name].step = step
 
-    def update(self, scattered: AtModels, step: int, phase: Phase) -> dict[str, list[OptimizerStep]]:
-        """Train the components, each in its own phase; their optimizer steps on their output ranks, [] elsewhere."""
-        steps = {}
+    def update(self, name: str, shards: Shards, step: int) -> None:
+        """Train a component, if it is trained in this step."""
+        if self.is_trained(name, step):
+            self._updates[name](shards[name], self.config)
+
+    def update_others(self, shards: Shards, step: int, phase: Phase) -> None:
+        """Train the components that extensions have registered, each in its own phase."""
         for name in self.trained_in(step):
-            with phase(f"update_{name}"):
-                steps[name] = self._updates[name](scattered[name], self.config)
-        return steps
+            if name not in OF_PPO:
+                with phase(f"update_{name}"):
+                    self.update(name, shards, step)
 
     def check_finite(self, exchange: Exchange) -> None:
-        """See that what is to be saved is not spoiled; all ranks together.
+        """Check that the weights to be saved are finite; all ranks together.
 
         Raises:
-            FloatingPointError, OtherRankError: a trained weight is not finite; it is named.
+            FloatingPointError, OtherRankError: a trained weight is not finite; the message names it.
         """
         error = None
         for name, engine in self.trained.items():
             for chunk in engine.chunks if engine is not None else ():
-                spoiled = [key for key, weight in chunk.named_parameters() if not all_finite(weight)]
-                if spoiled:
+                broken = [key for key, weight in chunk.named_parameters() if not all_finite(weight)]
+                if broken:
                     error = FloatingPointError(
-                        f"the {name}'s {spoiled[0]} holds values that are not finite, as do {len(spoiled) - 1} more: "
+                        f"the {name}'s {broken[0]} holds values that are not finite, as do {len(broken) - 1} more: "
                         "nothing is saved; start again from the newest checkpoint, with a lower optim.lr"
                     )
         exchange.raise_together(error)
 
     def num_steps(self, exchange: Exchange) -> dict[str, list[int]]:
-        """Component -> the optimizer steps that it has had, by every counter of every rank: one number each."""
+        """Return component -> its optimizer steps so far, by every counter of every rank: one number each."""
         mine = {name: engine.num_steps for name, engine in self.trained.items() if engine is not None}
         of_ranks = exchange.share(mine)
         return {name: sorted({n for found in of_ranks for n in found.get(name, ())}) for name in self.training}
 
     def skipped_in_a_row(self, exchange: Exchange) -> dict[str, int]:
-        """Component -> how many of its last optimizer steps were skipped; all ranks together."""
+        """Return component -> its latest optimizer steps that were skipped in a row; all ranks together."""
         mine = {name: engine.skipped_in_a_row for name, engine in self.trained.items() if engine is not None}
         of_ranks = exchange.share(mine)
         return {name: max(found.get(name, 0) for found in of_ranks) for name in self.training}

@@ -1,19 +1,22 @@
-"""The phases of a step: a part of it each, timed, for which every component has on the device what it needs."""
+"""Phases of a step: each is timed, and every model has on the device what the phase needs of it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from megappo.observe.metrics import Metric
 from megappo.observe.timers import Timers
-from megappo.placement.uses import NOTHING, uses_of
+from megappo.placement.uses import NOTHING, OPTIONAL_PHASES, uses_of
 from megappo.runtime.threads import FAILED
 from megappo.trainer.models import Models
 
 
 class Phases:
-    """`with phases("values"): ...`: a part of a step, timed, for which every component has on the device what it needs.
+    """`with phases("values"): ...` times a part of a step and wakes what it needs of each model.
 
-    What it does not need sleeps from its beginning on, as far as the component's offload key says.
+    What it does not need sleeps from its beginning on, as far as the model's offload key says.
+
+    Attributes:
+        before: phase -> a function to call before it begins.
     """
 
     def __init__(self, models: Models):
@@ -21,9 +24,16 @@ class Phases:
         self.offloads = models.offloads
         self._uses = uses_of(models.specs)
         self._phase = ""
+        self.before: dict[str, Callable[[], None]] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        """Enter a phase. Phases of models that the run does not have do nothing and are not timed."""
+        if phase in OPTIONAL_PHASES and phase not in self._uses:
+            yield
+            return
+        if phase in self.before:
+            self.before[phase]()
         outer = self._phase
         with self.timers(phase):
             self._enter(phase)
@@ -31,7 +41,7 @@ class Phases:
                 yield
             finally:
                 self._phase = outer
-        if outer:  # engines that fail in a rollout are given the weights in the middle of it
+        if outer:  # restarted engines get the weights in the middle of a rollout
             self._enter(outer)
 
     def _enter(self, phase: str) -> None:
@@ -43,12 +53,11 @@ class Phases:
             offload.wake(uses.get(name, NOTHING))
 
     def seconds(self, phase: str) -> float:
-        """Of a phase, in this step so far."""
+        """Return the time spent in a phase in this step so far."""
         return self.timers.seconds(phase)
 
     def memory(self) -> dict[str, Metric]:
-        """As `Timers.memory`, with `memory/offloaded_gib/sum`: what this host keeps of what sleeps, if anything; and
-        `threads/failed`."""
+        """Return `Timers.memory`, `threads/failed` and, if anything is offloaded, `memory/offloaded_gib/sum`."""
         kept = sum(offload.host_bytes for offload in self.offloads.values())
         offloaded = {"memory/offloaded_gib/sum": Metric((kept / 2**30,), "sum")} if kept else {}
         return self.timers.memory() | offloaded | {"threads/failed": Metric((len(FAILED),), "sum")}

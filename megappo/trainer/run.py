@@ -1,8 +1,10 @@
-"""What a run is made of on this rank."""
+"""The parts of a run on this rank, and what happens around its steps: checkpoints, interruptions, logging."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.errors import CheckpointError
@@ -10,6 +12,7 @@ from megappo.config.schema import Config
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.record import Replay
+from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models
@@ -21,11 +24,11 @@ from megappo.trainer.utilisation import Utilisation
 
 @dataclass
 class Run:
-    """A run's parts. The same on every rank, but for null objects where a part is absent.
+    """The parts of a run. All ranks call every method together; an absent part is a null object.
 
     Attributes:
-        rollouts: asks the engines; None in a run that replays a record.
-        batches: from a step to its scored rows.
+        rollouts: samples from the engines; None in a run that replays a record.
+        batches: yields each step's scored rows.
     """
 
     config: Config
@@ -40,42 +43,101 @@ class Run:
     phase: Phases
     utilisation: Utilisation
 
+    def __post_init__(self) -> None:
+        # A reward function may end the run: what is on the disk by then should count as saved.
+        self.phase.before["reward"] = self.finish_save_if_written
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the run starts without a checkpoint. One may exist in the middle of step 1."""
+        return self.progress.checkpoint is None
+
+    def first_sync(self) -> None:
+        """Sync the engines with the actor and prove that all of their weights are the actor's."""
+        # Servers that were already running may hold the weights of an earlier run.
+        as_loaded = self.is_new and not self.config.rollout.engines
+        self.engines.first_sync(verify=self.config.proves_weights, as_loaded=as_loaded)
+
+    def begin_training(self) -> None:
+        """Begin the first step: from here on a signal or the time limit ends the run with a checkpoint."""
+        settings = self.config.trainer
+        if self.progress.start_step == settings.total_steps:
+            self.observer.message(
+                f"nothing left to do: raise trainer.total_steps (now {settings.total_steps}) to train on"
+            )
+        gc.collect()
+        gc.freeze()  # saves collect garbage, and need not search what was built before training
+        self.phase.timers.restart()
+        INTERRUPTION.begin_saving(deadline(settings.time_limit, settings.grace_seconds))
+
+    def check_interrupted(self) -> None:
+        """Agree with all ranks whether to stop.
+
+        Raises:
+            Interrupted: on all ranks, if any has a reason to stop.
+        """
+        raise_if_interrupted(self.exchange)
+
+    def is_due(self, step: int, interval: int) -> bool:
+        """Return whether something happens after this step that happens every `interval` steps and after the last."""
+        return interval > 0 and (step % interval == 0 or step == self.config.trainer.total_steps)
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Log a step's metrics and complete a checkpoint that was written meanwhile.
+
+        A step's `timing_s/save` is that of the checkpoint between the step before and this one.
+        """
+        saves = {"checkpoint/failed_saves": self.progress.failed_saves}
+        self.observer.log(step, {**metrics, **self.phase.timers.lap(), **saves})
+        self.finish_save_if_written()
+
+    def save_if_due(self, step: int) -> None:
+        """Save every trainer.save_interval steps, after the last step, and after a save that failed."""
+        settings = self.config.trainer
+        is_last = step == settings.total_steps
+        if is_last:
+            self.save()
+        elif self.is_due(step, settings.save_interval) or self.progress.is_overdue:
+            self.save(in_background=settings.async_save, may_fail=True)
+            with self.phase("sync"):
+                self.engines.wake()
+
     def save(self, *, in_background: bool = False, may_fail: bool = False) -> None:
-        """Write a checkpoint while the engines sleep; all ranks together. The one before is finished first.
+        """Write a checkpoint while the engines sleep. A save in the background is completed first.
 
         Args:
-            in_background: a copy is written while training goes on, for `finish_save` to complete.
-            may_fail: one that cannot be written is told and counted, and overdue then.
+            in_background: write a copy while training continues; `finish_save` completes it.
+            may_fail: warn about a failed save, count it, and retry after the next step.
         Raises:
-            CheckpointError, OtherRankError: it cannot be written, and may not fail.
-            FloatingPointError, OtherRankError: weights are spoiled.
+            CheckpointError, OtherRankError: the checkpoint cannot be written.
+            FloatingPointError, OtherRankError: weights are not finite.
         """
         self.finish_save()
         self.engines.sleep()  # saving takes memory
         with self.phase("save"):
             self.models.check_finite(self.exchange)
-            with self._told(may_fail):
+            with self._failing_save(may_fail):
                 self.progress.begin_save(self.models, in_background=in_background)
         if not in_background:
             self.finish_save(may_fail=may_fail)
 
     def finish_save(self, *, may_fail: bool = True) -> None:
-        """Wait for the checkpoint that is being written, if one is, and complete it; all ranks together.
+        """Wait for the checkpoint that is being written, if any, and complete it.
 
         Raises:
-            CheckpointError, OtherRankError: it could not be written, and may not fail.
+            CheckpointError, OtherRankError: it cannot be written, and `may_fail` is False.
         """
         if self.progress.store.is_saving:
-            with self.phase("finish_save"), self._told(may_fail):
+            with self.phase("finish_save"), self._failing_save(may_fail):
                 self.observer.message(f"checkpoint {self.progress.finish_save()}")
 
     def finish_save_if_written(self) -> None:
-        """`finish_save`, if it need not wait."""
+        """Complete a checkpoint that all ranks have written."""
         if self.progress.store.is_written():
             self.finish_save()
 
     @contextmanager
-    def _told(self, may_fail: bool) -> Iterator[None]:
+    def _failing_save(self, may_fail: bool) -> Iterator[None]:
         try:
             yield
         except (CheckpointError, OtherRankError) as error:
@@ -85,23 +147,21 @@ class Run:
             self.observer.message(f"WARNING: {error}: it is tried again")
 
     def save_if_needed(self) -> None:
-        """`save` if there is something that no checkpoint has; the engines are not needed any more."""
+        """Save whatever no checkpoint has. The engines are stopped: they are not needed any more."""
         self.finish_save()
-        is_new = self.progress.step == 0 and self.progress.in_flight is None
-        if not is_new and not self.progress.is_saved:
+        has_begun = self.progress.step > 0 or self.progress.in_flight is not None
+        if has_begun and not self.progress.is_saved:
             self.engines.end()
             self.save()
 
-    def check_interrupted(self) -> None:
-        """All ranks together.
+    def finish(self) -> None:
+        """Export the actor and report.
 
         Raises:
-            Interrupted: on all ranks, if any has a reason to end.
+            Interrupted: the resumed run exports.
         """
-        raise_if_interrupted(self.exchange)
-
-    def finish(self) -> None:
-        """Export the actor and report; all ranks together."""
+        INTERRUPTION.end_saving()
+        self.check_interrupted()
         if self.config.trainer.export_hf:
             with self.phase("export"):
                 self.models.export_actor()

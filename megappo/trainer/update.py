@@ -1,6 +1,6 @@
-"""The updates of a step: PPO's epochs over the mini-batches of the rows at a component.
+"""Updates of a step: PPO's epochs over the mini-batches of the rows at a component.
 
-They begin with rows that have the fields of the loss (see `placement.components.Training`), and wait for no rank of
+The rows have the fields of the loss by now (see `placement.components.Training`). An update waits for no rank of
 another component.
 """
 
@@ -18,89 +18,89 @@ from megappo.models.train_engine import ELSEWHERE, LossFn, OptimizerStep, Traine
 from megappo.observe.metrics import Metric
 from megappo.runtime import platform
 from megappo.runtime.interruption import INTERRUPTION
-from megappo.trainer.component import Scattered
+from megappo.trainer.component import ComponentBatch
 from megappo.trainer.objectives import SELECTED, ActorLoss, conventions, critic_loss
 from megappo.trainer.statistics import NOT_KEPT
 
-Steps = list[OptimizerStep]
-"""On the component's output ranks; [] elsewhere."""
 
-
-def update_actor(scattered: Scattered, config: Config) -> Steps:
-    """Train the actor; the rest of the step is skipped once its KL to the old policy passes actor.target_kl."""
-    engine = scattered.component.engine
+def update_actor(batch: ComponentBatch, config: Config) -> None:
+    """Train the actor; stop once its KL to the policy before the step exceeds actor.target_kl."""
+    engine, actor = batch.component.engine, config.actor
     if not isinstance(engine, TrainedEngine):
-        return []
-    actor = config.actor
-    steps: Steps = []
-    for rows, *counts in _mini_batches(scattered, engine, actor.ppo_epochs, config):
-        loss = ActorLoss(config, *counts)
+        return
+    for rows, num_tokens, num_rows in _mini_batches(batch, engine, actor.ppo_epochs, config):
+        loss = ActorLoss(config, num_tokens, num_rows)
         if actor.method.select is not None:
             rows = _with_selection(engine, rows, actor.method.select, actor)
-        steps.append(_trained(scattered, engine, rows, loss, config))
+        _train(batch, engine, rows, loss, config)
         if actor.target_kl is not None and engine.total(loss.policy_kl) > actor.target_kl:
-            scattered.num_updates = actor.ppo_epochs * len(scattered.split)
-            break
-    return steps if engine.is_output else []
+            batch.num_updates = actor.ppo_epochs * len(batch.split)
 
 
-def update_critic(scattered: Scattered, config: Config) -> Steps:
+def update_critic(batch: ComponentBatch, config: Config) -> None:
     """Train the critic."""
-    engine = scattered.component.engine
+    engine = batch.component.engine
     if not isinstance(engine, TrainedEngine):
-        return []
-    mini_batches = _mini_batches(scattered, engine, config.critic.ppo_epochs, config)
-    losses = ((rows, critic_loss(config, *counts)) for rows, *counts in mini_batches)
-    steps = [_trained(scattered, engine, rows, loss, config) for rows, loss in losses]
-    return steps if engine.is_output else []
+        return
+    for rows, num_tokens, num_rows in _mini_batches(batch, engine, config.critic.ppo_epochs, config):
+        _train(batch, engine, rows, critic_loss(config, num_tokens, num_rows), config)
 
 
 def _mini_batches(
-    scattered: Scattered, engine: TrainedEngine, ppo_epochs: int, config: Config
+    batch: ComponentBatch, engine: TrainedEngine, ppo_epochs: int, config: Config
 ) -> Iterator[tuple[Rows, int, int]]:
-    """As `Scattered.mini_batches`, epoch after epoch: those that are left, until the run is to be interrupted."""
-    parts = scattered.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
-    while scattered.num_updates < ppo_epochs * len(parts):
-        scattered.interrupted = engine.anywhere(bool(INTERRUPTION.reason))
-        if scattered.interrupted:
+    """Yield `ComponentBatch.mini_batches` epoch after epoch: those that remain, until the run is interrupted."""
+    parts = batch.mini_batches(counts_empty_rows=conventions(config).counts_empty_rows)
+    while batch.num_updates < ppo_epochs * len(parts):
+        batch.interrupted = engine.anywhere(bool(INTERRUPTION.reason))
+        if batch.interrupted:
             return
-        scattered.num_updates += 1
-        yield parts[(scattered.num_updates - 1) % len(parts)]
+        batch.num_updates += 1
+        yield parts[(batch.num_updates - 1) % len(parts)]
 
 
-def _trained(scattered: Scattered, engine: TrainedEngine, rows: Rows, loss: LossFn, config: Config) -> OptimizerStep:
-    """One optimizer step. Of one that is skipped the rows are kept for study.
+def _train(batch: ComponentBatch, engine: TrainedEngine, rows: Rows, loss: LossFn, config: Config) -> None:
+    """Make one optimizer step. Rows of a skipped step are kept for inspection.
 
     Raises:
-        FloatingPointError, OtherRankError: trainer.max_bad_steps have been skipped before it, one after the other.
+        FloatingPointError, OtherRankError: the trainer.max_bad_steps steps before it were skipped, too.
     """
     step = engine.train_batch(rows, loss)
-    if not step.skipped:
+    if step.skipped:
+        engine.skipped_in_a_row += 1
+        step = _skipped(batch, engine, rows, step, config)
+    else:
         engine.skipped_in_a_row = 0
-        return step
-    engine.skipped_in_a_row += 1
-    rank, limit = scattered.component.exchange.rank, config.trainer.max_bad_steps
-    kept, metrics = _kept_for_study(scattered, rows, step.skipped, config) if engine.is_output else ("", {})
+    if engine.is_output:
+        batch.optimizer_steps.append(step)
+
+
+def _skipped(
+    batch: ComponentBatch, engine: TrainedEngine, rows: Rows, step: OptimizerStep, config: Config
+) -> OptimizerStep:
+    """Warn about a skipped step, or raise if too many were skipped in a row; return it with its metrics."""
+    rank, limit = batch.component.exchange.rank, config.trainer.max_bad_steps
+    kept, metrics = _keep_rows(batch, rows, step.skipped, config) if engine.is_output else ("", {})
     if engine.skipped_in_a_row > limit:
         if step.skipped == ELSEWHERE:
             raise OtherRankError(ELSEWHERE)
         in_a_row = f" ({engine.skipped_in_a_row} times in a row, trainer.max_bad_steps is {limit})" if limit else ""
         raise FloatingPointError(
-            f"{step.skipped}{in_a_row}; no weight was changed by it. Look at the rewards, advantages and log-probs of "
-            f"the last steps in metrics.jsonl; if they run away, lower optim.lr{kept}"
+            f"{step.skipped}{in_a_row}; no weight was changed by it. Check the rewards, advantages and log-probs of "
+            f"the last steps in metrics.jsonl; if they diverge, lower optim.lr{kept}"
         )
     if step.skipped != ELSEWHERE or metrics:
-        who = f"the {scattered.component.name}'s update {scattered.num_updates} of step {scattered.step}"
-        print(f"WARNING (rank {rank}): {step.skipped}: {who} is skipped{kept}", flush=True)
+        which = f"the {batch.component.name}'s update {batch.num_updates} of step {batch.step}"
+        print(f"WARNING (rank {rank}): {step.skipped}: {which} is skipped{kept}", flush=True)
     return replace(step, metrics=metrics)
 
 
-def _kept_for_study(scattered: Scattered, rows: Rows, reason: str, config: Config) -> tuple[str, dict[str, Metric]]:
-    """Write the rows of a skipped update, as far as they are here, and say where, or why not, which is counted."""
-    name, rank = scattered.component.name, scattered.component.exchange.rank
-    file = f"step_{scattered.step:08d}_{name}_{scattered.num_updates:04d}_rank_{rank}.safetensors"
+def _keep_rows(batch: ComponentBatch, rows: Rows, reason: str, config: Config) -> tuple[str, dict[str, Metric]]:
+    """Write this rank's rows of a skipped step; return where they are, or why not, which a metric counts."""
+    name, rank = batch.component.name, batch.component.exchange.rank
+    file = f"step_{batch.step:08d}_{name}_{batch.num_updates:04d}_rank_{rank}.safetensors"
     path = Path(config.trainer.output_dir, "bad_steps", file)
-    facts = {"step": scattered.step, "weights_step": scattered.step - 1, "model": config.model.path, "reason": reason}
+    facts = {"step": batch.step, "weights_step": batch.step - 1, "model": config.model.path, "reason": reason}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_rows(path, rows, facts)
@@ -110,17 +110,20 @@ def _kept_for_study(scattered: Scattered, rows: Rows, reason: str, config: Confi
 
 
 def _with_selection(engine: TrainedEngine, rows: Rows, select: Callable[..., torch.Tensor], actor: Actor) -> Rows:
-    """The rows with the tokens that the loss treats apart. Choosing them takes the whole mini-batch's log-probs as they
-    are now, so a forward pass more, and makes the choice independent of how the mini-batch is cut."""
+    """Return the rows with a field of the tokens that the loss treats differently.
+
+    Selecting them takes the current log-probs of the whole mini-batch, so another forward pass; this makes the
+    selection independent of how the mini-batch is cut.
+    """
     outputs = engine.forward(rows)
     if not outputs:  # not the last stage: no loss here
         return rows
     device = platform.device()
-    chosen = select(
+    selected = select(
         outputs["log_probs"].to(device),
         rows.fields["advantages"].to(device),
         rows.response_mask.to(device),
         actor,
         group=engine.groups.collection.dp,
     )
-    return replace(rows, fields=rows.fields | {SELECTED: chosen.float().cpu()})
+    return replace(rows, fields=rows.fields | {SELECTED: selected.float().cpu()})

@@ -1,7 +1,7 @@
-"""MFU: how much of what its ranks could compute the update of a component was the model's own work."""
+"""MFU: the model's own work in an update, as a share of what the component's ranks could have computed meanwhile."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -12,16 +12,16 @@ from megappo.estimate.gpus import find_gpu
 from megappo.models.dtypes import TORCH_DTYPES
 from megappo.placement.components import ComponentSpec
 from megappo.runtime import platform
-from megappo.trainer.component import Component, Scattered
-from megappo.trainer.in_flight import Update
+from megappo.trainer.component import Component, ComponentBatch
+from megappo.trainer.in_flight import LocalUpdate
 from megappo.trainer.train_engines import architecture_of
 
 MEASURED_SIDE, MEASURED_SECONDS = 512, 0.05
-"""Of square matrices whose product shows what a device without a data sheet can compute, and for how long."""
+"""Size of the square matrices whose product measures a device without a data sheet, and the time to measure for."""
 
 
 class Utilisation:
-    """All ranks build it together.
+    """Peak speed of each trained component. All ranks build it together.
 
     Args:
         dtype: of the models.
@@ -45,24 +45,32 @@ class Utilisation:
                 self._flops[name] = flops_of(architecture_of(spec))
                 self.peaks[name] = sum(peaks[rank] for rank in components[name].layout.ranks)
 
-    def of_update(self, scattered: Scattered, update: Update) -> float:
-        """The model's work in an update, over what all of the component's ranks could have computed meanwhile.
+    def mfu(self, shard: ComponentBatch, updates: Sequence[LocalUpdate]) -> float:
+        """Return the MFU of a component's update, by the time of the slowest rank.
 
         Recomputation, padding and pipeline stages that wait count as lost.
 
+        Args:
+            updates: the component's on every rank.
+
         Source: Chowdhery et al. 2022 (PaLM), appendix B; `estimate.flops`.
         """
-        name, table, split = scattered.component.name, scattered.batch.table, scattered.split
+        name, table, split = shard.component.name, shard.batch.table, shard.split
+        num_steps = max(len(update.steps) for update in updates)
+        seconds = max(update.seconds for update in updates)
         lengths = list(zip(table.total_lengths(), table.response_lengths.tolist(), strict=True))
-        first = scattered.num_resumed
-        done = [split[step % len(split)] for step in range(first, first + update.num_steps)]
-        rows = [lengths[row] for shards in done for shard in shards for row in shard]
-        return self._flops[name].training * self._flops[name].forward(rows) / (self.peaks[name] * update.seconds)
+        rows = []
+        for step in range(shard.num_resumed, shard.num_resumed + num_steps):
+            for part in split[step % len(split)]:
+                rows += [lengths[row] for row in part]
+        flops = self._flops[name]
+        return flops.training * flops.forward(rows) / (self.peaks[name] * seconds)
 
 
 def peak_flops(dtype: str) -> float:
-    """Of this rank's device, per second: by its data sheet, or measured where that is not known. Ranks that share a
-    CPU measure at the same time, and so share it.
+    """Return this rank's floating-point operations per second: by the data sheet of its GPU, or measured.
+
+    Ranks that share a CPU measure at the same time, and so share it.
 
     Args:
         dtype: "fp32" or "bf16".
