@@ -4,6 +4,7 @@ import ast
 import itertools
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
@@ -139,6 +140,14 @@ def test_the_extension_that_is_shown_is_the_one_that_runs():
     tree = ast.parse((ROOT / "tests" / "run" / "test_extensions.py").read_text("utf-8"))
     text = next(node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "EXTENSION")
     assert code_blocks(PAGES["docs/extending.md"])[0].strip() == f"# mine.py\n{text.value.strip()}"
+
+
+def test_the_algorithm_that_is_shown_is_the_one_that_runs():
+    source = (ROOT / "megappo" / "trainer" / "loop.py").read_text("utf-8")
+    [step] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "step"]
+    lines = source.splitlines()[step.lineno - 1 : step.end_lineno]
+    assert len(lines) <= 40
+    assert code_blocks(PAGES["docs/algorithm.md"])[0] == textwrap.dedent("\n".join(lines)) + "\n"
 
 
 def test_the_readme_stays_what_a_newcomer_reads():

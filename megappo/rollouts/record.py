@@ -148,19 +148,18 @@ class Replay:
         self.num_drawn = 0
         """As of `SampledBatches`: a batch for each step."""
 
-    def __call__(
-        self,
-        step: int,
-        phase: Callable[[str], AbstractContextManager[None]],
-        when_sampled: Callable[[], None] = lambda: None,
+    def sample(self, step: int, phase: Callable[[str], AbstractContextManager[None]]) -> Any:
+        """Return nothing: the record has the step's responses with their scores."""
+
+    def score(
+        self, step: int, responses: object, phase: Callable[[str], AbstractContextManager[None]]
     ) -> tuple[Batch, dict[str, Any]]:
-        """A step's rows at their owners, each of which reads its own, and metrics.
+        """Return a step's rows at their owners, each of which reads its own, and metrics.
 
         Raises:
             ConfigError: they were sampled otherwise, or lack what this run needs.
             RowsFileError: the file is damaged.
         """
-        when_sampled()
         self.num_drawn = step * self.config.data.draw_size
         with phase("replay"), RowsFile(rows_file(self.folder, step)) as file:
             if errors := self._errors(file):

@@ -51,15 +51,16 @@ class SampledBatches:
         self._thread = ThreadPoolExecutor(1)
         self._ahead: dict[int, Future[list[Prompt]]] = {}  # num_drawn before a batch -> this rank's share of it
 
-    def __call__(
-        self, step: int, phase: Phase, when_sampled: Callable[[], None] = lambda: None
-    ) -> tuple[Batch, dict[str, Any]]:
-        """A step's rows at their owners, and metrics; `when_sampled` is called before rewards, which may fail."""
-        chosen = self._chosen(phase, when_sampled)
+    def sample(self, step: int, phase: Phase) -> Chosen:
+        """Return this rank's responses to a step's prompts. The engines sleep afterwards."""
+        chosen = self._chosen(phase)
         with phase("rollout"):
             self.sleep()
             wait(self._ahead.values())  # here: tokenizers serve one thread at a time
-        when_sampled()
+        return chosen
+
+    def score(self, step: int, chosen: Chosen, phase: Phase) -> tuple[Batch, dict[str, Any]]:
+        """Return the scored rows of a step at their owners, and metrics."""
         with phase("reward"):
             batch, metrics = self.rollouts.collect(chosen.responses, chosen.prompts)
         num_tokens = metrics["rollout/num_tokens"] + chosen.num_dropped_tokens
@@ -69,14 +70,13 @@ class SampledBatches:
                 self.record.write(step, batch, chosen.prompts, num_tokens, self.num_drawn)
         return batch, metrics | {"rollout/tokens_per_second": num_tokens / phase.seconds("rollout")}
 
-    def _chosen(self, phase: Phase, when_sampled: Callable[[], None]) -> Chosen:
+    def _chosen(self, phase: Phase) -> Chosen:
         """Responses to a batch of prompts, or to what is chosen of several."""
         config = self.rollouts.config
         size, over_samples = config.data.train_batch_size, config.data.gen_batch_size is not None
         if config.algorithm.filter_groups.enable:
             settings = config.algorithm.filter_groups
-            draw = self._draw
-            return choose_groups(self.rollouts, draw, settings, size, phase, when_sampled, over_samples=over_samples)
+            return choose_groups(self.rollouts, self._draw, settings, size, phase, over_samples=over_samples)
         with phase("rollout"):
             prompts = self._draw()
             if over_samples:

@@ -23,7 +23,7 @@ from megappo.trainer.statistics import metrics_over_ranks
 
 
 @dataclass(frozen=True)
-class Judged:
+class AdvantageResult:
     """A step's rows with their advantages, and what is known of all rows of all ranks.
 
     Attributes:
@@ -41,7 +41,7 @@ class Judged:
     metrics: dict[str, Any]
 
 
-def add_advantages(run: Run, rows: Rows) -> Judged:
+def add_advantages(run: Run, rows: Rows) -> AdvantageResult:
     """From scored rows to advantages; all ranks together.
 
     Args:
@@ -70,8 +70,8 @@ def add_advantages(run: Run, rows: Rows) -> Judged:
         explained = explained_variance(found["residual"], found["returns"]) if num_tokens > 1 else math.nan
         metrics["critic/vf_explained_var"] = explained
     if not num_tokens:
-        return Judged(rows, 0.0, None, metrics)
-    return Judged(rows, found["log_prob_diff"], found.get("kl_penalty"), metrics)
+        return AdvantageResult(rows, 0.0, None, metrics)
+    return AdvantageResult(rows, found["log_prob_diff"], found.get("kl_penalty"), metrics)
 
 
 def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Unreduced]:

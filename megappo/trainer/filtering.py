@@ -68,7 +68,6 @@ def choose_groups(
     settings: FilterGroups,
     num_groups: int,
     phase: Phase,
-    when_sampled: Callable[[], None] = lambda: None,
     *,
     over_samples: bool = False,
 ) -> Chosen:
@@ -77,7 +76,6 @@ def choose_groups(
 
     Args:
         draw: the prompts of the next round.
-        when_sampled: called before the rewards of each round.
         over_samples: a round ends once it has as many such groups as are still needed.
     Raises:
         RewardError: a reward function failed, or tells no such metric.
@@ -90,7 +88,6 @@ def choose_groups(
             prompts = draw()
             wanted = Wanted(num_groups - len(differing), partial(_differ, settings.metric)) if over_samples else None
             responses = rollouts.respond(prompts, wanted)
-        when_sampled()
         with phase("reward"):
             graded = responses.scoring.graded()
             found, finished = _found(rollouts, responses.sampled, graded, settings.metric)

@@ -38,7 +38,8 @@ class RolloutOnly:
         INTERRUPTION.begin_saving(deadline(self.settings.time_limit, self.settings.grace_seconds))
         for step in range(self.num_written + 1, self.settings.total_steps + 1):
             raise_if_interrupted(self.exchange)
-            batch, metrics = self.batches(step, self.timers)
+            responses = self.batches.sample(step, self.timers)
+            batch, metrics = self.batches.score(step, responses, self.timers)
             metrics |= row_metrics(self.exchange, batch.rows)
             metrics |= reduce_ranks(self.exchange.share(self.timers.memory()))
             self.observer.log(step, metrics | self.timers.lap())

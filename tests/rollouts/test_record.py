@@ -112,9 +112,9 @@ def test_a_response_that_masks_may_have_left_alone_is_not_compared(tmp_path, mas
     replay = Replay(tmp_path, make_config(**compares, mask_truncated=masks), 9, EXCHANGE)
     alone = pytest.raises(ConfigError, match="has left one alone, but this run compares them: record the rollouts of")
     with alone if masks else nullcontext():
-        replay(1, nullcontext)
+        replay.score(1, None, nullcontext)
     write(record(tmp_path, **compares, mask_truncated=masks), 1)
-    replay(1, nullcontext)
+    replay.score(1, None, nullcontext)
 
 
 def test_episodes_are_replayed_by_a_run_of_the_same_environment(tmp_path):
@@ -126,4 +126,4 @@ def test_episodes_are_replayed_by_a_run_of_the_same_environment(tmp_path):
         ({"environment": environment, "max_turns": 3}, "rollout.max_turns 8, but here it is 3: set it as it was"),
     ):
         with pytest.raises(ConfigError, match=f"trainer.replay_rollouts: .* is of a run with {wrong}"):
-            Replay(tmp_path, make_config(**settings), 9, None)(1, nullcontext)
+            Replay(tmp_path, make_config(**settings), 9, None).score(1, None, nullcontext)

@@ -35,7 +35,7 @@ class Series:
         going_on = re.search(r"^going on after step (\d+) from", program.output, re.MULTILINE)
         if going_on:
             assert int(going_on[1]) >= self.saved, program.output
-        assert "damaged" not in program.output and "starting anew" not in program.output or not self.saved
+        assert "damaged" not in program.output and "starting from the beginning" not in program.output or not self.saved
         pointer = self.run / "checkpoints" / "latest"
         named = int(pointer.read_text().strip().removeprefix("step_")) if pointer.exists() else 0
         reported = max(map(int, REPORTED.findall(program.output)), default=0)

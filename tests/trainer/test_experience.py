@@ -233,10 +233,10 @@ def check(rank: int, world_size: int) -> None:
         progress = SimpleNamespace(kl=kl, reward_moments=RunningMoments())
         run = SimpleNamespace(config=config, exchange=exchange, progress=progress)
         kept = {key: x for key, x in owned.fields.items() if key != "bootstrap_values" or "decoupled" in name}
-        judged = add_advantages(run, replace(owned, fields=kept))
-        rows, metrics = judged.rows, judged.metrics
-        assert metrics["rollout/log_prob_diff/mean"] == judged.log_prob_diff
-        assert metrics.get("reward/kl_penalty/mean") == judged.kl_penalty
+        result = add_advantages(run, replace(owned, fields=kept))
+        rows, metrics = result.rows, result.metrics
+        assert metrics["rollout/log_prob_diff/mean"] == result.log_prob_diff
+        assert metrics.get("reward/kl_penalty/mean") == result.kl_penalty
         advantages, returns = plain(every, config)
         for i, row in enumerate(owned.ids.tolist()):
             for field, expected in {
@@ -294,21 +294,21 @@ def degenerate(rank: int, world_size: int) -> None:
         fields = every.fields | {"response_mask": left}
         mine = at_owners(exchange, replace(every, fields=fields)).rows
         progress = SimpleNamespace(kl=kl_controller(config.algorithm.kl_ctrl), reward_moments=RunningMoments())
-        judged = add_advantages(SimpleNamespace(config=config, exchange=exchange, progress=progress), mine)
+        result = add_advantages(SimpleNamespace(config=config, exchange=exchange, progress=progress), mine)
         num_tokens = int(left.sum())
-        assert judged.metrics["rollout/trained_tokens"] == num_tokens
-        assert judged.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))
-        assert (judged.kl_penalty is None) == (num_tokens == 0 or not config.algorithm.use_kl_in_reward)
-        assert math.isfinite(judged.log_prob_diff)
+        assert result.metrics["rollout/trained_tokens"] == num_tokens
+        assert result.metrics["rollout/masked_frac"] == pytest.approx(1 - len(left.sum(1).nonzero()) / len(SAMPLED))
+        assert (result.kl_penalty is None) == (num_tokens == 0 or not config.algorithm.use_kl_in_reward)
+        assert math.isfinite(result.log_prob_diff)
         if config.has_values:
-            assert math.isnan(judged.metrics["critic/vf_explained_var"]) == (num_tokens < 2)
+            assert math.isnan(result.metrics["critic/vf_explained_var"]) == (num_tokens < 2)
         for field in ("advantages", "returns") if config.has_values else ("advantages",):
-            found = judged.rows.fields[field]
+            found = result.rows.fields[field]
             assert found.shape == mine.response_mask.shape and found.isfinite().all(), (case, name)
             assert not found[mine.response_mask == 0].any()
         whitens = config.algorithm.whiten_advantages
         if num_tokens == 1 and (config.algorithm.method.whitens if whitens is None else whitens):
-            assert not judged.rows.fields["advantages"].any()
+            assert not result.rows.fields["advantages"].any()
 
 
 def test_a_step_of_hardly_any_token_or_none_is_defined_and_counted() -> None:

@@ -66,15 +66,15 @@ def choose(rank: int, world_size: int) -> None:
 
         rollouts = SimpleNamespace(respond=respond, exchange=exchange)
         order = []
-        phase, when_sampled = partial(noted, order), partial(order.append, "sampled")
+        phase = partial(noted, order)
         settings = FilterGroups(max_num_gen_batches=3)
-        chosen = choose_groups(rollouts, draw, settings, SIZE, phase, when_sampled)
+        chosen = choose_groups(rollouts, draw, settings, SIZE, phase)
         expected, others, rounds = [], [], 0
         while len(expected) < SIZE and rounds < 3:
             for i, group in enumerate(scores[rounds]):
                 (expected if len(set(group)) > 1 else others).append((rounds, i))
             rounds += 1
-        assert order == ["rollout", "after rollout", "sampled", "reward", "after reward"] * rounds
+        assert order == ["rollout", "after rollout", "reward", "after reward"] * rounds
         use = chosen.responses.use
         assert astuple(use)[:4] == (rounds, 2.0 * rounds, 3 * rounds, rank * rounds), "of all rounds"
         taken = (expected + others)[:SIZE]

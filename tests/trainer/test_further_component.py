@@ -40,7 +40,8 @@ def fields_of(run, step: int) -> dict[str, torch.Tensor]:
     prompts = run.datasets.train.batch((step - 1) * run.config.data.train_batch_size)
     batch, _ = run.rollouts.collect(run.rollouts.respond(prompts), prompts)
     scattered = run.models.scatter(batch)
-    return run.models.gather(scattered, run.models.forward(scattered, run.phase), batch.rows).fields
+    outputs = run.models.forward("critic", scattered) | run.models.forward_others(scattered, run.phase)
+    return run.models.gather(scattered, outputs, batch.rows).fields
 
 
 def with_a_judge(rank: int, world_size: int, folder: str) -> None:

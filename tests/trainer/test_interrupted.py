@@ -1,19 +1,14 @@
 """A run that is interrupted, wherever in its updates, goes on there: the same numbers to the bit as without."""
 
-import random
 import signal
 import time
 from pathlib import Path
 from types import ModuleType
 
-import numpy
 import pytest
-import torch
-import torch.distributed as dist
 from recorder import recorder_in
 from spawn import run_ranks
 
-from megappo.batch.exchange import Exchange
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.schema import Config
 from megappo.models.train_engine import TrainedEngine
@@ -21,7 +16,6 @@ from megappo.runtime import interruption
 from megappo.runtime.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer import update
 from megappo.trainer.loop import Trainer
-from megappo.trainer.random_states import restore_random_states, write_random_states
 from megappo.trainer.run import Run
 from megappo.trainer.train_engines import architecture_of
 from megappo.weights.export import Export
@@ -255,27 +249,3 @@ def test_a_reason_is_the_signals_or_the_clocks() -> None:
     late.begin_saving(time.time() - 1)
     assert late.reason == "the time limit"
     assert update.INTERRUPTION is INTERRUPTION and INTERRUPTION.reason == ""
-
-
-def random_again(rank: int, world_size: int, folder: Path) -> None:
-    exchange = Exchange(dist.group.WORLD)
-    torch.manual_seed(rank)
-    random.seed(rank)
-    numpy.random.seed(rank)
-    random.gauss(0, 1)  # which makes two, and keeps one
-    numpy.random.normal()
-    write_random_states(folder, exchange)
-    exchange.share(None)
-    expected = drawn()
-    assert drawn() != expected
-    assert restore_random_states(folder, exchange) == "" and drawn() == expected
-    exchange.world_size = 3
-    assert restore_random_states(folder, exchange).startswith("random states are new: those saved are of 2 ranks")
-
-
-def drawn() -> list[float]:
-    return [float(torch.rand(1)), random.gauss(0, 1), random.random(), numpy.random.normal(), numpy.random.rand()]
-
-
-def test_random_states_are_as_they_were(tmp_path: Path) -> None:
-    run_ranks(2, random_again, tmp_path)

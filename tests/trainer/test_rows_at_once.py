@@ -14,7 +14,7 @@ from megappo.batch.fields import FIELDS
 from megappo.batch.rows import Rows
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.trainer.component import Component, Scattered, gather, scatter_fields
+from megappo.trainer.component import Component, ComponentBatch, gather, scatter_fields
 
 # Of all but the last both ranks have all rows, those of the last a part each.
 LAYOUTS = {
@@ -68,7 +68,7 @@ def assert_rows(found: Rows, every: Rows, names: set[str]) -> None:
         assert torch.equal(found.fields[name], field_for(name, found, every.max_response_length)), name
 
 
-def assert_scattered(at: dict[str, Scattered], exchange: Exchange, every: Rows) -> None:
+def assert_scattered(at: dict[str, ComponentBatch], exchange: Exchange, every: Rows) -> None:
     """Exactly its own rows on each rank of each component, without fields yet."""
     ids = {name: exchange.share(one.rows.ids.tolist()) for name, one in at.items()}
     for name in ("actor", "reference", "critic"):
@@ -88,7 +88,7 @@ def check_moved(rank: int, world_size: int, folder: Path) -> None:
     every = replace(every, fields=fields)
     batch = at_owners(exchange, every)
     groups = build_groups(LAYOUTS, seed=0)
-    at: dict[str, Scattered] = {}
+    at: dict[str, ComponentBatch] = {}
     for name, layout in LAYOUTS.items():  # of the engines it matters alone which ranks have outputs
         engine = make_engine(folder, Case(layout), groups[name], "actor") if groups[name].member else None
         at[name] = Component(name, layout, engine, exchange).scatter(batch, others=list(at.values()))

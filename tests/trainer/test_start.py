@@ -95,7 +95,6 @@ def start(rank: int, world_size: int, folder: Path, layout: str, method: dict, o
     # Padded buffers and the head's row of biases are not in the plan.
     assert built.bytes == pytest.approx(planned, rel=0.05) and resident <= built.bytes
     Trainer(config, run).step(1)
-    run.progress.finish(1)
     run.save()
     with (loaded := Peak()).watched():
         resumed = bench.build(config)

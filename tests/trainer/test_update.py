@@ -30,7 +30,7 @@ from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.ppo.conventions import PRESETS
 from megappo.trainer.component import Component
-from megappo.trainer.statistics import steps_of_ranks, training_metrics
+from megappo.trainer.statistics import merge_optimizer_steps, training_metrics
 from megappo.trainer.update import update_actor, update_critic
 
 LENGTHS = ((3, 4), (3, 6), (5, 1), (5, 2), (4, 5), (4, 3), (2, 2), (2, 7), (1, 1), (1, 3), (6, 2), (6, 6))
@@ -72,8 +72,9 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
     names = {"log_probs": "old_log_probs", "values": "values"} if kind == "shared" else names
     rows = scattered.gather(scattered.forward(), batch.rows, names)
     scattered.scatter_fields(rows, trained_components(config)["critic" if kind == "critic" else "actor"].fields)
-    steps = update_critic(scattered, config) if kind == "critic" else update_actor(scattered, config)
-    return training_metrics(steps_of_ranks(component.exchange.share(steps), component.name), component.name)
+    (update_critic if kind == "critic" else update_actor)(scattered, config)
+    steps = component.exchange.share(scattered.optimizer_steps)
+    return training_metrics(merge_optimizer_steps(steps, component.name), component.name)
 
 
 def check_updates(
@@ -158,8 +159,9 @@ def check_divisors(rank: int, world_size: int, folder: Path) -> None:
         config = config.model_copy(update={"actor": actor, "algorithm": algorithm})
         owned = scattered.gather(scattered.forward(), batch.rows, {"log_probs": "old_log_probs"})
         scattered.scatter_fields(owned, ["advantages", "old_log_probs"])
-        steps = exchange.share(update_actor(scattered, config))
-        found = training_metrics(steps_of_ranks(steps, "actor"), "actor")
+        update_actor(scattered, config)
+        steps = exchange.share(scattered.optimizer_steps)
+        found = training_metrics(merge_optimizer_steps(steps, "actor"), "actor")
         divisor = 12 if preset in ("verl", "slime", "miles") else 12 - len(masked)
         assert found["actor/pg_loss"] == pytest.approx(-sum(means) / divisor, rel=1e-4), preset
 

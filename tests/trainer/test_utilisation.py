@@ -9,7 +9,7 @@ from spawn import run_ranks
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
 from megappo.models.train_engine import OptimizerStep
-from megappo.trainer.in_flight import InFlight, UpdateHere
+from megappo.trainer.in_flight import InFlight, LocalUpdate
 
 SECONDS = 2.5
 
@@ -40,11 +40,9 @@ def check_work(rank: int, world_size: int, folder: Path) -> None:
     for resumed, steps, rows in cases:
         flight = InFlight(1, batch, {}, None, num_updates={"actor": resumed})
         flight.resume({"actor": scattered})
-        mine = [OptimizerStep(1.0, 1.0, {})] * steps if rank == 0 else []  # output ranks have the steps
-        seconds = SECONDS if rank == 3 else 0.1
-        here = {"actor": UpdateHere.of(scattered, mine, seconds)}
-        _, updates = flight.add({"actor": scattered}, run.exchange.share(here))
-        mfu = run.utilisation.of_update(scattered, updates["actor"])
+        scattered.optimizer_steps = [OptimizerStep(1.0, 1.0, {})] * steps if rank == 0 else []  # on output ranks
+        local = LocalUpdate.of(scattered, SECONDS if rank == 3 else 0.1)
+        mfu = run.utilisation.mfu(scattered, run.exchange.share(local))
         assert mfu * run.utilisation.peaks["actor"] * SECONDS == pytest.approx(plain_work(folder, rows))
     assert 1e8 < run.utilisation.peaks["actor"] < 1e14
 

@@ -49,7 +49,6 @@ def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, list[float]]:
     def step() -> float:
         nonlocal number
         number += 1
-        run.progress.finish(number)
         return seconds(lambda: trainer.step(number))
 
     step()
@@ -88,7 +87,7 @@ def told(found: dict[str, list[float]]) -> Iterator[str]:
 def resumed(run: Run, repeats: int) -> Iterator[str]:
     """A resume in words, on every rank together."""
     store, exchange = run.progress.store, run.exchange
-    run.progress.finish(1)
+    run.progress.step = 1
     run.save()
     path = store.latest()
     sums = [seconds(store.latest) for _ in range(repeats)]
