@@ -1,4 +1,4 @@
-"""What a run reads: the tokenizer and the prompts."""
+"""The data of a run: its tokenizer and prompts."""
 
 import os
 from collections.abc import Mapping
@@ -21,13 +21,13 @@ from megappo.userland.environment_workers import Workers
 
 @dataclass(frozen=True)
 class Datasets:
-    """A run's prompts, and how they are read.
+    """A run's prompts and their tokenizer.
 
     Attributes:
         stop_token_ids: end a response, and belong to it.
         vocab_size: tokens below it are known to every model.
-        train: None where there are only evaluations.
-        val: dataset name -> its prompts.
+        train: None in a run that only evaluates.
+        val: held-out prompts by the name of their data set.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -38,11 +38,11 @@ class Datasets:
     _held_out: dict[str, list[Prompt]] = field(default_factory=dict)
 
     def check(self, exchange: Exchange) -> list[str]:
-        """See that all prompts can be used, but for those to be left out; all ranks together, each of which looks at
-        its share. Gives what is left out or cut, one line for each reason, and warnings.
+        """Check all prompts, each rank its share; all ranks together. Return warnings, and one line for each reason for
+        which prompts are left out or cut.
 
         Raises:
-            ConfigError: what is wrong with them, on every rank.
+            ConfigError: on every rank, with everything that is wrong.
         """
         errors, notes = [], []
         for dataset in filter(None, (self.train, *self.val.values())):
@@ -57,7 +57,7 @@ class Datasets:
         return notes
 
     def held_out(self, name: str, exchange: Exchange) -> list[Prompt]:
-        """The prompts of a dataset of `val`, kept from the first call on; each rank tokenises its share."""
+        """Return the prompts of a data set of `val`. On the first call each rank tokenizes its share."""
         if name not in self._held_out:
             dataset = self.val[name]
             mine = dataset.at(share(dataset.kept, exchange.rank, exchange.world_size))
@@ -66,7 +66,7 @@ class Datasets:
 
 
 def load_datasets(config: Config, workers: Mapping[str, Workers], exchange: Exchange) -> Datasets:
-    """The prompts of a run, which are yet to be checked; all ranks together.
+    """Open a run's data, which is not checked yet; all ranks together.
 
     Args:
         workers: reward functions and environments of each task, on the ranks that own an engine. Every rank reads the
@@ -74,8 +74,8 @@ def load_datasets(config: Config, workers: Mapping[str, Workers], exchange: Exch
     Raises:
         ConfigError: the tokenizer or a file cannot be used.
     """
-    of_ranks = exchange.share({name: one.takes for name, one in workers.items()})
-    takes = next(filter(None, of_ranks), {})
+    takes_by_rank = exchange.share({name: one.takes for name, one in workers.items()})
+    takes = next(filter(None, takes_by_rank), {})
     tokenizer = load_tokenizer(config.model.path)
     ends = stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
     datasets = open_datasets(config, tokenizer, takes, partial(unpacked_once, exchange))
@@ -83,13 +83,13 @@ def load_datasets(config: Config, workers: Mapping[str, Workers], exchange: Exch
 
 
 def unpacked_once(exchange: Exchange, write: Write) -> BinaryIO:
-    """An `unpacked` file of which each node has one, that all of its ranks read; all ranks together.
+    """Unpack a file once per node and open it on all ranks of the node; all ranks together.
 
     Raises:
-        RecordsError: as `write` does, on every rank.
+        RecordsError: `write` raised it, on any rank.
     """
-    ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    first = exchange.rank - exchange.rank % ranks_of_node
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    first = exchange.rank - exchange.rank % ranks_per_node
     file: BinaryIO | None = None
     found: str | Exception | None = None
     if exchange.rank == first:
@@ -98,13 +98,13 @@ def unpacked_once(exchange: Exchange, write: Write) -> BinaryIO:
             found = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         except Exception as error:
             found = error
-    of_ranks = exchange.share(found)
-    for error in of_ranks:
+    found_by_rank = exchange.share(found)
+    for error in found_by_rank:
         if isinstance(error, Exception):
             raise error
     try:
-        opened = file or open(of_ranks[first], "rb")  # noqa: SIM115
-    except OSError:  # the ranks are in containers of their own
+        opened = file or open(found_by_rank[first], "rb")  # noqa: SIM115
+    except OSError:  # ranks in different containers
         opened = unpacked(write)
-    exchange.share(None)  # the first rank's must be there until all have it
+    exchange.share(None)  # the first rank keeps its file until all ranks have opened it
     return opened

@@ -1,4 +1,4 @@
-"""Episodes: the policy and an environment by turns. Any number at once, each a coroutine beside the others."""
+"""Episodes: the policy and an environment take turns. Many episodes run at once, each as a coroutine."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from megappo.config.schema import Config
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
-from megappo.rollouts.conversation import Conversation, Messages, Segment
+from megappo.rollouts.transcript import Messages, Segment, Transcript
 from megappo.userland.environment_pool import Environment, EnvironmentPool
 from megappo.userland.environment_process import EnvironmentFault, EpisodeLost
 from megappo.userland.forms import PROMPTS
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_RESETS = 3
-"""How many environments in a row may be lost before their episode has begun."""
+"""Environments in a row that may be lost before their episode begins."""
 Ending = Literal["done", "turns", "length", "lost"]
-"""The environment's word; rollout.max_turns; no room for another turn; the environment is lost."""
+"""Ended by the environment; by rollout.max_turns; without room for another turn; by the loss of the environment."""
 Generate = Callable[[list[int], int], Awaitable[Generation]]
-"""Of the tokens before, and how many may follow."""
+"""Generates a turn from the tokens before it and the number of tokens that it may have."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One that has ended, with at least one turn.
+    """A finished episode of at least one turn.
 
     Attributes:
-        parts: the sums of what the environment told beside its rewards, by name.
-        lost: how its environment was, where it was.
+        parts: sums of the numbers that the environment reported beside its rewards, by name.
+        lost: how the environment was lost; "" if it was not.
     """
 
     segments: Sequence[Segment]
@@ -42,105 +42,97 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
-        """Those that the policy wrote."""
+        """Turns that the policy wrote."""
         return max(self.segments[-1].turns)
 
 
-@dataclass(frozen=True)
-class Episodes:
-    """Plays the episodes of some prompts: a `sampler.Play`.
+class EpisodeRunner:
+    """Plays episodes from some prompts, in the environments of a pool.
 
-    Attributes:
-        room: tokens of a segment, behind its prompt, and with it.
+    Args:
+        tokenizer: serves one thread at a time.
+        max_response_length: tokens of a segment after its prompt.
     """
 
-    prompts: Sequence[Prompt]
-    environments: EnvironmentPool
-    chat: Chat
-    tokenizer: "PreTrainedTokenizerBase"
-    room: tuple[int, int]
-    max_turns: int
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        environments: EnvironmentPool,
+        config: Config,
+        tokenizer: "PreTrainedTokenizerBase",
+        max_response_length: int,
+    ):
+        self._prompts, self._environments, self._tokenizer = prompts, environments, tokenizer
+        longest = max([config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
+        self._limits = (max_response_length, longest + max_response_length)
+        self._chat = Chat(tokenizer, config.data, environments.takes.tools)
+        self._max_turns = config.rollout.max_turns
 
     def open(self) -> AbstractAsyncContextManager[None]:
-        """Inside, the running event loop may play them."""
-        return self.environments.open()
+        """Attach the environments to the running event loop."""
+        return self._environments.open()
 
-    async def __call__(self, prompt_index: int, generate: Generate) -> Episode:
-        """An episode that begins with a prompt.
+    async def play(self, prompt_index: int, generate: Generate) -> Episode:
+        """Play one episode from a prompt.
 
         Raises:
-            EnvironmentFault: of the environment's code.
+            EnvironmentFault: the environment's code failed.
         """
-        prompt = self.prompts[prompt_index]
-        for left in reversed(range(MAX_RESETS)):
-            async with self.environments.environment() as environment:
-                conversation = Conversation(prompt, self.chat, self.tokenizer, self.room)
+        prompt = self._prompts[prompt_index]
+        for attempt in range(1, MAX_RESETS + 1):
+            async with self._environments.environment() as environment:
+                transcript = Transcript(prompt, self._chat, self._tokenizer, self._limits)
                 try:
                     observation = await environment.reset(row_of(prompt))
                 except EpisodeLost as error:
-                    if not left:
+                    if attempt == MAX_RESETS:
                         raise self._fault(f"{error}, {MAX_RESETS} times before an episode began") from error
                     continue
-                if not self._heard(conversation.begin, observation):
-                    found = f"{len(conversation.segments[0].prompt)} tokens of {self.room[1]}"
+                if not self._accepts(transcript.begin, observation):
+                    found = f"{len(transcript.segments[0].prompt)} tokens of {self._limits[1]}"
                     raise self._fault(f"leaves no room for a turn after reset ({found}): raise data.max_prompt_length")
-                parts: Counter[str] = Counter()
-                try:
-                    ending = await self._turns(conversation, environment, generate, parts)
-                except EpisodeLost as error:
-                    return Episode(conversation.segments, "lost", parts, str(error))
-                return Episode(conversation.segments, ending, parts)
+                return await self._take_turns(transcript, environment, generate)
         raise AssertionError
 
-    async def _turns(
-        self,
-        conversation: Conversation,
-        environment: Environment,
-        generate: Generate,
-        parts: Counter[str],
+    async def _take_turns(self, transcript: Transcript, environment: Environment, generate: Generate) -> Episode:
+        parts: Counter[str] = Counter()
+        try:
+            ending = await self._until_end(transcript, environment, generate, parts)
+        except EpisodeLost as error:
+            return Episode(transcript.segments, "lost", parts, str(error))
+        return Episode(transcript.segments, ending, parts)
+
+    async def _until_end(
+        self, transcript: Transcript, environment: Environment, generate: Generate, parts: Counter[str]
     ) -> Ending:
-        for turn in range(1, self.max_turns + 1):
-            segment = conversation.segments[-1]
-            generation = await generate(segment.context, conversation.room)
-            text = conversation.write(generation, turn)
+        for turn in range(1, self._max_turns + 1):
+            segment = transcript.segments[-1]
+            generation = await generate(segment.context, transcript.room)
+            text = transcript.write(generation, turn)
             if generation.finish_reason == "length":
                 return "length"
             message = {"role": "assistant", "content": text, "token_ids": generation.tokens}
-            observation, reward, done, told = await environment.step(message)
+            observation, reward, done, numbers = await environment.step(message)
             segment.reward(reward)
-            for name, number in told.items():
+            for name, number in numbers.items():
                 parts[name] += number
             if done:
                 return "done"
-            if turn < self.max_turns and not self._heard(conversation.observe, observation):
+            if turn < self._max_turns and not self._accepts(transcript.observe, observation):
                 return "length"
         return "turns"
 
-    def _heard(self, take: Callable[[Messages], bool], observation: Messages) -> bool:
+    def _accepts(self, add: Callable[[Messages], bool], observation: Messages) -> bool:
         try:
-            return take(observation)
+            return add(observation)
         except ValueError as error:
-            raise self._fault(f"said {observation!r:.200}: {error}") from error
+            raise self._fault(f"returned observation {observation!r:.200}: {error}") from error
 
     def _fault(self, found: str) -> EnvironmentFault:
-        return EnvironmentFault(f"environment {self.environments.spec} {found}")
-
-
-def episodes_of(
-    prompts: Sequence[Prompt],
-    environments: EnvironmentPool,
-    config: Config,
-    tokenizer: "PreTrainedTokenizerBase",
-    max_response_length: int,
-) -> Episodes:
-    """Those of some prompts, as the config says; `tokenizer` serves one thread at a time."""
-    longest = max([config.data.max_prompt_length, *(len(prompt.tokens) for prompt in prompts)])
-    room = (max_response_length, longest + max_response_length)
-    chat = Chat(tokenizer, config.data, environments.takes.tools)
-    return Episodes(prompts, environments, chat, tokenizer, room, config.rollout.max_turns)
+        return EnvironmentFault(f"environment {self._environments.spec} {found}")
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """What the environment gets of the record."""
+    """Return the fields of a prompt's record that an environment is reset with."""
     columns = {name: value for name, value in prompt.columns.items() if name != PROMPTS}
     return columns | {"prompt": prompt.columns[PROMPTS], "label": prompt.label}

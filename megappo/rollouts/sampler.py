@@ -1,45 +1,36 @@
-"""Spreads prompts over engines: each takes the next prompts when it has room, so that a fast engine takes more."""
+"""Spread prompts over engines: each engine takes the next prompts when it has room, so a fast engine takes more."""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from megappo.engines.client import EngineClient, EngineFault, Generation, SamplingParams
-from megappo.rollouts.episodes import Episode, Generate
+from megappo.rollouts.episodes import Episode, EpisodeRunner
 
 GATHERING_SECONDS = 0.005
-"""Between a response that leaves room and the request that takes it: others end in the same batch of the engine."""
-STOP_SECONDS = 0.5
-"""How often to ask whether to stop, and to tell of progress."""
-ENOUGH_SECONDS = 0.1
-"""How often to ask, besides, whether there is enough."""
-EPISODES_PER_PLACE = 4
-"""Episodes begun for each sequence that an engine decodes at once: most of them may be with their environments."""
-Prompts = Sequence[tuple[int, list[int]]]
-"""(prompt_index, token ids) each."""
-
-
-class Play(Protocol):
-    """Plays episodes, inside `open`, each from the prompt of a prompt_index on."""
-
-    def open(self) -> AbstractAsyncContextManager[None]: ...
-
-    def __call__(self, prompt_index: int, generate: Generate) -> Awaitable[Episode]: ...
+"""Delay between a finished response and the request that takes its place: responses that the same batch of the engine
+finishes are replaced by one request."""
+INTERRUPT_POLL_SECONDS = 0.5
+EARLY_STOP_POLL_SECONDS = 0.1
+EPISODES_PER_SLOT = 4
+"""Open episodes per sequence that an engine decodes at once: most of them may be waiting for their environments."""
+IndexedPrompts = Sequence[tuple[int, list[int]]]
+"""(prompt_index, token ids) of each prompt."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, as `Generation`; log_probs are None at tokens that an environment wrote.
+    """One response to one prompt, with the fields of `Generation`.
 
     Attributes:
-        episode: with an environment; its segments have the tokens, one after the other.
+        log_probs: None at tokens that an environment wrote.
+        episode: of a prompt with an environment; the tokens are those of its segments, in order.
     """
 
     prompt_index: int
@@ -51,18 +42,18 @@ class Sample:
 
     @property
     def num_policy_tokens(self) -> int:
-        """How many of the tokens the policy wrote."""
+        """Number of tokens that the policy wrote."""
         return sum(log_prob is not None for log_prob in self.log_probs)
 
 
 @dataclass
-class Use:
+class EngineUsage:
     """How busy an engine was.
 
     Attributes:
-        seconds: since it was asked first; sequence_seconds: the same for each sequence that it had, of all together.
-        prompt_tokens: of the sequences that it finished; cached_tokens: how many of them needed no computing.
-        written_tokens: of all sequences, in vain or not.
+        seconds: since the first request. sequence_seconds: the seconds of all sequences, added up.
+        prompt_tokens: of finished sequences. cached_tokens: those of them that the engine had in its cache.
+        written_tokens: of all sequences, also of aborted ones.
     """
 
     seconds: float = 0.0
@@ -71,237 +62,194 @@ class Use:
     cached_tokens: int = 0
     written_tokens: int = 0
 
-    def __add__(self, other: "Use") -> "Use":
-        return Use(*(mine + further for mine, further in zip(astuple(self), astuple(other), strict=True)))
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What an engine wrote.
-
-    Attributes:
-        samples: all n of each prompt that is among them.
-        use: of the engine meanwhile.
-        fault: why there are no more, where the engine has failed.
-    """
-
-    samples: list[Sample]
-    use: Use
-    fault: EngineFault | None = None
+    def __add__(self, other: "EngineUsage") -> "EngineUsage":
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return EngineUsage(*(mine + theirs for mine, theirs in pairs))
 
 
 def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
-    """Hands out positions 0, 1, 2, ... each once, to whichever rank asks: the first of the next `count`, which is how
-    many were taken before, by anybody. `key` must be new in the store."""
+    """Return a counter that all ranks share: it adds `count` and returns the total before. `key` must be new."""
     return lambda count: store.add(key, count) - count
 
 
-def sample(
-    prompts: Prompts,
-    n: int,
-    params: SamplingParams,
-    client: EngineClient,
-    take: Callable[[int], int],
-    *,
-    num_engines: int,
-    max_running_requests: int,
-    on_prompts: Callable[[int], None] = lambda count: None,
-    on_group: Callable[[Sequence[Sample]], None] = lambda samples: None,
-    stop: Callable[[], bool] = lambda: False,
-    enough: Callable[[], bool] | None = None,
-    play: Play | None = None,
-) -> Sampled:
-    """Sample n responses for those of the prompts that this process' engine gets to, in no particular order.
+class RolloutSession:
+    """This process's engine samples n responses to the prompts that it gets to.
 
-    Every process with an engine calls this at once, with the same prompts; together they return each sample once.
+    Every process that owns an engine opens a session at the same time, with the same prompts and a shared counter.
+    Together they return each response once, in no particular order.
 
     Args:
-        client: of this process. take: a `store_counter` shared by all.
-        num_engines: of all processes together. max_running_requests: sequences that each decodes at once.
-        on_prompts: told now and then of how many more prompts this engine has finished all n samples.
-        on_group: gets all samples of a prompt, as soon as they are there; in the order in which they are returned.
-        stop: asked now and then; once it says so, the rest is left, and what is there returned.
-        enough: the same of a rest that is not wanted: asked more often, and the engine is idle when this returns.
-        play: has episodes in place of single responses; may raise what is wrong with its environment.
-    Raises:
-        EngineError: the engine refused a request, or took too long for it.
-    """
-    share = n * (len(prompts) // num_engines)
-    room = max(n, min(max_running_requests * (EPISODES_PER_PLACE if play else 1), share))
-    asking = _Asking(prompts, n, params, client, take, room, asyncio.Semaphore(max_running_requests), on_group, play)
-    tell = asking.teller(on_prompts)
-
-    async def watch(answers: asyncio.Task, http: Any) -> None:
-        try:
-            while not answers.done():
-                if stop():
-                    answers.cancel()
-                elif enough is not None:
-                    await asking.end_if(enough, answers, http)
-                await asyncio.wait([answers], timeout=STOP_SECONDS if enough is None else ENOUGH_SECONDS)
-                tell()
-        finally:
-            tell()
-
-    async def work() -> None:
-        async with asking.playing, client.open_async() as http, asyncio.TaskGroup() as tasks:
-            answers = tasks.create_task(asking.all_answers(http))
-            tasks.create_task(watch(answers, http))
-            health = tasks.create_task(client.watch(http))
-            await asyncio.wait([answers])
-            health.cancel()
-
-    try:
-        _run(work())
-    except EngineFault as fault:
-        return Sampled(asking.samples, asking.use, fault)
-    return Sampled(asking.samples, asking.use)
-
-
-class _Asking:
-    """One engine's part of the prompts.
-
-    Args:
-        room: responses that are to be begun at once.
-        places: of episodes, those whose turn the engine is to write at once.
+        take: a `store_counter` of the prompts that have been taken, shared by all engines.
+        num_engines: engines of all processes. max_running_requests: sequences that each engine decodes at once.
+        on_group: receives all samples of a prompt as soon as the last of them is finished.
+        runner: plays episodes instead of sampling single responses. It may raise errors of the environment.
     Attributes:
-        samples: so far; all n of each prompt that is among them. use: of the engine, until the last change.
-        playing: inside, episodes can be played.
+        samples: so far; all n of each prompt that is among them.
     """
 
     def __init__(
         self,
-        prompts: Prompts,
+        prompts: IndexedPrompts,
         n: int,
         params: SamplingParams,
         client: EngineClient,
         take: Callable[[int], int],
-        room: int,
-        places: asyncio.Semaphore,
-        on_group: Callable[[Sequence[Sample]], None],
-        play: Play | None,
+        *,
+        num_engines: int,
+        max_running_requests: int,
+        on_group: Callable[[Sequence[Sample]], object] = lambda group: None,
+        runner: EpisodeRunner | None = None,
     ):
         self.samples: list[Sample] = []
-        self.use = Use()
-        self._num_running, self._since = 0, time.perf_counter()
+        self.usage = EngineUsage()
         self._prompts, self._n, self._params = prompts, n, params
-        self._client, self._take, self._play = client, take, play
-        self.playing = contextlib.nullcontext() if play is None else play.open()
-        self._respond = self._answers if play is None else self._episodes
-        self._room, self._num_open, self._has_room, self._places = room, 0, asyncio.Event(), places
-        self._on_group = on_group
-        self._has_enough = False
+        self._client, self._take = client, take
+        self._on_group, self._runner = on_group, runner
+        share = n * (len(prompts) // num_engines)
+        limit = max_running_requests * (1 if runner is None else EPISODES_PER_SLOT)
+        self._num_free = max(n, min(limit, share))  # further responses that may begin
+        self._has_room = asyncio.Event()
+        self._slots = asyncio.Semaphore(max_running_requests)  # turns of episodes that the engine decodes at once
+        self._num_running, self._since = 0, time.perf_counter()
+        self._stopping = False
 
-    async def all_answers(self, http: Any) -> None:
-        """Request, again and again, as many prompts as there is room for; until all are taken, and these answered."""
+    def run(
+        self, is_interrupted: Callable[[], bool] = lambda: False, early_stop: Callable[[], bool] | None = None
+    ) -> EngineFault | None:
+        """Sample until all prompts are taken and this engine's are answered; return its fault if it fails.
+
+        Args:
+            is_interrupted: polled; True ends the session at once, whatever the engine is doing.
+            early_stop: polled; True ends the session when the engine has aborted its requests and is idle.
+        Raises:
+            EngineError: the engine refused a request, or exceeded the time limit of one.
+        """
+
+        async def work() -> None:
+            environments = contextlib.nullcontext() if self._runner is None else self._runner.open()
+            async with environments, self._client.open_async() as http, asyncio.TaskGroup() as tasks:
+                requests = tasks.create_task(self._request_all(http))
+                tasks.create_task(self._watch(http, requests, is_interrupted, early_stop))
+                health = tasks.create_task(self._client.watch(http))
+                await asyncio.wait([requests])
+                health.cancel()
+
+        try:
+            _run(work())
+        except EngineFault as fault:
+            return fault
+        return None
+
+    async def _request_all(self, http: Any) -> None:
+        """Request as many prompts as there is room for until all prompts are taken; then wait for the responses."""
+        respond = self._answer if self._runner is None else self._play
         async with asyncio.TaskGroup() as requests:
-            while not self._has_enough:
-                count = (self._room - self._num_open) // self._n
+            while not self._stopping:
+                count = self._num_free // self._n
                 first = self._take(count)
-                if taken := self._prompts[first : first + count]:
-                    requests.create_task(self._respond(http, taken))
-                self._num_open += self._n * len(taken)
+                taken = self._prompts[first : first + count]
+                if taken:
+                    requests.create_task(respond(http, taken))
+                    self._num_free -= self._n * len(taken)
                 if len(taken) < count:
                     return
-                while self._room - self._num_open < self._n:
+                while self._num_free < self._n:
                     self._has_room.clear()
                     await self._has_room.wait()
                 await asyncio.sleep(GATHERING_SECONDS)
 
-    async def end_if(self, enough: Callable[[], bool], answers: asyncio.Task, http: Any) -> None:
-        """Where there is enough, ask for nothing more, have the engine leave what it is at, and end `all_answers`."""
-        if enough():
-            self._has_enough = True
-            await self._client.abort_all(http, lambda: not self._num_running)
-            answers.cancel()
+    async def _watch(
+        self,
+        http: Any,
+        requests: asyncio.Task,
+        is_interrupted: Callable[[], bool],
+        early_stop: Callable[[], bool] | None,
+    ) -> None:
+        poll_seconds = INTERRUPT_POLL_SECONDS if early_stop is None else EARLY_STOP_POLL_SECONDS
+        while not requests.done():
+            if is_interrupted():
+                requests.cancel()
+            elif early_stop is not None and early_stop():
+                self._stopping = True
+                await self._client.abort_all(http, lambda: not self._num_running)
+                requests.cancel()
+            await asyncio.wait([requests], timeout=poll_seconds)
 
-    def teller(self, on_prompts: Callable[[int], None]) -> Callable[[], None]:
-        """Tells how many more prompts are finished than when it was called before."""
-        num_told = 0
-
-        def tell() -> None:
-            nonlocal num_told
-            if num_new := len(self.samples) // self._n - num_told:
-                on_prompts(num_new)
-                num_told += num_new
-
-        return tell
-
-    async def _answers(self, http: Any, taken: Prompts) -> None:
-        """Have the engine answer one request."""
+    async def _answer(self, http: Any, taken: IndexedPrompts) -> None:
+        """Sample all responses to these prompts in one request."""
         n = self._n
         repeated = [tokens for _, tokens in taken for _ in range(n)]
         groups: list[dict[int, Generation]] = [{} for _ in taken]
         self._add_running(len(repeated))
         async with contextlib.aclosing(self._client.generate_async(http, repeated, self._params)) as responses:
             async for position, response in responses:
-                if self._is_whole(response, repeated[position]):
-                    group = groups[position // n]
-                    group[position % n] = response
-                    if len(group) == n:
-                        self.samples += (finished := _group(taken[position // n][0], group))
-                        self._on_group(finished)
+                if self._is_complete(response, repeated[position]):
+                    number = position // n
+                    groups[number][position % n] = response
+                    if len(groups[number]) == n:
+                        self._add_group(_group(taken[number][0], groups[number]))
                 self._add_running(-1)
-                self._response_ended()
+                self._free_one()
 
-    async def _episodes(self, http: Any, taken: Prompts) -> None:
-        """Play those of one request, all at once."""
+    async def _play(self, http: Any, taken: IndexedPrompts) -> None:
+        """Play n episodes from each of these prompts, all at once."""
         async with asyncio.TaskGroup() as prompts:
             for index, _ in taken:
-                prompts.create_task(self._episodes_of(http, index))
+                prompts.create_task(self._play_group(http, index))
 
-    async def _episodes_of(self, http: Any, index: int) -> None:
+    async def _play_group(self, http: Any, index: int) -> None:
         async with asyncio.TaskGroup() as episodes:
-            playing = [episodes.create_task(self._episode(http, index)) for _ in range(self._n)]
-        self.samples += (finished := [_of_episode(index, order, task.result()) for order, task in enumerate(playing)])
-        self._on_group(finished)
+            tasks = [episodes.create_task(self._play_one(http, index)) for _ in range(self._n)]
+        self._add_group([_sample_of(index, order, task.result()) for order, task in enumerate(tasks)])
 
-    async def _episode(self, http: Any, index: int) -> Episode:
+    async def _play_one(self, http: Any, index: int) -> Episode:
         try:
-            return await self._play(index, partial(self._generated, http))
+            return await self._runner.play(index, partial(self._generate_turn, http))
         finally:
-            self._response_ended()
+            self._free_one()
 
-    async def _generated(self, http: Any, context: list[int], room: int) -> Generation:
-        """A turn, as soon as the engine has a place for it."""
-        params = replace(self._params, max_response_length=room)
-        async with self._places:
-            if self._has_enough:
-                await _cancelled()
+    async def _generate_turn(self, http: Any, context: list[int], max_tokens: int) -> Generation:
+        params = replace(self._params, max_response_length=max_tokens)
+        async with self._slots:
+            if self._stopping:
+                await _wait_for_cancellation()
             self._add_running(1)
             try:
                 async with contextlib.aclosing(self._client.generate_async(http, [context], params)) as responses:
                     [(_, response)] = [one async for one in responses]
             finally:
                 self._add_running(-1)
-        if not self._is_whole(response, context):
-            await _cancelled()
+        if not self._is_complete(response, context):
+            await _wait_for_cancellation()
         return response
 
-    def _is_whole(self, response: Generation, prompt: list[int]) -> bool:
-        """Note what an engine has written; whether it has come to its end."""
-        self.use.written_tokens += len(response.tokens)
+    def _is_complete(self, response: Generation, prompt: list[int]) -> bool:
+        """Count a response's tokens; return whether it has ended by itself, not by an abort."""
+        self.usage.written_tokens += len(response.tokens)
         if response.finish_reason == "abort":
             return False
-        self.use.prompt_tokens += len(prompt)
-        self.use.cached_tokens += response.num_cached
+        self.usage.prompt_tokens += len(prompt)
+        self.usage.cached_tokens += response.num_cached
         return True
 
-    def _response_ended(self) -> None:
-        """Note that a response has: there is room for another."""
-        self._num_open -= 1
+    def _add_group(self, group: list[Sample]) -> None:
+        self.samples += group
+        self._on_group(group)
+
+    def _free_one(self) -> None:
+        self._num_free += 1
         self._has_room.set()
 
-    def _add_running(self, more: int) -> None:
-        """Note that the engine has so many sequences more than before."""
+    def _add_running(self, count: int) -> None:
+        """Change the number of sequences that the engine decodes, and account for the time since the last change."""
         now = time.perf_counter()
-        self.use.seconds += now - self._since
-        self.use.sequence_seconds += self._num_running * (now - self._since)
-        self._num_running, self._since = self._num_running + more, now
+        self.usage.seconds += now - self._since
+        self.usage.sequence_seconds += self._num_running * (now - self._since)
+        self._num_running, self._since = self._num_running + count, now
 
 
-async def _cancelled() -> None:
-    """Wait for it: of an episode nothing more is wanted."""
+async def _wait_for_cancellation() -> None:
+    """Wait forever: the session is about to cancel this episode."""
     await asyncio.get_running_loop().create_future()
 
 
@@ -309,14 +257,14 @@ def _group(prompt_index: int, responses: Mapping[int, Generation]) -> list[Sampl
     return [Sample(prompt_index, order, g.tokens, g.log_probs, g.finish_reason) for order, g in responses.items()]
 
 
-def _of_episode(prompt_index: int, order: int, episode: Episode) -> Sample:
+def _sample_of(prompt_index: int, order: int, episode: Episode) -> Sample:
     tokens = [token for segment in episode.segments for token in segment.tokens]
     log_probs = [log_prob for segment in episode.segments for log_prob in segment.log_probs]
     return Sample(prompt_index, order, tokens, log_probs, "stop" if episode.ending == "done" else "length", episode)
 
 
-def _run(work: Any) -> None:
-    """Run a coroutine; of several failures at once the first is raised as it is."""
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine; of several errors at once, raise the first one by itself."""
     try:
         asyncio.run(work)
     except* Exception as group:

@@ -1,4 +1,4 @@
-"""What training depends on of what reward functions tell beside the scores: weights of losses, and scores of steps."""
+"""Loss weights and scores of steps, which reward functions may return beside scores, as fields of rows."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -16,50 +16,51 @@ from megappo.rollouts.sampler import Sample
 from megappo.runtime.heartbeat import LIFE
 from megappo.userland.forms import Graded
 
-LONGEST_CHARACTER = 4
-"""Tokens, of a byte each: of as many places behind each other one is between two characters."""
+MAX_CHARACTER_TOKENS = 4
+"""A character has at most so many tokens, of one byte each, so one of as many positions in a row is between two."""
 
 
-def kinds_told(graded: Sequence[Graded]) -> tuple[bool, bool]:
-    """Whether there are weights among what was told of this rank's samples, and scores of steps."""
+def extra_kinds(graded: Sequence[Graded]) -> tuple[bool, bool]:
+    """Return whether this rank's samples have loss weights, and whether they have scores of steps."""
     return any(one.loss_weight is not None for one in graded), any(any(one.steps) for one in graded)
 
 
-def told_fields(
+def extra_fields(
     config: Config,
     samples: Sequence[Sample],
     graded: Sequence[Graded],
     tokenizer: PreTrainedTokenizerBase,
     kinds: Iterable[tuple[bool, bool]],
 ) -> dict[str, Any]:
-    """The arguments of `with_scores` that come of it: those of which anything was told on any rank. Of a sample of
-    which nothing was, the weight is 1, and no token has a reward.
+    """Return the arguments of `with_scores` for the extras that any rank has. Samples without them get loss weight 1
+    and rewards 0.
 
     Args:
-        kinds: `kinds_told` of all ranks.
+        kinds: `extra_kinds` of all ranks.
     Raises:
-        ConfigError: scores of steps do not go with the config.
+        ConfigError: the config does not support scores of steps.
     """
     has_weights, has_steps = map(any, zip(*kinds, strict=True))
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if has_weights:
         weights = [1.0 if one.loss_weight is None else one.loss_weight for one in graded]
-        told["loss_weights"] = torch.tensor(weights, dtype=torch.float32)
+        fields["loss_weights"] = torch.tensor(weights, dtype=torch.float32)
     if has_steps:
         if errors := step_scores_errors(config):
             raise ConfigError(*errors)
         pairs = zip(samples, graded, strict=True)
-        told["step_rewards"] = [step_rewards(sample, one, tokenizer) for sample, one in pairs]
-    return told
+        fields["step_rewards"] = [step_rewards(sample, one, tokenizer) for sample, one in pairs]
+    return fields
 
 
 def step_rewards(sample: Sample, graded: Graded, tokenizer: PreTrainedTokenizerBase) -> list[float]:
-    """Of each token of a sample the sum of the scores of the steps that end there.
+    """Return for each token of a sample the sum of the scores of the steps that end there.
 
-    That is the token which completes a step's last character; where an environment wrote it, the policy's last before.
+    A step ends at the token that completes its last character; if an environment wrote that token, at the policy's last
+    token before it.
 
     Args:
-        tokenizer: whose text the reward function has seen; no other thread may use it.
+        tokenizer: with which the reward function's text was decoded; no other thread may use it.
     """
     rewards = [0.0] * len(sample.tokens)
     steps = sorted(chain.from_iterable(graded.steps))
@@ -69,35 +70,38 @@ def step_rewards(sample: Sample, graded: Graded, tokenizer: PreTrainedTokenizerB
     ends, scores = zip(*steps, strict=True)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     own = [i for i, log_prob in enumerate(sample.log_probs) if log_prob is not None]
-    for place, score in zip(completing(sample.tokens, decode(sample.tokens), ends, decode), scores, strict=True):
+    places = completing_tokens(sample.tokens, decode(sample.tokens), ends, decode)
+    for place, score in zip(places, scores, strict=True):
         rewards[own[max(0, bisect_right(own, place) - 1)]] += score  # the first token is the policy's
     return rewards
 
 
-def completing(
+def completing_tokens(
     tokens: Sequence[int], text: str, ends: Sequence[int], decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
-    """The place of the token with which the first `end` characters of the text are there, for each end, ascending.
+    """Return for each of the ascending `ends` the position of the token that completes `text[:end]`.
 
-    Tokens are halved where the halves' texts, and what spaces are between them, are that of both together, as they
-    mostly are, so that many ends cost little; where they are not (a cut through a character), prefixes are decoded.
+    Decoding every prefix is quadratic. So tokens are halved where the texts of both halves, with spaces between them,
+    make the text of the whole, as nearly always. Where they do not (a cut within a character), prefixes are decoded.
     """
     if not ends:
         return []
 
-    def found(end: int) -> int:
-        return bisect_left(
-            range(len(tokens) - 1), True, key=lambda last: decode(tokens[: last + 1])[:end] == text[:end]
-        )
+    def search(end: int) -> int:
+        def is_complete(last: int) -> bool:
+            return decode(tokens[: last + 1])[:end] == text[:end]
 
-    first = max(1, min(len(tokens) // 2, len(tokens) - LONGEST_CHARACTER))
-    for cut in range(first, min(first + LONGEST_CHARACTER, len(tokens))):
+        return bisect_left(range(len(tokens) - 1), True, key=is_complete)
+
+    first = max(1, min(len(tokens) // 2, len(tokens) - MAX_CHARACTER_TOKENS))
+    for cut in range(first, min(first + MAX_CHARACTER_TOKENS, len(tokens))):
         left, right = decode(tokens[:cut]), decode(tokens[cut:])
-        gap = text[len(left) : len(text) - len(right)]  # some tokenizers drop a space with which a text begins
+        gap = text[len(left) : len(text) - len(right)]  # some tokenizers drop the space at the start of a text
         if left + gap + right == text and not gap.strip():
             start = len(left) + len(gap)
-            here, there = bisect_right(ends, len(left)), bisect_right(ends, start)
-            behind = completing(tokens[cut:], right, [end - start for end in ends[there:]], decode)
-            before = completing(tokens[:cut], left, ends[:here], decode)
-            return [*before, *map(found, ends[here:there]), *(cut + place for place in behind)]
-    return [found(end) for end in ends]
+            num_left, num_before = bisect_right(ends, len(left)), bisect_right(ends, start)
+            in_left = completing_tokens(tokens[:cut], left, ends[:num_left], decode)
+            in_gap = [search(end) for end in ends[num_left:num_before]]
+            in_right = completing_tokens(tokens[cut:], right, [end - start for end in ends[num_before:]], decode)
+            return in_left + in_gap + [cut + place for place in in_right]
+    return [search(end) for end in ends]

@@ -1,96 +1,126 @@
-"""A step's rows from the engines; `trainer.record` has them from a file."""
+"""A step's scored rows from the engines; `rollouts.record.Replay` reads them from a file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
+import torch
+
+from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
-from megappo.data.prompts import Prompt, PromptDataset
+from megappo.data.prompts import Prompt
+from megappo.observe.timers import Timers
+from megappo.ppo.reward_shaping import RunningMoments, shape_scores
+from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.group_selection import GroupQuota, StepResponses, choose_groups
 from megappo.rollouts.record import Record
-from megappo.trainer.filtering import Chosen, choose_finished, choose_groups
-from megappo.trainer.rollouts import Rollouts
-
-
-class Phase(Protocol):
-    """Times a part of a step."""
-
-    def __call__(self, phase: str) -> AbstractContextManager[None]: ...
-
-    def seconds(self, phase: str) -> float: ...
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.rollouts import Rollouts
+from megappo.rollouts.row_builder import RowBuilder, nums_scores_of
+from megappo.rollouts.sample_rows import total_scores
+from megappo.trainer.phases import Phases
 
 
 class SampledBatches:
-    """Rows that the engines write and the reward function scores. All ranks call together.
+    """Rows that the engines sample and the reward function scores. All ranks call it together.
 
     Args:
-        sleep: called once the engines have written all.
-        record: gets each step's rows; None for none.
-        num_drawn: prompts that steps before have drawn.
+        sleep: called when the engines have sampled everything.
+        record: keeps the rows of each step.
+        num_drawn: prompts that earlier steps have drawn.
     Attributes:
-        num_drawn: the same, with those that were drawn here.
+        num_drawn: prompts that have been drawn so far.
     """
 
     def __init__(
         self,
-        prompts: PromptDataset,
+        datasets: Datasets,
         rollouts: Rollouts,
         sleep: Callable[[], None],
         record: Record | None = None,
         *,
         num_drawn: int = 0,
     ):
-        self.prompts = prompts
-        self.rollouts = rollouts
-        self.sleep = sleep
-        self.record = record
         self.num_drawn = num_drawn
+        self._prompts, self._rollouts, self._config = datasets.train, rollouts, rollouts.config
+        self._row_builder = RowBuilder(rollouts.config, datasets.vocab_size, rollouts.tokenizer, rollouts.exchange)
+        self._sleep, self._record = sleep, record
         self._thread = ThreadPoolExecutor(1)
-        self._ahead: dict[int, Future[list[Prompt]]] = {}  # num_drawn before a batch -> this rank's share of it
+        self._prepared: dict[int, Future[list[Prompt]]] = {}  # num_drawn before a batch -> this rank's share of it
 
-    def sample(self, step: int, phase: Phase) -> Chosen:
+    def sample(self, step: int, phase: Phases | Timers) -> StepResponses:
         """Return this rank's responses to a step's prompts. The engines sleep afterwards."""
-        chosen = self._chosen(phase)
+        data, filters = self._config.data, self._config.algorithm.filter_groups
+        responses = choose_groups(
+            self._sample_round,
+            self._draw,
+            self._rollouts.exchange,
+            data.train_batch_size,
+            phase,
+            filters=filters,
+            over_samples=data.gen_batch_size is not None,
+        )
         with phase("rollout"):
-            self.sleep()
-            wait(self._ahead.values())  # here: tokenizers serve one thread at a time
-        return chosen
+            if self._config.algorithm.method.needs_greedy_baseline:
+                responses.greedy = self._rollouts.sample(responses.prompts, 1, self._rollouts.greedy, "baselines")
+            self._sleep()
+            wait(self._prepared.values())  # now: a tokenizer serves one thread at a time
+        return responses
 
-    def score(self, step: int, chosen: Chosen, phase: Phase) -> tuple[Batch, dict[str, Any]]:
+    def score(self, step: int, responses: StepResponses, phase: Phases | Timers) -> tuple[Batch, dict[str, Any]]:
         """Return the scored rows of a step at their owners, and metrics."""
         with phase("reward"):
-            batch, metrics = self.rollouts.collect(chosen.responses, chosen.prompts)
-        num_tokens = metrics["rollout/num_tokens"] + chosen.num_dropped_tokens
-        metrics |= chosen.metrics | {"rollout/num_tokens": num_tokens}
-        if self.record is not None:
+            batch, metrics = self._row_builder.build(responses)
+            if responses.greedy is not None:
+                batch = replace(batch, rows=self._with_baselines(batch.rows, responses.greedy))
+        num_tokens = metrics["rollout/num_tokens"] + responses.num_dropped_tokens
+        metrics |= responses.metrics | {
+            "rollout/num_tokens": num_tokens,
+            "rollout/engine_restarts": self._rollouts.restarts.take_count(),
+        }
+        if self._record is not None:
             with phase("record"):
-                self.record.write(step, batch, chosen.prompts, num_tokens, self.num_drawn)
+                self._record.write(step, batch, responses.prompts, num_tokens, self.num_drawn)
         return batch, metrics | {"rollout/tokens_per_second": num_tokens / phase.seconds("rollout")}
 
-    def _chosen(self, phase: Phase) -> Chosen:
-        """Responses to a batch of prompts, or to what is chosen of several."""
-        config = self.rollouts.config
-        size, over_samples = config.data.train_batch_size, config.data.gen_batch_size is not None
-        if config.algorithm.filter_groups.enable:
-            settings = config.algorithm.filter_groups
-            return choose_groups(self.rollouts, self._draw, settings, size, phase, over_samples=over_samples)
-        with phase("rollout"):
-            prompts = self._draw()
-            if over_samples:
-                chosen = choose_finished(self.rollouts, prompts, size)
-            else:
-                chosen = Chosen(self.rollouts.respond(prompts), prompts, 0, {})
-            return replace(chosen, responses=self.rollouts.with_greedy(chosen.responses, chosen.prompts))
+    def _sample_round(self, prompts: Sequence[Prompt], num_groups: int) -> Responses:
+        """Sample responses to a draw of prompts, of which so many groups are needed."""
+        rollouts, filters = self._rollouts, self._config.algorithm.filter_groups
+        quota = None
+        if self._config.data.gen_batch_size is not None:
+            quota = GroupQuota(num_groups, filters.metric if filters.enable else None, rollouts.new_counter())
+        return rollouts.sample(prompts, self._config.rollout.n, rollouts.training, "rollout", quota=quota)
+
+    def _with_baselines(self, rows: Rows, greedy: Responses) -> Rows:
+        """Add `baselines`: the shaped score of the greedy response to each row's prompt."""
+        exchange, graded = self._rollouts.exchange, greedy.graded()
+        indices = torch.tensor([one.prompt_index for one in greedy.samples], dtype=torch.int64)
+        lengths = torch.tensor([one.num_policy_tokens for one in greedy.samples], dtype=torch.int64)
+        scores = self._row_builder.scores(graded, exchange.share(nums_scores_of(graded)))
+        shaped, _ = shape_scores(
+            total_scores(scores),
+            lengths,
+            indices,
+            self._config.reward,
+            RunningMoments(),
+            max_response_length=self._config.rollout.max_response_length,
+            group=exchange.group,
+        )
+        baselines: dict[int, float] = {}
+        for part in exchange.share(dict(zip(indices.tolist(), shaped.tolist(), strict=True))):
+            baselines |= part
+        values = torch.tensor([baselines[prompt] for prompt in rows.prompt_ids.tolist()], dtype=torch.float32)
+        return replace(rows, fields=rows.fields | {"baselines": values})
 
     def _draw(self) -> list[Prompt]:
-        """The next batch of prompts; the one after it is prepared while the engines are at work."""
-        exchange = self.rollouts.exchange
-        part_of = partial(self.prompts.batch, rank=exchange.rank, world_size=exchange.world_size)
-        ahead = self._ahead.get(self.num_drawn)
-        mine = ahead.result() if ahead is not None else part_of(self.num_drawn)
-        self.num_drawn += self.rollouts.config.data.draw_size
-        self._ahead = {self.num_drawn: self._thread.submit(part_of, self.num_drawn)}
+        """Return the next batch of prompts; the one after it is prepared while the engines sample."""
+        exchange = self._rollouts.exchange
+        share_of = partial(self._prompts.batch, rank=exchange.rank, world_size=exchange.world_size)
+        prepared = self._prepared.get(self.num_drawn)
+        mine = share_of(self.num_drawn) if prepared is None else prepared.result()
+        self.num_drawn += self._config.data.draw_size
+        self._prepared = {self.num_drawn: self._thread.submit(share_of, self.num_drawn)}
         return list(chain.from_iterable(exchange.share(mine)))

@@ -11,17 +11,15 @@ from megappo.config.schema import Config
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
-from megappo.observe.timers import Timers
 from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import load_datasets
 from megappo.rollouts.record import Record, Replay
+from megappo.rollouts.rollouts import Rollouts
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.inference import NoEngines, Probe, connect, start_engines
 from megappo.trainer.models import build_models
 from megappo.trainer.phases import Phases
 from megappo.trainer.progress import Progress
-from megappo.trainer.rollout_only import RolloutOnly
-from megappo.trainer.rollouts import Rollouts
 from megappo.trainer.run import Run
 from megappo.trainer.utilisation import Utilisation
 
@@ -56,9 +54,8 @@ def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
         rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
         probe = Probe(config, datasets.train, datasets.stop_token_ids, restarts, models.actor, num_engines)
         engines = connect(plan, started, restarts, models, probe, phase)
-        batches = SampledBatches(
-            datasets.train, rollouts, engines.sleep, _record(config, exchange), num_drawn=progress.num_drawn
-        )
+        record = _record(config, exchange)
+        batches = SampledBatches(datasets, rollouts, engines.sleep, record, num_drawn=progress.num_drawn)
     else:
         rollouts, engines = None, NoEngines()
         batches = Replay(Path(replayed), config, datasets.vocab_size, exchange)
@@ -66,30 +63,6 @@ def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
     return Run(
         *(config, exchange, datasets, models, engines, rollouts, batches, progress, observer, phase, utilisation)
     )
-
-
-def build_rollout_only(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> RolloutOnly:
-    """Build a run that only rolls out; arguments as of `build_run`."""
-    config, exchange = plan.config, Exchange(dist.group.WORLD)
-    datasets = load_datasets(config, own.workers, exchange)
-    left_out = datasets.check(exchange)
-    record = Record(Path(config.trainer.record_rollouts), config, exchange)
-    num_written, changed = record.going_on(datasets.train)
-    start = [Progress(plan.requested, exchange).describe()]
-    if num_written:
-        start = [f"going on after step {num_written}, which {record.folder} has"]
-    if changed:
-        start.append(f"step {num_written + 1} of {record.folder} is written anew: its {' and '.join(changed)} changed")
-    observer = make_observer(config, start, num_written + 1 if num_written else 0, exchange, cleanup)
-    for line in left_out:
-        observer.message(line)
-    own.wait_ready()
-    restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
-    num_engines = plan.layouts["rollout"].data
-    rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
-    num_drawn = record.num_drawn(num_written) if num_written else 0
-    batches = SampledBatches(datasets.train, rollouts, sleep=lambda: None, record=record, num_drawn=num_drawn)
-    return RolloutOnly(config.trainer, num_written, exchange, batches, observer, Timers())
 
 
 def _record(config: Config, exchange: Exchange) -> Record | None:

@@ -13,9 +13,10 @@ from megappo.runtime import megatron_setup
 megatron_setup.install()  # must come before the first import of megatron.core
 
 from megappo.engines.handle import EngineHandle  # noqa: E402
-from megappo.trainer.build import build_rollout_only, build_run  # noqa: E402
-from megappo.trainer.eval_only import build_eval_only  # noqa: E402
+from megappo.trainer.build import build_run  # noqa: E402
+from megappo.trainer.eval_only import evaluate_only  # noqa: E402
 from megappo.trainer.loop import Trainer  # noqa: E402
+from megappo.trainer.rollout_only import rollout_only  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 
 
@@ -28,10 +29,10 @@ def train(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
         cleanup: what must be ended when the run ends, however it ends, is registered here.
     """
     if plan.config.trainer.eval_only:
-        build_eval_only(plan, cleanup).run()
+        evaluate_only(plan, cleanup)
         return
     if plan.config.trainer.rollout_only:
-        build_rollout_only(plan, own, cleanup).run()
+        rollout_only(plan, own, cleanup)
         return
     run = build_run(plan, own, cleanup)
     if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was

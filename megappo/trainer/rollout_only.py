@@ -1,48 +1,62 @@
-"""A run that only rolls out (`trainer.rollout_only`): engines and reward function, without any model of the trainer."""
+"""A run that only samples (`trainer.rollout_only`): engines and reward function, without any model of the trainer."""
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
-from megappo.config.schema import Trainer
+from megappo.engines.handle import EngineHandle
+from megappo.engines.restarts import EngineRestarts
 from megappo.observe.metrics import reduce_ranks
-from megappo.observe.observer import NullObserver, Observer
 from megappo.observe.timers import Timers
+from megappo.placement.run_plan import RunPlan
+from megappo.rollouts.datasets import load_datasets
+from megappo.rollouts.record import Record
+from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
-from megappo.trainer.rollouts import raise_if_interrupted
+from megappo.trainer.build import make_observer
+from megappo.trainer.progress import Progress
 from megappo.trainer.statistics import row_metrics
 
 
-@dataclass
-class RolloutOnly:
-    """Writes the rollouts of every step on record, all by the weights of model.path.
+def rollout_only(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
+    """Record the rollouts of all steps that are not recorded yet, with the weights of model.path; all ranks together.
 
-    Attributes:
-        num_written: steps that are on record already.
+    Args:
+        own, cleanup: see `build_run`.
+    Raises:
+        Interrupted: the run was asked to end, on any rank, or its time limit has passed.
     """
-
-    settings: Trainer
-    num_written: int
-    exchange: Exchange
-    batches: SampledBatches
-    observer: Observer | NullObserver
-    timers: Timers
-
-    def run(self) -> None:
-        """From the first step that is not on record to the last; all ranks together.
-
-        Raises:
-            Interrupted: the run was asked to end, on any rank, or its time is over.
-        """
-        self.timers.restart()
-        INTERRUPTION.begin_saving(deadline(self.settings.time_limit, self.settings.grace_seconds))
-        for step in range(self.num_written + 1, self.settings.total_steps + 1):
-            raise_if_interrupted(self.exchange)
-            responses = self.batches.sample(step, self.timers)
-            batch, metrics = self.batches.score(step, responses, self.timers)
-            metrics |= row_metrics(self.exchange, batch.rows)
-            metrics |= reduce_ranks(self.exchange.share(self.timers.memory()))
-            self.observer.log(step, metrics | self.timers.lap())
-        INTERRUPTION.end_saving()
-        self.exchange.share(None)
-        self.observer.finish()
+    config, exchange = plan.config, Exchange(dist.group.WORLD)
+    settings = config.trainer
+    datasets = load_datasets(config, own.workers, exchange)
+    left_out = datasets.check(exchange)
+    record = Record(Path(settings.record_rollouts), config, exchange)
+    num_valid, num_drawn, changed = record.valid_steps(datasets.train)
+    start = [Progress(plan.requested, exchange).describe()]
+    if num_valid:
+        start = [f"continuing after step {num_valid}, the last of {record.folder} that this run would write alike"]
+    if changed:
+        start.append(f"writing step {num_valid + 1} of {record.folder} again: {' and '.join(changed)} changed")
+    observer = make_observer(config, start, num_valid + 1 if num_valid else 0, exchange, cleanup)
+    for line in left_out:
+        observer.message(line)
+    own.wait_ready()
+    restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
+    num_engines = plan.layouts["rollout"].data
+    rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
+    batches = SampledBatches(datasets, rollouts, sleep=lambda: None, record=record, num_drawn=num_drawn)
+    timers = Timers()
+    INTERRUPTION.begin_saving(deadline(settings.time_limit, settings.grace_seconds))
+    for step in range(num_valid + 1, settings.total_steps + 1):
+        raise_if_interrupted(exchange)
+        responses = batches.sample(step, timers)
+        batch, metrics = batches.score(step, responses, timers)
+        metrics |= row_metrics(exchange, batch.rows)
+        metrics |= reduce_ranks(exchange.share(timers.memory()))
+        observer.log(step, metrics | timers.lap())
+    INTERRUPTION.end_saving()
+    exchange.share(None)
+    observer.finish()

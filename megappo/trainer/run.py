@@ -12,13 +12,13 @@ from megappo.config.schema import Config
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.record import Replay
+from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
 from megappo.trainer.progress import Progress
-from megappo.trainer.rollouts import Rollouts, raise_if_interrupted
 from megappo.trainer.utilisation import Utilisation
 
 

@@ -13,7 +13,7 @@ from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer, showing_special
 from megappo.engines.client import Generation
-from megappo.rollouts.conversation import Conversation
+from megappo.rollouts.transcript import Transcript
 from megappo.userland.forms import PROMPTS
 
 TEXT = "  answer\n\nin  f(x):\n\treturn \u00e9\u4e2d 12"
@@ -202,7 +202,7 @@ def test_an_episode_goes_on_with_the_answer_that_its_prompt_begins(tmp_path):
     raw = [*MESSAGES, {"role": "assistant", "content": "It is "}]
     text = chat.text_of(raw)
     prompt = Prompt(0, tokenizer.encode(text, add_special_tokens=False), text, None, {PROMPTS: raw})
-    conversation = Conversation(prompt, chat, tokenizer, (1000, 2000))
+    conversation = Transcript(prompt, chat, tokenizer, (1000, 2000))
     written = tokenizer.encode(f"2{EOS}", add_special_tokens=False)
     generation = Generation(written, [-1.0] * len(written), "stop")
     assert conversation.begin([]) and conversation.write(generation, 1) == "2"

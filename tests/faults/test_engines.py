@@ -53,12 +53,12 @@ ANSWERS = "megappo.engines.generations:_checked_generation"
 def test_killed_and_asked_to_end_where_engines_are_needed(config, folder):
     """With what was recorded meanwhile, a run that nothing happens to ends as this one has ended."""
     series = Series(folder, config, f"trainer.record_rollouts={folder / 'record'}", *AT_ONCE, *ON_RECORD, *UPDATES)
-    series.harm(Point("megappo.trainer.rollouts:Rollouts.sample", call=2, rank=0), "kill rank")
+    series.harm(Point("megappo.rollouts.rollouts:Rollouts.sample", call=2, rank=0), "kill rank")
     assert series.latest == "step_00000001"
-    series.harm(Point("megappo.trainer.rollouts:Rollouts.collect"), "kill launcher")
+    series.harm(Point("megappo.rollouts.row_builder:RowBuilder.build"), "kill launcher")
     series.harm(Point("megappo.sync.sync:WeightSync._send", call=2, rank=0), "kill all")
     series.harm(Point("megappo.rollouts.record:Record.write", call=2, rank=0), "kill rank")
-    series.harm(Point("megappo.trainer.rollouts:Rollouts.sample", rank=0), "SIGTERM")
+    series.harm(Point("megappo.rollouts.rollouts:Rollouts.sample", rank=0), "SIGTERM")
     series.finish()
     again = Series(folder / "again", config, f"trainer.replay_rollouts={folder / 'record'}", *ON_RECORD, *UPDATES)
     again.finish()
@@ -119,7 +119,7 @@ def test_an_engine_that_is_killed_and_its_port_stolen(config, folder):
     series = Series(folder, config, f"rollout.port={port}", *SAVING, "trainer.total_steps=2")
     with ThreadPoolExecutor(1) as thread:
         thief = thread.submit(steal, port)
-        output = series.harm(Point("megappo.trainer.rollouts:Rollouts.sample", call=2, rank=0), "kill engine", code=1)
+        output = series.harm(Point("megappo.rollouts.rollouts:Rollouts.sample", call=2, rank=0), "kill engine", code=1)
         thief.result().close()
     assert f"error (rank 0): port {port} for an SGLang engine is not free on 127.0.0.1" in output
     assert series.latest == "step_00000001"

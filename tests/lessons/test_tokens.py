@@ -5,25 +5,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from engine_handles import restarts_of
 from ppo_engines import TEMPERATURE, Case, make_engine
+from scored_responses import step_of
 from spawn import run_ranks
 from tiny_models import hf_folder, hf_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from megappo.batch.exchange import Exchange
-from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.engines.handle import EngineHandle
-from megappo.observe.observer import NullObserver
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.row_builder import RowBuilder
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.rollouts import Responses, Rollouts
-from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded
 from megappo.userland.work import Row
 
@@ -73,16 +69,15 @@ def hf_log_probs(model: torch.nn.Module, response: list[int], temperature: float
 
 
 def check_collected(rank: int, world_size: int, folder: Path, log_probs: list[list[float]]) -> None:
-    datasets = Datasets(make_tokenizer(), (), 91, None, {})
-    own, exchange = EngineHandle(0, None, {TRAINING: Workers(Rewards())}), Exchange(dist.group.WORLD)
-    rollouts = Rollouts(make_config(), datasets, restarts_of(own, exchange), exchange, NullObserver(), num_engines=1)
+    exchange = Exchange(dist.group.WORLD)
+    config, tokenizer = make_config(), make_tokenizer()
     parts = enumerate(zip(SAMPLED, log_probs, strict=True))
     samples = [Sample(0, i, tokens, of_tokens, "stop") for i, (tokens, of_tokens) in parts]
-    scoring = rollouts.scoring([PROMPT])
-    scoring.add(samples)
-    rows = rollouts.collect(Responses(samples, [], scoring), [PROMPT])[0].rows
+    responses = Responses([PROMPT], Rewards(), tokenizer)
+    responses.add(samples)
+    rows = RowBuilder(config, 91, tokenizer, exchange).build(step_of(responses))[0].rows
     assert [tokens.tolist() for tokens in rows.sequences] == [PROMPT.tokens + tokens for tokens in SAMPLED]
-    case = Case(Layout((0,)), temperature=rollouts.training.temperature)
+    case = Case(Layout((0,)), temperature=config.rollout.temperature)
     engine = make_engine(folder, case, build_groups({"actor": case.layout}, seed=0)["actor"], "actor")
     old = engine.forward(rows)["log_probs"]
     torch.testing.assert_close(old, rows.fields["rollout_log_probs"], rtol=0, atol=1e-5)

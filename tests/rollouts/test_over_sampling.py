@@ -9,10 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from megappo.engines.client import SamplingParams
-from megappo.rollouts.conversation import Segment
 from megappo.rollouts.episodes import Episode
-from megappo.rollouts.sampler import Sampled, sample, store_counter
-from megappo.trainer.over_sampling import Enough, Wanted
+from megappo.rollouts.group_selection import GroupQuota
+from megappo.rollouts.sampler import RolloutSession, store_counter
+from megappo.rollouts.transcript import Segment
 from megappo.userland.forms import Graded
 
 N = 2
@@ -32,7 +32,7 @@ class Turns:
 
         return contextlib.nullcontext()
 
-    async def __call__(self, prompt_index, generate):
+    async def play(self, prompt_index, generate):
         segment = Segment([prompt_index - 98], "")
         ended = False
         try:
@@ -45,8 +45,8 @@ class Turns:
         return Episode([segment], "done", {})
 
 
-def sampled_until(client, params, num_groups, **options) -> tuple[Sampled, float]:
-    """And how long it took from when there were enough."""
+def sampled_until(client, params, num_groups, **options) -> tuple[RolloutSession, float]:
+    """Sample until so many groups are finished; return the session, and the seconds that it took to end."""
     groups, since = [], []
 
     def enough() -> bool:
@@ -55,8 +55,9 @@ def sampled_until(client, params, num_groups, **options) -> tuple[Sampled, float
         return bool(since)
 
     take = store_counter(dist.HashStore(), "step 1")
-    settings = {"num_engines": 1, "max_running_requests": 8, "on_group": groups.append, "enough": enough} | options
-    found = sample(PROMPTS, N, params, client, take, **settings)
+    settings = {"num_engines": 1, "max_running_requests": 8, "on_group": groups.append} | options
+    found = RolloutSession(PROMPTS, N, params, client, take, **settings)
+    assert found.run(early_stop=enough) is None
     return found, time.monotonic() - since[0]
 
 
@@ -68,16 +69,17 @@ def idle(client) -> bool:
 
 def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(client, oracle):
     found, seconds = sampled_until(client, SamplingParams(LONG), 3)
-    assert idle(client) and seconds < 1.5 and found.fault is None
+    assert idle(client) and seconds < 1.5
     whole = {one.prompt_index for one in found.samples}
     assert 3 <= len(whole) < len(PROMPTS) and len(found.samples) == N * len(whole)
     assert all(one.finish_reason == "length" and len(one.tokens) == LONG for one in found.samples)
     of_samples = LONG * len(found.samples)
-    assert of_samples <= found.use.written_tokens < LONG * N * len(PROMPTS), "what was left in the middle, too"
+    assert of_samples <= found.usage.written_tokens < LONG * N * len(PROMPTS), "what was left in the middle, too"
     take = store_counter(dist.HashStore(), "step 2")
-    again = sample(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
+    again = RolloutSession(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
+    again.run()
     assert len(again.samples) == N * len(PROMPTS)
-    assert again.use.written_tokens == SHORT * N * len(PROMPTS)
+    assert again.usage.written_tokens == SHORT * N * len(PROMPTS)
     tokens_of = dict(PROMPTS)
     for one in (found.samples[0], again.samples[-1]):
         assert one.log_probs == pytest.approx(oracle(tokens_of[one.prompt_index], one.tokens), abs=1e-4)
@@ -85,25 +87,18 @@ def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(cl
 
 def test_episodes_that_are_not_wanted_any_more_are_left(client):
     playing = Turns(long=104)
-    found, seconds = sampled_until(client, SamplingParams(LONG), 4, play=playing, max_running_requests=24)
-    assert idle(client) and seconds < 1.5 and found.fault is None
+    found, seconds = sampled_until(client, SamplingParams(LONG), 4, runner=playing, max_running_requests=24)
+    assert idle(client) and seconds < 1.5
     assert {one.prompt_index for one in found.samples} == {100, 101, 102, 103}
     assert sorted(set(playing.cut)) == list(range(104, 112)) and len(playing.cut) == 16
-    assert found.use.written_tokens > sum(one.num_policy_tokens for one in found.samples)
+    assert found.usage.written_tokens > sum(one.num_policy_tokens for one in found.samples)
 
 
 def test_an_engine_that_ends_all_by_itself_is_not_asked_to(client, monkeypatch):
     monkeypatch.setattr(client, "abort_all", None)
-    found = sample(
-        PROMPTS,
-        N,
-        SamplingParams(SHORT),
-        client,
-        store_counter(dist.HashStore(), "step 1"),
-        num_engines=1,
-        max_running_requests=8,
-        enough=lambda: False,
-    )
+    take = store_counter(dist.HashStore(), "step 1")
+    found = RolloutSession(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
+    found.run(early_stop=lambda: False)
     assert len(found.samples) == N * len(PROMPTS)
 
 
@@ -111,24 +106,15 @@ def test_an_engine_that_is_done_first_tells_of_its_groups_whose_scores_come_late
     """Two of them: the first takes the four short episodes, the other two that are short and two that are long."""
     store, playing = dist.HashStore(), Turns(long=106)
 
-    class Scores:
-        """Known a second after the responses."""
-
-        def __init__(self) -> None:
-            self.since: list[float] = []
-
-        def known(self, positions: range) -> list[Graded] | None:
-            return [Graded([1.0], {})] if time.monotonic() > self.since[positions.start] + 1.0 else None
-
     def engine(_: int) -> list[int]:
-        scores = Scores()
-        enough = Enough(Wanted(6, lambda graded: True), scores, store_counter(store, "enough"))
+        quota = GroupQuota(6, "score", store_counter(store, "quota"))
 
         def on_group(group) -> None:
-            enough.add(range(len(scores.since), len(scores.since) + 1))
-            scores.since.append(time.monotonic())
+            since = time.monotonic()
+            differing = [Graded([1.0], {}), Graded([2.0], {})]
+            quota.add(lambda: differing if time.monotonic() > since + 1.0 else None)
 
-        found = sample(
+        session = RolloutSession(
             PROMPTS[:8],
             1,
             SamplingParams(LONG),
@@ -137,11 +123,11 @@ def test_an_engine_that_is_done_first_tells_of_its_groups_whose_scores_come_late
             num_engines=2,
             max_running_requests=4,
             on_group=on_group,
-            enough=enough,
-            play=playing,
+            runner=playing,
         )
-        enough.tell_all(lambda: False)
-        return [one.prompt_index for one in found.samples]
+        session.run(early_stop=quota.is_met)
+        quota.wait_counted(lambda: False)
+        return [one.prompt_index for one in session.samples]
 
     with ThreadPoolExecutor(2) as threads:
         found = sorted(chain.from_iterable(threads.map(engine, range(2))))

@@ -55,23 +55,24 @@ def make_config(
 
 def write(into: Record, *steps: int) -> None:
     for step in steps:
-        into.write(step, BATCH, [Prompt(i, [1], "", float("nan")) for i in PROMPTS.indices(2 * (step - 1))], 1)
+        prompts = [Prompt(i, [1], "", float("nan")) for i in PROMPTS.indices(2 * (step - 1))]
+        into.write(step, BATCH, prompts, 1, num_drawn=2 * step)
 
 
 def test_steps_from_the_first_on_count_that_are_as_the_run_would_write_them(tmp_path):
     ours = record(tmp_path / "record")
-    assert ours.going_on(PROMPTS) == (0, [])
+    assert ours.valid_steps(PROMPTS) == (0, 0, [])
     write(ours, 1, 2, 4)
-    assert ours.going_on(PROMPTS) == (2, []), "the third is missing"
+    assert ours.valid_steps(PROMPTS) == (2, 4, []), "the third is missing"
     write(ours, 3)
-    assert ours.going_on(PROMPTS) == (4, [])
-    assert ours.going_on(SimpleNamespace(indices=lambda step: [step])) == (0, ["prompts"])
+    assert ours.valid_steps(PROMPTS) == (4, 8, [])
+    assert ours.valid_steps(SimpleNamespace(indices=lambda step: [step])) == (0, 0, ["prompts"])
     rows_file(ours.folder, 3).write_bytes(b"cut off")
-    assert ours.going_on(PROMPTS) == (2, [])
+    assert ours.valid_steps(PROMPTS) == (2, 4, [])
 
 
 OTHERWISE = {"model": "n", "top_k": 3, "rollout_only": False}
-CHANGED = {"model": "model", "top_k": "sampling", "rollout_only": "weights_step"}
+CHANGED = {"model": "model", "top_k": "rollout.top_k", "rollout_only": "weights_step"}
 
 
 @pytest.mark.parametrize("key", OTHERWISE)
@@ -79,18 +80,18 @@ def test_steps_that_were_sampled_otherwise_are_written_anew(tmp_path, key):
     ours = record(tmp_path)
     write(ours, 1, 2, 3, 4)
     write(record(tmp_path, **{key: OTHERWISE[key]}), 2)  # a run that trains has other weights by then
-    assert ours.going_on(PROMPTS) == (1, [CHANGED[key]])
+    assert ours.valid_steps(PROMPTS) == (1, 2, [CHANGED[key]])
 
 
 def test_steps_that_were_scored_by_another_version_of_the_function_are_written_anew(tmp_path):
     (tmp_path / "reward.py").write_text("def f(prompts, responses, labels): return [0.0] * len(labels)\n")
     ours = record(tmp_path, reward=f"{tmp_path}/reward.py:f")
     write(ours, 1)
-    assert ours.going_on(PROMPTS) == (1, [])
+    assert ours.valid_steps(PROMPTS) == (1, 2, [])
     (tmp_path / "reward.py").write_text("def f(prompts, responses, labels): return [1.0] * len(labels)\n")
     write(ours, 2)  # by workers that have loaded the one before
-    assert ours.going_on(PROMPTS) == (2, [])
-    assert record(tmp_path, reward=f"{tmp_path}/reward.py:f").going_on(PROMPTS) == (0, ["reward_file"])
+    assert ours.valid_steps(PROMPTS) == (2, 4, [])
+    assert record(tmp_path, reward=f"{tmp_path}/reward.py:f").valid_steps(PROMPTS) == (0, 0, ["reward_file"])
 
 
 def test_steps_of_another_version_of_the_environment_are_written_anew(tmp_path):
@@ -98,10 +99,10 @@ def test_steps_of_another_version_of_the_environment_are_written_anew(tmp_path):
     settings = {"environment": f"{tmp_path}/guess.py:Guess"}
     ours = record(tmp_path, **settings)
     write(ours, 1)
-    assert record(tmp_path, **settings).going_on(PROMPTS) == (1, [])
-    assert record(tmp_path, **settings, max_turns=3).going_on(PROMPTS) == (0, ["max_turns"])
+    assert record(tmp_path, **settings).valid_steps(PROMPTS) == (1, 2, [])
+    assert record(tmp_path, **settings, max_turns=3).valid_steps(PROMPTS) == (0, 0, ["rollout.max_turns"])
     (tmp_path / "guess.py").write_text("class Guess:\n    limit = 2\n")
-    assert record(tmp_path, **settings).going_on(PROMPTS) == (0, ["environment_file"])
+    assert record(tmp_path, **settings).valid_steps(PROMPTS) == (0, 0, ["environment_file"])
 
 
 @pytest.mark.parametrize("masks", [True, False])
@@ -122,8 +123,8 @@ def test_episodes_are_replayed_by_a_run_of_the_same_environment(tmp_path):
     environment = f"{tmp_path}/guess.py:Guess"
     write(record(tmp_path, environment=environment), 1)
     for settings, wrong in (
-        ({"environment": None}, f"rollout.environment .*{environment}.*, but here it is null: set it as it was"),
-        ({"environment": environment, "max_turns": 3}, "rollout.max_turns 8, but here it is 3: set it as it was"),
+        ({"environment": None}, f"rollout.environment .*{environment}.*, but here it is null: set it to the record"),
+        ({"environment": environment, "max_turns": 3}, "rollout.max_turns 8, but here it is 3: set it to the record"),
     ):
-        with pytest.raises(ConfigError, match=f"trainer.replay_rollouts: .* is of a run with {wrong}"):
+        with pytest.raises(ConfigError, match=f"trainer.replay_rollouts: .* was sampled with {wrong}"):
             Replay(tmp_path, make_config(**settings), 9, None).score(1, None, nullcontext)

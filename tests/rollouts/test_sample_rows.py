@@ -4,10 +4,10 @@ import torch
 
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
-from megappo.rollouts.conversation import Segment
 from megappo.rollouts.episodes import Episode
-from megappo.rollouts.sample_rows import masked, sample_rows, with_scores
+from megappo.rollouts.sample_rows import masked_samples, sample_rows, with_scores
 from megappo.rollouts.sampler import Sample
+from megappo.rollouts.transcript import Segment
 
 PROMPTS = [Prompt(i, [5, 6], "", None) for i in range(2)]
 
@@ -16,9 +16,9 @@ def test_what_was_cut_off_is_masked_and_what_has_nothing_left_to_be_compared_wit
     ends = {(0, 0): "length", (0, 1): "stop", (0, 2): "stop", (1, 0): "stop", (1, 1): "length", (1, 2): "length"}
     samples = [Sample(*key, [7, 8], [-1.0, -2.0], end) for key, end in ends.items()]
     cut = {key for key, end in ends.items() if end == "length"}
-    assert masked(samples, compared=False) == cut
-    assert masked(samples, compared=True) == cut | {(1, 0)}
-    rows = sample_rows(samples, PROMPTS, without=masked(samples, compared=True))
+    assert masked_samples(samples, compared=False) == cut
+    assert masked_samples(samples, compared=True) == cut | {(1, 0)}
+    rows = sample_rows(samples, PROMPTS, masked=masked_samples(samples, compared=True))
     assert rows.response_mask.sum(dim=1).tolist() == [0, 2, 2, 0, 0, 0]
 
 

@@ -15,11 +15,11 @@ from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
-from megappo.rollouts.conversation import Segment
 from megappo.rollouts.episodes import Episode
-from megappo.rollouts.sample_rows import sample_rows, summed, with_scores
+from megappo.rollouts.sample_rows import sample_rows, total_scores, with_scores
 from megappo.rollouts.sampler import Sample
-from megappo.rollouts.step_scores import completing, kinds_told, step_rewards, told_fields
+from megappo.rollouts.step_scores import completing_tokens, extra_fields, extra_kinds, step_rewards
+from megappo.rollouts.transcript import Segment
 from megappo.userland.forms import Graded
 
 TEXTS = (
@@ -73,7 +73,7 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(make: Call
         ends = sorted(drawn.sample(range(1, len(text) + 1), drawn.randrange(len(text) + 1)))
         prefixes = [decode(tokens[: last + 1]) for last in range(len(tokens))]
         expected = [next(i for i, prefix in enumerate(prefixes) if prefix[:end] == text[:end]) for end in ends]
-        assert completing(tokens, text, ends, decode) == expected
+        assert completing_tokens(tokens, text, ends, decode) == expected
         num_split += any("\ufffd" in prefix for prefix in prefixes)
     assert num_split > 100
 
@@ -109,8 +109,8 @@ def tell(rank: int, world_size: int) -> None:
     graded = [Graded([8.0, 1.0], {}, steps=[(), [(2, 0.5), (4, 0.25)]]), Graded([8.0, 1.0], {}, loss_weight=0.5)]
     mine = graded[rank : rank + 1]
     samples = [sample] * len(mine)
-    kinds = exchange.share(kinds_told(mine))
-    fields = told_fields(make_config(), samples, mine, tokenizer, kinds)
+    kinds = exchange.share(extra_kinds(mine))
+    fields = extra_fields(make_config(), samples, mine, tokenizer, kinds)
     scores = torch.tensor([one.totals for one in mine]).reshape(-1, 2)
     rows = with_scores(sample_rows(samples, [Prompt(0, [5], "", None)], episodes=True), samples, scores, **fields)
     told = {name: values.tolist() for name, values in rows.fields.items() if name in ("loss_weights", "turn_rewards")}
@@ -120,12 +120,12 @@ def tell(rank: int, world_size: int) -> None:
         2: {"loss_weights": [], "turn_rewards": []},
     }
     assert told == of_ranks[rank]
-    assert summed(scores).tolist() == [[9.75], [9.0], []][rank]
+    assert total_scores(scores).tolist() == [[9.75], [9.0], []][rank]
     none = [Graded([1.0], {}, steps=[[]])] * len(samples)
-    assert told_fields(make_config(clip=1.0), samples, none, tokenizer, exchange.share(kinds_told(none))) == {}
+    assert extra_fields(make_config(clip=1.0), samples, none, tokenizer, exchange.share(extra_kinds(none))) == {}
     message = r"reward.normalize .batch. changes the score of a response, not those of its steps, .* rewards.py:f gives"
     with pytest.raises(ConfigError, match=message):  # on ranks too that were told none
-        told_fields(make_config(normalize="batch"), samples, mine, tokenizer, kinds)
+        extra_fields(make_config(normalize="batch"), samples, mine, tokenizer, kinds)
 
 
 def test_what_is_told_on_one_rank_is_a_field_on_all():

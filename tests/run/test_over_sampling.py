@@ -76,7 +76,7 @@ def test_rollouts_alone_whose_scores_differ_go_on_where_they_were(config: Path, 
         further = ("trainer.rollout_only=true", *of_scores, f"trainer.total_steps={total}")
         with Program(folder / str(total), config, *settings(folder, *further)) as program:
             assert program.wait() == 0, program.output
-    assert "going on after step 1, which " in program.output
+    assert "continuing after step 1, the last of " in program.output
     num_drawn = 0
     for step, metrics in enumerate(logged(folder / "out")[-3:], start=1):
         found = recorded(folder, step)

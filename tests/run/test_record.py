@@ -68,14 +68,14 @@ def check_that_it_goes_on(config: Path, folder: Path, record: Path, *settings: s
         program.wait_until(lambda: (record / "step_00000004.safetensors").exists())
         program.process.terminate()
         assert program.wait() == 75, program.output
-    assert f"going on after step 2, which {record} has" in program.output
+    assert f"continuing after step 2, the last of {record} that " in program.output
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     out = Path(settings[0].partition("=")[2])
     assert [one["step"] for one in logged(out)] == list(range(1, len(list(record.iterdir())) + 1))
     with Program(folder / "otherwise", config, *settings, "rollout.top_k=3", "trainer.total_steps=1") as program:
         assert program.wait() == 0, program.output
-    assert "going on" not in program.output
-    assert f"step 1 of {record} is written anew: its sampling changed" in program.output
+    assert "continuing" not in program.output
+    assert f"writing step 1 of {record} again: rollout.top_k changed" in program.output
     first = record / "step_00000001.safetensors"
     assert first.stat().st_mtime_ns > kept[first]
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_replayed_is_said(config, run, folder):
     others = ("trainer.eval_interval=0", "rollout.temperature=0.5", "algorithm.adv_estimator=remax")
     with Program(folder / "program", config, *replay, *others) as program:
         assert program.wait() == 2, program.output
-    sampled = "step_00000001.safetensors was sampled with rollout.temperature 1.0, but here it is 0.5: set it as it was"
+    sampled = "step_00000001.safetensors was sampled with rollout.temperature 1.0, but here it is 0.5: set it"
     assert sampled in program.output
     assert "step_00000001.safetensors has no baselines, which algorithm.adv_estimator remax needs" in program.output
     assert "Traceback" not in program.output

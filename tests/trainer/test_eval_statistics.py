@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megappo.observe.metrics import Metric
-from megappo.trainer.eval_statistics import best_at, majority_at, names, of_prompt, pass_at, sizes
+from megappo.trainer.evaluation import best_at, majority_at, pass_at, prompt_statistics, statistic_names, subset_sizes
 
 N = 7
 
@@ -28,9 +28,9 @@ def test_pass_and_best_and_worst_are_means_over_all_choices(seed, k):
     assert best_at(k, scores) == pytest.approx(statistics.fmean(max(scores[i] for i in chosen) for chosen in choices))
     passed = statistics.fmean(any(right[i] for i in chosen) for chosen in choices)
     assert pass_at(k, N, int(sum(right))) == pytest.approx(passed) == pytest.approx(best_at(k, right))
-    if k in sizes(N):
+    if k in subset_sizes(N):
         worst = statistics.fmean(min(scores[i] for i in chosen) for chosen in choices)
-        assert of_prompt(scores, [None] * N, 1.0)[f"worst@{k}"] == pytest.approx(worst)
+        assert prompt_statistics(scores, [None] * N, 1.0)[f"worst@{k}"] == pytest.approx(worst)
 
 
 def test_pass_at_k_is_the_published_product():
@@ -68,10 +68,10 @@ def test_a_smaller_majority_is_of_groups_in_order():
 
 
 def test_which_numbers_there_are():
-    assert names(1) == ["mean@1", "pass@1"] == list(of_prompt([1.0], ["x"], 1.0))
-    assert sizes(6) == [2, 4, 6] and sizes(8) == [2, 4, 8] and sizes(2) == [2]
-    assert set(of_prompt([1.0] * 6, ["x"] * 6, 1.0)) == set(names(6))
-    found = of_prompt([0.5, 1.0, 0.0, 0.0], [None] * 4, pass_threshold=0.5)
+    assert statistic_names(1) == ["mean@1", "pass@1"] == list(prompt_statistics([1.0], ["x"], 1.0))
+    assert subset_sizes(6) == [2, 4, 6] and subset_sizes(8) == [2, 4, 8] and subset_sizes(2) == [2]
+    assert set(prompt_statistics([1.0] * 6, ["x"] * 6, 1.0)) == set(statistic_names(6))
+    found = prompt_statistics([0.5, 1.0, 0.0, 0.0], [None] * 4, pass_threshold=0.5)
     assert found["mean@4"] == 0.375 and found["pass@1"] == 0.5 and found["pass@2"] == pytest.approx(5 / 6)
 
 

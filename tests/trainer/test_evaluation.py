@@ -15,10 +15,10 @@ from megappo.engines.client import SamplingParams
 from megappo.engines.handle import EngineHandle
 from megappo.observe.observer import NullObserver
 from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.eval_statistics import of_prompt
-from megappo.trainer.evaluation import evaluate
-from megappo.trainer.rollouts import Rollouts
+from megappo.trainer.evaluation import evaluate, prompt_statistics
 from megappo.userland.environment_workers import Workers
 from megappo.userland.forms import Graded
 from megappo.userland.work import Row
@@ -51,14 +51,12 @@ CONFIG = Config.model_validate(
 class FewSampled(Rollouts):
     """Its engines have written already."""
 
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str, scoring, task
-    ) -> list[Sample]:
+    def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str, *, task: str) -> Responses:
         self.asked = [*getattr(self, "asked", []), (n, params)]
+        responses = self.new_responses(prompts, task)
         mine = [(i, j) for i in OF_RANKS[self.exchange.rank] for j in reversed(range(n))]
-        samples = [Sample(i, j, [ANSWERS[i][j]], [-1.0], "length" if j == 3 else "stop") for i, j in mine]
-        scoring.add(samples)
-        return samples
+        responses.add([Sample(i, j, [ANSWERS[i][j]], [-1.0], "length" if j == 3 else "stop") for i, j in mine])
+        return responses
 
 
 class Answers:
@@ -120,8 +118,8 @@ def evaluate_on(rank: int, world_size: int) -> None:
     scores = [[float(answer == 1) + 0.5 * (answer == 3) for answer in of_prompt] for of_prompt in ANSWERS]
     answers = [[str(answer) if answer else None for answer in of_prompt] for of_prompt in ANSWERS]
     for one, given in zip(scores, answers, strict=True):
-        for name in of_prompt(one, given, 1.0):
-            values = [of_prompt(s, a, 1.0)[name] for s, a in zip(scores, answers, strict=True)]
+        for name in prompt_statistics(one, given, 1.0):
+            values = [prompt_statistics(s, a, 1.0)[name] for s, a in zip(scores, answers, strict=True)]
             assert metrics[f"val/own/{name}"] == pytest.approx(statistics.fmean(values))
             half = 1.959964 * statistics.stdev(values) / len(values) ** 0.5
             assert metrics[f"val/own/{name}/ci95"] == pytest.approx(half, rel=1e-6)

@@ -17,8 +17,8 @@ from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineLost, EngineLostElsewhere, EngineRestarts
 from megappo.observe.observer import NullObserver
 from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.rollouts import Rollouts
 from megappo.runtime.listening import run_store
-from megappo.trainer.rollouts import Rollouts
 
 CONFIG = {
     "model": {"path": "m"},
@@ -62,7 +62,7 @@ def sample_with_faults(rank: int, world_size: int) -> None:
             server.failure = failing
             if count == 1:  # the well engine must not have taken all prompts before the other one gets any
                 server.before = partial(store.set, "sent", "") if rank == 2 else partial(store.wait, ["sent"])
-            samples = rollouts.sample(PROMPTS, 2, rollouts.training, "rollout")
+            samples = rollouts.sample(PROMPTS, 2, rollouts.training, "rollout").samples
             found = [(one.prompt_index, one.sample_index) for part in exchange.share(samples) for one in part]
             assert sorted(found) == [(i, order) for i in range(len(PROMPTS)) for order in range(2)]
             assert rollouts.restarts.take_count() == (2, 1)[count]

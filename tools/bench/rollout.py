@@ -7,7 +7,7 @@ A random Llama of 10M parameters, 512 prompts of 4 to 64 tokens, greedy, at most
 vocabulary ends a response, so that they are of mixed lengths. Compared, one after the other in each repeat, for one
 engine and for two:
 
-- ours: `sample` of megappo.rollouts.sampler, as the ranks that own the engines call it (each in a thread here).
+- ours: `RolloutSession` of megappo.rollouts.sampler, as the ranks that own the engines call it (each in a thread here).
 - SGLang's: a task of `async_request_sglang_generate` for each prompt, as many at a time as an engine decodes at once,
   prompts dealt out to the engines in turn, with log-probs, without streaming.
 
@@ -44,7 +44,7 @@ from timed import Row, medians, parser_of, report, write_llama  # noqa: E402
 from megappo.config.schema import Rollout  # noqa: E402
 from megappo.engines.client import EngineClient, SamplingParams  # noqa: E402
 from megappo.engines.process import Engine  # noqa: E402
-from megappo.rollouts.sampler import Sample, sample, store_counter  # noqa: E402
+from megappo.rollouts.sampler import RolloutSession, Sample, store_counter  # noqa: E402
 
 VOCABULARY, HIDDEN, PARAMETERS = 4096, 256, 10e6
 LONGEST = 32
@@ -62,7 +62,7 @@ class Ours:
         take = store_counter(dist.HashStore(), "prompts")
 
         def rank(client: EngineClient) -> list[Sample]:
-            sampled = sample(
+            session = RolloutSession(
                 self.prompts,
                 1,
                 self.params,
@@ -71,9 +71,9 @@ class Ours:
                 num_engines=len(self.clients),
                 max_running_requests=ROLLOUT.max_running_requests,
             )
-            if sampled.fault:
-                raise sampled.fault
-            return sampled.samples
+            if fault := session.run():
+                raise fault
+            return session.samples
 
         with ThreadPoolExecutor(len(self.clients)) as pool:
             return [one for samples in pool.map(rank, self.clients) for one in samples]

@@ -40,13 +40,14 @@ from megappo.batch.exchange import Exchange  # noqa: E402
 from megappo.config.methods import ESTIMATORS, POLICY_LOSSES  # noqa: E402
 from megappo.config.schema import Config  # noqa: E402
 from megappo.data.prompts import Prompt, share  # noqa: E402
-from megappo.engines.client import SamplingParams  # noqa: E402
 from megappo.engines.handle import EngineHandle  # noqa: E402
 from megappo.engines.restarts import EngineRestarts  # noqa: E402
 from megappo.observe.observer import NullObserver  # noqa: E402
 from megappo.placement.run_plan import plan_run  # noqa: E402
 from megappo.ppo.conventions import PRESETS  # noqa: E402
 from megappo.rollouts.datasets import Datasets  # noqa: E402
+from megappo.rollouts.responses import Responses  # noqa: E402
+from megappo.rollouts.rollouts import Rollouts  # noqa: E402
 from megappo.rollouts.sampler import Sample  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
@@ -54,7 +55,6 @@ from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.models import build_models  # noqa: E402
 from megappo.trainer.phases import Phases  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
-from megappo.trainer.rollouts import Rollouts  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.train_engines import architecture_of  # noqa: E402
 from megappo.trainer.utilisation import Utilisation  # noqa: E402
@@ -170,34 +170,23 @@ class FixedPrompts:
         return Prompt(index, tokens, "", None)
 
 
-class FixedScoring:
-    """Scores, so many of each sample, that depend on its tokens alone."""
+class FixedResponses(Responses):
+    """Responses with scores, so many for each sample, that depend on its tokens alone."""
 
-    def __init__(self, num_scores: int):
+    def __init__(self, prompts: Sequence[Prompt], num_scores: int):
+        super().__init__(prompts, None, None)
         self.num_scores = num_scores
-        self.samples: list[Sample] = []
-
-    def add(self, samples: Sequence[Sample]) -> None:
-        self.samples += samples
 
     def graded(self) -> list[Graded]:
         scores = [[sum(one.tokens) % 7 / 3 - 1, float(one.tokens[0] % 2)] for one in self.samples]
         return [Graded(of_sample[: self.num_scores], {}) for of_sample in scores]
 
-    def counts(self) -> dict:
-        return {}
-
 
 class FixedRollouts(Rollouts):
     """Samples and scores that depend on the prompts alone, all at rank 0, whose engine wrote them."""
 
-    def scoring(self, *_: object) -> FixedScoring:
-        return FixedScoring(1 + self.config.algorithm.method.needs_score_components)
-
-    def sample(
-        self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str, scoring: FixedScoring, *_: object
-    ) -> list[Sample]:
-        samples = []
+    def sample(self, prompts: Sequence[Prompt], n: int, *_: object, quota: None = None) -> Responses:
+        responses = FixedResponses(prompts, 1 + self.config.algorithm.method.needs_score_components)
         for prompt in prompts if self.exchange.rank == 0 else ():
             generator = torch.Generator().manual_seed(sum(prompt.tokens) * 10 + n)
             for i in range(n):
@@ -206,9 +195,8 @@ class FixedRollouts(Rollouts):
                 noise = 0.3 * torch.randn(length, generator=generator)
                 log_probs = (noise - torch.tensor(float(VOCABULARY)).log()).tolist()
                 reason = "length" if length == LONGEST_RESPONSE else "stop"
-                samples.append(Sample(prompt.index, i, tokens, log_probs, reason))
-        scoring.add(samples)
-        return samples
+                responses.add([Sample(prompt.index, i, tokens, log_probs, reason)])
+        return responses
 
 
 def build(config: Config) -> Run:
@@ -219,7 +207,7 @@ def build(config: Config) -> Run:
     restarts = EngineRestarts(EngineHandle(), exchange, observer.message, limit=0)
     rollouts = FixedRollouts(config, datasets, restarts, exchange, observer, num_engines=1)
     engines = NoEngines()
-    batches = SampledBatches(datasets.train, rollouts, engines.sleep)
+    batches = SampledBatches(datasets, rollouts, engines.sleep)
     progress, utilisation = Progress(config, exchange), Utilisation("fp32", models.components, models.specs, exchange)
     return Run(
         *(config, exchange, datasets, models, engines, rollouts, batches, progress, observer),

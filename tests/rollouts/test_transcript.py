@@ -8,7 +8,7 @@ from megappo.config.schema import Data
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
-from megappo.rollouts.conversation import Conversation
+from megappo.rollouts.transcript import Transcript
 from megappo.userland.forms import PROMPTS
 
 TEMPLATE = (
@@ -42,7 +42,7 @@ def test_special_tokens_that_end_a_turn_are_no_part_of_it(tokenizer, end, conten
     messages = [{"role": "user", "content": "hi"}]
     text = chat.text_of(messages)
     prompt = Prompt(0, tokenizer.encode(text, add_special_tokens=False), text, None, {PROMPTS: messages})
-    conversation = Conversation(prompt, chat, tokenizer, (1000, 2000))
+    conversation = Transcript(prompt, chat, tokenizer, (1000, 2000))
     written = tokenizer.encode(f"ok{end}", add_special_tokens=False)
     assert conversation.write(Generation(written, [-1.0] * len(written), "stop"), 1) == content
     assert conversation.observe([{"role": "user", "content": "more"}])

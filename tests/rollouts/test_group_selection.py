@@ -9,17 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from scored_responses import ScoredResponses
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.config.algorithm_section import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
-from megappo.rollouts.responses import SampleScoring, Scored
-from megappo.rollouts.sampler import Sample, Use, store_counter
-from megappo.trainer.filtering import _differ, choose_finished, choose_groups
-from megappo.trainer.over_sampling import Enough, Wanted
-from megappo.trainer.rollouts import Responses
+from megappo.rollouts.group_selection import GroupQuota, choose_groups
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.sampler import EngineUsage, Sample, store_counter
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError
 from megappo.userland.work import Scoring, Unit
@@ -54,7 +53,7 @@ def choose(rank: int, world_size: int) -> None:
             asked.append([Prompt(100 * len(asked) + i, [1], "", None) for i in range(SIZE)])
             return asked[-1]
 
-        def respond(prompts: list[Prompt], wanted: None, scores: list = scores) -> Responses:
+        def sample(prompts: list[Prompt], num_groups: int, scores: list = scores) -> Responses:
             mine = [i for i in range(SIZE) if 1 + i % 2 == rank]
             samples = [
                 Sample(i, j, [prompts[i].index, j], [-1.0, None], "stop") for i in reversed(mine) for j in range(N)
@@ -62,20 +61,19 @@ def choose(rank: int, world_size: int) -> None:
             of_round = scores[prompts[0].index // 100]
             graded = [Graded([of_round[one.prompt_index][one.sample_index]], {}) for one in samples]
             counts = {"errors": Metric.of(1, "sum")} if rank else {}
-            return Responses(samples, [], Scored(graded, counts), use=Use(1.0, 2.0, 3, rank, len(samples)))
+            return ScoredResponses(prompts, samples, graded, EngineUsage(1.0, 2.0, 3, rank, len(samples)), counts)
 
-        rollouts = SimpleNamespace(respond=respond, exchange=exchange)
         order = []
         phase = partial(noted, order)
-        settings = FilterGroups(max_num_gen_batches=3)
-        chosen = choose_groups(rollouts, draw, settings, SIZE, phase)
+        filters = FilterGroups(enable=True, max_num_gen_batches=3)
+        chosen = choose_groups(sample, draw, exchange, SIZE, phase, filters=filters)
         expected, others, rounds = [], [], 0
         while len(expected) < SIZE and rounds < 3:
             for i, group in enumerate(scores[rounds]):
                 (expected if len(set(group)) > 1 else others).append((rounds, i))
             rounds += 1
         assert order == ["rollout", "after rollout", "reward", "after reward"] * rounds
-        use = chosen.responses.use
+        use = chosen.usage
         assert astuple(use)[:4] == (rounds, 2.0 * rounds, 3 * rounds, rank * rounds), "of all rounds"
         taken = (expected + others)[:SIZE]
         assert [prompt.index for prompt in chosen.prompts] == [100 * number + i for number, i in taken]
@@ -86,15 +84,15 @@ def choose(rank: int, world_size: int) -> None:
             "filter_groups/surplus_groups": max(0, len(expected) - SIZE),
         }
         assert chosen.num_dropped_tokens == N * (SIZE * rounds - SIZE)
-        graded, samples = chosen.responses.scoring.graded(), chosen.responses.sampled
+        graded, samples = chosen.graded(), chosen.samples
         found = [part for of_rank in exchange.share(list(zip(samples, graded, strict=True))) for part in of_rank]
         assert len(found) == N * SIZE
-        for sample, one in found:
-            number, i = taken[sample.prompt_index]
-            assert sample.tokens == [100 * number + i, sample.sample_index]
-            assert one.scores == [scores[number][i][sample.sample_index]]
+        for written, one in found:
+            number, i = taken[written.prompt_index]
+            assert written.tokens == [100 * number + i, written.sample_index]
+            assert one.scores == [scores[number][i][written.sample_index]]
         if rank:
-            assert chosen.responses.scoring.counts()["errors"].value == rounds, "of what was dropped, too"
+            assert chosen.failure_metrics()["errors"].value == rounds, "of what was dropped, too"
 
 
 def test_groups_whose_scores_differ_are_chosen_in_order():
@@ -110,11 +108,17 @@ def choose_by_part(rank: int, world_size: int) -> None:
             Graded([float(i)], of_sample) if of_sample else Graded([], {}, failed=True)
             for i, of_sample in enumerate(of_samples)
         ]
-        respond = lambda prompts, wanted: Responses(samples, [], Scored(graded, {}))  # noqa: E731
-        rollouts = SimpleNamespace(respond=respond, exchange=Exchange(dist.group.WORLD))
         prompts = [Prompt(i, [1], "", None) for i in range(2)]
-        settings = FilterGroups(metric=metric, max_num_gen_batches=1)
-        return [prompt.index for prompt in choose_groups(rollouts, lambda: prompts, settings, 1, nullcontext).prompts]
+        filters = FilterGroups(enable=True, metric=metric, max_num_gen_batches=1)
+        found = choose_groups(
+            lambda prompts, num_groups: ScoredResponses(prompts, samples, graded),
+            lambda: prompts,
+            Exchange(dist.group.WORLD),
+            1,
+            nullcontext,
+            filters=filters,
+        )
+        return [prompt.index for prompt in found.prompts]
 
     zero, one, failed = parts
     assert chosen([zero, zero, zero, one], "acc") == [1]
@@ -150,30 +154,30 @@ def known(rank: int, world_size: int) -> None:
     scorings = [Scoring(Workers(), names) for names in (["f"], ["f", "g"])]
     store = dist.distributed_c10d._get_default_store()
     for number, scoring in enumerate(scorings):
-        samples = SampleScoring(SimpleNamespace(begin=lambda scoring=scoring: scoring), Tokenizer(), PROMPTS)
-        wanted = Wanted(3, partial(_differ, ("score", "acc")[number]))
-        enough = Enough(wanted, samples, store_counter(store, f"enough {number}"))
+        responses = Responses(PROMPTS, SimpleNamespace(begin=lambda scoring=scoring: scoring), Tokenizer())
+        quota = GroupQuota(3, ("score", "acc")[number], store_counter(store, f"quota {number}"))
         for i in range(2):
-            enough.add(samples.add([Sample(i, j, [1], [-1.0], "stop") for j in range(2)]))
+            positions = responses.add([Sample(i, j, [1], [-1.0], "stop") for j in range(2)])
+            quota.add(partial(responses.known, positions))
 
         def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
             for function in range(len(scoring._functions)):
                 scoring.settle(Unit(scoring, row), function, Graded([score], {"acc": score} if function else {}))
 
-        assert not enough()
+        assert not quota.is_met()
         for row, score in ((0, 0.0), (1, 1.0), (2, 0.5)):
             settle(row, score)
-        assert not enough() and not enough(), "two at most differ, each counted once"
+        assert not quota.is_met() and not quota.is_met(), "two at most differ, each counted once"
         dist.barrier()
         if rank == 0:
             settle(3, 0.5)
-            assert not enough(), "equal ones do not count"
+            assert not quota.is_met(), "equal ones do not count"
         dist.barrier()
         if rank == 1:
             settle(3, 0.25)
-            assert enough()
+            assert quota.is_met()
         dist.barrier()
-        assert enough(), "on all ranks"
+        assert quota.is_met(), "on all ranks"
         dist.barrier()
 
 
@@ -185,26 +189,26 @@ def choose_early(rank: int, world_size: int) -> None:
     """Of six prompts the engines have finished four, behind each other on two ranks; one token was written in vain."""
     finished = {0: [5, 1], 1: [3, 0]}[rank]
     samples = [Sample(i, j, [i, j], [-1.0, None], "stop") for i in finished for j in range(N)]
-    scoring = Scored([Graded([float(10 * one.prompt_index + one.sample_index)], {}) for one in samples], {})
+    graded = [Graded([float(10 * one.prompt_index + one.sample_index)], {}) for one in samples]
     prompts = [Prompt(100 + i, [1], "", None) for i in range(SIZE)]
     asked = []
 
-    def respond(prompts: list[Prompt], wanted: Wanted) -> Responses:
-        asked.append(wanted.num_groups)
-        return Responses(samples, [], scoring, use=Use(written_tokens=len(samples) + rank))
+    def sample(prompts: list[Prompt], num_groups: int) -> Responses:
+        asked.append(num_groups)
+        return ScoredResponses(prompts, samples, graded, EngineUsage(written_tokens=len(samples) + rank))
 
-    rollouts = SimpleNamespace(respond=respond, exchange=Exchange(dist.group.WORLD))
-    chosen = choose_finished(rollouts, prompts, 3)
+    exchange = Exchange(dist.group.WORLD)
+    choose = partial(choose_groups, sample, lambda: prompts, exchange, 3, nullcontext, over_samples=True)
+    chosen = choose(filters=FilterGroups())
     assert asked == [3] and [prompt.index for prompt in chosen.prompts] == [100, 101, 103]
     counts = {"over_sampling/unfinished_groups": 2, "over_sampling/dropped_tokens": N + 1}
     assert chosen.metrics == {"over_sampling/surplus_groups": 1} | counts and chosen.num_dropped_tokens == N + 1
-    graded = chosen.responses.scoring.graded()
-    for sample, one in zip(chosen.responses.sampled, graded, strict=True):
-        index = [0, 1, 3][sample.prompt_index]
-        assert sample.tokens[0] == index and one.scores == [10 * index + sample.sample_index]
-    assert len(graded) == (N if rank == 0 else 2 * N)
-    settings = FilterGroups(max_num_gen_batches=1)
-    chosen = choose_groups(rollouts, lambda: prompts, settings, 3, nullcontext, over_samples=True)
+    found = chosen.graded()
+    for one, scored in zip(chosen.samples, found, strict=True):
+        index = [0, 1, 3][one.prompt_index]
+        assert one.tokens[0] == index and scored.scores == [10 * index + one.sample_index]
+    assert len(found) == (N if rank == 0 else 2 * N)
+    chosen = choose(filters=FilterGroups(enable=True, max_num_gen_batches=1))
     assert [prompt.index for prompt in chosen.prompts] == [100, 101, 103]
     found = {"num_gen_batches": 1, "equal_groups": 0, "equal_groups_kept": 0, "surplus_groups": 1}
     assert chosen.metrics == {f"filter_groups/{name}": count for name, count in found.items()} | counts

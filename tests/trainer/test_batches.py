@@ -9,24 +9,26 @@ import pytest
 import torch.distributed as dist
 from engine_handles import restarts_of
 from reward_pools import load
+from scored_responses import ScoredResponses, step_of
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
-from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
-from megappo.data.prompts import Prompt
+from megappo.data.prompts import Prompt, share
 from megappo.engines.client import EngineError
 from megappo.engines.handle import EngineHandle
 from megappo.observe.observer import NullObserver
-from megappo.rollouts.conversation import Segment
+from megappo.observe.timers import Timers
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import Episode
-from megappo.rollouts.responses import Scored
-from megappo.rollouts.sample_rows import check_known
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.rollouts import Rollouts
+from megappo.rollouts.row_builder import RowBuilder
+from megappo.rollouts.sample_rows import check_tokens
 from megappo.rollouts.sampler import Sample
-from megappo.trainer.rollouts import Responses, Rollouts
-from megappo.userland.environment_workers import Workers
+from megappo.rollouts.transcript import Segment
+from megappo.trainer.batches import SampledBatches
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError
 from megappo.userland.work import Row
@@ -34,10 +36,10 @@ from megappo.userland.work import Row
 
 def test_tokens_that_the_critic_does_not_know_are_refused():
     samples = [Sample(0, 0, [3, 6], [-1.0, -1.0], "stop"), Sample(1, 0, [8], [-1.0], "length")]
-    check_known(samples, 9)
-    check_known([], 9)
+    check_tokens(samples, 9)
+    check_tokens([], 9)
     with pytest.raises(ConfigError, match="critic.model_path: the actor wrote token 8, .*vocab_size is 8 "):
-        check_known(samples, 8)
+        check_tokens(samples, 8)
 
 
 DATASETS = Datasets(None, (), 30, None, {})
@@ -58,16 +60,30 @@ EXPECTED = {
 """Row -> tokens, mask, log-probs, score, truncated, prompt, baseline: a greedy score with its length penalty."""
 
 
-def scored(samples: Sequence[Sample]) -> Scored:
+def scored(samples: list[Sample]) -> Responses:
     """Each by its first token."""
-    return Scored([Graded([float(one.tokens[0])], {}) for one in samples], {})
+    return ScoredResponses(PROMPTS, samples, [Graded([float(one.tokens[0])], {}) for one in samples])
 
 
-def by_workers(rollouts: Rollouts, samples: list[Sample]) -> Responses:
+def by_workers(pool: object, samples: list[Sample]) -> Responses:
     """As the reward function's workers score them."""
-    scoring = rollouts.scoring(PROMPTS)
-    scoring.add(samples)
-    return Responses(samples, [], scoring)
+    responses = Responses(PROMPTS, pool, Tokenizer())
+    responses.add(samples)
+    return responses
+
+
+class Train:
+    """The same prompts for every step."""
+
+    def batch(self, num_drawn: int, rank: int, world_size: int) -> list[Prompt]:
+        return share(PROMPTS, rank, world_size)
+
+
+class FewSampled(Rollouts):
+    """Its engines have written already."""
+
+    def sample(self, prompts: Sequence[Prompt], n: int, *args: object, quota: None = None) -> Responses:
+        return scored((GREEDY if n == 1 else SAMPLES)[self.exchange.rank])
 
 
 def make_config(**algorithm: object) -> Config:
@@ -87,11 +103,10 @@ def make_config(**algorithm: object) -> Config:
 def collect(rank: int, world_size: int) -> None:
     config = make_config(adv_estimator="remax")
     exchange = Exchange(dist.group.WORLD)
-    rollouts = Rollouts(
-        config, DATASETS, restarts_of(EngineHandle(rank), exchange), exchange, NullObserver(), num_engines=3
-    )
-    samples, greedy = SAMPLES[rank], GREEDY[rank]
-    batch, metrics = rollouts.collect(Responses(samples, greedy, scored(samples), scored(greedy)), PROMPTS)
+    datasets, restarts = replace(DATASETS, train=Train()), restarts_of(EngineHandle(rank), exchange)
+    rollouts = FewSampled(config, datasets, restarts, exchange, NullObserver(), num_engines=3)
+    batches, timers = SampledBatches(datasets, rollouts, sleep=lambda: None), Timers()
+    batch, metrics = batches.score(1, batches.sample(1, timers), timers)
     assert batch.owners == ((), (0, 1), (2, 3)) and batch.rows.ids.tolist() == list(batch.owners[rank])
     rows = batch.rows
     found = zip(
@@ -104,11 +119,12 @@ def collect(rank: int, world_size: int) -> None:
     )
     assert list(found) == [EXPECTED[row] for row in batch.owners[rank]]
     assert batch.table.policy_lengths.tolist() == [1, 2, 1, 2] and batch.table.response_lengths.tolist() == [1, 2, 2, 4]
+    assert metrics.pop("rollout/tokens_per_second") > 0
     assert metrics == {"rollout/num_tokens": 6 + 3, "rollout/engine_restarts": 0}
     assert "score_components" not in rows.fields, "there is one score of each"
     with pytest.raises(EngineError, match="expected 2 responses to each of 2 prompts, got 3 in all"):
-        fewer = samples[: 1 + (rank == 0)]
-        rollouts.collect(Responses(fewer, [], scored(fewer)), PROMPTS)
+        fewer = SAMPLES[rank][: 1 + (rank == 0)]
+        RowBuilder(config, 30, None, exchange).build(step_of(scored(fewer)))
 
 
 def test_segments_of_policy_and_environment_become_rows_at_their_owners():
@@ -129,12 +145,9 @@ def mask(rank: int, world_size: int) -> None:
     for name, (algorithm, reward, expected) in MASKED.items():
         config = make_config(**algorithm, mask_truncated=True)
         config = config.model_copy(update={"reward": config.reward.model_copy(update=reward)})
-        rollouts = Rollouts(
-            config, DATASETS, restarts_of(EngineHandle(rank), exchange), exchange, NullObserver(), num_engines=3
-        )
         ending = {"finish_reason": "length"} if name == "all" else {}
         samples = [replace(one, **ending) for one in chain(*SAMPLES) if one.prompt_index == rank]
-        batch, _ = rollouts.collect(Responses(samples, [], scored(samples)), PROMPTS)
+        batch, _ = RowBuilder(config, 30, None, exchange).build(step_of(scored(samples)))
         assert batch.table.policy_lengths.tolist() == expected, name
 
 
@@ -174,13 +187,11 @@ def score_by_components(rank: int, world_size: int) -> None:
     """Rank 0 has no engine, and takes rows all the same; that of rank 2 wrote nothing."""
     exchange = Exchange(dist.group.WORLD)
     config = make_config(adv_estimator="gdpo", use_kl_in_reward=False)
-    own = EngineHandle(rank, None, {TRAINING: Workers(Scores())}) if rank else EngineHandle()
-    rollouts = Rollouts(
-        config, replace(DATASETS, tokenizer=Tokenizer()), restarts_of(own, exchange), exchange, None, num_engines=2
-    )
+    pool = Scores() if rank else None
+    builder = RowBuilder(config, 30, Tokenizer(), exchange)
     samples = samples_of([1, 20], [2, 7], [3, 20], [4, 9])
     mine = ([], samples, [])[rank]
-    batch, metrics = rollouts.collect(by_workers(rollouts, mine), PROMPTS)
+    batch, metrics = builder.build(step_of(by_workers(pool, mine)))
     assert metrics["reward/part/large"] == (20 + 20 + 9) / 3, "of the responses of which it is told"
     rows = batch.rows
     expected = {0: [1.0, 20.0], 1: [2.0, 7.0], 2: [3.0, 20.0], 3: [4.0, 9.0]}
@@ -189,17 +200,13 @@ def score_by_components(rank: int, world_size: int) -> None:
     assert rows.field("scores").tolist() == [sum(expected[row]) for row in rows.ids.tolist()]
     message = "reward function rewards.py:f returned of some responses 2 and of others 3 scores; expected as many"
     with pytest.raises(RewardError, match=message):  # another step's
-        rollouts.collect(by_workers(rollouts, samples_of([1, 2, 3]) if rank == 1 else []), PROMPTS)
-    rollouts = Rollouts(
-        config, replace(DATASETS, tokenizer=Tokenizer()), restarts_of(own, exchange), exchange, None, num_engines=2
-    )
+        builder.build(step_of(by_workers(pool, samples_of([1, 2, 3]) if rank == 1 else [])))
+    builder = RowBuilder(config, 30, Tokenizer(), exchange)
     with pytest.raises(RewardError, match="returned of some responses 1 and of others 2 scores"):  # another rank's
-        rollouts.collect(by_workers(rollouts, samples_of([1] * rank) if rank else []), PROMPTS)
-    rollouts = Rollouts(
-        config, replace(DATASETS, tokenizer=Tokenizer()), restarts_of(own, exchange), exchange, None, num_engines=2
-    )
+        builder.build(step_of(by_workers(pool, samples_of([1] * rank) if rank else [])))
+    builder = RowBuilder(config, 30, Tokenizer(), exchange)
     with pytest.raises(ConfigError, match="reward.function rewards.py:f returned one score .* such as grpo"):
-        rollouts.collect(by_workers(rollouts, samples_of([1]) if rank else []), PROMPTS)
+        builder.build(step_of(by_workers(pool, samples_of([1]) if rank else [])))
 
 
 def test_several_scores_of_a_response_reach_its_owner_and_add_up():
@@ -223,9 +230,8 @@ def score_where_a_function_fails(rank: int, world_size: int, folder: str) -> Non
         for i, one in enumerate(segments)
     ]
     with load(Path(folder), ONLY_ONES, on_error="zero") as pool:
-        datasets, own = replace(DATASETS, tokenizer=Tokenizer()), EngineHandle(rank, None, {TRAINING: Workers(pool)})
-        rollouts = Rollouts(config, datasets, restarts_of(own, exchange), exchange, None, num_engines=1)
-        batch, metrics = rollouts.collect(by_workers(rollouts, samples), PROMPTS)
+        responses = step_of(by_workers(pool, samples))
+        batch, metrics = RowBuilder(config, 30, Tokenizer(), exchange).build(responses)
     assert batch.rows.field("score_components").tolist() == [[3.0, 0.25, 0.5], [3.0, 0.0, 0.0]] * 2
     assert metrics["reward/errors"] == 2
 

@@ -1,0 +1,187 @@
+"""Choose the groups of responses that a step trains on: all groups of a draw, the first that are finished
+(over-sampling), or the first whose scores differ, from as many draws as that takes (dynamic sampling).
+
+Source: Yu et al. 2025, DAPO, section 3.2; the config keys and rounds are verl's.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from megappo.batch.exchange import Exchange
+from megappo.config.algorithm_section import FilterGroups
+from megappo.data.prompts import Prompt
+from megappo.observe.metrics import Metric, merge_metrics
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS, EngineUsage, Sample
+from megappo.runtime.heartbeat import LIFE
+from megappo.userland.forms import Graded
+from megappo.userland.pool import RewardError
+
+SCORE = "score"
+"""The metric that is the sum of a response's scores; other metrics are numbers that reward functions return."""
+Group = tuple[int, int]
+"""(round, prompt_index)."""
+
+
+class GroupQuota:
+    """Counts the groups of all ranks that a step can train on, so that engines stop when there are enough.
+
+    Args:
+        metric: only groups in which it differs count; None: all finished groups count.
+        take: a `store_counter` shared by all ranks.
+    """
+
+    def __init__(self, num_groups: int, metric: str | None, take: Callable[[int], int]):
+        self._num_groups, self._metric, self._take = num_groups, metric, take
+        self._pending: list[Callable[[], list[Graded] | None]] = []
+
+    def add(self, known: Callable[[], list[Graded] | None]) -> None:
+        """Add a finished group; `known` returns what is known of its responses, or None while scores are missing."""
+        self._pending.append(known)
+
+    def is_met(self) -> bool:
+        """Count the added groups whose scores have arrived; return whether all ranks together have enough."""
+        verdicts = [(known, self._counts(known)) for known in self._pending]
+        self._pending = [known for known, verdict in verdicts if verdict is None]
+        num_new = sum(verdict is True for _, verdict in verdicts)
+        return self._take(num_new) + num_new >= self._num_groups
+
+    def wait_counted(self, is_interrupted: Callable[[], bool]) -> None:
+        """Wait until all of this rank's groups are counted, or the quota is met. Other engines, which may still be
+        sampling, need the count to stop in time."""
+        while not self.is_met() and self._pending and not is_interrupted():
+            with LIFE.waiting():
+                time.sleep(EARLY_STOP_POLL_SECONDS)
+
+    def _counts(self, known: Callable[[], list[Graded] | None]) -> bool | None:
+        if self._metric is None:
+            return True
+        graded = known()
+        return None if graded is None else differ(graded, self._metric)
+
+
+class StepResponses:
+    """The groups of responses that a step trains on, from one or several rounds of sampling.
+
+    Args:
+        rounds: this rank's responses of each round.
+        groups: the chosen groups, the same on all ranks; `prompt_index` counts in their order from now on.
+    Attributes:
+        prompts, samples: of the chosen groups; this rank's samples.
+        usage: of this rank's engine in all rounds.
+        num_dropped_tokens: tokens of other responses, on all ranks.
+        metrics: of the choice.
+        greedy: a greedy response to each prompt, where the estimator needs them.
+    """
+
+    def __init__(self, rounds: Sequence[Responses], groups: Sequence[Group]):
+        self._rounds = rounds
+        self.prompts = [rounds[number].prompts[index] for number, index in groups]
+        self.usage = sum((one.usage for one in rounds), EngineUsage())
+        self.num_dropped_tokens = 0
+        self.metrics: dict[str, int] = {}
+        self.greedy: Responses | None = None
+        places = {group: place for place, group in enumerate(groups)}
+        self.samples: list[Sample] = []
+        self._positions: list[tuple[int, int]] = []
+        for number, responses in enumerate(rounds):
+            for position, sample in enumerate(responses.samples):
+                place = places.get((number, sample.prompt_index))
+                if place is not None:
+                    self.samples.append(replace(sample, prompt_index=place))
+                    self._positions.append((number, position))
+
+    def graded(self) -> list[Graded]:
+        """Wait for the scores of all rounds; return those of the chosen samples."""
+        rounds = [one.graded() for one in self._rounds]
+        return [rounds[number][position] for number, position in self._positions]
+
+    def failure_metrics(self) -> dict[str, Metric]:
+        """As of `Responses`, for all samples of all rounds."""
+        return merge_metrics(one.failure_metrics() for one in self._rounds)
+
+
+def choose_groups(
+    sample: Callable[[Sequence[Prompt], int], Responses],
+    draw: Callable[[], list[Prompt]],
+    exchange: Exchange,
+    num_groups: int,
+    phase: Callable[[str], AbstractContextManager[None]],
+    *,
+    filters: FilterGroups,
+    over_samples: bool = False,
+) -> StepResponses:
+    """Sample until `num_groups` groups count; return them in the order of their prompts. All ranks call it together.
+
+    If the rounds of dynamic sampling yield too few groups, the first others fill up the step.
+
+    Args:
+        sample: samples responses to a draw of prompts, of which so many groups are still needed.
+        draw: returns the prompts of the next round.
+        over_samples: draws have more prompts than a step trains on, and sampling stops when enough groups count.
+    Raises:
+        RewardError: a reward function failed, or returns no such metric.
+    """
+    rounds: list[Responses] = []
+    counted: list[Group] = []
+    others: list[Group] = []
+    metric, max_rounds = (filters.metric, filters.max_num_gen_batches) if filters.enable else (None, 1)
+    while len(counted) < num_groups and len(rounds) < max_rounds:
+        with phase("rollout"):
+            responses = sample(draw(), num_groups - len(counted))
+        with phase("reward" if filters.enable else "rollout"):
+            finished, counting = _finished_groups(responses, metric, exchange)
+        for index in sorted(finished):
+            (counted if index in counting else others).append((len(rounds), index))
+        rounds.append(responses)
+    chosen = StepResponses(rounds, (counted + others)[:num_groups])
+    num_surplus = max(0, len(counted) - num_groups)
+    if filters.enable:
+        chosen.metrics |= {
+            "filter_groups/num_gen_batches": len(rounds),
+            "filter_groups/equal_groups": len(others),
+            "filter_groups/equal_groups_kept": max(0, num_groups - len(counted)),
+            "filter_groups/surplus_groups": num_surplus,
+        }
+    if filters.enable or over_samples:
+        num_kept = sum(one.num_policy_tokens for one in chosen.samples)
+        chosen.num_dropped_tokens = sum(exchange.share(chosen.usage.written_tokens - num_kept))
+    if over_samples:
+        num_drawn = sum(len(one.prompts) for one in rounds)
+        chosen.metrics |= {
+            "over_sampling/unfinished_groups": num_drawn - len(counted) - len(others),
+            "over_sampling/dropped_tokens": chosen.num_dropped_tokens,
+        }
+        if not filters.enable:
+            chosen.metrics["over_sampling/surplus_groups"] = num_surplus
+    return chosen
+
+
+def differ(graded: Sequence[Graded], metric: str) -> bool:
+    """Return whether a metric differs within a group. Nothing is known of responses for which a function failed."""
+    return len({_value(one, metric) for one in graded if not one.failed}) > 1
+
+
+def _finished_groups(responses: Responses, metric: str | None, exchange: Exchange) -> tuple[set[int], set[int]]:
+    """Return the prompts of finished groups of all ranks, and of those that count. With a metric, wait for scores."""
+    groups: dict[int, list[Graded]] = {one.prompt_index: [] for one in responses.samples}
+    counted = set(groups)
+    if metric is not None:
+        for sample, graded in zip(responses.samples, responses.graded(), strict=True):
+            groups[sample.prompt_index].append(graded)
+        counted = {index for index, group in groups.items() if differ(group, metric)}
+    finished_by_rank, counted_by_rank = zip(*exchange.share((set(groups), counted)), strict=True)
+    return set().union(*finished_by_rank), set().union(*counted_by_rank)
+
+
+def _value(graded: Graded, metric: str) -> float:
+    if metric == SCORE:
+        return sum(graded.totals)
+    if metric not in graded.parts:
+        raise RewardError(
+            f"algorithm.filter_groups.metric {metric}: the reward function returned no such number for a response, but "
+            f"{', '.join([SCORE, *graded.parts])}\nset one that it returns for each response"
+        )
+    return graded.parts[metric]

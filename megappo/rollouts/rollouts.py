@@ -1,0 +1,186 @@
+"""Sample responses with the engines of all ranks, and have them scored."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megappo.batch.exchange import Exchange
+from megappo.config.algorithm_checks import late_scores_errors
+from megappo.config.errors import ConfigError
+from megappo.config.eval_sets import TRAINING
+from megappo.config.schema import Config
+from megappo.data.prompts import Prompt
+from megappo.data.tokenizer import showing_special
+from megappo.engines.client import EngineClient, EngineFault, SamplingParams
+from megappo.engines.restarts import EngineRestarts
+from megappo.observe.observer import NullObserver, Observer
+from megappo.rollouts.datasets import Datasets
+from megappo.rollouts.episodes import EpisodeRunner
+from megappo.rollouts.group_selection import GroupQuota
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.sampler import IndexedPrompts, RolloutSession, Sample, store_counter
+from megappo.runtime.interruption import INTERRUPTION, Interrupted
+from megappo.runtime.listening import run_store
+from megappo.userland.environment_workers import Workers
+
+NO_WORKERS = Workers()
+
+
+class Rollouts:
+    """Samples responses with the engines of all ranks. All ranks call it together; those without an engine only join
+    the exchanges.
+
+    Args:
+        restarts: has this rank's engine and workers.
+        num_engines: engines of all ranks.
+    Attributes:
+        tokenizer: decodes responses; a copy of its own, as a tokenizer serves one thread at a time.
+        training, greedy: how responses for training, and for greedy baselines, are sampled.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        datasets: Datasets,
+        restarts: EngineRestarts,
+        exchange: Exchange,
+        observer: Observer | NullObserver,
+        *,
+        num_engines: int,
+    ):
+        self.config, self.exchange, self.observer = config, exchange, observer
+        self.restarts, self.num_engines = restarts, num_engines
+        tokenizer = datasets.tokenizer
+        self.tokenizer = copy.deepcopy(tokenizer if config.reward.skip_special_tokens else showing_special(tokenizer))
+        rewards = self._workers(TRAINING).rewards
+        if errors := late_scores_errors(config, waits_for_all=rewards is not None and rewards.waits_for_all):
+            raise ConfigError(*errors)
+        rollout = config.rollout
+        self.params = partial(SamplingParams, stop_token_ids=datasets.stop_token_ids)
+        self.training = self.params(rollout.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k)
+        self.greedy = self.params(rollout.max_response_length, temperature=0.0)
+        self._store = run_store()
+        self._num_counters = 0
+
+    @property
+    def client(self) -> EngineClient | None:
+        """Client of this rank's engine, which must be up; None on ranks without one."""
+        return self.restarts.own.client
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams,
+        label: str,
+        *,
+        task: str = TRAINING,
+        quota: GroupQuota | None = None,
+    ) -> Responses:
+        """Return this rank's share of n responses to each prompt.
+
+        Prompts that an engine left unanswered when it failed are sampled again after its restart.
+
+        Args:
+            label: names the progress bar.
+            task: its environment and reward function are used.
+            quota: sampling ends when it is met, and the remaining prompts get no responses.
+        Raises:
+            Interrupted: a rank was asked to end; the responses so far are lost.
+            EngineError: an engine refused a request, or failed too often.
+        """
+        responses = self.new_responses(prompts, task)
+        runner = self._episode_runner(prompts, params, task)
+        count_finished = self.new_counter()
+        progress = self.observer.progress(label, len(prompts)) if self.client is not None else lambda done: None
+
+        def on_group(group: Sequence[Sample]) -> None:
+            positions = responses.add(group)
+            if quota is not None:
+                quota.add(partial(responses.known, positions))
+            progress(count_finished(1) + 1)
+
+        remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
+        while remaining:
+            fault = self._run_session(remaining, n, params, responses, on_group, quota, runner)
+            raise_if_interrupted(self.exchange)
+            if not self.restarts.restart_after_rollout(fault):
+                break
+            if quota is not None and any(self.exchange.share(quota.is_met())):
+                break
+            finished = set().union(*self.exchange.share({one.prompt_index for one in responses.samples}))
+            remaining = [prompt for prompt in remaining if prompt[0] not in finished]
+        responses.end()
+        self._warn_of_lost_episodes(responses.samples)
+        return responses
+
+    def new_responses(self, prompts: Sequence[Prompt], task: str = TRAINING) -> Responses:
+        """Return an empty collection of responses, scored by the task's reward function."""
+        return Responses(prompts, self._workers(task).rewards, self.tokenizer)
+
+    def new_counter(self) -> Callable[[int], int]:
+        """Return a `store_counter` that is the same on all ranks, if all ranks call this together."""
+        self._num_counters += 1
+        return store_counter(self._store, f"rollouts/{self._num_counters}")
+
+    def _run_session(
+        self,
+        prompts: IndexedPrompts,
+        n: int,
+        params: SamplingParams,
+        responses: Responses,
+        on_group: Callable[[Sequence[Sample]], None],
+        quota: GroupQuota | None,
+        runner: EpisodeRunner | None,
+    ) -> EngineFault | None:
+        """Let this rank's engine, if it has one, sample what it gets to; return its fault if it failed."""
+        take = self.new_counter()
+        if self.client is None:
+            return None
+        session = RolloutSession(
+            prompts,
+            n,
+            params,
+            self.client,
+            take,
+            num_engines=self.num_engines,
+            max_running_requests=self.config.rollout.max_running_requests,
+            on_group=on_group,
+            runner=runner,
+        )
+        fault = session.run(self._is_interrupted, None if quota is None else quota.is_met)
+        responses.usage += session.usage
+        if quota is not None:
+            quota.wait_counted(self._is_interrupted)
+        return fault
+
+    def _episode_runner(self, prompts: Sequence[Prompt], params: SamplingParams, task: str) -> EpisodeRunner | None:
+        environments = self._workers(task).environments
+        if environments is None:
+            return None
+        return EpisodeRunner(prompts, environments, self.config, self.tokenizer, params.max_response_length)
+
+    def _workers(self, task: str) -> Workers:
+        return self.restarts.own.workers.get(task, NO_WORKERS)
+
+    def _warn_of_lost_episodes(self, samples: Sequence[Sample]) -> None:
+        lost = [one.episode.lost for one in samples if one.episode is not None and one.episode.lost]
+        if lost:
+            print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
+
+    def _is_interrupted(self) -> bool:
+        """Return whether any rank that owns an engine was asked to end."""
+        if INTERRUPTION.reason:
+            self._store.set("interrupted", INTERRUPTION.reason)
+        return self._store.check(["interrupted"])
+
+
+def raise_if_interrupted(exchange: Exchange) -> None:
+    """Raise on all ranks if any rank was asked to end; all ranks call it together.
+
+    Raises:
+        Interrupted: with the first rank's reason.
+    """
+    reasons = [reason for reason in exchange.share(INTERRUPTION.reason) if reason]
+    if reasons:
+        raise Interrupted(reasons[0])

@@ -1,0 +1,35 @@
+"""Responses whose scores are known."""
+
+from collections.abc import Mapping, Sequence
+
+from megappo.data.prompts import Prompt
+from megappo.observe.metrics import Metric
+from megappo.rollouts.group_selection import StepResponses
+from megappo.rollouts.responses import Responses
+from megappo.rollouts.sampler import EngineUsage, Sample
+from megappo.userland.forms import Graded
+
+
+class ScoredResponses(Responses):
+    """Samples with their scores."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        samples: list[Sample],
+        graded: list[Graded],
+        usage: EngineUsage | None = None,
+        failures: Mapping[str, Metric] | None = None,
+    ):
+        super().__init__(prompts, None, None)
+        self.samples, self._graded = samples, graded
+        self.usage = usage or EngineUsage()
+        self._failures = dict(failures or {})
+
+    def failure_metrics(self) -> dict[str, Metric]:
+        return self._failures
+
+
+def step_of(responses: Responses) -> StepResponses:
+    """A step that trains on all of them."""
+    return StepResponses([responses], [(0, index) for index in range(len(responses.prompts))])
