@@ -42,12 +42,12 @@ from megappo.preflight.arrangement import check_run
 from megappo.preflight.resuming import already_finished
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.cores import bind
+from megappo.runtime.failure import report
 from megappo.runtime.imports import without_collector
 from megappo.runtime.listening import stay_on_this_node
 from megappo.runtime.threads import report_failures
+from megappo.runtime.watchdog import Watchdog
 from megappo.table import resolved
-from megappo.trainer.failure import report
-from megappo.trainer.watchdog import Watchdog
 
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TRAINING = "megappo.trainer.main:train"

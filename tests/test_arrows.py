@@ -13,7 +13,7 @@ MIDDLE = frozenset(
         *("data", "batch", "placement", "observe", "rollouts"),
     }
 )
-BOTTOM = frozenset({"architecture", "config", "table", "runtime", "moments", "user_modules"})
+BOTTOM = frozenset({"architecture", "config", "table", "runtime", "moments", "user_modules", "errors"})
 APART = frozenset({"weights", "engines", "checkpoint"})
 ENTRIES = frozenset({"train", "plan", "serve", "doctor", "torchrun"})
 FROM_TOOLS = BOTTOM | {"batch", "weights", "checkpoint", "models", "placement", "data", "userland"}
@@ -95,10 +95,10 @@ def allowed(package: str) -> frozenset[str]:
         return (MIDDLE - (APART if package in APART else frozenset())) | BOTTOM | {package}
     within = {
         "ppo": {"ppo", "moments"},
-        "config": {"config", "table", "user_modules"},
-        "architecture": {"architecture", "config", "table"},
+        "config": {"config", "errors", "table", "user_modules"},
+        "architecture": {"architecture", "config", "errors", "table"},
         "estimate": {"estimate", "architecture", "config", "placement"},
-        "runtime": {"runtime"},
+        "runtime": {"errors", "runtime"},
     }
     return frozenset(within.get(package, ()))
 

@@ -35,10 +35,11 @@ from conversion.commands import hf_to_megatron, megatron_to_hf, reshard_folder  
 from conversion.verify import verify  # noqa: E402
 from conversion.world import ENDING, UsageError, World, parallel_of  # noqa: E402
 
-from megappo.batch.exchange import LOST_RANK, OtherRankError  # noqa: E402
+from megappo.batch.exchange import OtherRankError  # noqa: E402
 from megappo.checkpoint.checksums import refuse_damaged  # noqa: E402
 from megappo.checkpoint.errors import CheckpointError, no_folder  # noqa: E402
 from megappo.config.errors import ConfigError  # noqa: E402
+from megappo.runtime.failure import LOST_RANK  # noqa: E402
 
 COMMANDS = {
     "hf-to-megatron": (hf_to_megatron, "a Hugging Face folder to a Megatron folder, which loads in any layout"),

@@ -14,14 +14,11 @@ import torch.distributed as dist
 from megappo.batch.fields import field_of
 from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.batch.spans import taken
+from megappo.errors import ActionableError
 from megappo.placement.layout import Layout
 
 RankRows = tuple[tuple[int, ...], ...]
 """Row numbers at each world rank, now or to be, in the order in which the rank keeps them."""
-
-
-LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-"""How a collective says that another rank has ended."""
 
 
 HEAD_BYTES, HEADS_BYTES = 256, 2**15
@@ -30,8 +27,10 @@ have together. Most values have no more, and then one collective is all."""
 LENGTH_BYTES = 8
 
 
-class OtherRankError(RuntimeError):
-    """Another rank failed, so this one cannot go on."""
+class OtherRankError(ActionableError, RuntimeError):
+    """Another rank failed, so this one cannot continue."""
+
+    is_consequence = True
 
 
 @dataclass(frozen=True)

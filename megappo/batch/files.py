@@ -19,13 +19,14 @@ from safetensors.torch import save_file
 from megappo.batch.exchange import RowTable
 from megappo.batch.fields import FIELDS, Field, field_of
 from megappo.batch.rows import Rows
+from megappo.errors import ActionableError
 
 FACTS = "facts"
 FIELD = "fields."
 COLUMNS = ("prompt_ids", "prompt_lengths", "response_lengths")
 
 
-class RowsFileError(ValueError):
+class RowsFileError(ActionableError, ValueError):
     """A file that does not hold rows, or not whole; the message names it."""
 
 

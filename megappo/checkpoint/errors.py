@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from megappo.errors import ActionableError
 
-class CheckpointError(RuntimeError):
+
+class CheckpointError(ActionableError, RuntimeError):
     """What is wrong with a checkpoint, and what to do about it."""
 
 

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from megappo.errors import EXIT_CONFIG, ActionableError
+
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
 LONGEST_ERROR = 1000
@@ -10,17 +12,23 @@ MOST_ERRORS = 20
 """Errors that are printed of one config."""
 
 
-class ConfigError(ValueError):
+class ConfigError(ActionableError, ValueError):
     """Everything wrong with a config, found together.
 
     Attributes:
         errors: one printable line each, naming the key, what was found, what was expected and what to do.
     """
 
+    exit_code = EXIT_CONFIG
+
     def __init__(self, *errors: str):
         found = [printable(error) for error in errors]
         self.errors = (*found[:MOST_ERRORS], *(["and more: correct these first"] if found[MOST_ERRORS:] else ()))
         super().__init__("\n".join(self.errors))
+
+    def report(self, rank: int) -> str:
+        """Return a line for each error. All ranks find the same, so none is named."""
+        return "\n".join(f"error: {line}" for line in self.errors)
 
 
 def printable(text: str) -> str:

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megappo.config.errors import looked_in
+from megappo.errors import ActionableError
 
 LARGEST_JSON = 16 * 2**20
 """Bytes. An index of a model's tensors has a few MiB at most, its other files some KiB."""
 
 
-class TextFileError(ValueError):
+class TextFileError(ActionableError, ValueError):
     """Why a file is not read, and what to do about it; the path is left to the caller."""
 
 

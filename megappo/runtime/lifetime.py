@@ -8,8 +8,6 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LAUNCHER = "MEGAPPO_LAUNCHER"
 """Environment variable: the pid of a launcher that says how ranks ended which could not say it themselves."""
-EXIT_CONFIG = 2
-"""Exit code of a rank whose config cannot work."""
 EXIT_LOST_RANK = 3
 """Exit code of a rank that could not go on because another was gone, and said nothing."""
 

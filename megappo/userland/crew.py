@@ -12,6 +12,7 @@ from itertools import chain
 from threading import Condition, Thread
 from typing import Any, Literal
 
+from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import LIFE
 from megappo.userland.forms import Graded, Takes, Way
 from megappo.userland.process import Failed, Function, Worker, WorkerError
@@ -29,7 +30,7 @@ LACKED_MEMORY = ("MemoryError", "memory", "ended its process", "CalledProcessErr
 """What the reason for a failure may have in it where a worker had too little."""
 
 
-class RewardError(RuntimeError):
+class RewardError(ActionableError, RuntimeError):
     """The reward function failed; the message names it and says what to do. The workers are gone."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
+from megappo.errors import ActionableError
 from megappo.runtime.heartbeat import LIFE
 from megappo.runtime.keeper import ask_to_end
 from megappo.userland.frames import CHUNK_BYTES, FrameError, framed, receive, taken
@@ -18,7 +19,7 @@ GRACE_SECONDS = 5.0
 """Beyond the time limit of a call, for the worker to say that it is over: one that does not is blocked."""
 
 
-class EnvironmentFault(RuntimeError):
+class EnvironmentFault(ActionableError, RuntimeError):
     """What is wrong with an environment's code; the run ends."""
 
 

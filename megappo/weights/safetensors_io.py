@@ -13,12 +13,13 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.files import INDEX, SINGLE
 from megappo.architecture.folders import tensor_files
 from megappo.config.text_files import TextFileError
+from megappo.errors import ActionableError
 from megappo.models.dtypes import NAMES
 
 HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors, which then start on a page
 
 
-class WeightsError(ValueError):
+class WeightsError(ActionableError, ValueError):
     """What is wrong with a folder of weights, and what to do about it."""
 
 

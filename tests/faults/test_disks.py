@@ -112,7 +112,7 @@ def test_a_disk_that_is_full(series: Series, disk, whole):
         out.fill()
         assert program.wait() == 1, program.output
     assert "error (rank 0): No space left on device: " in program.output
-    assert "make room on that disk, then start again: the run goes on from its newest checkpoint" in program.output
+    assert "make room on that disk, then start again: the run resumes from its newest checkpoint" in program.output
     assert "Traceback" not in program.output
     out.make_room()
     series.finish(whole)

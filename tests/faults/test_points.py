@@ -89,7 +89,7 @@ def test_a_rank_that_sleeps_for_ever(fault: str, series: Series, whole):
     series.begin(whole, 2)
     for point in named("update_critic", "before SHA256SUMS"):
         output = series.harm(point, fault, "trainer.hang_timeout_seconds=15")
-        assert "for 15 s (trainer.hang_timeout_seconds): look at rank 1 first" in output
+        assert "for 15 s (trainer.hang_timeout_seconds): check rank 1 first" in output
     series.finish(whole)
 
 

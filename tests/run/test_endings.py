@@ -126,11 +126,11 @@ def test_a_loss_that_hangs_on_one_rank(config, folder):
     extension.write_text(DREAM)
     arguments = (f"trainer.extensions={extension}", "actor.policy_loss=dream", f"trainer.output_dir={folder / 'run'}")
     with Program(folder, config, *arguments, "trainer.hang_timeout_seconds=30", *ENDLESS) as program:
-        program.wait_until(lambda: "no rank has given a sign of life" in program.output)
+        program.wait_until(lambda: "no rank has made progress" in program.output)
         assert program.wait(60) == 1
     told = program.output[program.output.index("error") :]
     assert errors(told) == [
-        "error: no rank has given a sign of life for 30 s (trainer.hang_timeout_seconds): look at rank 1 first"
+        "error: no rank has made progress for 30 s (trainer.hang_timeout_seconds): check rank 1 first"
     ]
     first, second = (line for line in told.splitlines() if line.startswith("rank "))
     assert first.startswith("rank 1 (pid ") and first.endswith(" is in update_actor and waits for no other rank:")

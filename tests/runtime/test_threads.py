@@ -34,7 +34,7 @@ except OSError:
 """
 WATCHDOG = """
 import time, torch.distributed as dist
-from megappo.trainer.watchdog import Watchdog
+from megappo.runtime.watchdog import Watchdog
 
 class Store(dist.HashStore):
     def clone(self):

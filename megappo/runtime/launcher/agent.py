@@ -14,11 +14,12 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from megappo.errors import EXIT_CONFIG
 from megappo.runtime import interruption
 from megappo.runtime.interruption import EXIT_AGAIN, EXIT_UNSAVED
 from megappo.runtime.launcher.nodes import Nodes
 from megappo.runtime.launcher.signals import ASKING, ending_signals
-from megappo.runtime.lifetime import EXIT_CONFIG, EXIT_LOST_RANK, LAUNCHER
+from megappo.runtime.lifetime import EXIT_LOST_RANK, LAUNCHER
 
 
 class OtherNodeError(RuntimeError):

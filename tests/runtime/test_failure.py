@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megappo.batch.files import RowsFile
 from megappo.config.errors import ConfigError
-from megappo.trainer.failure import report
+from megappo.runtime.failure import report
 
 
 def too_long():
@@ -56,7 +56,7 @@ SAID = {
     wrapped: ("No space left on device: in without_a_path, ", "(RuntimeError: writing failed)"),
     stale: ("Stale file handle: /data/prompts.jsonl", "mount it again"),
     rows_cut_short: ("/", "step_1.safetensors"),
-    engine_garbage: ("talking to an SGLang engine failed (ConnectError", "engine_N.log"),
+    engine_garbage: ("a request to an SGLang engine failed (ConnectError", "engine_N.log"),
 }
 
 
@@ -104,11 +104,11 @@ def test_a_rank_that_fails_later_leaves_the_word_and_the_exit_code_to_the_first(
 
 
 def test_a_rank_that_lost_another_is_silent_where_a_launcher_tells(capsys, monkeypatch):
-    monkeypatch.setattr("megappo.trainer.failure.REPORT_SECONDS", 0.1)
+    monkeypatch.setattr("megappo.runtime.failure.REPORT_SECONDS", 0.1)
     lost = RuntimeError("Connection closed by peer [127.0.0.1]:4")
     monkeypatch.setenv("MEGAPPO_LAUNCHER", "1")
     assert report(lost, dist.HashStore(), 0, 2) == 3
     assert not capsys.readouterr().err
     monkeypatch.delenv("MEGAPPO_LAUNCHER")
     assert report(lost, dist.HashStore(), 0, 2) == 1
-    assert capsys.readouterr().err.startswith("error (rank 0): another rank ended without a word")
+    assert capsys.readouterr().err.startswith("error (rank 0): another rank exited without an error message")

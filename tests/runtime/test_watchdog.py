@@ -4,29 +4,29 @@ from concurrent.futures import ThreadPoolExecutor
 
 from megappo.observe.timers import Timers
 from megappo.runtime.heartbeat import Life
-from megappo.trainer.watchdog import Place, here, message
+from megappo.runtime.watchdog import RankState, describe_hang, rank_state
 
 NAMES = [f"rank {rank} (pid {100 + rank}, host)" for rank in range(8)]
 REDUCES, GATHERS = "all_reduce (torch/distributed/d.py line 1)", "all_gather (torch/distributed/d.py line 2)"
-PEER = Place(7, "update_actor", REDUCES, "MainThread:\n  update\n")
-AHEAD = Place(9, "gather_metrics", GATHERS, "MainThread:\n  share\n")
-ASLEEP = Place(7, "update_actor", "", "MainThread:\n  sleep\n")
+PEER = RankState(7, "update_actor", REDUCES, "MainThread:\n  update\n")
+AHEAD = RankState(9, "gather_metrics", GATHERS, "MainThread:\n  share\n")
+ASLEEP = RankState(7, "update_actor", "", "MainThread:\n  sleep\n")
 
 
-def told(*places: Place | None) -> list[str]:
-    return message(places, NAMES[: len(places)], 900.0).splitlines()
+def told(*places: RankState | None) -> list[str]:
+    return describe_hang(places, NAMES[: len(places)], 900.0).splitlines()
 
 
 def test_each_place_is_told_once_with_its_ranks():
     assert told(AHEAD, PEER, AHEAD, ASLEEP, AHEAD, AHEAD) == [
-        "error: no rank has given a sign of life for 900 s (trainer.hang_timeout_seconds): look at rank 3 first",
+        "error: no rank has made progress for 900 s (trainer.hang_timeout_seconds): check rank 3 first",
         "rank 3 (pid 103, host) is in update_actor and waits for no other rank:",
         "  MainThread:",
         "    sleep",
         f"rank 1 (pid 101, host) is in update_actor and waits in {REDUCES}:",
         "  MainThread:",
         "    update",
-        f"ranks 0,2,4-5, as rank 0 (pid 100, host), is in gather_metrics and waits in {GATHERS}:",
+        f"ranks 0, 2, 4, 5, as rank 0 (pid 100, host), is in gather_metrics and waits in {GATHERS}:",
         "  MainThread:",
         "    share",
     ]
@@ -34,17 +34,17 @@ def test_each_place_is_told_once_with_its_ranks():
 
 def test_whom_to_look_at_first():
     first = [told(*places)[0].rpartition(": ")[2] for places in ((PEER, AHEAD), (ASLEEP, None), (AHEAD, AHEAD))]
-    assert first == ["look at rank 0 first", "look at rank 1 first", "all wait alike"]
+    assert first == ["check rank 0 first", "check rank 1 first", "all wait alike"]
     assert told(ASLEEP, None)[1].startswith("rank 1 (pid 101, host) does not answer: it was stopped")
 
 
 def test_where_a_process_is(monkeypatch):
     life = Life()
-    for module in ("megappo.observe.timers", "megappo.trainer.watchdog"):
+    for module in ("megappo.observe.timers", "megappo.runtime.watchdog"):
         monkeypatch.setattr(f"{module}.LIFE", life)
     timers = Timers()
     with timers("sync"), timers("open"), ThreadPoolExecutor(1) as watchdog:
-        place = watchdog.submit(here).result()
+        place = watchdog.submit(rank_state).result()
         assert (place.phase, place.num_phases, place.call) == ("sync/open", 2, "")
         assert place.stacks.startswith("MainThread:\n") and "test_where_a_process_is" in place.stacks
     assert (life.phase, life.num_phases, life.signs) == ("what follows sync", 4, 4)

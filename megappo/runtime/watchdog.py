@@ -1,0 +1,176 @@
+"""Finds a run that hangs, reports what each rank is doing, and ends the run.
+
+Each rank has a thread that adds the rank's new heartbeats to a number in torchrun's store every few seconds. The sum
+shows whether any rank makes progress: ranks wait for each other, so one that hangs soon stops all, while ranks that
+wait for a working one are no fault. The first rank to see the sum stand still for too long asks all ranks for their
+stacks, by raising the sum, and prints them. This takes no collective.
+"""
+
+import json
+import os
+import socket
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+import psutil
+import torch.distributed as dist
+
+from megappo.runtime.failure import name_ranks, report_message
+from megappo.runtime.heartbeat import LIFE
+
+POLL_SECONDS = 10.0
+ANSWER_SECONDS = 5.0
+"""Time to wait for answers after the last rank must have seen the question."""
+HEARTBEATS, ANSWERS = "watchdog/heartbeats", "watchdog/answers"
+QUESTION = 2**40
+"""Added to the sum of heartbeats, which stays far below it, by each rank that asks for stacks."""
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+WAITING_CODE = ("torch/distributed/", "torch/cuda/", "megatron/")
+"""Code in which a thread waits for other ranks, or for its GPU, which waits for them."""
+
+
+class Watchdog:
+    """Watches the run from a thread until the process ends.
+
+    Args:
+        store: torchrun's, shared by all ranks.
+        seconds: time without a heartbeat of any rank after which the run is ended.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, seconds: float):
+        self._store = store.clone()  # a store that the main thread waits with would not answer
+        self._rank, self._world_size, self._seconds = rank, world_size, seconds
+        self._poll_seconds = min(POLL_SECONDS, seconds / 4)
+        self._store.set(f"watchdog/name/{rank}", f"rank {rank} (pid {os.getpid()}, {socket.gethostname()})")
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def _watch(self) -> None:
+        with suppress(dist.DistError):  # the store's node is gone, which the launchers report
+            is_first = self._wait_for_question()
+            self._store.set(f"watchdog/state/{self._rank}", json.dumps(asdict(rank_state())))
+            num_answers = self._store.add(ANSWERS, 1)
+            if is_first:
+                self._end_run(num_answers)
+
+    def _wait_for_question(self) -> bool:
+        """Add heartbeats until a rank asks for stacks; return whether this rank was the first to ask."""
+        num_added, total, silence, stopped = LIFE.signs, 0, 0.0, 0.0
+        while total < QUESTION:
+            time.sleep(self._poll_seconds)
+            if psutil.Process(os.getppid()).status() in STOPPED:  # the launcher, whose store would not answer
+                stopped += self._poll_seconds
+                if stopped >= self._seconds:
+                    self._end_without_launcher()
+                continue
+            stopped = 0.0
+            num_beats, before = LIFE.signs, total
+            total = self._store.add(HEARTBEATS, num_beats - num_added or int(LIFE.is_waiting))
+            num_added = num_beats
+            # Counted in polls: by the clock, a run that was suspended as a whole would have been silent.
+            silence = silence + self._poll_seconds if total == before else 0.0
+            if silence >= self._seconds:
+                return self._store.add(HEARTBEATS, QUESTION) < 2 * QUESTION
+        return False
+
+    def _end_without_launcher(self) -> None:
+        print(
+            f"error: the launcher of rank {self._rank} (pid {os.getppid()}, {socket.gethostname()}) has been stopped "
+            f"for {self._seconds:g} s (trainer.hang_timeout_seconds); continue it with SIGCONT",
+            file=sys.stderr,
+        )
+        os._exit(1)
+
+    def _end_run(self, num_answers: int) -> None:
+        """Report the states of all ranks and exit; the launcher ends the other ranks."""
+        deadline = time.monotonic() + self._poll_seconds + ANSWER_SECONDS
+        while num_answers < self._world_size and time.monotonic() < deadline:
+            time.sleep(ANSWER_SECONDS / 50)
+            num_answers = self._store.add(ANSWERS, 0)
+        states, names = [], []
+        for rank in range(self._world_size):
+            text = self._read(f"watchdog/state/{rank}")
+            states.append(RankState(**json.loads(text)) if text else None)
+            names.append(self._read(f"watchdog/name/{rank}") or f"rank {rank}")
+        report_message(describe_hang(states, names, self._seconds), self._store, 1)
+        os._exit(1)
+
+    def _read(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """State of a rank that hangs.
+
+    Attributes:
+        num_phases, phase: see `Life`.
+        call: function in which it waits for other ranks; "" if it does not.
+        stacks: of its threads, the main one first.
+    """
+
+    num_phases: int
+    phase: str
+    call: str
+    stacks: str
+
+    @property
+    def suspicion(self) -> tuple[bool, int]:
+        """Sort key: lower for ranks that the others are likelier to wait for, as they wait for none or are behind."""
+        return bool(self.call), self.num_phases
+
+
+def rank_state() -> RankState:
+    """Return the state of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()}
+    stacks, calls = [], []
+    for thread in sorted(frames, key=lambda thread: thread != main):
+        stack = "".join(traceback.format_stack(frames[thread]))
+        stacks.append(f"{names.get(thread, 'a native thread')}:\n{stack}")
+        calls.append(_waiting_call(frames[thread]))
+    return RankState(LIFE.num_phases, LIFE.phase, next(filter(None, calls), ""), "".join(stacks))
+
+
+def _waiting_call(frame: FrameType) -> str:
+    """Return the call in which a thread waits for other ranks; "" if it does not."""
+    path = frame.f_code.co_filename
+    start = max(path.rfind(f"/{folder}") for folder in WAITING_CODE)
+    return f"{frame.f_code.co_name} ({path[start + 1 :]} line {frame.f_lineno})" if start >= 0 else ""
+
+
+def describe_hang(states: Sequence[RankState | None], names: Sequence[str], seconds: float) -> str:
+    """Describe a run that hangs: each state once, with its ranks; the state that likely stops all others first.
+
+    Args:
+        states: of every rank; None for ranks that have not answered.
+        names: of every rank.
+    """
+    ranks: dict[RankState | None, list[int]] = {}
+    for rank, state in enumerate(states):
+        ranks.setdefault(state, []).append(rank)
+    answered = sorted((state for state in ranks if state is not None), key=lambda state: state.suspicion)
+    ordered = [None, *answered] if None in ranks else answered
+    suspects = ranks.get(None) or _ranks_like(answered[0], states)
+    advice = f"check {name_ranks(suspects)} first" if len(suspects) < len(states) else "all wait alike"
+    first = f"error: no rank has made progress for {seconds:g} s (trainer.hang_timeout_seconds): {advice}"
+    return "\n".join([first, *(_describe(state, ranks[state], names) for state in ordered)])
+
+
+def _ranks_like(suspect: RankState, states: Sequence[RankState | None]) -> list[int]:
+    return [rank for rank, state in enumerate(states) if state is not None and state.suspicion == suspect.suspicion]
+
+
+def _describe(state: RankState | None, ranks: Sequence[int], names: Sequence[str]) -> str:
+    who = names[ranks[0]] if len(ranks) == 1 else f"{name_ranks(ranks)}, as {names[ranks[0]]},"
+    if state is None:
+        return f"{who} does not answer: it was stopped, or native code in it blocks Python"
+    where = f"waits in {state.call}" if state.call else "waits for no other rank"
+    return f"{who} is in {state.phase} and {where}:\n{textwrap.indent(state.stacks, '  ').rstrip()}"
