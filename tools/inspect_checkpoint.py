@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from megappo.architecture.config_json import named_architecture
 from megappo.architecture.dtypes import BY_SAFETENSORS, DTYPES
-from megappo.architecture.files import named_architecture
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.errors import CheckpointError, no_folder
 from megappo.checkpoint.folders import STATE, candidates, read_state

@@ -1,4 +1,4 @@
-"""What a model is: its config.json, parsed. See `parsing.read_architecture`."""
+"""A model as its config.json describes it. See `parsing.read_architecture`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,8 +18,8 @@ class Experts:
     Attributes:
         count: experts of a layer, of which each token goes to `top_k`.
         ffn_size: an expert's inner size; the shared expert's is `shared_ffn_size`, None without one.
-        renormalizes: the chosen experts' probabilities are divided by their sum, and then
-        scaling: multiplied by this; None = not.
+        renormalizes: the chosen experts' probabilities are divided by their sum.
+        scaling: then they are multiplied by this; None = not.
         groups: of experts, and how many of them a token reaches; None where it reaches all.
     """
 
@@ -60,7 +60,7 @@ class Architecture:
 
     Attributes:
         name: of the language model, a key of FAMILIES.
-        named: what config.json says: the same, or a reward model's.
+        named: the name in config.json: the same, or a reward model's.
         file: config.json.
         ffn_size: inner size of the layers without experts.
         tied: the output layer is the embedding.
@@ -98,7 +98,7 @@ class Architecture:
 
     @property
     def is_reward_model(self) -> bool:
-        """Whether the folder is a reward model's, or a critic's."""
+        """The folder is a reward model's, or a critic's."""
         return self.named.endswith(REWARD_MODELS)
 
     @property
@@ -113,7 +113,7 @@ class Architecture:
 
     @property
     def ties_output(self) -> bool:
-        """Whether the output layer is the embedding; a value head never is."""
+        """The output layer is the embedding; a value head never is."""
         return self.tied and self.head != "value"
 
     def with_head(self, head: HeadKind) -> Self:
@@ -125,7 +125,7 @@ class Architecture:
         return replace(self, lora=lora)
 
     def predicts_further(self, tensor: str) -> bool:
-        """Whether a tensor is of the layers after the last one (DeepSeek-V3's multi-token prediction)."""
+        """Return whether a tensor is in the layers after the last one (DeepSeek-V3's multi-token prediction)."""
         further = range(self.num_layers, self.num_layers + self.num_further_layers)
         return tensor.startswith(tuple(f"model.layers.{layer}." for layer in further))
 

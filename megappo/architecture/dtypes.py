@@ -1,4 +1,4 @@
-"""Number formats by the names of config keys: what torch, config.json and safetensors call them, and their size."""
+"""Number formats by the names of config keys: their names in torch, config.json and safetensors, and their size."""
 
 from dataclasses import dataclass
 
@@ -28,3 +28,9 @@ DTYPES = {
 }
 """The first two are those that models compute in (`model.dtype`)."""
 BY_SAFETENSORS = {dtype.safetensors: name for name, dtype in DTYPES.items()}
+BY_TORCH = {dtype.torch: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the config's name of a torch dtype."""
+    return BY_TORCH[str(dtype).removeprefix("torch.")]

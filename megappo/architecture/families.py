@@ -1,4 +1,4 @@
-"""The model families this version trains, by the first of `architectures` in config.json. Data only."""
+"""The model families that are supported, by the first of `architectures` in config.json. Data only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ LANGUAGE_MODEL = "ForCausalLM"
 
 @dataclass(frozen=True)
 class SharedExpertFormat:
-    """An expert that every token goes through besides.
+    """Format of an expert that every token goes through, besides those that it is routed to.
 
     Attributes:
         module: its name in the block.
@@ -31,7 +31,7 @@ class SharedExpertFormat:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """What in config.json says how large it is: the product of these."""
+        """Keys of config.json whose product is its inner size."""
         return (self.ffn, self.count) if self.count else (self.ffn,)
 
 
@@ -50,15 +50,15 @@ class ExpertGroups:
 
 @dataclass(frozen=True)
 class ExpertFormat:
-    """How a family's mixture of experts is described and stored.
+    """Format of a family's mixture of experts in config.json and in its weights.
 
     Attributes:
         ffn: key of config.json with an expert's inner size.
         block: module that holds router and experts in per-expert checkpoints.
         gate, up, down: an expert's matrices in them.
-        renormalizes: the chosen experts' probabilities are divided by their sum; None = `norm_topk_prob` says so.
+        renormalizes: the chosen experts' probabilities are divided by their sum; None = as `norm_topk_prob` has it.
         shared: None where there is no shared expert.
-        router_bias: scores are sigmoids, not a softmax, and a bias that no gradient reaches has a say in the choice.
+        router_bias: scores are sigmoids, not a softmax, and a bias without gradient is added to them for the choice.
         count: keys of config.json with the number of experts, as Hugging Face writes one or the other.
         dense_layers: key with the number of first layers that have none; None = every layer has experts.
         scaling: key with what the probabilities are multiplied by; None = nothing.
@@ -83,7 +83,7 @@ class ExpertFormat:
 
 @dataclass(frozen=True)
 class Family:
-    """In what a decoder differs from Llama.
+    """Differences of a decoder from Llama.
 
     Attributes:
         sliding_window: the window of config.json, if it has one, is on; else only `use_sliding_window` switches it on.
@@ -91,10 +91,9 @@ class Family:
         rope_theta: rotary base where config.json is silent.
         latent_attention: keys and values are made of one latent vector for all heads, queries perhaps of another
             (multi-head latent attention, DeepSeek-V2's report, section 2.1).
-        only: keys of config.json with the values that are computed here, besides those of every family (see
-            `parsing.ONLY`); a config.json that is silent means one of them.
-        ignores: keys of config.json that change nothing where they are not read, besides those of every family (see
-            `keys.WITHOUT_EFFECT`).
+        only: further keys of config.json with the values that are supported (see `parsing.ONLY`); an absent key
+            means one of them.
+        ignores: further keys of config.json without effect (see `config_json.WITHOUT_EFFECT`).
     """
 
     qkv_bias: bool = False

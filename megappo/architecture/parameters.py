@@ -1,4 +1,4 @@
-"""What parameters a model has: which Hugging Face tensors each Megatron parameter is made of, and how it is cut."""
+"""A model's parameters: the Hugging Face tensors that each Megatron parameter is made of, and how it is cut."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ OUTPUT_LAYER = "output_layer"
 SECOND_HEAD = "value_head"
 ROUTER_BIAS = "router.expert_bias"
 ADAPTER = "_adapter"
-"""Ends the names of the modules with adapters, before which stand those of the linear layers that they adapt."""
+"""Ends the name of a module with adapters, after the name of the linear layer that it adapts."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""End the names of adapters as PEFT writes them; before which stand those of the matrices, without ".weight"."""
+"""End the names of adapters as PEFT writes them, after the name of the matrix without ".weight"."""
 LOGITS_AT_A_TIME = {"cpu": 2**21, "cuda": 2**25}
 """Logits that a policy's head computes at a time, on each kind of device: on a CPU as many as its caches hold."""
 
@@ -35,7 +35,7 @@ class Rule:
             replicated.
         by_kv_head: the stacked tensors alternate per KV head (q q k v, q q k v, ...), not once per shard.
         expert: number of the expert it belongs to, which only some of the expert-parallel ranks hold.
-        with_next: its tensors and the next rule's are of use to an engine only together.
+        with_next: an engine needs its tensors and the next rule's in one bucket.
     """
 
     megatron: str
@@ -74,8 +74,8 @@ _LATENT_ATTENTION = (
     Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden v"}, shard_dim=1),
 )
 _QUERY = (Rule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "q hidden"}, shard_dim=0),)
-# The last of these comes before the first of _LATENT_ATTENTION: SGLang makes one matrix of the two, and takes neither,
-# without a word, from a bucket that lacks the other.
+# The last of these comes before the first of _LATENT_ATTENTION: SGLang makes one matrix of the two, and silently
+# takes neither from a bucket that lacks the other.
 _LATENT_QUERY = (
     Rule(
         "self_attention.q_layernorm.weight self_attention.linear_q_up_proj.layer_norm_weight",
@@ -101,8 +101,8 @@ _ADAPTED = _ATTENTION + _MLP
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A Hugging Face tensor and the shard of it that each rank holds, of those it is cut over (see `Rule`).
+class HFTensor:
+    """A Hugging Face tensor, and the shard of it that each rank holds (see `Rule`).
 
     The last ranks' shards of a padded vocabulary reach beyond `shape`: that part is padding. Of the tensors with an
     `expert`, an expert-parallel rank holds those of its run of experts only. One `with_next` is exported in one bucket
@@ -119,7 +119,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One Megatron parameter: it holds `groups` times (a slice of every piece), along dimension 0.
+    """One Megatron parameter: it holds `groups` times (rows of every tensor), along dimension 0.
 
     Attributes:
         names: with layers and experts numbered over the whole model, one for each layer spec that has its own.
@@ -129,14 +129,14 @@ class Parameter:
 
     names: tuple[str, ...]
     layer: int | None
-    pieces: tuple[Piece, ...]
+    hf_tensors: tuple[HFTensor, ...]
     groups: int
     is_buffer: bool
 
     @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of the parameter on each rank."""
-        return (sum(piece.shard_shape[0] for piece in self.pieces), *self.pieces[0].shard_shape[1:])
+        return (sum(hf.shard_shape[0] for hf in self.hf_tensors), *self.hf_tensors[0].shard_shape[1:])
 
 
 def list_parameters(
@@ -160,19 +160,19 @@ def list_parameters(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a Megatron parameter is an adapter's."""
+    """Return whether a Megatron parameter is an adapter's."""
     return f"{ADAPTER}." in name
 
 
 def adapted_modules(architecture: Architecture) -> set[str]:
-    """What of the matrices can have adapters, by the last parts of their names."""
+    """Names, without their beginnings, of the matrices that can have adapters."""
     rules = [rule for of_layer in _layer_rules(architecture.with_lora(None), num_experts=1) for rule in of_layer]
     return {name.split(".")[-2] for rule in rules if rule in _ADAPTED for name in rule.hf}
 
 
 def is_trained(name: str, architecture: Architecture) -> bool:
-    """Whether a Megatron parameter is trained where its model is: all are, but for what adapters are trained instead
-    of."""
+    """Return whether a Megatron parameter is trained where its model is: all are, or with adapters only these and a
+    value head."""
     is_value_head = name.startswith(SECOND_HEAD) or (architecture.head == "value" and name.startswith(OUTPUT_LAYER))
     return architecture.lora is None or is_adapter(name) or is_value_head
 
@@ -182,14 +182,14 @@ def by_name(parameters: Iterable[Parameter]) -> dict[str, Parameter]:
     return {name: parameter for parameter in parameters for name in parameter.names}
 
 
-def pieces_of(parameters: Iterable[Parameter]) -> dict[str, Piece]:
+def hf_tensors_of(parameters: Iterable[Parameter]) -> dict[str, HFTensor]:
     """Every Hugging Face tensor of the model by name, once, in the order of the rules."""
-    return {piece.name: piece for parameter in parameters for piece in parameter.pieces}
+    return {hf.name: hf for parameter in parameters for hf in parameter.hf_tensors}
 
 
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the model's Hugging Face tensors; a tied head, being the embedding, is not among them."""
-    return {name: piece.shape for name, piece in pieces_of(list_parameters(architecture)).items()}
+    return {name: hf.shape for name, hf in hf_tensors_of(list_parameters(architecture)).items()}
 
 
 class StageSize(NamedTuple):
@@ -200,22 +200,22 @@ class StageSize(NamedTuple):
 
 
 def stage_sizes(architecture: Architecture, parallel: Parallel, *, trained: bool = False) -> list[StageSize]:
-    """Of each stage; the model fits the layout.
+    """Sizes of each pipeline stage; the model fits the layout.
 
     Args:
-        trained: only those that are (see `is_trained`).
+        trained: count trained parameters only (see `is_trained`).
     """
     stages, local_experts = stage_of_layers(architecture, parallel), architecture.num_experts // parallel.expert
     dense, experts = [0] * parallel.pipeline, [0] * parallel.pipeline
     cut = {"tensor": parallel.tensor, "expert_tensor": parallel.expert_tensor}
     for parameter in list_parameters(architecture, **cut, num_experts=1):  # all of a layer are alike
-        piece, is_head = parameter.pieces[0], parameter.names[0].startswith(OUTPUT_LAYER)
-        is_tied_here = is_head and piece.name == EMBEDDING and parallel.pipeline == 1
+        hf, is_head = parameter.hf_tensors[0], parameter.names[0].startswith(OUTPUT_LAYER)
+        is_tied_here = is_head and hf.name == EMBEDDING and parallel.pipeline == 1
         if parameter.is_buffer or is_tied_here or (trained and not is_trained(parameter.names[0], architecture)):
             continue
-        outside = 0 if piece.name == EMBEDDING and not is_head else -1
+        outside = 0 if hf.name == EMBEDDING and not is_head else -1
         stage, size = outside if parameter.layer is None else stages[parameter.layer], prod(parameter.shard_shape)
-        if piece.expert is None:
+        if hf.expert is None:
             dense[stage] += size
         else:
             experts[stage] += size * local_experts
@@ -245,8 +245,8 @@ def _layer_rules(architecture: Architecture, num_experts: int | None) -> list[tu
 
 
 def _adapter_rules(rules: tuple[Rule, ...], lora: Lora | None) -> tuple[Rule, ...]:
-    """Of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. Cut as that is, of a
-    [in -> rank] and b [rank -> out] the one that has the dimension which is cut."""
+    """Rules of a layer's adapters: one for each Hugging Face matrix, as a linear layer may hold several. Of a
+    [in -> rank] and b [rank -> out] that one is cut which has the dimension along which the layer is cut."""
     targets = lora.modules if lora is not None else ()
     found: list[Rule] = []
     for rule in rules if targets else ():
@@ -284,7 +284,7 @@ def _expert_rules(experts: ExpertFormat, count: int) -> tuple[Rule, ...]:
 
 
 def _expert_names(expert: int, layer: str) -> str:
-    """Of an expert's weight: with a layer of its own, and as one of many in TransformerEngine's grouped layer."""
+    """Names of an expert's weight: with a layer of its own, and as one of many in TransformerEngine's grouped layer."""
     return f"mlp.experts.local_experts.{expert}.{layer}.weight mlp.experts.{layer}.weight{expert}"
 
 
@@ -314,7 +314,7 @@ def _output_rules(architecture: Architecture) -> tuple[Rule, ...]:
 
 
 def _sizes(architecture: Architecture) -> dict[str, int]:
-    """What the symbols in the rules stand for."""
+    """Sizes by their symbols in the rules."""
     experts, latent, heads = architecture.experts, architecture.latent, architecture.num_heads
     sizes = {"one": 1, "hidden": architecture.hidden_size, "vocab": architecture.vocab_size}
     sizes["ffn"] = architecture.ffn_size
@@ -336,13 +336,13 @@ def _parameter(
 ) -> Parameter:
     """A rule's parameter in one layer, cut over `ways` ranks."""
     model, decoder = ("", "") if layer is None else (f"model.layers.{layer}.", f"decoder.layers.{layer}.")
-    pieces = []
+    hf_tensors = []
     for name, symbols in rule.hf.items():
         shape = tuple(sizes[symbol] for symbol in symbols.split())
         shard = [shard_sizes[symbol] for symbol in symbols.split()]
         if rule.shard_dim is not None:
             shard[rule.shard_dim] //= ways
-        pieces.append(Piece(model + name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
+        hf_tensors.append(HFTensor(model + name, shape, tuple(shard), rule.shard_dim, rule.expert, rule.with_next))
     names = tuple(decoder + name for name in rule.megatron.split())
     groups = sizes["kv_heads"] // ways if rule.by_kv_head else 1
-    return Parameter(names, layer, tuple(pieces), groups, names[0].endswith(ROUTER_BIAS))
+    return Parameter(names, layer, tuple(hf_tensors), groups, names[0].endswith(ROUTER_BIAS))

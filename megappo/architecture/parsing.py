@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.architecture.architecture import Architecture, Experts, LatentAttention, Rope
+from megappo.architecture.config_json import CONFIG_FILE, INDEX, ROPE, SINGLE, read_model_config, uncomputed
 from megappo.architecture.families import FAMILIES, ExpertFormat, Family, HeadKind, language_model
-from megappo.architecture.files import CONFIG_FILE, INDEX, ROPE, SINGLE, read_model_config
-from megappo.architecture.folders import other_kind
-from megappo.architecture.keys import uncomputed
+from megappo.architecture.model_folder import other_kind
 from megappo.config.errors import ConfigError, shorten
 from megappo.config.text_files import TextFileError
 
@@ -22,7 +21,7 @@ SIZES = {
     "norm_eps": "rms_norm_eps",
     "ffn_size": "intermediate_size",
 }
-"""What every config.json says, by the names of `Architecture`."""
+"""Keys of every config.json, by the names of `Architecture`."""
 LATENT_SIZES = {
     "q_rank": "q_lora_rank",  # null where queries have no latent vector
     "kv_rank": "kv_lora_rank",
@@ -30,7 +29,7 @@ LATENT_SIZES = {
     "rope_size": "qk_rope_head_dim",
     "v_size": "v_head_dim",
 }
-"""What config.json of a model with latent attention says besides, by the names of `LatentAttention`."""
+"""Further keys of a model with latent attention, by the names of `LatentAttention`."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "quantization_config": ({},),
     "hidden_act": ("silu",),
@@ -43,14 +42,14 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "rotary"),
     "transformers_weights": (SINGLE, INDEX),
 }
-"""Keys of config.json with the values that are computed here; null is as good as nothing, which means one of them."""
+"""Keys of config.json with the values that are supported; an absent key, or null, means one of them."""
 ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([],),
     "router_jitter_noise": (0,),
     "moe_layer_freq": (1,),
 }
-"""The same of a mixture of experts."""
+"""The same for a mixture of experts."""
 SCALINGS = {
     "default": (),
     "linear": ("factor",),
@@ -184,7 +183,7 @@ def _expert_contradictions(found: Mapping[str, Any], experts: ExpertFormat) -> I
 
 
 def _unsupported(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    """What config.json asks for and is not computed here: `key = value, which is not supported`."""
+    """Settings of config.json that are not computed here: `key = value, which is not supported`."""
     only = {**ONLY, "qkv_bias": (family.qkv_bias,), "use_qk_norm": (family.qk_layernorm,)}
     only |= ONLY_OF_EXPERTS if family.experts else {}
     only |= family.only

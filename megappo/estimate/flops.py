@@ -55,7 +55,7 @@ def flops_of(architecture: Architecture) -> Flops:
             continue
         flops = 2 * prod(parameter.shard_shape)
         if parameter.layer is not None:
-            layers += flops * (chosen if parameter.pieces[0].expert is not None else 1)
+            layers += flops * (chosen if parameter.hf_tensors[0].expert is not None else 1)
         elif parameter.names[0].startswith((OUTPUT_LAYER, SECOND_HEAD)):  # the embedding is only looked up
             head += flops
     heads, latent = architecture.num_heads, architecture.latent

@@ -59,7 +59,7 @@ class LowRank(MegatronModule):
 
 
 class Adapter(MegatronModule):
-    """What is added to the output of a linear layer: of those matrices in it that are adapted.
+    """The adapters of a linear layer, whose outputs are added to its own.
 
     Args:
         weight: the layer's.
@@ -69,9 +69,9 @@ class Adapter(MegatronModule):
     def __init__(self, config: TransformerConfig, lora: Lora, weight: Parameter, linear: torch.nn.Module):
         super().__init__(config)
         self.scale, self.tp_group = lora.scale, linear.tp_group
-        self.rows = {piece.name.split(".")[-2]: piece.shard_shape[0] for piece in weight.pieces}
+        self.rows = {hf.name.split(".")[-2]: hf.shard_shape[0] for hf in weight.hf_tensors}
         self.num_groups = weight.groups
-        self.cuts_input = weight.pieces[0].shard_dim == 1
+        self.cuts_input = weight.hf_tensors[0].shard_dim == 1
         width = weight.shard_shape[1]
         for name in self.rows:
             if name in lora.modules:
@@ -79,10 +79,9 @@ class Adapter(MegatronModule):
                 self.add_module(name, one)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the layer's input, what is added to its output: [..., in] -> [..., out], each as the layer has it.
+        """The sum of the adapters' outputs for the layer's input: [..., in] -> [..., out], each as the layer has it.
 
-        In between, numbers of all tokens and of all of the input come together: `rank` a token, one message for all
-        matrices of the layer.
+        Tensor-parallel ranks exchange `rank` numbers a token in between, in one message for all matrices of the layer.
         """
         adapters: Mapping[str, Any] = dict(self.named_children())
         low = F.linear(x, torch.cat([adapter.a for adapter in adapters.values()]))
@@ -124,5 +123,5 @@ def add_adapters(gpt: GPTModel, lora: Lora, table: Mapping[str, Parameter]) -> N
             layer.get_submodule(path.rpartition(".")[0]).add_module(path.rpartition(".")[2] + ADAPTER, adapter)
             linear.register_forward_hook(adapter.add)
     if gpt.pre_process and gpt.config.recompute_granularity == "full":
-        # A layer that is computed again has gradients only where its input asks for one.
+        # A layer that is computed again has gradients only where its input requires one.
         gpt.embedding.register_forward_hook(lambda embedding, inputs, output: output.requires_grad_())

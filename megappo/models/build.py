@@ -1,5 +1,9 @@
 """One rank's part of a model: the chunks of its pipeline stage, its tensor shard of each, without weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
@@ -10,16 +14,14 @@ from megappo.config.schema import Model, Parallel
 from megappo.models.adapters import add_adapters
 from megappo.models.layer_specs import layer_kind, layer_spec
 from megappo.models.megatron_config import gpt_arguments, transformer_config
-from megappo.models.output_layer import hand_hidden_on
-from megappo.models.routing import router_bias_kept
-from megappo.models.strides import with_plain_strides
+from megappo.models.output_layer import return_hidden_states, with_plain_strides
 from megappo.models.value_head import ValueHead, add_value_head
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 
 ModelChunks = list[GPTModel]
-"""A rank's part of a model, from the first layer to the last: of `pipeline` stages, chunk i of stage s is the model's
-piece i * pipeline + s. One chunk without virtual pipeline stages."""
+"""A rank's part of a model, from the first layer to the last: chunk i of pipeline stage s is number i * pipeline + s of
+the model. One chunk without virtual pipeline stages."""
 
 
 def build_model(
@@ -31,12 +33,12 @@ def build_model(
     recompute: str,
     trained: bool,
 ) -> ModelChunks:
-    """This rank's part of the model, on its device, in `model.dtype`. Its weights are not set: load them before use.
+    """Build this rank's part of the model, on its device, in `model.dtype`. Load its weights before use.
 
     Args:
-        architecture: the model and its head: "policy" is GPTModel's own output layer, which hands the hidden states on
-            (see `hand_hidden_on`); "value" puts a ValueHead in its place, and the embeddings are then not tied;
-            "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
+        architecture: the model and its head: "policy" is GPTModel's own output layer, which returns the hidden
+            states (see `return_hidden_states`); "value" puts a ValueHead in its place, and the embeddings are then not
+            tied; "policy_value" has both, the ValueHead as `value_head` (see `add_value_head`).
         groups: the component's groups, built for the layout of `parallel`; this rank is a member.
         recompute: "none", "selective" or "full".
         trained: False freezes every parameter; else those that adapters stand beside are.
@@ -91,7 +93,7 @@ def _chunk(
     groups: ComponentGroups,
     index: int,
 ) -> GPTModel:
-    """Chunk `index` of this rank's stage: the first of all has the embedding, the last of all the head."""
+    """Build chunk `index` of this rank's stage: the first of all has the embedding, the last of all the head."""
     layout, stage = groups.layout, groups.collection.pp.rank()
     gpt = GPTModel(
         config,
@@ -108,7 +110,7 @@ def _chunk(
     if gpt.post_process and architecture.head == "value":
         gpt.output_layer = ValueHead(config, groups.collection.tp, architecture.value_bias)
     elif gpt.post_process:
-        hand_hidden_on(gpt)
+        return_hidden_states(gpt)
     if gpt.post_process and architecture.head == "policy_value":
         add_value_head(gpt, architecture.value_bias)
     if architecture.lora is not None:
@@ -130,3 +132,16 @@ def _scale_rope(gpt: GPTModel, architecture: Architecture) -> None:
         embedding.inv_freq = embedding.inv_freq / rope.numbers["factor"]
     elif rope.kind == "llama3":
         embedding.inv_freq = embedding._apply_scaling(embedding.inv_freq, **rope.numbers)
+
+
+@contextmanager
+def router_bias_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Keep the routers' biases in fp32, to the bit, while the model is cast or moved.
+
+    Megatron casts them back to fp32 before each use, but a cast to bf16 has rounded them by then.
+    """
+    routers = [module for module in model.modules() if getattr(module, "expert_bias", None) is not None]
+    kept = [router.expert_bias for router in routers]
+    yield
+    for router, bias in zip(routers, kept, strict=True):
+        router.expert_bias = bias.to(router.expert_bias.device)

@@ -1,4 +1,4 @@
-"""What context-parallel ranks exchange: keys and values for attention, and what the heads read of each token."""
+"""Exchanges of context-parallel ranks: keys and values for attention, and the outputs of the heads."""
 
 from typing import Any
 
@@ -27,9 +27,9 @@ def whole_pack(share: torch.Tensor, cu_seqlens: torch.Tensor, group: dist.Proces
 
 
 def sum_of_shares(share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over the ranks of what each has of a whole, 0 elsewhere; every rank then computes the same loss from it.
+    """Sum over the ranks, each of which has its share and 0 elsewhere; every rank then computes the same loss from it.
 
-    So the gradient is passed on as it is: what counts of it is at this rank's own share.
+    So the gradient is passed on as it is: this rank's own share of it counts.
     """
     return _SumOfShares.apply(share, group) if group.size() > 1 else share
 

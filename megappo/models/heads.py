@@ -1,4 +1,4 @@
-"""What is read off a model's output: log-probs, entropy and KL of a policy, values of a critic."""
+"""Heads, which read a model's output: log-probs, entropy and KL of a policy, values of a critic."""
 
 from collections.abc import Callable
 
@@ -7,8 +7,8 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megappo.batch.packing import PackedBatch
+from megappo.models.megatron_engine import Head, Outputs
 from megappo.models.output_layer import LogitFactors
-from megappo.models.train_engine import Head, Outputs
 from megappo.models.vocab_parallel import vocab_parallel_kl, vocab_parallel_log_probs_and_entropy
 
 
@@ -22,7 +22,7 @@ def policy_head(
     """`log_probs` of the response tokens and `entropy` of their distributions, at the sampling temperature (nats).
 
     Args:
-        weight: this rank's shard of the output layer's, [V/tp, H]; asked for in each pass, as it may move.
+        weight: this rank's shard of the output layer's, [V/tp, H]; called in each pass, as the weight may move.
         tensor_group: ranks that hold the vocabulary's shards.
         vocab_size: true vocabulary; the padding after it has no probability.
         temperature: divides the logits, as the engine does when it samples.
@@ -64,7 +64,7 @@ def value_head(*, bootstrap: bool = False) -> Head:
 
 
 def policy_value_head(policy: Head, value: Head, model: GPTModel) -> Head:
-    """What both heads report of a model with a shared backbone.
+    """The outputs of both heads of a model with a shared backbone.
 
     Args:
         policy: reads the model's hidden states. value: reads its values.

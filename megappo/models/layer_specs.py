@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of: TransformerEngine's, or torch-only ones that also run on a CPU."""
+"""Modules of a transformer layer: TransformerEngine's, or torch-only ones that also run on a CPU."""
 
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -7,19 +7,19 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megappo.config.errors import ConfigError
-from megappo.models.fused_layers import RMSNorm, swiglu
-from megappo.models.latent_attention import LatentAttention
 from megappo.models.packed_attention import PackedAttention, SelfAttention
+from megappo.models.torch_layers import LatentSelfAttention, RMSNorm, swiglu
 from megappo.runtime import platform
 
 
 def layer_kind(wanted: str) -> str:
-    """Whose layers model.layer_spec asks for: "torch" or "transformer_engine".
+    """Return the library of the layers, "torch" or "transformer_engine".
 
     Args:
-        wanted: "auto" (TransformerEngine where it is installed with CUDA, else torch), "torch" or "transformer_engine".
+        wanted: model.layer_spec: "torch", "transformer_engine", or "auto", which takes the latter where it is installed
+            with CUDA.
     Raises:
-        ConfigError: "transformer_engine" is asked for and cannot run here; or it is installed and cannot be imported.
+        ConfigError: "transformer_engine" is wanted and cannot run here; or it is installed and cannot be imported.
     """
     if wanted == "torch" or (wanted == "auto" and not platform.has_transformer_engine()):
         return "torch"
@@ -31,7 +31,7 @@ def layer_kind(wanted: str) -> str:
     if not HAVE_TE:  # megatron-core would build its layers of mocks
         raise ConfigError(
             f"model.layer_spec is {wanted}, but TransformerEngine is installed and cannot be imported "
-            f"({platform.fault('transformer-engine')}): build it again, as docs/troubleshooting.md says, or "
+            f"({platform.fault('transformer-engine')}): build it again, see docs/troubleshooting.md, or "
             "set model.layer_spec=torch"
         )
     return "transformer_engine"
@@ -43,7 +43,7 @@ def layer_spec(config: TransformerConfig, has_te: bool, stage: int, chunk: int) 
 
     Args:
         has_te: whether the layers are TransformerEngine's.
-        stage, chunk: pipeline rank and the chunk's index on it, which say how many layers to build.
+        stage, chunk: pipeline rank and the chunk's index on it, which give the number of layers.
     """
     if not has_te:
         return _torch_decoder(config, stage, chunk)
@@ -76,7 +76,7 @@ def _torch_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
         key_norm = "kv_layernorm" if config.multi_latent_attention else "k_layernorm"
         for name in ("q_layernorm", key_norm):
             setattr(attention.submodules, name, RMSNorm)
-    attention.module = LatentAttention if config.multi_latent_attention else SelfAttention
+    attention.module = LatentSelfAttention if config.multi_latent_attention else SelfAttention
     mlp = parts.mlp.submodules
     for part in (mlp,) if num_experts is None else (mlp.experts.submodules, mlp.shared_experts.submodules):
         part.activation_func = swiglu

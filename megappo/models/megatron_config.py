@@ -1,4 +1,4 @@
-"""From an Architecture to megatron-core's TransformerConfig and GPTModel arguments."""
+"""megatron-core's TransformerConfig and GPTModel arguments for an Architecture."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megappo.architecture.architecture import Architecture
+from megappo.architecture.architecture import Architecture, LatentAttention, Rope
+from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
 from megappo.architecture.parameters import padded_vocab_size
 from megappo.architecture.switches import LAYERS
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Model, Parallel
-from megappo.models.dtypes import TORCH_DTYPES
-from megappo.models.latent_attention import latent_arguments
-from megappo.models.routing import expert_arguments
 from megappo.runtime import platform
 
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch) for name, dtype in DTYPES.items()}
+"""torch's dtypes by the names of config keys."""
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
@@ -46,7 +46,7 @@ def transformer_config(
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_size,
         num_attention_heads=architecture.num_heads,
-        **(latent_arguments(architecture) if architecture.latent else _head_arguments(architecture)),
+        **_attention_arguments(architecture),
         layernorm_epsilon=architecture.norm_eps,
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -77,7 +77,7 @@ def transformer_config(
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
-        **expert_arguments(architecture, parallel),
+        **_expert_arguments(architecture, parallel),
         **{switch.name: switch.name in switches for switch in LAYERS},
         **RECOMPUTE[recompute],
     )
@@ -90,13 +90,73 @@ def _leave(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _head_arguments(architecture: Architecture) -> dict[str, Any]:
-    """TransformerConfig's arguments of attention whose heads have keys and values of their own, or share them."""
+def _attention_arguments(architecture: Architecture) -> dict[str, Any]:
+    """TransformerConfig's arguments of attention, whose heads have keys and values of their own, or share them."""
+    if architecture.latent:
+        return _latent_arguments(architecture.latent, architecture.rope)
     return {
         "num_query_groups": architecture.num_kv_heads,
         "kv_channels": architecture.head_size,
         "add_qkv_bias": architecture.family.qkv_bias,
         "qk_layernorm": architecture.family.qk_layernorm,
+    }
+
+
+def _latent_arguments(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
+    """MLATransformerConfig's arguments of latent attention, with YaRN's factors on cosines and sines (mscale over
+    mscale_all_dim) and on the softmax (mscale_all_dim).
+
+    The norms of the latent vectors take the layers' `rms_norm_eps`, as SGLang's do; transformers fixes theirs at 1e-6,
+    which is what published models have for both.
+    """
+    numbers = {"factor": 1.0, **rope.numbers}
+    return {
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.plain_size,
+        "qk_pos_emb_head_dim": latent.rope_size,
+        "v_head_dim": latent.v_size,
+        "kv_channels": latent.v_size,
+        "qk_layernorm": True,
+        "rope_type": "rope" if rope.kind == "default" else rope.kind,
+        "rotary_base": rope.base,
+        "rotary_scaling_factor": numbers.pop("factor"),
+        **numbers,
+    }
+
+
+def _expert_arguments(architecture: Architecture, parallel: Parallel) -> dict[str, Any]:
+    """TransformerConfig's arguments of a mixture of experts; none of a dense model.
+
+    The router softmaxes over all experts and keeps the largest probabilities, or (the same as dividing these by their
+    sum) softmaxes over the largest logits. Nothing is added to the loss and no token is dropped. With a router's bias
+    it takes sigmoids and divides them by their sum over the chosen experts. Pretraining moves the bias to balance the
+    load; here it stays as it was loaded: at a rate of 0 Megatron adds 0 to it.
+    """
+    experts, written = architecture.experts, architecture.family.experts
+    if experts is None or written is None:
+        return {}
+    dense, layers = experts.num_dense_layers, architecture.num_layers
+    num_groups, group_top_k = experts.groups or (None, None)
+    return {
+        "num_moe_experts": experts.count,
+        # A list, even of equal layers, makes Megatron name each layer in a checkpoint instead of stacking them.
+        "moe_layer_freq": [int(layer >= dense) for layer in range(layers)] if dense else 1,
+        "moe_ffn_hidden_size": experts.ffn_size,
+        "moe_router_topk": experts.top_k,
+        "moe_router_pre_softmax": not experts.renormalizes,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_topk_scaling_factor": experts.scaling,
+        "moe_router_dtype": "fp32" if written.fp32_router else None,
+        "moe_router_num_groups": num_groups,
+        "moe_router_group_topk": group_top_k,
+        "moe_router_score_function": "sigmoid" if written.router_bias else "softmax",
+        "moe_router_enable_expert_bias": written.router_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_shared_expert_intermediate_size": experts.shared_ffn_size,
+        "moe_shared_expert_gate": bool(written.shared and written.shared.gated),
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
     }
 
 
@@ -117,7 +177,7 @@ def _pipeline_arguments(parallel: Parallel) -> dict[str, Any]:
 
 
 def _pipeline_layout(parallel: Parallel) -> list[list[str]] | None:
-    """The modules of every chunk of every stage, where the config says how many layers each has."""
+    """The modules of every chunk of every stage, where the config gives their numbers of layers."""
     if parallel.pipeline_split is None or parallel.pipeline == 1:
         return None
     chunks = [["decoder"] * layers for layers in parallel.pipeline_split]

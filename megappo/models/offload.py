@@ -1,8 +1,8 @@
 """A model's tensors that sleep in the host's memory while no phase needs them on the device.
 
-By storage, not by tensor: parameters, main parameters and optimizer states are views of each other's memory, in ways
-that depend on dtype and optimizer, and so nothing has to be pointed anew. On a GPU a storage that sleeps has size 0,
-and its content lies in pinned host memory. On a CPU it keeps its size and holds NaN, so that using it anyway shows.
+Storages sleep, not tensors: parameters, main parameters and optimizer states are views of each other's memory, in ways
+that depend on dtype and optimizer, and all views stay valid. On a GPU a storage that sleeps has size 0, and its content
+lies in pinned host memory. On a CPU it keeps its size and holds NaN, so that tests see any use of it.
 
 The copies of one kind share their memory (`host_copies`). torch's allocator of pinned memory rounds each allocation up
 to a power of two (torch 2.14.1, ATen/core/CachingHostAllocator.h), so that copies of their own would take up to twice
@@ -14,20 +14,21 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 
 from megappo.config.kinds import TensorKind
-from megappo.models.train_engine import MegatronEngine, TrainedEngine
+from megappo.models.megatron_engine import MegatronEngine
+from megappo.models.train_engine import TrainedEngine
 from megappo.placement.uses import Use
 from megappo.runtime import platform
 
 NAN_BYTE = 255  # NaN in every floating dtype
-SMALLEST_PIECE = 2**20
-"""Bytes: what is wasted of a kind's copies at most."""
+SMALLEST_BLOCK = 2**20
+"""Bytes; at most this much of a kind's copies is wasted."""
 
 
 class Offload:
     """The tensors of one model on this rank, of which some kinds sleep whenever they are not needed.
 
     Args:
-        kinds: those; the others always stay.
+        kinds: the kinds that may sleep; the others always stay.
     Attributes:
         asleep: the kinds that sleep now.
     """
@@ -41,11 +42,11 @@ class Offload:
 
     @property
     def host_bytes(self) -> int:
-        """Of the copies on the host, which are kept for the next time."""
+        """Bytes of the copies on the host, which are kept for the next time."""
         return sum(len(part) for kind in self._memories.values() for memory in kind for part in memory.copy)
 
     def rest(self, use: Use) -> None:
-        """Put to sleep what is not needed."""
+        """Put the kinds to sleep that are not needed."""
         unneeded = [kind for kind in self._kinds if kind not in use and kind not in self.asleep]
         found = _storages(self._engine) if unneeded else {}
         for kind in unneeded:
@@ -61,7 +62,7 @@ class Offload:
             self.asleep.add(kind)
 
     def wake(self, use: Use) -> None:
-        """Bring back what is needed."""
+        """Bring back the kinds that are needed."""
         for kind in self.asleep & use.keys():
             self.asleep.remove(kind)
             for memory in self._memories[kind]:
@@ -72,26 +73,26 @@ class Offload:
 def host_copies(sizes: Sequence[int]) -> list[list[torch.Tensor]]:
     """Host memory for storages of these bytes, pinned on a GPU: for each one or several parts, in order."""
     pinned = platform.has_cuda()
-    pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in piece_sizes(sum(sizes))]
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in block_sizes(sum(sizes))]
     copies = []
     for size in sizes:
         copies.append(parts := list[torch.Tensor]())
         while size:
-            part, rest = pieces[0].tensor_split([size])
+            part, rest = blocks[0].tensor_split([size])
             parts.append(part)
             size -= len(part)
-            pieces[:1] = [rest] if len(rest) else []
+            blocks[:1] = [rest] if len(rest) else []
     return copies
 
 
-def piece_sizes(nbytes: int) -> list[int]:
-    """Powers of two, the largest first, that add up to so many bytes, rounded up to a multiple of SMALLEST_PIECE."""
-    rounded = -(-nbytes // SMALLEST_PIECE) * SMALLEST_PIECE
+def block_sizes(nbytes: int) -> list[int]:
+    """Powers of two, the largest first, that add up to so many bytes, rounded up to a multiple of SMALLEST_BLOCK."""
+    rounded = -(-nbytes // SMALLEST_BLOCK) * SMALLEST_BLOCK
     return [1 << bit for bit in reversed(range(rounded.bit_length())) if rounded >> bit & 1]
 
 
 class _Memory:
-    """A storage, and what it held when it was last saved, in parts; no parts where that need not be kept."""
+    """A storage, and its content when it was last saved, in parts; no parts where that need not be kept."""
 
     def __init__(self, storage: torch.UntypedStorage, copy: list[torch.Tensor]):
         self.storage, self.copy = storage, copy

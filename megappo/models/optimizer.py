@@ -1,22 +1,46 @@
-"""Megatron's optimizer and learning-rate schedule, as a component's optim section sets them."""
+"""Megatron's gradient buffers, optimizer and learning-rate schedule, as a component's optim section sets them."""
 
 import math
-from functools import partial
-from typing import Any
 
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 
+from megappo.architecture.switches import REDUCTION
 from megappo.config.schema import Optim
-from megappo.models.optimizer_states import sharded_states
+from megappo.models.sharding import sharded_states
+from megappo.placement.groups import ComponentGroups
+from megappo.runtime.megatron_patches import count_padding, save_optimizer_states_by
 
 
-def optimizer_config(optim: Optim, model: TransformerConfig) -> OptimizerConfig:
-    """Megatron's optimizer settings: decoupled Adam, fp32 moments and master weights."""
-    return OptimizerConfig(
+def data_parallel(
+    runner: torch.nn.Module, config: TransformerConfig, optim: Optim, groups: ComponentGroups
+) -> DistributedDataParallel:
+    """Wrap a chunk that is trained in Megatron's buffers of gradients and their reduction over the ranks.
+
+    The component's groups are active, and its world is the default one.
+    """
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=optim.distributed,
+        grad_reduce_in_fp32=True,
+        **{switch.name: switch.name in config.switches for switch in REDUCTION},
+    )
+    wrapped = DistributedDataParallel(config, settings, runner, pg_collection=groups.collection)
+    for parameter in wrapped.parameters():
+        parameter.is_reduced_early = settings.overlap_grad_reduce
+    count_padding(wrapped)
+    return wrapped
+
+
+def build_optimizer(
+    runners: list[DistributedDataParallel], config: TransformerConfig, optim: Optim, groups: ComponentGroups
+) -> ChainedOptimizer:
+    """Build decoupled Adam with fp32 moments and master weights, ready to be saved. As `data_parallel`."""
+    settings = OptimizerConfig(
         optimizer="adam",
         lr=optim.lr,
         min_lr=optim.min_lr,
@@ -25,31 +49,31 @@ def optimizer_config(optim: Optim, model: TransformerConfig) -> OptimizerConfig:
         adam_beta2=optim.betas[1],
         adam_eps=optim.eps,
         clip_grad=optim.clip_grad,
-        bf16=model.bf16,
-        params_dtype=model.params_dtype,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
         use_distributed_optimizer=optim.distributed,
     )
+    optimizer = get_megatron_optimizer(
+        settings, runners, use_gloo_process_groups=False, pg_collection=groups.collection
+    )
+    init_optimizer_state(optimizer)
+    return optimizer
 
 
-def make_saveable(optimizer: ChainedOptimizer) -> None:
-    """Let a checkpoint be saved at any time, by all ranks."""
+def init_optimizer_state(optimizer: ChainedOptimizer) -> None:
+    """Make the moments now, so that a checkpoint can be saved before the first step."""
     for part in optimizer.chained_optimizers:
-        if part.init_state_fn is not None:  # else there are no moments before the first step
+        if part.init_state_fn is not None:
             part.init_state_fn(part.optimizer, part.config)
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:
-            part.sharded_param_state_fully_reshardable = partial(sharded_states, part)
-            part.load_parameter_state_from_fully_reshardable = _in_place
-
-
-def _in_place(states: dict[int, Any]) -> None:
-    """Nothing is left to do: `sharded_states` has had them loaded where they belong."""
+            save_optimizer_states_by(part, sharded_states)
 
 
 def clipped_step(optimizer: ChainedOptimizer) -> float:
-    """One step; the norm of the gradients before clipping. Where that is not finite, nothing is changed.
+    """Make one step and return the norm of the gradients before clipping. Where that is not finite, change nothing.
 
-    It is `ChainedOptimizer.step` of megatron-core, which would spoil all weights then. All ranks of the component
-    together, its groups active.
+    `ChainedOptimizer.step` of megatron-core would make all weights NaN then. All ranks of the component together, its
+    groups active.
     """
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())

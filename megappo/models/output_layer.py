@@ -1,19 +1,17 @@
-"""A language model's last layer, whose product with the hidden states is the heads' to compute: block by block."""
+"""A language model's last layer: it returns the hidden states, for the heads to compute logits block by block."""
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from megappo.models.strides import with_plain_strides
-
 LogitFactors = tuple[torch.Tensor, torch.Tensor]
 """Hidden states [T, H] and this rank's shard of the output weight, [V/tp, H]: logits are hidden @ weight.T."""
 
 
-def hand_hidden_on(gpt: GPTModel) -> None:
+def return_hidden_states(gpt: GPTModel) -> None:
     """Have a last stage return the hidden states that its output layer reads, [1, T, H], on every tensor-parallel rank.
 
-    Of most tokens, those of prompts, nobody asks for logits. The gradient that comes back must be whole on every rank.
+    Most tokens, those of prompts, need no logits. The gradient that comes back must be whole on every rank.
     """
     layer = gpt.output_layer
 
@@ -32,3 +30,14 @@ def output_weight(gpt: GPTModel) -> torch.Tensor:
     if gpt.share_embeddings_and_output_weights:
         return gpt.shared_embedding_or_output_weight()
     return gpt.output_layer.weight
+
+
+def with_plain_strides(hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states [T, 1, H], contiguous, with the strides (H, H, 1); so is the gradient that comes back.
+
+    Megatron transposes [1, T, H] behind the embedding and, in the backward pass, before the head. The result has the
+    strides (H, T x H, 1), which count as contiguous and spread through the layers; torch then multiplies by weights
+    without a gradient, those of a reference or under adapters, in T products, which took as long as all other work of
+    the layers.
+    """
+    return hidden.flatten(0, 1).unsqueeze(1)

@@ -72,7 +72,7 @@ class ValueHead(torch.nn.Module):
             RuntimeError: there was no forward pass since the last call.
         """
         if self._kept is None:
-            raise RuntimeError("values were asked for twice, or before a forward pass of the model they belong to")
+            raise RuntimeError("values were taken twice, or before a forward pass of the model they belong to")
         values, self._kept = self._kept, None
         return values.transpose(0, 1)
 

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.files import end_tokens
+from megappo.architecture.config_json import end_tokens
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
-from megappo.architecture.folders import check_companions, other_kind, tensor_files
+from megappo.architecture.model_folder import check_companions, other_kind, tensor_files
 from megappo.architecture.parsing import ArchitectureError, read_architecture
 from megappo.config.checks import context_errors, requests
 from megappo.config.data_files import OTHER_KIND, ending

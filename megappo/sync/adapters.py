@@ -15,9 +15,8 @@ from megappo.engines.client import EngineClient
 from megappo.runtime import platform
 from megappo.sync.ipc import HandleSender
 from megappo.sync.transport import Link, Receiver, Sender
-from megappo.weights.adapters import peft_config, write_adapters
 from megappo.weights.buckets import Bucket, views
-from megappo.weights.staging import staged
+from megappo.weights.hf_folder import peft_config, staged, write_adapters
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
 from megappo.engines.client import EngineClient
-from megappo.models.train_engine import MegatronEngine
+from megappo.models.megatron_engine import MegatronEngine
 from megappo.placement.route import Route
 from megappo.runtime import platform
 from megappo.sync.adapters import adapter_shapes

@@ -5,12 +5,12 @@ import shutil
 
 import torch
 
-from megappo.architecture.files import write_model_config
+from megappo.architecture.config_json import write_model_config
 from megappo.engines.client import EngineClient
 from megappo.sync.transport import Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, views
+from megappo.weights.hf_folder import staged, temporary_folder
 from megappo.weights.safetensors_io import ShardedWriter
-from megappo.weights.staging import staged, temporary_folder
 
 
 class DiskWriter(Sender):

@@ -12,7 +12,8 @@ from megappo.batch.balance import balanced_partitions
 from megappo.batch.exchange import Exchange, RankRows, RowTable, empty_rows, output_sources, shard_destinations
 from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
-from megappo.models.train_engine import MegatronEngine, OptimizerStep, Outputs
+from megappo.models.megatron_engine import MegatronEngine, Outputs
+from megappo.models.train_engine import OptimizerStep
 from megappo.placement.layout import Layout
 
 MiniBatches = tuple[RankRows, ...]

@@ -14,8 +14,9 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
+from megappo.models.megatron_engine import Outputs
 from megappo.models.offload import Offload
-from megappo.models.train_engine import Outputs, TrainedEngine
+from megappo.models.train_engine import TrainedEngine
 from megappo.observe.files import HF_ACTOR
 from megappo.placement.groups import build_groups
 from megappo.placement.run_plan import RunPlan

@@ -6,7 +6,8 @@ import torch
 
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.models.train_engine import LossFn, Outputs
+from megappo.models.megatron_engine import Outputs
+from megappo.models.train_engine import LossFn
 from megappo.observe.metrics import OnDevice
 from megappo.ppo.aggregation import Metrics, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions

@@ -8,9 +8,10 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
 from megappo.models.build import build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.megatron_engine import Head, MegatronEngine
 from megappo.models.offload import Offload
 from megappo.models.output_layer import output_weight
-from megappo.models.train_engine import Head, MegatronEngine, TrainedEngine
+from megappo.models.train_engine import TrainedEngine
 from megappo.placement.components import ComponentSpec, build_order
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.uses import NOTHING

@@ -9,7 +9,7 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.batch.exchange import Exchange
 from megappo.estimate.flops import Flops, flops_of
 from megappo.estimate.gpus import find_gpu
-from megappo.models.dtypes import TORCH_DTYPES
+from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.placement.components import ComponentSpec
 from megappo.runtime import platform
 from megappo.trainer.component import Component, ComponentBatch

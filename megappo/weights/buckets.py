@@ -1,4 +1,4 @@
-"""Buckets: whole Hugging Face tensors of one dtype, one after the other in one piece of memory."""
+"""Buckets: whole Hugging Face tensors of one dtype, one after the other in memory."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class TensorSpec:
 
     Attributes:
         is_frozen: training does not change it.
-        with_next: of use to an engine only in one bucket with the tensor after it.
-        sender: which of several sends it, by number.
+        with_next: an engine needs it in one bucket with the tensor after it.
+        sender: number of the sender, where there are several.
     """
 
     name: str
@@ -50,14 +50,14 @@ def into_buckets(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec
 
 
 def in_turns(tensors: Sequence[_Spec], bucket_bytes: int) -> list[list[_Spec]]:
-    """The same where several send: each has buckets of its own, which it gathers while it is another one's turn."""
+    """`into_buckets` for several senders: each gathers its own buckets while the others send theirs."""
     numbers = sorted({tensor.sender for tensor in tensors})
     each = [into_buckets([one for one in tensors if one.sender == number], bucket_bytes) for number in numbers]
     return [bucket for turn in zip_longest(*each, fillvalue=[]) for bucket in turn if bucket]
 
 
 def inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:
-    """Each tensor, with those after it that it must not be parted from."""
+    """Each tensor, with those after it that must be in the same bucket."""
     together: list[_Spec] = []
     for tensor in tensors:
         together.append(tensor)
@@ -65,7 +65,7 @@ def inseparable(tensors: Sequence[_Spec]) -> Iterator[list[_Spec]]:
             yield together
             together = []
     if together:
-        raise ValueError(f"{together[-1].name} is of use only with the tensor after it, and is the last")
+        raise ValueError(f"{together[-1].name} must be in one bucket with the tensor after it, and is the last")
 
 
 def num_bytes(bucket: Bucket) -> int:
@@ -80,6 +80,6 @@ def views(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether there is neither NaN nor infinity among them."""
-    # A sum takes one pass and no memory; one that is too large though all values are finite passes the second look.
+    """Return whether all values are finite."""
+    # A sum takes one pass and no memory; one that is too large though all values are finite passes the second test.
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())

@@ -4,15 +4,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import LM_HEAD, VALUE_BIAS, VALUE_HEAD
 from megappo.architecture.parsing import read_architecture
+from megappo.weights.buckets import NamedTensors
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 
 HEAD_MODULES = ("score", "classifier", "v_head", "v_head.summary")
-"""What reward models call the layer that reads the last hidden states; the last is TRL's value head."""
+"""Names in reward models of the layer that reads the last hidden states; the last is TRL's value head."""
 
 
 def critic_architecture(folder: str | Path) -> Architecture:
@@ -58,18 +57,18 @@ def name_value_head(source: HFFolder) -> None:
 
 
 def has_value_head(source: HFFolder) -> bool:
-    """Whether the folder has a value head, under any of its names."""
+    """Return whether the folder has a value head, under any of its names."""
     return any(f"{module}.weight" in source.names() for module in HEAD_MODULES)
 
 
 def has_value_bias(source: HFFolder) -> bool:
-    """Whether the folder's value head adds something other than zero."""
+    """Return whether the folder's value head adds something other than zero."""
     return VALUE_BIAS in source.names() and bool(source.read(VALUE_BIAS).any())
 
 
 def critic_buckets(
-    buckets: Iterable[list[tuple[str, torch.Tensor]]],
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    buckets: Iterable[NamedTensors],
+) -> Iterator[NamedTensors]:
     """Buckets of a model with a value head as *ForTokenClassification has them.
 
     That has a bias always, so a head without one is given a zero, and it has no language model's head.

@@ -2,28 +2,30 @@
 
 import collections
 import contextlib
+import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-import torch
 import torch.distributed as dist
+from safetensors.torch import save
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.files import write_model_config
-from megappo.architecture.folders import companions
+from megappo.architecture.config_json import write_model_config
+from megappo.architecture.dtypes import dtype_name
+from megappo.architecture.model_folder import companions
+from megappo.config.schema import Lora
 from megappo.models.build import ModelChunks
-from megappo.models.dtypes import NAMES
 from megappo.placement.groups import ComponentGroups
-from megappo.weights.adapters import write_adapters
+from megappo.weights.buckets import NamedTensors
 from megappo.weights.critic import critic_buckets
 from megappo.weights.export import Export
 from megappo.weights.safetensors_io import ShardedWriter
-from megappo.weights.staging import staged
-
-Bucket = list[tuple[str, torch.Tensor]]
 
 ADAPTER_FOLDER = "adapter"
+PEFT_PREFIX = "base_model.model."
+"""Begins PEFT's names, before those of the model."""
 
 
 def write_hf_folder(
@@ -83,7 +85,7 @@ def write_hf_files(
     export, is_first = Export(chunks, architecture, groups, needing=(first,)), dist.get_rank() == first
     if not export.joins:
         return
-    buckets: Iterable[Bucket] = export.buckets(bucket_bytes)
+    buckets: Iterable[NamedTensors] = export.buckets(bucket_bytes)
     if architecture.head != "policy":
         buckets = critic_buckets(buckets)
     if not is_first:
@@ -95,7 +97,7 @@ def write_hf_files(
         progress(sum(tensor.numel() for _, tensor in bucket))
         del bucket  # before the next one is gathered
     writer.finish()
-    write_model_config(architecture, folder, NAMES[chunks[0].config.params_dtype])
+    write_model_config(architecture, folder, dtype_name(chunks[0].config.params_dtype))
     copy_companions(Path(source), folder)
 
 
@@ -119,3 +121,71 @@ def copy_companions(source: Path, target: Path) -> None:
         if not (target / name).exists():
             (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source / name, target / name)
+
+
+def peft_config(lora: Lora) -> dict[str, Any]:
+    """Return PEFT's adapter_config.json."""
+    sizes = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.modules)}
+    return {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", **sizes}
+
+
+def write_adapters(folder: Path, adapters: NamedTensors, lora: Lora, base: str | Path) -> None:
+    """Write whole adapters as PEFT does.
+
+    Args:
+        base: the folder of the model that they adapt.
+    Raises:
+        OSError: they cannot be written.
+    """
+    tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in adapters}
+    # safetensors 0.8's own save_file makes a file that nobody else may read.
+    (folder / "adapter_model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+    config = peft_config(lora) | {"base_model_name_or_path": str(base)}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def temporary_folder(target: Path) -> Path:
+    """The folder that is written before it takes the place of `target`: beside it, for a rename in one file system."""
+    return target.with_name(target.name + ".tmp")
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Make a new folder that takes the place of `target` when the block ends well, and is removed when it does not.
+
+    The remains of a killed program are removed first.
+
+    Raises:
+        FileExistsError: `target` is a file.
+        OSError: the folder cannot be made; `target` is as it was.
+    """
+    if target.is_file():
+        raise FileExistsError(f"{target} is a file; name a folder to write to")
+    temporary = temporary_folder(target)
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        _replace(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Put the finished folder in the old one's place; a kill between the renames leaves the old one as `.old`."""
+    old = target.with_name(target.name + ".old")
+    if old.exists():
+        shutil.rmtree(old)
+    had_one = target.exists()
+    if had_one:
+        target.rename(old)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        if had_one and not target.exists():
+            old.rename(target)
+        raise
+    if had_one:
+        shutil.rmtree(old)

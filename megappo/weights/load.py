@@ -1,19 +1,28 @@
 """Loading Hugging Face weights into a Megatron model: each rank reads its own slices of the files, nothing else."""
 
+import math
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS, VALUE_HEAD, Piece, is_adapter, pieces_of
+from megappo.architecture.parameters import (
+    EMBEDDING,
+    LM_HEAD,
+    LORA_B,
+    VALUE_BIAS,
+    VALUE_HEAD,
+    HFTensor,
+    hf_tensors_of,
+    is_adapter,
+)
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime.heartbeat import LIFE
-from megappo.weights.adapters import draw_adapter
 from megappo.weights.buckets import all_finite
 from megappo.weights.critic import has_value_bias, name_value_head
-from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.safetensors_io import HFFolder, WeightsError
 from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
@@ -21,8 +30,9 @@ UNUSED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints sa
 
 
 def is_unused(name: str, architecture: Architecture | None) -> bool:
-    """Whether a tensor is not loaded: a constant, or of the layers that predict further tokens. Those are neither
-    trained nor exported; transformers leaves them out too. `architecture` is None of a folder without config.json."""
+    """Return whether a tensor is not loaded: a constant, or one of the layers that predict further tokens. Those are
+    neither trained nor exported; transformers leaves them out too. `architecture` is None for a folder without
+    config.json."""
     return name.endswith(UNUSED_SUFFIXES) or bool(architecture and architecture.predicts_further(name))
 
 
@@ -32,7 +42,7 @@ def folder_shapes(folder: str | Path, architecture: Architecture) -> dict[str, t
     Raises: as `load_hf`.
     """
     left_out = {VALUE_HEAD, VALUE_BIAS} | ({LM_HEAD} if architecture.tied else set())
-    with PerExpertFolder(folder, architecture) as source:
+    with HFFolder(folder, architecture) as source:
         name_value_head(source)
         names = [name for name in source.names() - left_out if not is_unused(name, architecture)]
         return {name: source.shape(name) for name in names}
@@ -64,27 +74,27 @@ def load_hf(
     """
     table, parameters = table_of(architecture, groups), global_parameters(chunks)
     check_parameters(parameters, table)
-    with PerExpertFolder(folder, architecture) as source:
+    with HFFolder(folder, architecture) as source:
         if architecture.head != "policy":
             name_value_head(source)
             _check_bias(source, architecture)
-        _check_source(source, architecture, pieces_of(one for name, one in table.items() if not is_adapter(name)))
+        _check_source(source, architecture, hf_tensors_of(one for name, one in table.items() if not is_adapter(name)))
         if architecture.ties_output and LM_HEAD in source.names():
             _check_tied(source)
         has_values = VALUE_HEAD in source.names()
         for name, parameter in parameters.items():
             LIFE.sign()
             progress(name)
-            pieces = table[name].pieces
-            if pieces[0].name == VALUE_HEAD and not has_values:
+            hf_tensors = table[name].hf_tensors
+            if hf_tensors[0].name == VALUE_HEAD and not has_values:
                 chunks[-1].get_submodule(name.removesuffix(".weight")).init_weight(seed)
                 continue
             parts = decompose(parameter, table[name])
             if is_adapter(name):
-                draw_adapter(parts[pieces[0].name], pieces[0], groups, seed)
+                _draw_adapter(parts[hf_tensors[0].name], hf_tensors[0], groups, seed)
                 continue
-            for piece in pieces:
-                _fill(parts[piece.name], source, piece, groups)
+            for hf in hf_tensors:
+                _fill(parts[hf.name], source, hf, groups)
 
 
 def _optional(architecture: Architecture) -> set[str]:
@@ -105,7 +115,7 @@ def _check_bias(source: HFFolder, architecture: Architecture) -> None:
         raise WeightsError(f"the model's value head has a bias, but {source.folder} has none; build it of this folder")
 
 
-def _check_source(source: HFFolder, architecture: Architecture, expected: dict[str, Piece]) -> None:
+def _check_source(source: HFFolder, architecture: Architecture, expected: dict[str, HFTensor]) -> None:
     optional = _optional(architecture)
     found = {name for name in source.names() if not is_unused(name, architecture)}
     missing = sorted(expected.keys() - found - optional)
@@ -128,18 +138,18 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
-def _fill(part: torch.Tensor, source: HFFolder, piece: Piece, groups: ComponentGroups) -> None:
+def _fill(part: torch.Tensor, source: HFFolder, hf: HFTensor, groups: ComponentGroups) -> None:
     """Copy this rank's shard of a tensor into its place in the parameter, [groups, rows per group, ...]; padding is 0.
 
     The files are mapped into memory, so that nothing but the parameter itself takes any.
     """
-    read = _read_shard(source, piece, groups)
+    read = _read_shard(source, hf, groups)
     if not all_finite(read):
         raise WeightsError(
-            f"{piece.name} in {source.folder} holds values that are not finite: the model is spoiled, or its file "
+            f"{hf.name} in {source.folder} holds values that are not finite: the model is corrupt, or its file "
             "damaged; take an earlier one, or copy it again"
         )
-    if read.shape == piece.shard_shape:
+    if read.shape == hf.shard_shape:
         part.copy_(read.unflatten(0, part.shape[:2]))
         return
     rows, padding = part[0].split([len(read), part.shape[1] - len(read)])  # of the vocabulary, which is one group
@@ -147,13 +157,13 @@ def _fill(part: torch.Tensor, source: HFFolder, piece: Piece, groups: ComponentG
     padding.zero_()
 
 
-def _read_shard(source: HFFolder, piece: Piece, groups: ComponentGroups) -> torch.Tensor:
+def _read_shard(source: HFFolder, hf: HFTensor, groups: ComponentGroups) -> torch.Tensor:
     """This rank's part of a tensor, without padding."""
-    if piece.shard_dim is None:
-        return source.read(piece.name)
-    rank = cut_over(piece, groups).rank()
-    size, whole = piece.shard_shape[piece.shard_dim], piece.shape[piece.shard_dim]
-    return source.read(piece.name, piece.shard_dim, min(rank * size, whole), min((rank + 1) * size, whole))
+    if hf.shard_dim is None:
+        return source.read(hf.name)
+    rank = cut_over(hf, groups).rank()
+    size, whole = hf.shard_shape[hf.shard_dim], hf.shape[hf.shard_dim]
+    return source.read(hf.name, hf.shard_dim, min(rank * size, whole), min((rank + 1) * size, whole))
 
 
 def _check_tied(source: HFFolder) -> None:
@@ -166,3 +176,20 @@ def _check_tied(source: HFFolder) -> None:
                 f"config.json of {source.folder} ties the embeddings, but {LM_HEAD} differs from {EMBEDDING}; "
                 "set tie_word_embeddings to false, or remove the tensor"
             )
+
+
+def _draw_adapter(part: torch.Tensor, hf: HFTensor, groups: ComponentGroups, seed: int) -> None:
+    """Fill this rank's shard of an adapter's matrix: b with 0, so that nothing is added yet, and a with numbers drawn
+    evenly up to in^-1/2. Each rank draws all of a, so that it does not depend on the layout.
+
+    Source: PEFT, LoraLayer.reset_lora_parameters.
+    """
+    if hf.name.endswith(LORA_B):
+        part.zero_()
+        return
+    generator = torch.Generator().manual_seed(seed % 2**32 * 2**32 + zlib.crc32(hf.name.encode()))
+    shard = torch.empty(hf.shape).uniform_(-1, 1, generator=generator) / math.sqrt(hf.shape[1])
+    if hf.shard_dim is not None:
+        size = hf.shard_shape[hf.shard_dim]
+        shard = shard.narrow(hf.shard_dim, cut_over(hf, groups).rank() * size, size)
+    part.copy_(shard.unflatten(0, part.shape[:2]))

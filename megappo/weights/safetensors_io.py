@@ -3,15 +3,17 @@
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from megappo.architecture.dtypes import DTYPES
-from megappo.architecture.files import INDEX, SINGLE
-from megappo.architecture.folders import tensor_files
+from megappo.architecture.architecture import Architecture
+from megappo.architecture.config_json import INDEX, SINGLE
+from megappo.architecture.dtypes import DTYPES, dtype_name
+from megappo.architecture.model_folder import tensor_files
 from megappo.config.text_files import TextFileError
 from megappo.errors import ActionableError
 from megappo.models.dtypes import NAMES
@@ -24,25 +26,32 @@ class WeightsError(ActionableError, ValueError):
 
 
 class HFFolder(AbstractContextManager):
-    """The tensors of a Hugging Face folder by name; only the slices asked for are read.
+    """The tensors of a Hugging Face folder by name, of which only the requested slices are read.
 
     A context manager: the files stay open (memory-mapped) inside it.
 
+    Args:
+        architecture: its experts have one tensor for each matrix, even where the folder keeps the experts of a layer in
+            two 3-D tensors. transformers 5 holds a mixture of experts so, and writes it so in its own format:
+
+                mlp.experts.gate_up_proj [experts, 2 x ffn, hidden]     mlp.experts.down_proj [experts, hidden, ffn]
     Raises:
         WeightsError: the folder, its safetensors, or a file that its index names is missing, cannot be read, is damaged
-            or truncated, or lacks a tensor that the index lists there.
+            or truncated, or lacks a tensor that the index lists there; or a 3-D tensor has another shape than
+            config.json gives.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, architecture: Architecture | None = None):
         self.folder = Path(folder)
         try:
-            self._file_of = tensor_files(self.folder)
+            files = tensor_files(self.folder)
         except TextFileError as error:
             raise WeightsError(str(error)) from error
-        self._name_in_file: dict[str, str] = {}  # of tensors that were renamed
-        self._files = {
-            file: safe_open(self.folder / file, framework="pt") for file in sorted(set(self._file_of.values()))
-        }
+        self._stored = {name: _Stored(file, name) for name, file in files.items()}
+        self._files = {file: safe_open(self.folder / file, framework="pt") for file in sorted(set(files.values()))}
+        if architecture is not None and architecture.experts:
+            for layer in range(architecture.num_layers):
+                self._split_experts(f"model.layers.{layer}.", architecture)
 
     def __exit__(self, *error: object) -> None:
         self._files.clear()
@@ -50,16 +59,16 @@ class HFFolder(AbstractContextManager):
     def rename(self, names: Mapping[str, str]) -> None:
         """Call tensors by other names from now on: `names` maps the file's name to the new one."""
         for old, new in names.items():
-            self._file_of[new] = self._file_of.pop(old)
-            self._name_in_file[new] = self._name_in_file.pop(old, old)
+            self._stored[new] = self._stored.pop(old)
 
     def names(self) -> set[str]:
         """Names of all tensors."""
-        return set(self._file_of)
+        return set(self._stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the file's header."""
-        return tuple(self._slice(name).get_shape())
+        stored, shape = self._stored[name], tuple(self._slice(name).get_shape())
+        return shape if stored.expert is None else (stored.stop - stored.start, shape[2])
 
     def dtype(self, name: str) -> str:
         """Dtype of a tensor, as safetensors spells it: F32, BF16, ..."""
@@ -67,11 +76,43 @@ class HFFolder(AbstractContextManager):
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Elements start:stop (default: all) of a tensor along dimension 0 or 1, on the CPU in the file's dtype."""
-        part = slice(start, stop)
-        return self._slice(name)[part] if dim == 0 else self._slice(name)[:, part]
+        stored, part = self._stored[name], slice(start, self.shape(name)[dim] if stop is None else stop)
+        if stored.expert is None:
+            return self._slice(name)[part] if dim == 0 else self._slice(name)[:, part]
+        if dim == 1:
+            return self._slice(name)[stored.expert, stored.start : stored.stop, part]
+        return self._slice(name)[stored.expert, stored.start + part.start : stored.start + part.stop]
 
     def _slice(self, name: str) -> Any:
-        return self._files[self._file_of[name]].get_slice(self._name_in_file.get(name, name))
+        stored = self._stored[name]
+        return self._files[stored.file].get_slice(stored.name)
+
+    def _split_experts(self, layer: str, architecture: Architecture) -> None:
+        """Give each matrix of each expert of a layer its name in the format of the hub."""
+        experts, names = architecture.experts, architecture.family.experts
+        gate_up, down = f"{layer}mlp.experts.gate_up_proj", f"{layer}mlp.experts.down_proj"
+        if gate_up not in self._stored:
+            return
+        ffn, hidden = experts.ffn_size, architecture.hidden_size
+        self._check_shape(gate_up, (experts.count, 2 * ffn, hidden))
+        self._check_shape(down, (experts.count, hidden, ffn))
+        block, router = f"{layer}{names.block}.", f"{layer}mlp.gate.weight"
+        gate_up_file, down_file = self._stored.pop(gate_up).file, self._stored.pop(down).file
+        for expert in range(experts.count):
+            name = f"{block}experts.{expert}."
+            self._stored[f"{name}{names.gate}.weight"] = _Stored(gate_up_file, gate_up, expert, 0, ffn)
+            self._stored[f"{name}{names.up}.weight"] = _Stored(gate_up_file, gate_up, expert, ffn, 2 * ffn)
+            self._stored[f"{name}{names.down}.weight"] = _Stored(down_file, down, expert, 0, hidden)
+        if router in self._stored:
+            self.rename({router: f"{block}gate.weight"})
+
+    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        if name not in self._stored:
+            raise WeightsError(f"{self.folder} lacks {name}, which goes with the fused experts it has; copy it again")
+        if self.shape(name) != expected:
+            raise WeightsError(
+                f"{name} in {self.folder} has shape {[*self.shape(name)]}, but its config.json gives {[*expected]}"
+            )
 
 
 class ShardedWriter:
@@ -134,7 +175,7 @@ class _Shard:
         self._file.seek(8 + HEADER_BYTES)
 
     def has_room(self, name: str, tensor: torch.Tensor, max_bytes: int) -> bool:
-        """Whether the tensor fits, at a multiple of its items' size; an empty file takes any."""
+        """Return whether the tensor fits, at a multiple of its items' size; an empty file takes any."""
         header = len(self._header) + len(self._entry(name, tensor)) + 1
         fits = self.num_bytes + tensor.nbytes <= max_bytes and header <= HEADER_BYTES
         return not self.names or (fits and self.num_bytes % tensor.itemsize == 0)
@@ -155,5 +196,9 @@ class _Shard:
 
     def _entry(self, name: str, tensor: torch.Tensor) -> str:
         place = [self.num_bytes, self.num_bytes + tensor.nbytes]
-        entry = {"dtype": DTYPES[NAMES[tensor.dtype]].safetensors, "shape": list(tensor.shape), "data_offsets": place}
+        entry = {
+            "dtype": DTYPES[dtype_name(tensor.dtype)].safetensors,
+            "shape": list(tensor.shape),
+            "data_offsets": place,
+        }
         return f",{json.dumps(name)}:{json.dumps(entry)}"

@@ -1,4 +1,4 @@
-"""A rank's shards: the weights a model has here, and the pieces of Hugging Face tensors each is made of."""
+"""A rank's shards: the weights a model has here, and the Hugging Face tensors that each is made of."""
 
 import re
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.parameters import ROUTER_BIAS, Parameter, Piece, by_name, list_parameters
+from megappo.architecture.parameters import ROUTER_BIAS, HFTensor, Parameter, by_name, list_parameters
 from megappo.models.build import ModelChunks
 from megappo.placement.groups import ComponentGroups
 
@@ -39,9 +39,9 @@ def table_of(architecture: Architecture, groups: ComponentGroups) -> dict[str, P
     return by_name(list_parameters(architecture, tensor=layout.tensor, expert_tensor=layout.expert_tensor))
 
 
-def cut_over(piece: Piece, groups: ComponentGroups) -> dist.ProcessGroup:
+def cut_over(hf: HFTensor, groups: ComponentGroups) -> dist.ProcessGroup:
     """The ranks that each hold a shard of a tensor with a `shard_dim`."""
-    return groups.collection.tp if piece.expert is None else groups.collection.expt_tp
+    return groups.collection.tp if hf.expert is None else groups.collection.expt_tp
 
 
 def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Parameter]) -> None:
@@ -63,7 +63,7 @@ def check_parameters(parameters: dict[str, torch.Tensor], table: dict[str, Param
 
 
 def decompose(tensor: torch.Tensor, parameter: Parameter) -> dict[str, torch.Tensor]:
-    """Views of a parameter by piece name, each [groups, rows per group, ...]: flattened, this rank's shard of it."""
-    rows = [piece.shard_shape[0] // parameter.groups for piece in parameter.pieces]
+    """Views of a parameter by tensor name, each [groups, rows per group, ...]: flattened, this rank's shard of it."""
+    rows = [hf.shard_shape[0] // parameter.groups for hf in parameter.hf_tensors]
     grouped = tensor.detach().unflatten(0, (parameter.groups, -1)).split(rows, dim=1)
-    return {piece.name: part for piece, part in zip(parameter.pieces, grouped, strict=True)}
+    return {hf.name: part for hf, part in zip(parameter.hf_tensors, grouped, strict=True)}

@@ -128,7 +128,7 @@ def test_numbers_of_a_rope_that_nobody_reads_are_refused(parsed: Any, rope: dict
         parsed(LLAMA_2 | {"rope_parameters": rope})
 
 
-def test_the_table_of_a_family_says_what_it_computes(parsed: Any) -> None:
+def test_the_table_of_a_family_lists_what_it_computes(parsed: Any) -> None:
     parsed(QWEN_3 | {"use_qk_norm": True})
     parsed(QWEN_15_MOE | {"qkv_bias": True})
     assert parsed(MISTRAL | {"sliding_window": 4096}).sliding_window == 4096

@@ -1,4 +1,4 @@
-"""config.json parsed: what is not supported is refused by name, before any rank starts."""
+"""config.json parsed: unsupported keys are refused by name, before any rank starts."""
 
 from pathlib import Path
 from typing import Any

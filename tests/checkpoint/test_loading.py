@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.reading import _numbers
 from megappo.checkpoint.store import CheckpointStore
-from megappo.models.optimizer_states import boxes
+from megappo.models.sharding import boxes
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.layout import Layout
 

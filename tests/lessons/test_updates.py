@@ -15,7 +15,8 @@ from spawn import run_ranks
 from tiny_models import hf_folder
 
 from megappo.batch.rows import Rows
-from megappo.models.train_engine import LossFn, Outputs, TrainedEngine
+from megappo.models.megatron_engine import Outputs
+from megappo.models.train_engine import LossFn, TrainedEngine
 from megappo.observe.metrics import Metric
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout

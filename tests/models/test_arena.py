@@ -12,7 +12,7 @@ from megappo.config.loading import load_config
 from megappo.estimate.gpus import GIB
 from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.models import offload
-from megappo.models.offload import SMALLEST_PIECE, Offload, host_copies, piece_sizes
+from megappo.models.offload import SMALLEST_BLOCK, Offload, block_sizes, host_copies
 from megappo.placement.run_plan import plan_run
 
 RECIPES = {"qwen2.5_7b_critic_7b_8gpu": 8, "llama3.1_70b_8node": 64, "qwen3_30b_a3b_4node": 32}
@@ -24,27 +24,27 @@ def rounded_up(nbytes: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "nbytes", [1, SMALLEST_PIECE, SMALLEST_PIECE + 1, 5 * 2**30, 2**33 + 1, 2**33 - 1, 11423731200]
+    "nbytes", [1, SMALLEST_BLOCK, SMALLEST_BLOCK + 1, 5 * 2**30, 2**33 + 1, 2**33 - 1, 11423731200]
 )
-def test_pieces_add_up_and_are_not_rounded(nbytes: int) -> None:
-    sizes = piece_sizes(nbytes)
+def test_blocks_add_up_and_are_not_rounded(nbytes: int) -> None:
+    sizes = block_sizes(nbytes)
     assert sizes == sorted(map(rounded_up, sizes), reverse=True)
-    assert 0 <= sum(sizes) - nbytes < SMALLEST_PIECE
+    assert 0 <= sum(sizes) - nbytes < SMALLEST_BLOCK
 
 
 def test_nothing_takes_nothing() -> None:
-    assert piece_sizes(0) == [] and host_copies([0, 0]) == [[], []]
+    assert block_sizes(0) == [] and host_copies([0, 0]) == [[], []]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_published_models_take_what_the_plan_says(recipe: str, tmp_path: Path) -> None:
+def test_published_models_take_the_planned_bytes(recipe: str, tmp_path: Path) -> None:
     with contextlib.chdir(published_folders(tmp_path)):
         config = load_config(REPOSITORY / "configs" / f"{recipe}.yaml", ["actor.offload=[weights,gradients,optimizer]"])
         memory = MemoryEstimate(plan_run(config, RECIPES[recipe]), Cluster(79.1 * GIB))
         planned = [int(x) for place in memory.places for one in place.stages for x in memory.copied(*one).values()]
-    taken = [sum(map(rounded_up, piece_sizes(size))) for size in planned]
+    taken = [sum(map(rounded_up, block_sizes(size))) for size in planned]
     assert all(size <= found <= 1.05 * size for size, found in zip(planned, taken, strict=True))
-    assert max(rounded_up(size) / size for size in planned) > 1.3, "in one piece they would take more"
+    assert max(rounded_up(size) / size for size in planned) > 1.3, "in one block they would take more"
 
 
 class Model:
@@ -60,8 +60,8 @@ class Model:
 
 
 @pytest.mark.parametrize("sizes", [(64,), (1, 63, 64, 65), (1000, 3), (7,) * 40, (2**12 + 1, 2**12 - 1)])
-def test_what_sleeps_comes_back_to_the_bit_however_pieces_cut_it(sizes: tuple[int, ...], monkeypatch) -> None:
-    monkeypatch.setattr(offload, "SMALLEST_PIECE", 16)
+def test_what_sleeps_comes_back_to_the_bit_however_blocks_cut_it(sizes: tuple[int, ...], monkeypatch) -> None:
+    monkeypatch.setattr(offload, "SMALLEST_BLOCK", 16)
     monkeypatch.setattr(offload, "_storages", Model.storages)
     model = Model(*sizes)
     found = Offload(model, ("weights", "optimizer"))

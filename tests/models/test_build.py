@@ -303,7 +303,7 @@ def test_vocabulary_is_padded_to_divide(size: int, tensor: int, padded: int) -> 
     assert padded_vocab_size(size, tensor) == padded
 
 
-def test_embeddings_are_tied_only_where_the_model_says_so_and_never_in_a_critic() -> None:
+def test_embeddings_are_tied_only_where_config_json_ties_them_and_never_in_a_critic() -> None:
     tied = {"tie_word_embeddings": True}
     assert not arguments()["share_embeddings_and_output_weights"]
     assert arguments(**tied)["share_embeddings_and_output_weights"]
@@ -312,6 +312,6 @@ def test_embeddings_are_tied_only_where_the_model_says_so_and_never_in_a_critic(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="TransformerEngine may be there")
-def test_asking_for_transformer_engine_without_it_says_what_to_do() -> None:
+def test_transformer_engine_without_its_package_is_an_error_with_a_remedy() -> None:
     with pytest.raises(ValueError, match="set model.layer_spec=torch"):
         layer_kind("transformer_engine")

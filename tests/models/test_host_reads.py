@@ -1,4 +1,4 @@
-"""How often a training step has the GPU wait for the host: never in heads and losses, nor in TransformerEngine's dense
+"""Waits of the GPU for the host in a training step: none in heads and losses, nor in TransformerEngine's dense
 layers; elsewhere a number per layer that must not grow."""
 
 from collections.abc import Iterable

@@ -33,14 +33,14 @@ def setting(**changes: object) -> Setting:
 
 
 def is_read(node: ast.AST) -> bool:
-    """Whether it is `"NAME" in ....switches`."""
+    """The node is `"NAME" in ....switches`."""
     if not (isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In) and isinstance(node.left, ast.Constant)):
         return False
     return ast.unparse(node.comparators[0]).endswith("switches")
 
 
 def named(tree: ast.AST) -> Iterator[str]:
-    """What a file sets: keyword arguments, keys of dictionaries, attributes."""
+    """Names that a file sets: keyword arguments, keys of dictionaries, attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword):
             yield node.arg
@@ -61,7 +61,7 @@ def test_every_switch_is_read_and_none_is_set_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("on", [frozenset(), frozenset({"use_te_activation_func"})])
-def test_layers_are_described_as_the_table_says(on: frozenset[str]) -> None:
+def test_layers_are_described_as_in_the_table(on: frozenset[str]) -> None:
     config = transformer_config(architecture(), Model(path="m"), Parallel(), "none", on)
     assert {name for name in GENERATED if getattr(config, name)} == on
 
@@ -99,12 +99,12 @@ TORCH = {"use_te_activation_func", "pinned_copies"}
 )
 def test_what_is_on(changes: dict, on: set[str]) -> None:
     assert decide(setting(**changes)) == on
-    told = {one.name: one for one in decisions(setting(**changes))}
-    assert {name for name, one in told.items() if one.is_on} == on
-    assert all(one.reason for one in told.values())
+    reported = {one.name: one for one in decisions(setting(**changes))}
+    assert {name for name, one in reported.items() if one.is_on} == on
+    assert all(one.reason for one in reported.values())
 
 
-def test_an_absent_kernel_is_told_with_its_reason() -> None:
-    told = {one.name: one.reason for one in decisions(setting(has_te=False))}
-    assert "torch's, not TransformerEngine's" in told["apply_rope_fusion"]
-    assert "known_shapes" not in told, "there are no stages to which it matters"
+def test_an_absent_kernel_is_reported_with_its_reason() -> None:
+    reported = {one.name: one.reason for one in decisions(setting(has_te=False))}
+    assert "torch's, not TransformerEngine's" in reported["apply_rope_fusion"]
+    assert "known_shapes" not in reported, "there are no stages to which it matters"

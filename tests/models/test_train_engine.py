@@ -22,8 +22,9 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.batch.rows import Rows
 from megappo.checkpoint.store import CheckpointStore
-from megappo.models import data_parallel
-from megappo.models.train_engine import Outputs, TrainedEngine
+from megappo.models import optimizer
+from megappo.models.megatron_engine import Outputs
+from megappo.models.train_engine import TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.export import Export
@@ -114,7 +115,7 @@ def build(folder: Path, case: Case, kind: str, reference: Path | None = None) ->
     """An engine, and with a reference folder its reference: another component on the same ranks."""
     groups = build_groups({kind: case.layout, "ref": case.layout}, seed=0)
     small_buckets = partial(DistributedDataParallelConfig, bucket_size=BUCKET_SIZE)
-    with patch.object(data_parallel, "DistributedDataParallelConfig", small_buckets):
+    with patch.object(optimizer, "DistributedDataParallelConfig", small_buckets):
         return make_engine(
             folder, case, groups[kind], kind, make_reference(reference, case, groups["ref"]) if reference else None
         )
@@ -208,7 +209,7 @@ EASY_CASES = ("tp2 sp", "pp2", "dp2, optimizer not sharded", "cp2", "ep2", "ep2 
 """Parts of the other layouts."""
 MIXTURE_CASES = ("one rank", "tp2 sp", "pp2", "dp2, optimizer not sharded", "cp2", *EXPERT_CASES)
 WHOLE_FAMILY = "deepseek_v3"
-"""Has all that the others have, but for the softmax router: it takes all but the easy layouts, the others these."""
+"""Has all that the others have, except the softmax router: it takes all but the easy layouts, the others these."""
 OTHERS_CASES = ("ep2 pp2 vpp2, uneven micro-batches", "ep2 etp2 cp2 tp2 sp")
 
 

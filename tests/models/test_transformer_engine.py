@@ -38,7 +38,7 @@ HEADS: tuple[HeadKind, ...] = ("policy", "value", "policy_value")
 
 
 def on_gpu(architecture: Architecture, switches: frozenset[str]) -> set[str]:
-    """Of the layers' switches those that are on with TransformerEngine; `switches` has them."""
+    """The layers' switches that are on with TransformerEngine; `switches` has them."""
     found = {"bias_activation_fusion"} | (set() if architecture.latent else {"apply_rope_fusion"})
     found |= {"moe_grouped_gemm", "moe_permute_fusion"} if architecture.experts else set()
     assert found <= switches
@@ -79,7 +79,7 @@ def test_layers_of_every_family_take_all_weights_and_give_them_back(tmp_path: Pa
 
 
 def cut(chunks: ModelChunks, groups: ComponentGroups) -> dict[str, list[tuple]]:
-    """How experts' weights are cut in a checkpoint, by their name there."""
+    """The cut of experts' weights in a checkpoint, by their name there."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import apply_factories
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors

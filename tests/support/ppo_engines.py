@@ -20,8 +20,9 @@ from megappo.batch.step_batch import Batch
 from megappo.config.schema import Actor, Config, Critic, Lora, Model, Optim, Parallel
 from megappo.models.build import ModelChunks, build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
+from megappo.models.megatron_engine import Head, MegatronEngine
 from megappo.models.output_layer import output_weight
-from megappo.models.train_engine import Head, LossFn, MegatronEngine, TrainedEngine
+from megappo.models.train_engine import LossFn, TrainedEngine
 from megappo.placement.groups import ComponentGroups
 from megappo.placement.layout import Layout
 from megappo.trainer.objectives import ActorLoss, critic_loss
@@ -194,12 +195,12 @@ def fill_adapters(chunks: ModelChunks, architecture: Architecture, groups: Compo
     table = table_of(architecture, groups)
     for name, parameter in global_parameters(chunks).items():
         if is_adapter(name):
-            [piece] = table[name].pieces
-            matrix = adapter_matrix(piece.name, piece.shape)
-            if piece.shard_dim is not None:
-                cut = cut_over(piece, groups)
-                matrix = matrix.chunk(cut.size(), piece.shard_dim)[cut.rank()]
-            part = decompose(parameter, table[name])[piece.name]
+            [hf] = table[name].hf_tensors
+            matrix = adapter_matrix(hf.name, hf.shape)
+            if hf.shard_dim is not None:
+                cut = cut_over(hf, groups)
+                matrix = matrix.chunk(cut.size(), hf.shard_dim)[cut.rank()]
+            part = decompose(parameter, table[name])[hf.name]
             part.copy_(matrix.view_as(part))
 
 

@@ -23,7 +23,8 @@ from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.batch.files import RowsFile
 from megappo.batch.rows import Rows
 from megappo.config.schema import Config
-from megappo.models.train_engine import LossFn, OptimizerStep, Outputs, TrainedEngine
+from megappo.models.megatron_engine import Outputs
+from megappo.models.train_engine import LossFn, OptimizerStep, TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Component

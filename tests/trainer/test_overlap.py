@@ -9,7 +9,7 @@ from spawn import run_ranks
 from torch.distributed import distributed_c10d
 
 from megappo.config.schema import Config
-from megappo.models.train_engine import MegatronEngine
+from megappo.models.megatron_engine import MegatronEngine
 from megappo.placement.components import trained_components
 from megappo.trainer.loop import Trainer
 

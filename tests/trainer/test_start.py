@@ -14,8 +14,8 @@ from spawn import run_ranks
 
 from megappo.config.schema import Config
 from megappo.estimate.memory import SAVE, START, Cluster, MemoryEstimate
+from megappo.models.megatron_engine import MegatronEngine
 from megappo.models.offload import Offload, _storages
-from megappo.models.train_engine import MegatronEngine
 from megappo.placement.run_plan import plan_run
 from megappo.trainer import train_engines
 from megappo.trainer.loop import Trainer

@@ -15,10 +15,9 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Lora
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
-from megappo.weights.adapters import write_adapters
 from megappo.weights.buckets import into_buckets, num_bytes, views
 from megappo.weights.export import Export
-from megappo.weights.hf_folder import write_hf_folder
+from megappo.weights.hf_folder import write_adapters, write_hf_folder
 
 
 def write_scaled(rank: int, world_size: int, source: Path, target: Path) -> None:
@@ -142,10 +141,10 @@ def give_by_stage(rank: int, world_size: int, source: Path) -> None:
             found |= dict(views(bucket, export.gather(bucket)))
         if rank in needing:
             assert all(torch.equal(found[key], expected[key]) for key in found), name
-        told: list[set[str]] = [set()] * world_size
-        dist.all_gather_object(told, set(found) if rank in needing else set())
-        assert sorted(key for keys in told for key in keys) == sorted(expected), name
-        assert all(told[needed] for needed in needing), name
+        gathered: list[set[str]] = [set()] * world_size
+        dist.all_gather_object(gathered, set(found) if rank in needing else set())
+        assert sorted(key for keys in gathered for key in keys) == sorted(expected), name
+        assert all(gathered[needed] for needed in needing), name
 
 
 def test_each_stage_gathers_its_own(tmp_path: Path) -> None:

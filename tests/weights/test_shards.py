@@ -1,4 +1,4 @@
-"""How a Megatron parameter is put together, against Megatron's order written out as plain loops."""
+"""A Megatron parameter is put together, against Megatron's order written out as plain loops."""
 
 from pathlib import Path
 

@@ -37,12 +37,12 @@ from conversion.world import World  # noqa: E402
 from peak_memory import MIB, PeakMemory  # noqa: E402
 
 from megappo.architecture.architecture import Architecture  # noqa: E402
+from megappo.architecture.config_json import write_model_config  # noqa: E402
 from megappo.architecture.dtypes import DTYPES  # noqa: E402
-from megappo.architecture.files import write_model_config  # noqa: E402
 from megappo.architecture.parameters import EMBEDDING, hf_shapes  # noqa: E402
 from megappo.architecture.parsing import parse, read_architecture  # noqa: E402
 from megappo.config.schema import Parallel  # noqa: E402
-from megappo.models.dtypes import TORCH_DTYPES  # noqa: E402
+from megappo.models.megatron_config import TORCH_DTYPES  # noqa: E402
 from megappo.weights.hf_folder import write_hf_folder  # noqa: E402
 from megappo.weights.load import load_hf  # noqa: E402
 from megappo.weights.safetensors_io import ShardedWriter  # noqa: E402

@@ -9,15 +9,14 @@ from pathlib import Path
 from conversion.world import UsageError, World, described
 from megappo.architecture import parameters
 from megappo.architecture.architecture import Architecture
-from megappo.architecture.dtypes import BY_SAFETENSORS
+from megappo.architecture.config_json import CONFIG_FILE
+from megappo.architecture.dtypes import BY_SAFETENSORS, dtype_name
 from megappo.architecture.families import HeadKind
-from megappo.architecture.files import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.checksums import write_sums
 from megappo.checkpoint.component import has_value_bias, head_of, load_model, reshard, save_model
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, components_of, is_component, read_component
 from megappo.models.build import ModelChunks
-from megappo.models.dtypes import NAMES
 from megappo.weights.critic import critic_architecture, has_value_head
 from megappo.weights.hf_folder import copy_companions, write_hf_files
 from megappo.weights.load import load_hf
@@ -106,7 +105,7 @@ class MegatronFolder:
 
     @property
     def dtype(self) -> str:
-        return NAMES[self.info.tensors[EMBEDDING].dtype]
+        return dtype_name(self.info.tensors[EMBEDDING].dtype)
 
 
 def refuse_step(folder: Path) -> None:

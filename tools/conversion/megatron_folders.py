@@ -10,11 +10,11 @@ import torch
 
 from conversion.differences import Pair, difference_of_parts
 from conversion.world import UsageError, World
-from megappo.architecture.files import CONFIG_FILE
+from megappo.architecture.config_json import CONFIG_FILE
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.metadata import EMBEDDING, ComponentInfo, read_component
 from megappo.checkpoint.rows import read_rows
-from megappo.models.dtypes import TORCH_DTYPES
+from megappo.models.megatron_config import TORCH_DTYPES
 
 PART_BYTES = 64 * 2**20
 OVER_VOCABULARY = (EMBEDDING, "output_layer.weight")

@@ -12,15 +12,14 @@ from conversion.differences import difference_of
 from conversion.megatron_folders import compare_megatron
 from conversion.world import World
 from megappo.architecture.architecture import Architecture
+from megappo.architecture.config_json import CONFIG_FILE, named_architecture
 from megappo.architecture.families import FAMILIES, language_model
-from megappo.architecture.files import CONFIG_FILE, named_architecture
 from megappo.architecture.parameters import EMBEDDING, LM_HEAD, VALUE_BIAS
 from megappo.architecture.parsing import read_architecture
 from megappo.checkpoint.metadata import components_of, is_component
-from megappo.models.dtypes import TORCH_DTYPES
+from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.weights.critic import critic_buckets, has_value_head, name_value_head
 from megappo.weights.export import Export
-from megappo.weights.fused_experts import PerExpertFolder
 from megappo.weights.load import is_unused
 from megappo.weights.safetensors_io import HFFolder
 
@@ -129,7 +128,7 @@ def _architecture_of(folder: Path, config_folder: Path | None) -> Architecture |
 
 def _opened(folder: Path, architecture: Architecture | None) -> HFFolder:
     """A Hugging Face folder; one of fused experts has a tensor for each matrix of each, as the export does."""
-    return PerExpertFolder(folder, architecture) if architecture else HFFolder(folder)
+    return HFFolder(folder, architecture) if architecture else HFFolder(folder)
 
 
 def _used_names(source: HFFolder, architecture: Architecture | None) -> list[str]:

@@ -24,7 +24,7 @@ from megappo.models.build import ModelChunks, build_model
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.runtime import platform
-from megappo.weights.staging import staged, temporary_folder
+from megappo.weights.hf_folder import staged, temporary_folder
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 _M_MMAP_THRESHOLD = -3  # of malloc.h

@@ -1,7 +1,8 @@
-"""The JSON files of a Hugging Face folder: reading them, each value of the kind that is expected, and writing them."""
+"""Reading and writing config.json, and the other JSON files of a Hugging Face folder, with every value checked."""
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,17 @@ LARGEST_NUMBER = 1e30
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value may be, in words and as a test."""
+    """Values that a key may have, in words and as a test."""
 
     words: str
     fits: Callable[[Any], bool]
 
 
-def _is_int(value: Any, low: int) -> bool:
-    return type(value) is int and low <= value <= LARGEST_SIZE
-
-
-def _is_number(value: Any, low: float) -> bool:
-    return type(value) in (int, float) and low <= value <= LARGEST_NUMBER  # NaN is neither
-
-
-SIZE = Kind("int >= 1", lambda value: _is_int(value, 1))
-COUNT = Kind("int >= 0", lambda value: _is_int(value, 0))
-POSITIVE = Kind("number > 0", lambda value: _is_number(value, 1e-30))
-NUMBER = Kind("number >= 0", lambda value: _is_number(value, 0))
+SIZE = Kind("int >= 1", lambda value: type(value) is int and 1 <= value <= LARGEST_SIZE)
+COUNT = Kind("int >= 0", lambda value: type(value) is int and 0 <= value <= LARGEST_SIZE)
+# NaN is neither
+NUMBER = Kind("number >= 0", lambda value: type(value) in (int, float) and 0 <= value <= LARGEST_NUMBER)
+POSITIVE = Kind("number > 0", lambda value: NUMBER.fits(value) and value >= 1e-30)
 FLAG = Kind("true | false", lambda value: isinstance(value, bool))
 TEXT = Kind("text", lambda value: isinstance(value, str))
 TEXTS = Kind("list of text", lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value))
@@ -68,7 +62,7 @@ CONFIG = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "rope_interleave"), FLAG),
     **dict.fromkeys(("hidden_act", "scoring_func", "topk_method", "model_type"), TEXT),
 }
-"""The values of config.json that are read anywhere; null is as good as nothing."""
+"""Keys of config.json that are read anywhere, and their values; null counts as absent."""
 ROPE = {
     **dict.fromkeys(("rope_type", "type"), TEXT),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "rope_theta"), POSITIVE),
@@ -77,11 +71,34 @@ ROPE = {
     "original_max_position_embeddings": SIZE,
     "truncate": FLAG,
 }
-"""The same of its rope_parameters or rope_scaling."""
+"""The same for its rope_parameters or rope_scaling."""
+
+WITHOUT_EFFECT = re.compile(
+    r"""(?x)
+    # private, initialisation, dropout (there is none here), losses, caches, lengths, generation
+    ^(_|unsloth|init|max_seq|use_fused) | initializ|dropout|pdrop|loss|cache|flash|sdpa|version|num_beam|ngram_size
+    | (_token_ids?|(max|min|seq|sequence|context)_length|_penalty|suppress_tokens)$
+    # sizes that others follow from, how the model was made, what its trainer or a generation reads
+    | ^(
+    attn_implementation |auto_map |bad_words_ids |chunk_size_feed_forward |do_sample |dtype |early_stopping
+    |experts_implementation |ffn_dim_multiplier |finetuning_task |gradient_checkpointing |id2label
+    |is_llama_config |label2id |max_window_layers |multiple_of |n_ctx |n_positions |name_or_path
+    |neftune_noise_alpha |num_labels |num_return_sequences |output_attentions |output_hidden_states
+    |output_router_logits |output_scores |padding_side |prefix |pretraining_tp |problem_type |pruned_heads
+    |remove_invalid_values |return_dict |return_dict_in_generate |summary_type |task_specific_params |temperature
+    |tie_encoder_decoder |tie_last_hidden_states |tokenizer_class |top_k |top_p |torch_dtype |torchscript
+    |transformers\.js_config |typical_p |use_bfloat16 |vocab_padded
+    )$"""
+)
+"""Keys of config.json without effect on what a model computes; a family has further ones (`Family.ignores`)."""
+FACTORS = re.compile("(multiplier|scale|scaling|factor|pct|percent)$")
+"""Keys of factors, which 1 turns off."""
+CHOICES = re.compile("(type|act|fn|func|function|activation|embedding|impl|layout|method|mode|pattern)$")
+"""Keys whose text chooses what is computed; any other text is a note."""
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """config.json, with every value that is read of the kind that is expected.
+    """Read config.json, and check every value that is used.
 
     Raises:
         TextFileError: it cannot be read, or holds wrong values.
@@ -94,7 +111,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def named_architecture(folder: Path) -> str | None:
-    """The first of `architectures` in config.json, whatever else it holds.
+    """Return the first of `architectures` in config.json, without a check of anything else.
 
     Raises:
         TextFileError: it cannot be read.
@@ -104,10 +121,10 @@ def named_architecture(folder: Path) -> str | None:
 
 
 def write_model_config(architecture: Architecture, folder: Path, dtype: str | None = None) -> None:
-    """Write config.json of a model that is exported.
+    """Write config.json of an exported model.
 
     Args:
-        dtype: of the weights, one of DTYPES; None = what was read says it.
+        dtype: of the weights, one of DTYPES; None = as in the config.json that was read.
     Raises:
         OSError: it cannot be written.
     """
@@ -117,7 +134,7 @@ def write_model_config(architecture: Architecture, folder: Path, dtype: str | No
 
 
 def end_tokens(folder: Path) -> list[int]:
-    """eos_token_id of generation_config.json; none where there is none.
+    """Read eos_token_id of generation_config.json; [] without the file or the key.
 
     Raises:
         TextFileError: as `read_model_config`.
@@ -128,7 +145,7 @@ def end_tokens(folder: Path) -> list[int]:
 
 
 def read_weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor, from the index of a folder's safetensors.
+    """Read the file of each tensor from the index of a folder's safetensors.
 
     Raises:
         TextFileError: it cannot be read, or lists none.
@@ -138,6 +155,22 @@ def read_weight_map(folder: Path) -> dict[str, str]:
     if not found:
         raise TextFileError(f"cannot use {file}: it has no weight_map: copy it again")
     return dict(found)
+
+
+def uncomputed(found: Mapping[str, Any], computed: Collection[str]) -> Iterator[str]:
+    """Keys whose values need something that is not computed; those in `computed` are read elsewhere."""
+    for key, value in found.items():
+        if key not in computed and not WITHOUT_EFFECT.search(key) and not _is_off(key, value):
+            yield key
+
+
+def _is_off(key: str, value: Any) -> bool:
+    """Return whether a value turns its key off: null, false, 0, something empty, a factor of 1, a note."""
+    if isinstance(value, str):
+        return not value or not CHOICES.search(key)
+    if FACTORS.search(key) and type(value) in (int, float):
+        return value == 1
+    return not value
 
 
 def _read(file: Path, kinds: dict[str, Kind]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from megappo.architecture.files import CONFIG_FILE, INDEX, SINGLE, read_weight_map
+from megappo.architecture.config_json import CONFIG_FILE, INDEX, SINGLE, read_weight_map
 from megappo.config.errors import shorten
 from megappo.config.text_files import TextFileError
 
@@ -41,7 +41,7 @@ OTHER_FOLDERS = {
 
 
 def other_kind(folder: Path) -> str | None:
-    """What a folder is instead of a model, and the remedy, to follow its path in an error; None for a model.
+    """Return what a folder is instead of a model, and the remedy, for an error after its path; None for a model.
 
     A model with an adapter beside it is none either: transformers would add the adapter.
 

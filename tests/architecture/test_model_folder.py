@@ -1,4 +1,4 @@
-"""Which files of a model's folder are read and which go out with an export, and what a folder is that is no model."""
+"""Files of a model's folder that are read and exported, and folders that hold no model."""
 
 import contextlib
 import json
@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megappo.architecture.files import INDEX, SINGLE
-from megappo.architecture.folders import check_companions, companions, other_kind, tensor_files
+from megappo.architecture.config_json import INDEX, SINGLE
+from megappo.architecture.model_folder import check_companions, companions, other_kind, tensor_files
 from megappo.config.text_files import TextFileError
 from megappo.weights.hf_folder import copy_companions
 

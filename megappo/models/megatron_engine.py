@@ -1,0 +1,209 @@
+"""Forward passes of one Megatron model on this rank, through megatron-core's own schedules."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.transformer.module import Float16Module
+
+from megappo.batch.balance import micro_batches
+from megappo.batch.packing import PackedBatch, num_held, pack
+from megappo.batch.rows import Rows
+from megappo.models.build import ModelChunks, router_bias_kept
+from megappo.models.context_parallel import sum_of_shares
+from megappo.models.output_layer import LogitFactors, output_weight
+from megappo.placement.groups import ComponentGroups
+from megappo.runtime import platform
+from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.megatron_patches import expect_shapes
+
+Outputs = dict[str, torch.Tensor]
+"""Per response token, each [b, R] float32, 0 where the mask is; or per row, [b] float32."""
+Head = Callable[[torch.Tensor, PackedBatch], Outputs]
+"""Last stage: the model's output [1, T, ...] -> Outputs, 0 at tokens that other context-parallel ranks hold."""
+OnOutput = Callable[..., object]
+"""Called with (micro-batch, the model's output): on the last stage, for each micro-batch."""
+
+
+class MegatronEngine:
+    """One component's model on a rank of its layout.
+
+    Args:
+        chunks: this rank's part of the model, on the device, weights loaded.
+        groups: the component's process groups; this rank is a member.
+        head: see `Head`.
+        max_tokens: tokens packed into one micro-batch at most.
+    """
+
+    def __init__(self, chunks: ModelChunks, groups: ComponentGroups, head: Head, max_tokens: int):
+        self.chunks = chunks
+        self.config = chunks[0].config
+        self.groups = groups
+        self.head = head
+        self.max_tokens = max_tokens
+        self.runners = [_runner(chunk) for chunk in chunks]
+        pipeline = groups.collection.pp
+        self._p2p = P2PCommunicator(pipeline, self.config) if pipeline.size() > 1 else None
+        self._is_pinned = "pinned_copies" in self.config.switches
+        self._schedule = get_forward_backward_func(pipeline.size(), self.config.virtual_pipeline_model_parallel_size)
+
+    @property
+    def is_output(self) -> bool:
+        """This rank reports the results of its data-parallel shard."""
+        collection = self.groups.collection
+        first = collection.tp.rank() == collection.cp.rank() == 0
+        return first and collection.pp.rank() == collection.pp.size() - 1
+
+    @torch.no_grad()
+    def forward(self, rows: Rows) -> Outputs:
+        """The head's outputs for `rows` ([b, R] or [b] each, CPU) on the last stage; {} on other stages."""
+        bins = self._bins(rows)
+        for runner in self.runners:
+            runner.eval()
+
+        def outputs_of(packed: PackedBatch, output: torch.Tensor, non_loss_data: bool) -> Outputs:
+            return self._read(self.head, output, packed)
+
+        parts = self._run(rows, bins, outputs_of, outputs_of, forward_only=True)
+        if not parts:
+            return {}
+        order = torch.tensor([row for rows_of_bin in bins for row in rows_of_bin]).argsort()
+        return {name: torch.cat([part[name] for part in parts])[order].cpu() for name in parts[0]}
+
+    @torch.no_grad()
+    def logit_factors(self, packed: PackedBatch) -> LogitFactors:
+        """The factors of a policy's logits for the tokens of a micro-batch that are held here, without a gradient.
+
+        A policy's head may call it on a reference: both then live on the same ranks in the same layout, which also
+        packed the micro-batch, so all ranks of this component are in that head together.
+
+        Raises:
+            ValueError: the model is cut into pipeline stages, which only a schedule can run.
+        """
+        stages = self.groups.layout.pipeline
+        if stages > 1:
+            raise ValueError(
+                f"the logits of a model in {stages} pipeline stages are not where another model could compare its own "
+                "with them: set pipeline to 1, or use a KL estimate such as k3 instead of the full KL"
+            )
+        ((runner,), (chunk,)) = self.runners, self.chunks
+        runner.eval()
+        with self.groups.active():
+            return self._output(packed, runner)[0], output_weight(chunk)
+
+    def total(self, part: float) -> float:
+        """The sum of every data-parallel shard's part of a metric, the same on every rank of the component.
+
+        Args:
+            part: counts where `is_output`. All ranks of the component call together.
+        """
+        total = torch.tensor(part if self.is_output else 0.0, dtype=torch.float64, device=platform.device())
+        dist.all_reduce(total, group=self.groups.collection.intra_dist_opt)
+        return float(total)
+
+    def anywhere(self, here: bool) -> bool:
+        """Return whether something is true on any rank of the component; all of them call together."""
+        found = torch.tensor(float(here), device=platform.device())
+        dist.all_reduce(found, group=self.groups.collection.intra_dist_opt)
+        return bool(found)
+
+    def _read(self, head: Head, output: torch.Tensor, packed: PackedBatch) -> Outputs:
+        """A head's outputs for all tokens of the micro-batch, the same on every context-parallel rank."""
+        context = self.groups.collection.cp
+        return {name: sum_of_shares(share, context) for name, share in head(output, packed).items()}
+
+    def _run(
+        self, rows: Rows, bins: Sequence[Sequence[int]], on_output: OnOutput, on_idle: OnOutput, forward_only: bool
+    ) -> list:
+        """Run a pass over the bins and return the results of `on_output`; `on_idle` gets `_num_idle` more."""
+        num_idle = self._num_idle(len(bins))
+        shortest = [int(rows.lengths.argmin())] if num_idle else []
+        parts = [*((part, on_output) for part in bins), *[(shortest, on_idle)] * num_idle]
+        if "known_shapes" in self.config.switches:
+            lengths = rows.lengths.tolist()
+            expect_shapes(self._p2p, (self._shape([lengths[row] for row in part]) for part, _ in parts))
+        with self.groups.active():
+            found = self._schedule(
+                forward_step_func=self._forward_step,
+                data_iterator=[self._packs(rows, parts) for _ in self.runners],
+                model=self.runners,
+                num_microbatches=len(parts),
+                seq_length=1,  # with variable_seq_lengths the communicator knows the real one
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=self.groups.collection,
+                p2p_communicator=self._p2p,
+            )
+        return found[: len(bins)]
+
+    def _num_idle(self, num_bins: int) -> int:
+        """Micro-batches without effect that this shard must add.
+
+        Shards that share experts must run equally many micro-batches, as the tokens of all go to the experts of all. An
+        interleaved schedule runs them in groups.
+        """
+        most, layout = num_bins, self.groups.layout
+        if layout.expert * layout.expert_tensor > 1:
+            largest = torch.tensor(num_bins, device=platform.device())
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.groups.collection.dp)
+            most = int(largest)
+        return -(-most // layout.micro_batch_group) * layout.micro_batch_group - num_bins
+
+    def _bins(self, rows: Rows) -> list[list[int]]:
+        lengths = rows.lengths.tolist()
+        filling = self.groups.layout.filling(sum(lengths), self.config.hidden_size, platform.device().type)
+        return micro_batches(lengths, self.max_tokens, at_least=filling)
+
+    @property
+    def _multiple(self) -> int:
+        """The number of a micro-batch's tokens that are held here is a multiple of this."""
+        return self.groups.layout.tensor if self.config.sequence_parallel else 1
+
+    def _shape(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the hidden states between stages, for a micro-batch of sequences of these lengths."""
+        held = num_held(lengths, self._multiple, context=self.groups.layout.context)
+        return held // self._multiple, 1, self.config.hidden_size
+
+    def _packs(
+        self, rows: Rows, parts: Sequence[tuple[Sequence[int], OnOutput]]
+    ) -> Iterator[tuple[PackedBatch, OnOutput]]:
+        """Every micro-batch, and the function for its output."""
+        context = self.groups.collection.cp
+        share = {"context": context.size(), "context_rank": context.rank(), "is_pinned": self._is_pinned}
+        for part, on_output in parts:
+            LIFE.sign()
+            packed = pack(rows.select(part), self._multiple, platform.device(), **share)
+            yield packed, partial(on_output, packed)
+
+    def _forward_step(self, packs: Iterator[tuple[PackedBatch, OnOutput]], model: torch.nn.Module) -> tuple:
+        packed, on_output = next(packs)
+        return self._output(packed, model), on_output
+
+    def _output(self, packed: PackedBatch, model: torch.nn.Module) -> torch.Tensor:
+        # The heads cast to fp32 what they need.
+        keep_dtype = {"fp32_output": False} if self.config.bf16 else {}
+        return model(
+            input_ids=packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=None,
+            packed_seq_params=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=packed.cu_seqlens,
+                cu_seqlens_kv=packed.cu_seqlens,
+                max_seqlen_q=packed.max_seqlen,
+                max_seqlen_kv=packed.max_seqlen,
+            ),
+            **keep_dtype,
+        )
+
+
+def _runner(chunk: GPTModel) -> torch.nn.Module:
+    """Return the module of a chunk that the schedule runs."""
+    with router_bias_kept(chunk):
+        return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
