@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from megappo.architecture.dtypes import DTYPES, dtype_name
 from megappo.architecture.model_folder import tensor_files
 from megappo.config.text_files import TextFileError
 from megappo.errors import ActionableError
-from megappo.models.dtypes import NAMES
 
 HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors, which then start on a page
 
