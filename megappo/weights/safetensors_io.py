@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,18 @@ HEADER_BYTES = 256 * 2**10 - 8  # of a file that is written: some 1,500 tensors,
 
 
 class WeightsError(ActionableError, ValueError):
-    """What is wrong with a folder of weights, and what to do about it."""
+    """A folder of weights that cannot be used: what is wrong with it, and the remedy."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Place of a tensor: a tensor of a file or, with `expert`, rows [start, stop) of one expert's matrix in it."""
+
+    file: str
+    name: str
+    expert: int | None = None
+    start: int = 0
+    stop: int = 0
 
 
 class HFFolder(AbstractContextManager):
