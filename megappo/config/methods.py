@@ -52,7 +52,7 @@ class Estimator(Method):
 
 @dataclass(frozen=True)
 class PolicyLoss(Method):
-    """An actor.policy_loss: its function takes `megappo.ppo.surrogate.Tokens` and the actor section.
+    """An actor.policy_loss: its function takes `megappo.ppo.policy_losses.PolicyInputs` and the actor section.
 
     Attributes:
         loss_agg_mode: the averaging that belongs to the method, for a config that leaves it open.
@@ -70,14 +70,13 @@ class PolicyLoss(Method):
         return None if self.selection is None else resolved(self.selection)
 
 
-GAE, ESTIMATES = "megappo.ppo.gae", "megappo.ppo.estimators"
-TOKEN, SEQUENCE, COVARIANCE = "megappo.ppo.policy_losses", "megappo.ppo.sequence_losses", "megappo.ppo.covariance"
-DIVERGENCE = "megappo.ppo.divergence_losses"
+ADVANTAGES, ESTIMATES = "megappo.ppo.advantages", "megappo.ppo.estimators"
+LOSSES, COVARIANCE = "megappo.ppo.policy_losses", "megappo.ppo.covariance"
 
 ESTIMATORS = Table(
     "advantage estimator",
     {
-        "gae": Estimator(f"{GAE}:gae", ("gamma", "lam", "gae_level"), needs_values=True, whitens=True),
+        "gae": Estimator(f"{ADVANTAGES}:gae", ("gamma", "lam", "gae_level"), needs_values=True, whitens=True),
         "grpo": Estimator(f"{ESTIMATES}:grpo", ("norm_adv_by_std_in_grpo",), compares_responses=True),
         "rloo": Estimator(f"{ESTIMATES}:rloo", compares_responses=True),
         "reinforce_plus_plus": Estimator(f"{ESTIMATES}:reinforce_plus_plus", ("gamma",), whitens=True),
@@ -115,11 +114,11 @@ BY_SEQUENCE = "seq-mean-token-mean"
 POLICY_LOSSES = Table(
     "policy loss",
     {
-        "clip": PolicyLoss(f"{TOKEN}:clip", (*CLIP_RANGE, "clip_ratio_c"), clips_below=True),
-        "gspo": PolicyLoss(f"{SEQUENCE}:gspo", CLIP_RANGE, BY_SEQUENCE, clips_below=True),
-        "cispo": PolicyLoss(f"{TOKEN}:cispo", CLIP_RANGE),
-        "sapo": PolicyLoss(f"{TOKEN}:sapo", ("tau_pos", "tau_neg"), BY_SEQUENCE),
-        "gpg": PolicyLoss(f"{TOKEN}:gpg"),
+        "clip": PolicyLoss(f"{LOSSES}:clip", (*CLIP_RANGE, "clip_ratio_c"), clips_below=True),
+        "gspo": PolicyLoss(f"{LOSSES}:gspo", CLIP_RANGE, BY_SEQUENCE, clips_below=True),
+        "cispo": PolicyLoss(f"{LOSSES}:cispo", CLIP_RANGE),
+        "sapo": PolicyLoss(f"{LOSSES}:sapo", ("tau_pos", "tau_neg"), BY_SEQUENCE),
+        "gpg": PolicyLoss(f"{LOSSES}:gpg"),
         "clip_cov": PolicyLoss(
             f"{COVARIANCE}:clip_cov",
             (*CLIP_RANGE, "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"),
@@ -129,10 +128,10 @@ POLICY_LOSSES = Table(
         "kl_cov": PolicyLoss(
             f"{COVARIANCE}:kl_cov", ("kl_cov_ratio", "ppo_kl_coef"), selection=f"{COVARIANCE}:select_for_kl_cov"
         ),
-        "gmpo": PolicyLoss(f"{SEQUENCE}:gmpo", CLIP_RANGE, BY_SEQUENCE),
-        "dppo_tv": PolicyLoss(f"{DIVERGENCE}:dppo_tv", (*CLIP_RANGE, "clip_ratio_c")),
-        "dppo_kl": PolicyLoss(f"{DIVERGENCE}:dppo_kl", (*CLIP_RANGE, "clip_ratio_c")),
-        "dro": PolicyLoss(f"{DIVERGENCE}:dro", ("dro_beta",)),
+        "gmpo": PolicyLoss(f"{LOSSES}:gmpo", CLIP_RANGE, BY_SEQUENCE),
+        "dppo_tv": PolicyLoss(f"{LOSSES}:dppo_tv", (*CLIP_RANGE, "clip_ratio_c")),
+        "dppo_kl": PolicyLoss(f"{LOSSES}:dppo_kl", (*CLIP_RANGE, "clip_ratio_c")),
+        "dro": PolicyLoss(f"{LOSSES}:dro", ("dro_beta",)),
     },
 )
 """By actor.policy_loss."""

@@ -1,5 +1,4 @@
-"""Rewards per token, advantages, returns, whitening, explained variance. Tensors are [B, R] float32 over padded
-responses."""
+"""Rewards per token, advantages, returns, whitening, explained variance. Tensors are [B, R] float32, padded."""
 
 import inspect
 import math
@@ -7,58 +6,39 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megappo.ppo.collectives import moments_over_ranks
 from megappo.ppo.conventions import DEFAULT, Whitening
-from megappo.ppo.estimators import (
-    Estimates,
-    gdpo,
-    gpg,
-    grpo,
-    grpo_passk,
-    opo,
-    optimal_token_baseline,
-    reinforce_plus_plus,
-    reinforce_plus_plus_baseline,
-    remax,
-    rloo,
-)
-from megappo.ppo.gae import gae
-from megappo.ppo.ragged import add_to_last_token, check_finite
+from megappo.ppo.gae import gae as gae  # config.methods and people import it from here, as they do `whiten`
+from megappo.ppo.reductions import add_to_last_token, check_finite, check_has_tokens, moments_over_ranks
 
-_GROUPED = (grpo, rloo, reinforce_plus_plus_baseline, opo, gpg, grpo_passk, gdpo, optimal_token_baseline)
-ESTIMATORS: dict[str, Callable[..., Estimates]] = {
-    estimator.__name__: estimator for estimator in (gae, reinforce_plus_plus, remax, *_GROUPED)
-}
-"""The functions of `megappo.config.methods.ESTIMATORS`, to be called by hand; they return (advantages, returns), not
-whitened."""
+Estimates = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
 def estimate(estimator: Callable[..., Estimates], **inputs: Any) -> Estimates:
-    """Advantages and returns, neither whitened, of an estimator called with those of the inputs that it takes.
+    """Call an estimator with the inputs it takes and return its advantages and returns, neither whitened.
 
     Args:
-        estimator: the function of one of `megappo.config.methods.ESTIMATORS`.
-        inputs: whatever any estimator may need, by the names of their arguments; None = not there.
+        estimator: the function of an entry in `megappo.config.methods.ESTIMATORS`.
+        inputs: everything any estimator may take, by argument name; None counts as missing.
 
     Raises:
-        ValueError: an input without which the estimator cannot do.
+        ValueError: an input that the estimator requires is missing.
     """
     parameters = inspect.signature(estimator).parameters
-    given = {key: value for key, value in inputs.items() if key in parameters and value is not None}
-    missing = [
-        key for key, parameter in parameters.items() if parameter.default is parameter.empty and key not in given
-    ]
+    given = {name: value for name, value in inputs.items() if name in parameters and value is not None}
+    required = [name for name, parameter in parameters.items() if parameter.default is parameter.empty]
+    missing = [name for name in required if name not in given]
     if missing:
         raise ValueError(f"advantage estimator {estimator.__name__} needs {', '.join(missing)}")
     return estimator(**given)
 
 
 def compute_token_level_rewards(
-    scores: torch.Tensor, response_mask: torch.Tensor, kl: torch.Tensor | None = None, kl_coef: float = 0.0
-) -> torch.Tensor:
+    scores: Tensor, response_mask: Tensor, kl: Tensor | None = None, kl_coef: float = 0.0
+) -> Tensor:
     """Put each response's score on its last token with mask 1 and subtract the KL penalty from every token.
 
     Args:
@@ -76,9 +56,7 @@ def compute_token_level_rewards(
     Source: Ouyang et al. 2022 (InstructGPT), eq. 2.
     """
     valid = response_mask.bool()
-    empty = (~valid.any(dim=1)).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"responses {empty[:10]} have no token with response_mask 1, so their score has no place")
+    check_has_tokens(response_mask)
     check_finite("scores", scores)
     penalty = torch.zeros_like(response_mask, dtype=torch.float32) if kl is None else kl_coef * kl.float()
     rewards = torch.where(valid, -penalty, 0.0)
@@ -86,27 +64,27 @@ def compute_token_level_rewards(
 
 
 def whiten(
-    x: torch.Tensor,
-    mask: torch.Tensor,
+    x: Tensor,
+    mask: Tensor,
     shift_mean: bool = True,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     whitening: Whitening = DEFAULT.whitening,
-) -> torch.Tensor:
+) -> Tensor:
     """Scale x to variance 1 and, with shift_mean, shift it to mean 0, over all tokens with mask 1.
 
     Args:
         x: [B, R] float32. mask: [B, R].
         shift_mean: False keeps the mean.
-        group: ranks whose tokens are taken together; each must call, with its own rows (none is allowed).
+        group: ranks whose tokens are whitened together; each must call, with its own rows (none is allowed).
             None = the tokens given here alone, even where torch.distributed is initialised.
         whitening: by default ddof 1 and eps 1e-8, added to the variance.
 
     Returns:
         (x - mean) * rsqrt(var + eps), or rsqrt(max(var, eps)); [B, R] float32, 0 where the mask is 0.
 
-    The variance of fewer than two tokens is 0, so that a single one becomes 0 with shift_mean, and stays what it is
-    without, as in slime. verl raises there.
+    The variance of fewer than two tokens is 0, so a single one becomes 0 with shift_mean and keeps its value without,
+    as in slime. verl raises there.
 
     Raises:
         FloatingPointError: a token with mask 1 is not finite, on every rank of the group alike.

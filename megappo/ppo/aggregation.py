@@ -1,23 +1,24 @@
-"""From token losses to a number: how a mini-batch's losses are averaged, however the mini-batch is cut."""
+"""Aggregation of token losses to the mini-batch's mean, the same however the mini-batch is cut."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megappo.ppo.conventions import Conventions
 
-Unreduced = dict[str, tuple[torch.Tensor, str]]
-"""Name -> values of any number and how to reduce them, by a name of `observe.metrics.REDUCTIONS`: max, mean, ..."""
-Metrics = dict[str, torch.Tensor | tuple[torch.Tensor, str]]
-"""The same of a loss, or a partial sum of it: 0-dim float32, detached."""
+Unreduced = dict[str, tuple[Tensor, str]]
+"""Metric -> any number of values and a name of `observe.metrics.REDUCTIONS`: max, mean, ..."""
+Metrics = dict[str, Tensor | tuple[Tensor, str]]
+"""A loss's metrics: `Unreduced` values, or partial sums, 0-dim float32, detached."""
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
 class Normaliser:
-    """What the losses of a mini-batch are divided by, counted over all its data-parallel ranks and micro-batches.
+    """Counts that a mini-batch's losses are divided by, over all its data-parallel ranks and micro-batches.
 
     Attributes:
         num_tokens: tokens with mask 1.
@@ -30,36 +31,35 @@ class Normaliser:
     max_length: int
 
     @classmethod
-    def of(cls, mask: torch.Tensor) -> "Normaliser":
-        """Of a mini-batch that is this mask, [B, R], alone; max_length is R."""
+    def of(cls, mask: Tensor) -> "Normaliser":
+        """Count a mini-batch that consists of this mask, [B, R]; max_length is R."""
         valid = mask.bool()
         return cls(int(valid.sum()), int(valid.any(dim=1).sum()), mask.shape[1])
 
 
 def agg_mode(config: Any, conventions: Conventions, method_mode: str | None = None) -> str:
-    """The aggregation of a section of the config (actor, critic); where it leaves that open the method's own, and
-    without one the conventions'."""
+    """Return the aggregation of a config section (actor, critic), else the method's own, else the conventions'."""
     return config.loss_agg_mode or method_mode or conventions.loss_agg_mode
 
 
 def aggregate(
-    loss: torch.Tensor,
-    mask: torch.Tensor,
+    loss: Tensor,
+    mask: Tensor,
     mode: str,
     *,
     normaliser: Normaliser | None = None,
-    loss_weights: torch.Tensor | None = None,
-) -> torch.Tensor:
+    loss_weights: Tensor | None = None,
+) -> Tensor:
     """Reduce token losses to this call's share of the mini-batch's loss.
 
     Args:
-        loss, mask: [B, R], whole rows; losses where the mask is 0 are ignored, whatever they are.
+        loss, mask: [B, R], whole rows; losses where the mask is 0 are ignored, NaN too.
         mode: token-mean = sum over tokens / num_tokens; token-sum = sum over tokens, which grows with the batch;
             seq-mean-token-sum = mean over sequences of the sum of a sequence's tokens;
             seq-mean-token-mean = mean over sequences of the mean of its tokens;
             seq-mean-token-sum-norm = mean over sequences of (sum of its tokens / max_length), Dr. GRPO's.
         normaliser: of the mini-batch; None = counted from `mask`, with max_length R.
-        loss_weights: [B], what a row's losses are multiplied by; they change nothing that is divided by. None = 1.
+        loss_weights: [B], factors of each row's losses, which do not change the counts. None = 1.
 
     Returns:
         0-dim, of loss's dtype, summed in float64; 0 (still differentiable) where there is no token at all.
@@ -85,6 +85,6 @@ def aggregate(
     return (sums.sum() / max(divisor, 1)).to(loss.dtype)
 
 
-def token_mean(x: torch.Tensor, mask: torch.Tensor, normaliser: Normaliser | None) -> torch.Tensor:
-    """A metric: the mean over the mini-batch's tokens (of flags: their fraction), detached float32."""
+def token_mean(x: Tensor, mask: Tensor, normaliser: Normaliser | None) -> Tensor:
+    """Return the mean of x over the mini-batch's tokens (of flags: their fraction), detached float32."""
     return aggregate(x.detach().float(), mask, "token-mean", normaliser=normaliser)

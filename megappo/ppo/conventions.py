@@ -1,4 +1,4 @@
-"""What public systems do differently in the last digits of one formula, and presets that follow one of them.
+"""Numerical conventions in which public systems differ, and presets that follow one of them.
 
 | attribute           | megappo, verl | slime               | miles               | OpenRLHF           | NeMo-RL       |
 | ------------------- | ------------- | ------------------- | ------------------- | ------------------ | ------------- |
@@ -17,16 +17,16 @@
 | kl_gamma            | none          | 0                   | 0                   | 1                  | 0             |
 
 Read from: verl's trainer/ppo/core_algos.py (kl_penalty_forward, compute_policy_loss_vanilla, compute_value_loss) and
-utils/torch_functional.py (masked_whiten); slime's utils/ppo_utils.py and utils/distributed_utils.py, our k3 being what
-it calls low_var_kl; miles' backends/training_utils/loss_hub; OpenRLHF's models/utils.py (compute_approx_kl),
+utils/torch_functional.py (masked_whiten); slime's utils/ppo_utils.py and utils/distributed_utils.py, our k3 is its
+low_var_kl; miles' backends/training_utils/loss_hub; OpenRLHF's models/utils.py (compute_approx_kl),
 models/loss.py and its experience maker; NeMo-RL's algorithms/loss/loss_functions.py (ClippedPGLossFn),
 algorithms/utils.py (calculate_kl) and algorithms/advantage_estimator.py.
-What no preset follows:
+No preset follows:
 - A normaliser per micro-batch or per rank: the loss never depends on how the mini-batch was cut.
 - Losses for which a system clamps the log-ratio differently than for PPO's clip. verl: gspo, gmpo, clip_cov, kl_cov;
   see there. OpenRLHF: its 20 is ppo's, its gspo clamps nothing.
-- miles reads a log-ratio that is NaN or infinite as 0. Here an infinite one is clamped as any other; of NaN the loss is
-  NaN, too, and a run skips the optimizer step.
+- miles takes a log-ratio that is NaN or infinite as 0. Here an infinite one is clamped as any other; NaN makes the
+  loss NaN, too, and a run skips the optimizer step.
 - The unbiased KL loss (`losses.kl_loss`): the estimate is clamped here, before the ratio; in slime, miles and NeMo-RL
   the product with the ratio, whose gradient vanishes where the policy moved most.
 - NeMo-RL whitens gdpo's advantages over responses, by the standard deviation with ddof 1 and no eps; here over tokens.
@@ -61,7 +61,7 @@ class Whitening:
 
 @dataclass(frozen=True)
 class Conventions:
-    """Choices that papers leave open and systems make differently; the defaults are verl's, except counts_empty_rows.
+    """Choices that papers leave open and systems make differently. Defaults are verl's, except counts_empty_rows.
 
     Attributes:
         whitening: of advantages.
@@ -73,7 +73,7 @@ class Conventions:
         kl_true_gradient: True = a KL estimate also has the gradient of the probability that its token was sampled with,
             estimate x grad log_prob; see `kl_estimate`.
         value_loss_factor: of the squared error in the value loss.
-        loss_agg_mode: where neither the config nor the policy loss's method says one.
+        loss_agg_mode: where neither the config nor the policy loss's method sets one.
         counts_empty_rows: True = the seq-mean modes divide by all rows of a mini-batch; False = by those with a token.
         kl_gamma: where estimators compare the responses to a prompt, the KL in the reward is subtracted from a token's
             advantage: the sum from the token on, with this discount (0 = its own, 1 = of all). None = the response's
@@ -94,11 +94,11 @@ class Conventions:
 
     @property
     def log_ratio_bound(self) -> float:
-        """What log-ratios are clamped to +- of before exp."""
+        """Log-ratios are clamped to +- this before exp."""
         return EXP_LIMIT if self.log_ratio_clamp is None else self.log_ratio_clamp
 
     def whitening_of(self, adv_estimator: str) -> Whitening:
-        """How the advantages of an algorithm.adv_estimator are whitened."""
+        """Return the whitening of an algorithm.adv_estimator's advantages."""
         return self.reinforce_whitening if adv_estimator.startswith("reinforce_plus_plus") else self.whitening
 
 

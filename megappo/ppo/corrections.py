@@ -1,19 +1,34 @@
-"""Correcting the mismatch between the engine that sampled and the trainer: one importance weight per token.
+"""Corrections of the mismatch between the engine that sampled and the trainer: one importance weight per token.
 
 Two programs compute the same policy a little differently, so tokens were not drawn from the distribution that the
 policy loss assumes. All tensors [B, R] float32 over padded responses; the mask is 1 on policy tokens.
+
+Keys of algorithm.rollout_correction:
+level: a token's weight is its own ratio; the product of the ratios of its response (sequence); or their geometric mean.
+    none = 1. Log-ratios, or their sum or mean, are clamped to +-20 before exp.
+mode: truncate bounds the weight to [threshold_lower or 0, threshold] (TIS; slime's tis_clip_low, tis_clip, NeMo-RL's
+    "tis"); mask makes it 0 outside [threshold_lower or 1 / threshold, threshold] (IcePop; slime's icepop_function,
+    NeMo-RL's "icepop", verl's rollout_is_threshold "lower_upper").
+normalize: divide the bounded weights by their mean over all ranks, of tokens (level token) or of responses, before any
+    is rejected (verl's rollout_is_batch_normalize).
+reject: divergence -> bound, see `_diverging` (verl's rollout_rs).
+reject_geometric: all of a response gets weight 0 where its geometric mean lies outside of these bounds (verl's
+    rollout_rs "geometric"; its "seq_mean_k1" bounds 1 / that mean, so that [a, b] here is "1/b_1/a" there; with level
+    token and a threshold out of reach, NeMo-RL's "seq-mask-tis").
+veto_threshold: likewise where any token's ratio, not clamped, is below it (rollout_token_veto_threshold of verl's
+    versions of 2025).
 """
 
 import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megappo.ppo.aggregation import Unreduced
-from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.kl import FORMULAE
-from megappo.ppo.ragged import check_finite
+from megappo.ppo.reductions import check_finite, sum_over_ranks
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +- this before exp (verl's SAFETY_BOUND)."""
@@ -21,37 +36,25 @@ LOG_RATIO_BOUND = 20.0
 
 @torch.no_grad()
 def rollout_is_weights(
-    old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
     config: Any,
     *,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, Unreduced]:
-    """Importance weights pi_trainer / pi_engine, bounded, and 0 where a token or response is rejected.
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Unreduced]:
+    """Compute importance weights pi_trainer / pi_engine, bounded, and 0 where a token or response is rejected.
 
     The policy loss multiplies them in after clipping. A rejected token still counts in that loss's normaliser, as for
-    IcePop in verl, slime and NeMo-RL. What verl rejects (rollout_rs, veto) leaves the mask: the divisor of token-mean
-    alone (seq-mean modes have a constant), whitening, GAE, KL, entropy, the critic. Advantages differed by up to 1.1.
+    IcePop in verl, slime and NeMo-RL. Tokens that verl rejects (rollout_rs, veto) leave the mask: the divisor of
+    token-mean alone (seq-mean modes have a constant), whitening, GAE, KL, entropy, the critic. Advantages differed by
+    up to 1.1.
 
     Args:
         old_log_probs: [B, R] of the trainer, before the update.
         rollout_log_probs: [B, R] of the engine, at the temperature it sampled with.
-        response_mask: [B, R], 1 on tokens the policy wrote; whatever stands elsewhere is ignored.
-        config: algorithm.rollout_correction.
-            level: a token's weight is its own ratio; the product of the ratios of its response (sequence); or their
-                geometric mean. none = 1. Log-ratios, or their sum or mean, are clamped to +-20 before exp.
-            mode: truncate bounds the weight to [threshold_lower or 0, threshold] (TIS; slime's tis_clip_low, tis_clip,
-                NeMo-RL's "tis"); mask makes it 0 outside [threshold_lower or 1 / threshold, threshold] (IcePop; slime's
-                icepop_function, NeMo-RL's "icepop", verl's rollout_is_threshold "lower_upper").
-            normalize: divide the bounded weights by their mean over all ranks, of tokens (level token) or of responses,
-                before any is rejected (verl's rollout_is_batch_normalize).
-            reject: divergence -> bound, see `_diverging` (verl's rollout_rs).
-            reject_geometric: all of a response gets weight 0 where its geometric mean lies outside of these bounds
-                (verl's rollout_rs "geometric"; its "seq_mean_k1" bounds 1 / that mean, so that [a, b] here is
-                "1/b_1/a" there; with level token and a threshold out of reach, NeMo-RL's "seq-mask-tis").
-            veto_threshold: likewise where any token's ratio, not clamped, is below it (rollout_token_veto_threshold of
-                verl's versions of 2025).
+        response_mask: [B, R], 1 on tokens the policy wrote; values elsewhere are ignored.
+        config: algorithm.rollout_correction, see the module.
         group: ranks whose weights are normalised together; each must call, with its own rows (none is allowed).
 
     Returns:
@@ -68,42 +71,47 @@ def rollout_is_weights(
     check_finite("old_log_probs", old_log_probs, valid)
     check_finite("rollout_log_probs", rollout_log_probs, valid)
     log_ratio = torch.where(valid, old_log_probs.double() - rollout_log_probs.double(), 0.0)
-    ratio = _exp(_at_level(log_ratio, valid, config.level))
+    ratio = _ratios(log_ratio, valid, config.level)
     weights, clipped = _bounded(ratio, config)
     if config.normalize:
         weights = weights / _mean_weight(weights, valid, config.level, group)
-    vetoed = _vetoed(log_ratio, valid, config.veto_threshold)
-    kept = valid & ~vetoed[:, None] & ~_rejected(log_ratio, valid, config.reject_geometric)[:, None]
-    diverging = {name: _diverging(log_ratio, valid, name, bound) for name, bound in config.reject.items()}
-    for rejected in diverging.values():
-        kept = kept & ~rejected
+    kept, rejected, vetoed = _kept(log_ratio, valid, config)
     weights = torch.where(kept, weights, 0.0).float()
-    flags = {"clipped_frac": clipped} | {f"{name}_frac": rejected for name, rejected in diverging.items()}
+    flags = {"clipped_frac": clipped} | {f"{name}_frac": tokens for name, tokens in rejected.items()}
     return weights, _metrics(valid, log_ratio, ratio, weights, flags, vetoed)
 
 
-def _at_level(log_ratio: torch.Tensor, valid: torch.Tensor, level: str) -> torch.Tensor:
-    """[B, R]: what each token's weight is the exponential of. `log_ratio` is 0 where the mask is 0."""
-    if level in ("none", "token"):
-        return log_ratio
-    if level == "sequence":
-        return log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
-    if level == "geometric":
-        return _row_means(log_ratio, valid)[:, None].expand_as(log_ratio)
-    raise ValueError(f"unknown rollout_correction.level {level!r}")
+def _kept(log_ratio: Tensor, valid: Tensor, config: Any) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Return the tokens that nothing rejects, [B, R] bool; those each `reject` rejects; the vetoed responses, [B]."""
+    vetoed = valid.new_zeros(len(valid))
+    if config.veto_threshold is not None:
+        vetoed = (valid & (log_ratio < math.log(config.veto_threshold))).any(dim=1)
+    kept = valid & ~vetoed[:, None]
+    if config.reject_geometric is not None:
+        lower, upper = config.reject_geometric
+        means = _ratios(log_ratio, valid, "geometric")
+        kept = kept & ~_outside(means, lower, upper, "reject_geometric")
+    rejected = {}
+    for name, bound in config.reject.items():
+        rejected[name] = _diverging(log_ratio, valid, name, bound)
+        kept = kept & ~rejected[name]
+    return kept, rejected, vetoed
 
 
-def _row_means(log_ratio: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """[B]; 0 for a row without a mask token."""
-    return log_ratio.sum(dim=1) / valid.sum(dim=1).clamp(min=1)
-
-
-def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
+def _ratios(log_ratio: Tensor, valid: Tensor, level: str) -> Tensor:
+    """Return each token's ratio, or that of its response, [B, R]. `log_ratio` is 0 where the mask is 0."""
+    if level in ("sequence", "geometric"):
+        total = log_ratio.sum(dim=1, keepdim=True)
+        if level == "geometric":
+            total = total / valid.sum(dim=1, keepdim=True).clamp(min=1)
+        log_ratio = total.expand_as(log_ratio)
+    elif level not in ("none", "token"):
+        raise ValueError(f"unknown rollout_correction.level {level!r}")
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
-def _bounded(ratio: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weights within the thresholds, and where these made a difference."""
+def _bounded(ratio: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """Return the weights within the thresholds, and a mask of those that a threshold changed."""
     if config.level == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     if config.mode == "truncate":
@@ -116,10 +124,8 @@ def _bounded(ratio: torch.Tensor, config: Any) -> tuple[torch.Tensor, torch.Tens
     raise ValueError(f"unknown rollout_correction.mode {config.mode!r}")
 
 
-def _mean_weight(
-    weights: torch.Tensor, valid: torch.Tensor, level: str, group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Over all ranks' tokens, or of a response's one weight over their responses; 1 where all are 0."""
+def _mean_weight(weights: Tensor, valid: Tensor, level: str, group: ProcessGroup | None) -> Tensor:
+    """Return the mean over all ranks' tokens, or over responses where each has one weight; 1 if all weights are 0."""
     shares = valid.double()
     if level != "token":
         shares = shares / shares.sum(dim=1, keepdim=True).clamp(min=1)
@@ -127,15 +133,13 @@ def _mean_weight(
     return torch.where(total > 1e-8 * count, total / count, 1.0)
 
 
-def _diverging(
-    log_ratio: torch.Tensor, valid: torch.Tensor, name: str, bound: float | tuple[float, float]
-) -> torch.Tensor:
-    """[B, R] bool: the tokens whose divergence, or their response's, lies outside of its bounds.
+def _diverging(log_ratio: Tensor, valid: Tensor, name: str, bound: float | tuple[float, float]) -> Tensor:
+    """Return a mask, [B, R] bool, of the tokens whose divergence, or their response's, is outside of its bounds.
 
     Args:
         name: token, or the seq_sum, seq_mean or seq_max over the tokens of a response, of a divergence. With x the
             log-ratio clamped to +-20: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x.
-        bound: the largest; of k1 two bounds of e^k1, a single number u standing for 1 / u and u.
+        bound: the largest; for k1 two bounds of e^k1, a single number u standing for 1 / u and u.
     Source: the options of verl's rollout_rs; Schulman, "Approximating KL divergence" (2020).
     """
     level, _, kind = name.rpartition("_")
@@ -144,44 +148,33 @@ def _diverging(
         divergence = torch.where(valid, divergence, -math.inf).amax(dim=1, keepdim=True)
     elif level != "token":
         divergence = divergence.sum(dim=1, keepdim=True)
-        divergence = divergence / valid.sum(dim=1, keepdim=True).clamp(min=1) if level == "seq_mean" else divergence
+    if level == "seq_mean":
+        divergence = divergence / valid.sum(dim=1, keepdim=True).clamp(min=1)
     low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
     low, high = (math.log(low), math.log(high)) if kind == "k1" else (-math.inf, high)
     return valid & _outside(divergence, low, high, name)
 
 
-def _rejected(log_ratio: torch.Tensor, valid: torch.Tensor, bounds: tuple[float, float] | None) -> torch.Tensor:
-    """[B] bool: whether the geometric mean of a response's ratios lies outside of the bounds."""
-    means = _exp(_row_means(log_ratio, valid))
-    return torch.zeros_like(means, dtype=torch.bool) if bounds is None else _outside(means, *bounds, "reject_geometric")
-
-
-def _outside(values: torch.Tensor, lower: float, upper: float, name: str) -> torch.Tensor:
+def _outside(values: Tensor, lower: float, upper: float, name: str) -> Tensor:
     if lower > upper:
         raise ValueError(f"rollout_correction: {name} must be in ascending order, got [{lower}, {upper}]")
     return (values < lower) | (values > upper)
 
 
-def _vetoed(log_ratio: torch.Tensor, valid: torch.Tensor, threshold: float | None) -> torch.Tensor:
-    """[B] bool: whether any token's ratio is below the threshold."""
-    bound = -math.inf if threshold is None else math.log(threshold)
-    return (valid & (log_ratio < bound)).any(dim=1)
-
-
 def _metrics(
-    valid: torch.Tensor,
-    log_ratio: torch.Tensor,
-    ratio: torch.Tensor,
-    weights: torch.Tensor,
-    flags: dict[str, torch.Tensor],
-    vetoed: torch.Tensor,
+    valid: Tensor,
+    log_ratio: Tensor,
+    ratio: Tensor,
+    weights: Tensor,
+    flags: dict[str, Tensor],
+    vetoed: Tensor,
 ) -> Unreduced:
-    """By `rollout_is/<name>`, over the mask tokens.
+    """Return the metrics `rollout_is/<name>`, over the tokens with mask 1.
 
     mean, max, min: of the weights before bounds and rejection (level none: of the tokens' ratios), as in verl's
         versions of 2025; its newer ones take the bounded weights, whose maximum is the threshold, at level token alone.
-    clipped_frac: tokens whose weight a threshold capped or made 0. <name>_frac: tokens that a `reject` rejects.
-    rejected_frac: responses left with no weight above 0, for whatever reason. veto_frac: those with a vetoed token.
+    clipped_frac: tokens whose weight a threshold capped or made 0. <name>_frac: tokens that this `reject` rejects.
+    rejected_frac: responses with no weight above 0, for any reason. veto_frac: responses with a vetoed token.
     ess: effective sample size of the weights returned, (sum w)^2 / (n sum w^2); 1 = all equal, 0 = all rejected.
     kl: E[log rollout - log old], the k1 estimate of KL(rollout, old), not clamped.
     k3: E[r - 1 - log r] with r = old / rollout, the k3 estimate of the same.

@@ -1,30 +1,32 @@
 """Policy losses that treat the tokens with a high covariance of advantage and log-prob apart: Clip-Cov and KL-Cov.
 
-Those tokens are what drives the policy's entropy down. They are a share of the whole mini-batch's tokens, so the choice
-is made over all its data-parallel ranks, before it is cut into micro-batches.
+Those tokens drive the policy's entropy down. They are a share of the whole mini-batch's tokens, so they are selected
+over all its data-parallel ranks, before it is cut into micro-batches.
 """
 
 import math
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megappo.ppo.surrogate import PolicyConfig, Result, Tokens, clipped_surrogate
+from megappo.ppo.policy_losses import PolicyConfig, PolicyInputs, Result, clipped_surrogate
+from megappo.ppo.reductions import gather_over_ranks
 
 
 def select_for_clip_cov(
-    log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: PolicyConfig,
     *,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """Choose the tokens of a mini-batch that clip_cov takes out of the gradient.
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Select the tokens of a mini-batch that clip_cov takes out of the gradient.
 
     The covariance of a token is (A - mean A) x (log_prob - mean log_prob), with means over the mini-batch's tokens.
-    Chosen are the max(1, floor(clip_cov_ratio x tokens)) largest of those with clip_cov_lb < covariance < clip_cov_ub;
-    none with a ratio of 0. The paper and verl draw them at random inside the band; the largest come first here, so that
+    The max(1, floor(clip_cov_ratio x tokens)) largest with clip_cov_lb < covariance < clip_cov_ub are selected; none
+    with a ratio of 0. The paper and verl draw them at random inside the band; the largest come first here, so
     the choice depends neither on the cut into ranks and micro-batches nor on a seed. Ties are common (a sure token has
     log_prob 0) and are broken by the sum of the row's log-probs, then by the position, earlier first.
 
@@ -35,7 +37,7 @@ def select_for_clip_cov(
             these rows alone.
 
     Returns:
-        [B, R] bool; nothing where the mini-batch has no token.
+        [B, R] bool; all False where the mini-batch has no token.
 
     Raises:
         FloatingPointError: on all ranks alike, values on mask tokens that are not finite.
@@ -46,19 +48,19 @@ def select_for_clip_cov(
 
 
 def select_for_kl_cov(
-    log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: PolicyConfig,
     *,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """Choose the tokens of a mini-batch that kl_cov gives a KL penalty: the kl_cov_ratio of them with the largest
-    covariance, whatever it is; otherwise as `select_for_clip_cov`."""
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Select the tokens of a mini-batch that kl_cov gives a KL penalty: the share kl_cov_ratio with the largest
+    covariance, without a band; otherwise as `select_for_clip_cov`."""
     return _select(log_probs, advantages, response_mask, config.kl_cov_ratio, (-math.inf, math.inf), group)
 
 
-def clip_cov(tokens: Tokens, config: PolicyConfig) -> Result:
+def clip_cov(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """Clip-Cov: PPO's clip, and the selected tokens give no gradient.
 
     Args and Returns: as `clip`; clip_ratio_c is not read (no dual clip).
@@ -68,14 +70,14 @@ def clip_cov(tokens: Tokens, config: PolicyConfig) -> Result:
     does, for this loss).
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_clip_cov.
     """
-    ratios = tokens.ratios()
-    loss, clipped = clipped_surrogate(tokens.advantages, ratios, config)
-    taken_out = tokens.selected & ~clipped & tokens.mask
+    ratios = inputs.ratios()
+    loss, clipped = clipped_surrogate(inputs.advantages, ratios, config)
+    taken_out = inputs.selected & ~clipped & inputs.mask
     loss = torch.where(taken_out, 0.0, loss)
-    return tokens.result(tokens.weighted(loss), config, ratios=ratios, clipped=taken_out)
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=taken_out)
 
 
-def kl_cov(tokens: Tokens, config: PolicyConfig) -> Result:
+def kl_cov(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """KL-Cov: the unclipped surrogate -A x ratio, plus ppo_kl_coef x |log-ratio| at the selected tokens.
 
     Args and Returns: as `clip`; the clip bounds are not read and nothing counts as clipped. ppo_kl is signed, as
@@ -83,73 +85,60 @@ def kl_cov(tokens: Tokens, config: PolicyConfig) -> Result:
     exp, but not in the penalty (verl: nowhere).
     Source: Cui et al. 2025, section 4.2; verl's compute_policy_loss_kl_cov.
     """
-    ratios = tokens.ratios()
-    penalty = torch.where(tokens.selected, config.ppo_kl_coef * tokens.log_ratios.abs(), 0.0)
-    loss = -tokens.advantages * ratios + penalty
-    return tokens.result(tokens.weighted(loss), config, ratios=ratios)
+    ratios = inputs.ratios()
+    penalty = torch.where(inputs.selected, config.ppo_kl_coef * inputs.log_ratios.abs(), 0.0)
+    loss = -inputs.advantages * ratios + penalty
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios)
 
 
 @torch.no_grad()
 def _select(
-    log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
     share: float,
     band: tuple[float, float],
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
+    group: ProcessGroup | None,
+) -> Tensor:
     valid = mask.bool()
     log_probs, advantages = (torch.where(valid, x.double(), 0.0) for x in (log_probs, advantages))
     sums = torch.stack([advantages.sum(), log_probs.sum(), valid.sum().double()])
-    every = _gather(sums, group)
-    total_advantage, total_log_prob, count = every.sum(dim=0).tolist()
+    sums_of_ranks = gather_over_ranks(sums, group)
+    total_advantage, total_log_prob, count = sums_of_ranks.sum(dim=0).tolist()
     if not count or not share:
         return torch.zeros_like(valid)
     if not math.isfinite(total_advantage) or not math.isfinite(total_log_prob):
         raise FloatingPointError("no covariance: log_probs or advantages of tokens with mask 1 are not finite")
     covariance = (advantages - total_advantage / count) * (log_probs - total_log_prob / count)
-    low, high = band
-    wanted = max(1, int(share * count))
-    room = min(wanted, int(every[:, 2].max()))
-    return _largest(covariance, log_probs, valid & (covariance > low) & (covariance < high), wanted, room, group)
-
-
-def _largest(
-    covariance: torch.Tensor,
-    log_probs: torch.Tensor,
-    eligible: torch.Tensor,
-    wanted: int,
-    room: int,
-    group: dist.ProcessGroup | None,
-) -> torch.Tensor:
-    """The `wanted` first of all ranks' eligible tokens, as a mask; a rank has at most `room` of them."""
+    eligible = valid & (covariance > band[0]) & (covariance < band[1])
     rows, positions = eligible.nonzero(as_tuple=True)
     keys = torch.stack([covariance[rows, positions], log_probs.sum(dim=1)[rows], -positions.double()], dim=1)
-    best = _descending(keys)[:room]
-    table = keys.new_full((room, 3), float("-inf"))
-    table[: len(best)] = keys[best]
-    tables = _gather(table, group).flatten(0, 1)
-    first = _descending(tables)[:wanted]
-    first = first[tables[first, 0] > float("-inf")]
-    start = 0 if group is None else dist.get_rank(group) * room
-    mine = best[first[(first >= start) & (first < start + room)] - start]
+    num_selected = max(1, int(share * count))
+    largest = _largest(keys, num_selected, min(num_selected, int(sums_of_ranks[:, 2].max())), group)
     selected = torch.zeros_like(eligible)
-    selected[rows[mine], positions[mine]] = True
+    selected[rows[largest], positions[largest]] = True
     return selected
 
 
-def _descending(keys: torch.Tensor) -> torch.Tensor:
-    """Indices that sort rows of keys, the first column counting most, largest first; equal rows keep their order."""
+def _largest(keys: Tensor, num_selected: int, num_per_rank: int, group: ProcessGroup | None) -> Tensor:
+    """Return the indices of this rank's keys [n, 3] that are among the `num_selected` largest of all ranks.
+
+    Args:
+        num_per_rank: the most keys that any rank can have among them.
+    """
+    candidates = _descending(keys)[:num_per_rank]
+    table = keys.new_full((num_per_rank, 3), -math.inf)
+    table[: len(candidates)] = keys[candidates]
+    tables = gather_over_ranks(table, group).flatten(0, 1)
+    first = _descending(tables)[:num_selected]
+    start = 0 if group is None else group.rank() * num_per_rank
+    is_mine = (first >= start) & (first < start + len(candidates))
+    return candidates[first[is_mine] - start]
+
+
+def _descending(keys: Tensor) -> Tensor:
+    """Return indices that sort rows of keys, largest first, by the first column first; equal rows keep their order."""
     order = torch.arange(len(keys), device=keys.device)
     for column in reversed(range(keys.shape[1])):
         order = order[keys[order, column].argsort(descending=True, stable=True)]
     return order
-
-
-def _gather(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """[ranks, ...]: every rank's x, in the order of ranks."""
-    if group is None:
-        return x[None]
-    every = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, x, group=group)
-    return torch.stack(every)

@@ -2,32 +2,34 @@
 
 Each estimator takes the rewards per token (score on the last token, minus a KL penalty on each where there is one;
 `gdpo` takes several scores per response instead) and returns (advantages, returns), [B, R] float32, 0 where
-response_mask is 0; never whitened, so that whitening, where the method has it, can be done over all ranks. Sums are
-taken in float64. `groups` [B] int64 says which responses answer the same prompt: those with the same number, in any
-order; all of a prompt's responses must be in one call.
+response_mask is 0; never whitened, so that whitening, where the method has it, can be done over all ranks. The two are
+the same numbers where an estimator does not document its returns. Sums are taken in float64. `groups` [B] int64 has the
+same number for responses that answer the same prompt, in any order; all of a prompt's responses must be in one call.
 
 Every estimator raises ValueError for a response without any token with mask 1, those that compare the responses to a
-prompt also where a prompt has one response only; and FloatingPointError for a reward on a token with mask 1 that is not
+prompt also for a prompt with one response only; and FloatingPointError for a reward on a token with mask 1 that is not
 finite. For a single response NeMo-RL's advantage is 0; verl's is the score itself, but its vectorised rloo gives 0 and
 its grpo_passk raises, too.
 """
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from megappo.ppo.collectives import sum_over_ranks
 from megappo.ppo.gae import gae
-from megappo.ppo.groups import Groups
-from megappo.ppo.ragged import add_to_last_token, check_finite
+from megappo.ppo.reductions import (
+    PromptGroups,
+    add_to_last_token,
+    check_finite,
+    check_has_tokens,
+    sum_over_ranks,
+)
 
-Estimates = tuple[torch.Tensor, torch.Tensor]
+Estimates = tuple[Tensor, Tensor]
 
 
 def grpo(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    groups: torch.Tensor,
-    norm_adv_by_std_in_grpo: bool = True,
+    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
 ) -> Estimates:
     """(score - group's mean) / (group's standard deviation + 1e-6) on each token; exactly 0 in a group of equal scores.
 
@@ -35,57 +37,49 @@ def grpo(
         token_level_rewards, response_mask, groups: see the module.
         norm_adv_by_std_in_grpo: False leaves out the division (Dr. GRPO).
 
-    Returns:
-        (advantages, returns), the same numbers.
     Source: Shao et al. 2024 (DeepSeekMath), section 4.1.2; Liu et al. 2025 (Dr. GRPO); ddof 1 and 1e-6 are verl's.
     """
     scores = _scores(token_level_rewards, response_mask)
-    prompts = Groups(groups)
-    return _on_tokens(prompts.normalized(scores) if norm_adv_by_std_in_grpo else prompts.centred(scores), response_mask)
+    prompts = PromptGroups(groups)
+    compared = prompts.normalized(scores) if norm_adv_by_std_in_grpo else prompts.centered(scores)
+    return _on_tokens(compared, response_mask)
 
 
-def rloo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
+def rloo(token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor) -> Estimates:
     """Score minus the mean score of the other responses to the prompt, on each token.
 
-    Returns:
-        (advantages, returns), the same numbers.
     Source: Ahmadian et al. 2024 (Back to basics: revisiting REINFORCE), RLOO.
     """
     scores = _scores(token_level_rewards, response_mask)
-    prompts = Groups(groups)
+    prompts = PromptGroups(groups)
     factors = prompts.counts / (prompts.counts - 1)
-    return _on_tokens(prompts.centred(scores) * factors[prompts.rows], response_mask)
+    return _on_tokens(prompts.centered(scores) * factors[prompts.rows], response_mask)
 
 
-def reinforce_plus_plus(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, gamma: float) -> Estimates:
+def reinforce_plus_plus(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Estimates:
     """Discounted sum of the rewards from each token on. The method whitens it over the batch.
 
-    A token with mask 0 is carried through, without discount, as in verl since August 2026; before, it ended the sum
+    The sum is carried through tokens with mask 0, without discount, as in verl since August 2026; before, it ended
     there, so that rewards after an environment's turn did not count before it.
 
-    Returns:
-        (advantages, returns), the same numbers.
     Source: Hu et al. 2025 (REINFORCE++); its KL is part of the rewards (NeMo-RL gives a token its own KL alone, not
         that of the tokens after it).
     """
-    _check_rows(token_level_rewards, response_mask)
+    check_has_tokens(response_mask)
+    check_finite("rewards", token_level_rewards, response_mask.bool())
     returns, _ = gae(token_level_rewards, torch.zeros_like(token_level_rewards), response_mask, gamma, 1.0)
     return returns, returns
 
 
-def reinforce_plus_plus_baseline(
-    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor
-) -> Estimates:
+def reinforce_plus_plus_baseline(token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor) -> Estimates:
     """Score minus the mean score of all responses to the prompt, on each token. The method whitens it over the batch.
 
-    Returns:
-        (advantages, returns), the same numbers. verl's returns are the whitened advantages.
-    Source: Hu et al. 2025 (REINFORCE++-baseline).
+    Source: Hu et al. 2025 (REINFORCE++-baseline). verl's returns are the whitened advantages.
     """
     return grpo(token_level_rewards, response_mask, groups, norm_adv_by_std_in_grpo=False)
 
 
-def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baselines: torch.Tensor) -> Estimates:
+def remax(token_level_rewards: Tensor, response_mask: Tensor, baselines: Tensor) -> Estimates:
     """Sum of the rewards from each token on minus the score of the prompt's greedy response.
 
     Args:
@@ -96,7 +90,7 @@ def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baseli
         (advantages, returns): returns without the baseline.
 
     Raises:
-        ValueError, FloatingPointError: as the module says; the second also for a baseline.
+        ValueError, FloatingPointError: see the module; the second also for a baseline.
     Source: Li et al. 2023 (ReMax), algorithm 1; verl's compute_remax_outcome_advantage, 0 where the mask is 0.
     """
     check_finite("baselines", baselines)
@@ -104,64 +98,54 @@ def remax(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, baseli
     return torch.where(response_mask.bool(), returns - baselines.float()[:, None], 0.0), returns
 
 
-def opo(token_level_rewards: torch.Tensor, response_mask: torch.Tensor, groups: torch.Tensor) -> Estimates:
+def opo(token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor) -> Estimates:
     """Score minus the mean of the prompt's scores weighted by length, on each token; a length counts mask 1.
 
-    Returns:
-        (advantages, returns), the same numbers.
     Source: Hao et al. 2025 (On-policy RL with optimal reward baseline), the baseline under which a gradient's squared
         norm is proportional to the length.
     """
     scores = _scores(token_level_rewards, response_mask)
-    prompts = Groups(groups)
+    prompts = PromptGroups(groups)
     lengths = response_mask.bool().sum(dim=1).double()
     baselines = prompts.sums(scores * lengths) / prompts.sums(lengths)
     return _on_tokens(scores - baselines[prompts.rows], response_mask)
 
 
 def gpg(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    groups: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
+    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, group: ProcessGroup | None = None
 ) -> Estimates:
-    """(responses / responses whose score is not 0) * (score - group's mean), on each token.
+    """(responses / responses whose score is not 0) * (score - group's mean), on each token; 0 if all scores are 0.
 
     Args:
         token_level_rewards, response_mask, groups: see the module.
         group: ranks over which both numbers of responses are counted; each must call, with its own rows (none is
             allowed). None = the rows given here alone.
 
-    Returns:
-        (advantages, returns), the same numbers; 0 where no score differs from 0.
     Source: Chu et al. 2025 (GPG); verl's compute_gpg_outcome_advantage with its f_norm = 1, which counts scores that
         are not 0 where the paper counts groups whose gradient is not.
     """
     scores = _scores(token_level_rewards, response_mask)
-    numbers = torch.stack([scores.new_tensor(len(scores)), scores.count_nonzero().double()])
-    numbers = sum_over_ranks(numbers, group)
-    return _on_tokens(Groups(groups).centred(scores) * numbers[0] / numbers[1].clamp(min=1), response_mask)
+    counts = torch.stack([scores.new_tensor(len(scores)), scores.count_nonzero().double()])
+    counts = sum_over_ranks(counts, group)
+    return _on_tokens(PromptGroups(groups).centered(scores) * counts[0] / counts[1].clamp(min=1), response_mask)
 
 
 def grpo_passk(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    groups: torch.Tensor,
-    norm_adv_by_std_in_grpo: bool = True,
+    token_level_rewards: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
 ) -> Estimates:
     """(best score - second best) / (group's standard deviation + 1e-6) on each token of a prompt's best response.
+
+    Other responses have 0, and the best one has where another shares its score.
 
     Args:
         token_level_rewards, response_mask, groups: see the module.
         norm_adv_by_std_in_grpo: False leaves out the division.
 
-    Returns:
-        (advantages, returns), the same numbers; 0 for other responses, and where two share the best score.
     Source: Tang et al. 2025 (Optimizing LMs for inference time objectives, arXiv 2503.19595); verl's
         compute_grpo_passk_outcome_advantage.
     """
     scores = _scores(token_level_rewards, response_mask)
-    prompts = Groups(groups)
+    prompts = PromptGroups(groups)
     order = scores.argsort(descending=True, stable=True)
     order = order[prompts.rows[order].argsort(stable=True)]  # by group, the best of each first
     firsts = prompts.counts.cumsum(0) - prompts.counts
@@ -173,42 +157,39 @@ def grpo_passk(
 
 
 def gdpo(
-    score_components: torch.Tensor,
-    response_mask: torch.Tensor,
-    groups: torch.Tensor,
-    norm_adv_by_std_in_grpo: bool = True,
+    score_components: Tensor, response_mask: Tensor, groups: Tensor, norm_adv_by_std_in_grpo: bool = True
 ) -> Estimates:
-    """The sum of GRPO's advantages of several scores, each taken on its own. The method whitens it over the batch.
+    """Sum of GRPO's advantages for several scores, each compared on its own. The method whitens it over the batch.
 
     Args:
         score_components: [B, K], K scores of each response.
-        response_mask, groups, norm_adv_by_std_in_grpo: as of `grpo`.
-
-    Returns:
-        (advantages, returns), the same numbers. verl's returns are the whitened advantages.
+        response_mask, groups, norm_adv_by_std_in_grpo: as in `grpo`.
 
     Raises:
-        ValueError, FloatingPointError: as the module says; the second also for a component.
+        ValueError, FloatingPointError: see the module; the second for a component.
     Source: Liu et al. 2026 (GDPO: Group reward-Decoupled Normalization Policy Optimization, arXiv 2601.05242); verl's
-        compute_gdpo_outcome_advantage. Its gdpo_reward_weights, factors of each score's advantages that a user may set
-        (NeMo-RL's reward_weights), are all 1 here. NeMo-RL whitens the sum over responses, not over tokens.
+        compute_gdpo_outcome_advantage, whose returns are the whitened advantages. Its gdpo_reward_weights, factors of
+        each score's advantages that a user may set (NeMo-RL's reward_weights), are all 1 here. NeMo-RL whitens the sum
+        over responses, not over tokens.
     """
     zeros, valid = torch.zeros_like(response_mask, dtype=torch.float32), response_mask.bool()
-    rewards = [add_to_last_token(zeros, valid, scores) for scores in score_components.unbind(1)]
-    parts = [grpo(one, response_mask, groups, norm_adv_by_std_in_grpo)[0] for one in rewards]
-    total = torch.stack(parts).sum(dim=0, dtype=torch.float64).float()
-    return total, total
+    total = zeros.double()
+    for scores in score_components.unbind(1):
+        rewards = add_to_last_token(zeros, valid, scores)
+        total += grpo(rewards, response_mask, groups, norm_adv_by_std_in_grpo)[0]
+    advantages = total.float()
+    return advantages, advantages
 
 
 def optimal_token_baseline(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    groups: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    sum_pi_squared: torch.Tensor | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    groups: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
 ) -> Estimates:
-    """Sum of the rewards from each token on, minus its mean over the prompt's responses at that position, weighted.
+    """Sum of the rewards from each token on, minus its weighted mean over the prompt's responses at that position.
 
     The weight of a response at position t is the sum up to t of 1 - 2 p + sum_pi_squared, the squared norm of the
     gradient of the token's log-prob in the logits, times rollout_is_weights^2: the baseline has the least variance.
@@ -219,7 +200,7 @@ def optimal_token_baseline(
         old_log_probs: [B, R], log p of each token.
         sum_pi_squared: [B, R], the sum of the squared probabilities of all tokens at each position. None = p itself,
             whose expectation it is.
-        rollout_is_weights: [B, R] of `corrections`; None = 1.
+        rollout_is_weights: [B, R], see `corrections`; None = 1.
 
     Returns:
         (advantages, returns): returns without the baseline.
@@ -229,35 +210,29 @@ def optimal_token_baseline(
         baseline.
     """
     returns, _ = reinforce_plus_plus(token_level_rewards, response_mask, gamma=1.0)
-    prompts, valid = Groups(groups), response_mask.bool()
+    prompts, valid = PromptGroups(groups), response_mask.bool()
     p = old_log_probs.double().exp()
     energy = 1 - 2 * p + (p if sum_pi_squared is None else sum_pi_squared.double())
     if rollout_is_weights is not None:
         energy = energy * rollout_is_weights.double().square()
     weights = torch.where(valid, torch.where(valid, energy, 0.0).cumsum(dim=1), 0.0)
-    sums, totals, present = (prompts.sums(x) for x in (weights * returns, weights, valid.double()))
-    baselines = torch.where(present > 1, sums / (totals + 1e-8), 0.0)
+    means = prompts.sums(weights * returns) / (prompts.sums(weights) + 1e-8)
+    baselines = torch.where(prompts.sums(valid.double()) > 1, means, 0.0)
     return torch.where(valid, returns - baselines[prompts.rows], 0.0).float(), returns
 
 
-def _scores(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """[B] float64: each row's sum over the tokens with mask 1.
+def _scores(token_level_rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """Sum each row over the tokens with mask 1: [B] float64.
 
     Rounded to float32, which the mean of equal scores in float64 reproduces exactly: they have advantage 0.
     """
-    _check_rows(token_level_rewards, response_mask)
-    return torch.where(response_mask.bool(), token_level_rewards.double(), 0.0).sum(dim=1).float().double()
-
-
-def _check_rows(token_level_rewards: torch.Tensor, response_mask: torch.Tensor) -> None:
+    check_has_tokens(response_mask)
     valid = response_mask.bool()
-    empty = (~valid.any(dim=1)).nonzero().flatten().tolist()
-    if empty:
-        raise ValueError(f"responses {empty[:10]} have no token with response_mask 1")
     check_finite("rewards", token_level_rewards, valid)
+    return torch.where(valid, token_level_rewards.double(), 0.0).sum(dim=1).float().double()
 
 
-def _on_tokens(per_response: torch.Tensor, response_mask: torch.Tensor) -> Estimates:
-    """[B] spread over the tokens with mask 1, as advantages and as returns."""
-    advantages = torch.where(response_mask.bool(), per_response.float()[:, None], 0.0)
+def _on_tokens(scores: Tensor, response_mask: Tensor) -> Estimates:
+    """Spread [B] over the tokens with mask 1, as advantages and as returns."""
+    advantages = torch.where(response_mask.bool(), scores.float()[:, None], 0.0)
     return advantages, advantages

@@ -5,22 +5,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megappo.ppo.conventions import DEFAULT, EXP_LIMIT, KL_KINDS, Conventions
 
 VERL_NAMES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-"""verl's words for some of them, which are accepted as well."""
+"""verl's names for some kinds, also accepted."""
 
 
-def kl_estimate(
-    log_probs: torch.Tensor, ref_log_probs: torch.Tensor, kind: str, *, conventions: Conventions = DEFAULT
-) -> torch.Tensor:
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, conventions: Conventions = DEFAULT) -> Tensor:
     """Estimate KL(policy, reference) at each sampled token from its two log-probs.
 
     With q = ref_log_probs - log_probs: k1 = -q; abs = |q|; k2 = q^2 / 2; k3 = e^q - 1 - q. k1+ and k3+ have the value
-    of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL. That of k1 and k3 is not: it lacks
-    what the policy changes about which tokens are sampled, estimate x grad log_prob, which conventions.kl_true_gradient
-    adds; k3 then has k2's gradient as well, and k1 that of k2 plus grad log_prob, which has the expectation 0.
+    of k1 and k3 and the gradient of k2, whose expectation is the gradient of the KL. The expected gradient of k1 and k3
+    is not: it lacks the term for the policy's influence on which tokens are sampled, estimate x grad log_prob.
+    conventions.kl_true_gradient adds it; k3 then has k2's gradient, and k1 that of k2 plus grad log_prob, whose
+    expectation is 0.
 
     Args:
         log_probs, ref_log_probs: [B, R] float32, in nats.
@@ -40,60 +40,60 @@ def kl_estimate(
     kind = VERL_NAMES.get(kind, kind)
     if kind not in KL_KINDS:
         raise ValueError(
-            f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_KINDS)}; that over the full vocabulary is no "
-            "function of the sampled tokens' log-probs: the model's head computes it"
+            f"unknown KL estimator {kind!r}: choose one of {', '.join(KL_KINDS)}; the KL over the full vocabulary "
+            "needs more than the sampled tokens' log-probs: the model's head computes it"
         )
     q = ref_log_probs - log_probs
-    clamped = kind in conventions.kl_clamped
-    bounded = _clamp(q, conventions.kl_input_clamp) if clamped else q
+    is_clamped = kind in conventions.kl_clamped
+    bounded = _clamp(q, conventions.kl_input_clamp) if is_clamped else q
     value = FORMULAE[kind.removesuffix("+")](bounded)
     if conventions.kl_true_gradient:
         own = torch.where(bounded == q, log_probs - log_probs.detach(), 0.0)
         value = value + value.detach() * own
-    value = _clamp(value, conventions.kl_output_clamp) if clamped else value
-    return _straight_through(value, 0.5 * q.square()) if kind.endswith("+") else value
+    if is_clamped:
+        value = _clamp(value, conventions.kl_output_clamp)
+    if not kind.endswith("+"):
+        return value
+    k2 = 0.5 * q.square()
+    return value.detach() + (k2 - k2.detach())
 
 
-def _k3(q: torch.Tensor) -> torch.Tensor:
+def _k3(q: Tensor) -> Tensor:
     # expm1: e^q - 1 would lose all digits of a small q.
     return torch.expm1(q.clamp(max=EXP_LIMIT)) - q
 
 
-FORMULAE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+FORMULAE: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": torch.neg,
     "abs": torch.abs,
     "k2": lambda q: 0.5 * q.square(),
     "k3": _k3,
 }
-"""The estimate of each kind of q, without its "+"."""
+"""Kind, without its "+" -> the estimate as a function of q."""
 
 
-def _clamp(x: torch.Tensor, limit: float | None) -> torch.Tensor:
+def _clamp(x: Tensor, limit: float | None) -> Tensor:
     return x if limit is None else x.clamp(-limit, limit)
 
 
-def _straight_through(value: torch.Tensor, gradient_of: torch.Tensor) -> torch.Tensor:
-    return value.detach() + (gradient_of - gradient_of.detach())
-
-
 class FixedKLController:
-    """Keeps the coefficient; a checkpoint does not change it, so a resumed run follows its config."""
+    """A constant coefficient; loading a checkpoint does not change it, so a resumed run follows its config."""
 
     def __init__(self, kl_coef: float):
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """Do nothing."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Nothing to restore."""
+        """Do nothing."""
 
 
 class AdaptiveKLController:
-    """Steers the coefficient so that the KL per token approaches target_kl.
+    """A coefficient that is adapted so that the KL per token approaches target_kl.
 
     Source: Ziegler et al. 2019, section 2.2.
     """
@@ -104,7 +104,7 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """value *= 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
+        """Multiply value by 1 + clip(current_kl / target_kl - 1, -0.2, 0.2) * n_steps / horizon.
 
         Args:
             current_kl: mean KL per response token of this step, over all ranks (verl: the mean over responses of
@@ -127,7 +127,7 @@ class AdaptiveKLController:
 
 
 def kl_controller(config: Any) -> FixedKLController | AdaptiveKLController:
-    """The controller that algorithm.kl_ctrl, the config, names."""
+    """Build the controller that algorithm.kl_ctrl, the config, names."""
     if config.type == "fixed":
         return FixedKLController(config.kl_coef)
     return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)

@@ -1,73 +1,94 @@
-"""Value, entropy and KL losses. All tensors [B, R] float32 over padded responses; mask 1 on policy tokens.
+"""Policy, value, entropy and KL losses. All tensors [B, R] float32 over padded responses; mask 1 on policy tokens.
 
-Normaliser: these and the policy losses, and their metrics, are divided by counts of the whole mini-batch, over all
-data-parallel ranks and micro-batches (`Normaliser`). What one call returns is then a partial sum: added up over ranks
-and micro-batches it is the mini-batch's mean, however that was cut into rows. normaliser=None counts this call's own
-mask. Metrics are means over tokens, whatever the loss's aggregation. loss_weights, [B], multiply the losses of a row
-and change nothing that is divided by: with 0 it has no gradient, and its tokens count. Whatever stands where the mask
-is 0, NaN too, reaches neither loss nor gradient.
+Normaliser: losses and their metrics are divided by counts of the whole mini-batch, over all data-parallel ranks and
+micro-batches (`Normaliser`). One call returns a partial sum: added up over ranks and micro-batches it is the
+mini-batch's mean, however that was cut into rows. normaliser=None counts this call's own mask. Metrics are means over
+tokens, whatever the loss's aggregation. loss_weights, [B], multiply the losses of a row but not the counts: a row with
+weight 0 has no gradient, and its tokens count. Values at mask 0, NaN too, reach neither loss nor gradient.
 """
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
 from megappo.ppo.conventions import DEFAULT, Conventions
 from megappo.ppo.kl import kl_estimate
-from megappo.ppo.surrogate import PolicyConfig, Result, Tokens
+from megappo.ppo.policy_losses import PolicyConfig, PolicyInputs, Result
 
 
 def policy_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
     config: PolicyConfig,
     *,
-    rollout_is_weights: torch.Tensor | None = None,
-    selected: torch.Tensor | None = None,
+    rollout_is_weights: Tensor | None = None,
+    selected: Tensor | None = None,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
-    loss_weights: torch.Tensor | None = None,
+    loss_weights: Tensor | None = None,
 ) -> Result:
-    """The loss that config.policy_loss names, called by hand; runs call it with `Tokens`.
+    """Compute the loss that config.policy_loss names.
 
     Args:
+        log_probs: [B, R] of the policy being trained; the only input that gets a gradient.
+        old_log_probs: [B, R] of the policy before the update.
+        advantages, response_mask: [B, R].
         config: the actor section.
-        selected: [B, R] bool, the tokens that the loss treats apart; None = as the method chooses among this call's.
-        The others: see `Tokens`.
+        rollout_is_weights: [B, R], multiplied in after clipping; None = 1.
+        selected: [B, R] bool, the tokens that the loss treats apart; None = selected by the method from this call's.
+        normaliser, loss_weights: see the module. conventions: log_ratio_clamp bounds the log-ratio before exp.
 
     Returns:
         (loss, metrics): see `megappo.ppo.policy_losses.clip`.
     """
     if selected is None and config.method.select is not None:
         selected = config.method.select(log_probs, advantages, response_mask, config)
-    tokens = Tokens(
+    inputs = PolicyInputs(
         log_probs,
         old_log_probs,
         advantages,
         response_mask,
         rollout_is_weights,
-        selected=selected,
-        normaliser=normaliser,
-        conventions=conventions,
-        opsm_delta=config.opsm_delta,
-        loss_weights=loss_weights,
+        selected,
+        normaliser,
+        conventions,
+        config.opsm_delta,
+        loss_weights,
     )
-    return config.method.function(tokens, config)
+    return config.method.function(inputs, config)
+
+
+def policy_kl(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    response_mask: Tensor,
+    *,
+    normaliser: Normaliser | None = None,
+    conventions: Conventions = DEFAULT,
+) -> Tensor:
+    """Estimate KL(policy before the update, policy being trained), 0-dim float32, detached.
+
+    It is this call's share of the mean over tokens of old_log_probs - log_probs, clamped by log_ratio_clamp.
+    """
+    limit = conventions.log_ratio_bound
+    differences = torch.where(response_mask.bool(), log_probs.detach() - old_log_probs, 0.0).clamp(-limit, limit)
+    return token_mean(-differences, response_mask, normaliser)
 
 
 def entropy_loss(
-    entropy: torch.Tensor,
-    response_mask: torch.Tensor,
+    entropy: Tensor,
+    response_mask: Tensor,
     config: PolicyConfig,
     *,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
-    loss_weights: torch.Tensor | None = None,
+    loss_weights: Tensor | None = None,
 ) -> Result:
-    """The entropy bonus as a loss to add: -config.entropy_coeff x aggregated entropy.
+    """Compute the entropy bonus as a loss to add: -config.entropy_coeff x aggregated entropy.
 
     Args:
         entropy: [B, R] in nats, of the policy's distribution at each response token.
@@ -82,25 +103,25 @@ def entropy_loss(
 
 
 def kl_loss(
-    log_probs: torch.Tensor,
-    ref_log_probs: torch.Tensor,
-    response_mask: torch.Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    response_mask: Tensor,
     config: PolicyConfig,
     *,
-    old_log_probs: torch.Tensor | None = None,
-    kl: torch.Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    kl: Tensor | None = None,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
-    loss_weights: torch.Tensor | None = None,
+    loss_weights: Tensor | None = None,
 ) -> Result:
-    """The KL divergence to the reference as a loss to add: config.kl_loss_coef x aggregated estimate.
+    """Compute the KL to the reference as a loss to add: config.kl_loss_coef x aggregated estimate.
 
     Args:
         log_probs, ref_log_probs: [B, R] in nats; only the first gets a gradient.
         config: the actor section; kl_loss_type names the estimator. kl_loss_unbiased multiplies it by the ratio to the
-            policy that wrote the tokens, and differentiates that, too: the gradient of k1 and k3 is then unbiased.
+            policy that wrote the tokens and differentiates the ratio, too: the gradient of k1 and k3 is then unbiased.
         old_log_probs: [B, R] before the update, for kl_loss_unbiased.
-        kl: [B, R], KL already computed (over the whole vocabulary, by the model's head) in the estimate's place.
+        kl: [B, R], KL that the model's head computed over the whole vocabulary, in place of the estimate.
         response_mask, normaliser: see the module.
 
     Returns:
@@ -109,12 +130,12 @@ def kl_loss(
     Raises:
         ValueError: unknown kl_loss_type, full without kl=, kl_loss_unbiased without old_log_probs.
     Source: DeepSeekMath (GRPO), eqs. 3 and 4; DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, unbiased KL estimate.
-        Conventions.kl_output_clamp bounds the estimate, and the ratio multiplies it then. slime, miles and NeMo-RL
-        clamp the product, whose gradient vanishes where it is beyond the bound: where the policy moved most.
+        Conventions.kl_output_clamp bounds the estimate before the ratio multiplies it. slime, miles and NeMo-RL clamp
+        the product, whose gradient vanishes beyond the bound: where the policy moved most.
     """
     mask = response_mask.bool()
     if kl is None:
-        # Cleaned before the estimate: a NaN behind the mask would come back in the gradient as 0 x NaN.
+        # Masked before the estimate: a NaN behind the mask would come back in the gradient as 0 x NaN.
         log_probs, ref_log_probs = (torch.where(mask, x, 0.0) for x in (log_probs, ref_log_probs.detach()))
         kl = kl_estimate(log_probs, ref_log_probs, config.kl_loss_type, conventions=conventions)
         if config.kl_loss_unbiased:
@@ -128,31 +149,31 @@ def kl_loss(
 
 
 def value_loss(
-    values: torch.Tensor,
-    old_values: torch.Tensor,
-    returns: torch.Tensor,
-    response_mask: torch.Tensor,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
     config: Any,
     *,
     normaliser: Normaliser | None = None,
     conventions: Conventions = DEFAULT,
-    loss_weights: torch.Tensor | None = None,
+    loss_weights: Tensor | None = None,
 ) -> Result:
-    """The error to the returns, squared or Huber's: the larger of the clipped and the unclipped prediction's.
+    """Compute the squared or Huber error to the returns: the larger of the clipped and the unclipped prediction's.
 
     Args:
         values: [B, R] of the critic being trained; the only one that gets a gradient.
         old_values: [B, R] before the update; values are clipped to old_values +- config.value_clip, null = not clipped.
         returns, response_mask: [B, R].
         config: the critic section. huber_delta null: value_loss_factor x e^2. Else Huber's e^2 / 2 up to |e| = delta
-            and delta (|e| - delta / 2) beyond, which has its half already: value_loss_factor does not scale it.
+            and delta (|e| - delta / 2) beyond, which value_loss_factor does not scale.
 
     Returns:
         (loss, metrics): vf_clipfrac, the fraction of tokens whose clipped error is the larger.
     Source: verl's compute_value_loss; PPO's reference code (openai/baselines ppo2); Huber with clip as in RLinf.
     """
     mask = response_mask.bool()
-    # Cleaned before the arithmetic: a NaN behind the mask would come back in the gradient as 0 x NaN.
+    # Masked before the arithmetic: a NaN behind the mask would come back in the gradient as 0 x NaN.
     values, old_values, returns = (torch.where(mask, x, 0.0) for x in (values, old_values.detach(), returns.detach()))
     error = _error(values - returns, config.huber_delta, conventions)
     worse = error
@@ -165,7 +186,7 @@ def value_loss(
     return aggregate(loss, mask, mode, normaliser=normaliser, loss_weights=loss_weights), metrics
 
 
-def _error(difference: torch.Tensor, delta: float | None, conventions: Conventions) -> torch.Tensor:
+def _error(difference: Tensor, delta: float | None, conventions: Conventions) -> Tensor:
     if delta is None:
         return conventions.value_loss_factor * difference.square()
     size = difference.abs()

@@ -1,11 +1,152 @@
-"""Policy losses whose ratio belongs to a token: PPO's clip, CISPO, SAPO, GPG. All tensors [B, R] float32."""
+"""Policy losses. All tensors [B, R] float32 over padded responses; mask 1 on tokens the policy wrote.
+
+Each loss takes (`PolicyInputs`, the actor section of the config) and returns (loss, metrics), both divided by counts of
+the whole mini-batch (`Normaliser`); `megappo.config.methods.POLICY_LOSSES` registers it. Ratios belong to a token
+(clip, cispo, sapo, gpg), to a sequence (gspo, gmpo), or give way to a divergence (dppo_tv, dppo_kl, dro).
+`covariance` has those that treat some tokens apart.
+"""
+
+import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from megappo.ppo.surrogate import PolicyConfig, Result, Tokens, clip_range, clipped_surrogate
+from megappo.ppo.aggregation import Metrics, Normaliser, agg_mode, aggregate, token_mean
+from megappo.ppo.conventions import DEFAULT, Conventions
+
+Result = tuple[Tensor, Metrics]
+"""(loss, metrics), this call's share of the mini-batch's."""
+PolicyConfig = Any
+"""The actor section, or an object with the keys that the loss declares in the table of methods, loss_agg_mode, and as
+`method` its entry there."""
 
 
-def clip(tokens: Tokens, config: PolicyConfig) -> Result:
+class PolicyInputs:
+    """Inputs of a policy loss, [B, R], set to 0 wherever the mask is 0.
+
+    Args:
+        log_probs: of the policy being trained; the only input that gets a gradient.
+        old_log_probs: of the policy before the update.
+        advantages, response_mask: float32.
+        rollout_is_weights: importance weights, detached and multiplied in after clipping; None = 1.
+        selected: bool, the tokens that a method treats apart; None = none.
+        normaliser: of the mini-batch; None = counted from response_mask.
+        conventions: log_ratio_clamp bounds the log-ratio before exp.
+        opsm_delta: threshold of off-policy sequence masking, see `_off_policy`; None = off.
+        loss_weights: see `aggregate`.
+
+    They are masked before anything is computed from them: a NaN behind the mask would otherwise come back in the
+    gradient, as 0 x NaN, however well the loss itself is masked.
+    """
+
+    def __init__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        rollout_is_weights: Tensor | None = None,
+        selected: Tensor | None = None,
+        normaliser: Normaliser | None = None,
+        conventions: Conventions = DEFAULT,
+        opsm_delta: float | None = None,
+        loss_weights: Tensor | None = None,
+    ):
+        self.mask = response_mask.bool()
+        self.log_probs = torch.where(self.mask, log_probs, 0.0)
+        self.advantages = torch.where(self.mask, advantages.detach(), 0.0)
+        self.log_ratios = self.log_probs - torch.where(self.mask, old_log_probs.detach(), 0.0)
+        self.weights = None if rollout_is_weights is None else torch.where(self.mask, rollout_is_weights.detach(), 0.0)
+        self.selected = torch.zeros_like(self.mask) if selected is None else selected
+        self.normaliser = normaliser
+        self.conventions = conventions
+        self.loss_weights = loss_weights
+        self.off_policy = None if opsm_delta is None else self._off_policy(opsm_delta)
+        if self.off_policy is not None:
+            self.weights = torch.where(self.off_policy, 0.0, 1.0 if self.weights is None else self.weights)
+
+    def _off_policy(self, delta: float) -> Tensor:
+        """[B, R] bool: tokens with A < 0 in rows whose mean of old_log_probs - log_probs is above delta.
+
+        Source: DeepSeek-AI 2025 (DeepSeek-V3.2), section 3.1, off-policy sequence masking; there old_log_probs are the
+        engine's. slime's compute_opsm_mask.
+        """
+        return (self.advantages < 0) & (self.sequence_mean(-self.log_ratios.detach()) > delta)
+
+    def clamp(self, log_ratios: Tensor) -> Tensor:
+        """Bound log-ratios before exp."""
+        limit = self.conventions.log_ratio_bound
+        return log_ratios.clamp(-limit, limit)
+
+    def ratios(self) -> Tensor:
+        """Return exp of each token's clamped log-ratio."""
+        return self.clamp(self.log_ratios).exp()
+
+    def mean_kl(self) -> Tensor:
+        """Return the mean of old_log_probs - log_probs (clamped as in the ratio), an estimate of KL(old, new)."""
+        return self.token_mean(-self.clamp(self.log_ratios))
+
+    def token_mean(self, x: Tensor) -> Tensor:
+        """Return the mean of x over the mini-batch's tokens, detached; of flags their fraction."""
+        return token_mean(x, self.mask, self.normaliser)
+
+    def sequence_mean(self, x: Tensor) -> Tensor:
+        """Return the mean of x over each row's tokens, [B, 1]; 0 for a row without any."""
+        total = torch.where(self.mask, x, 0.0).sum(dim=1, keepdim=True, dtype=torch.float64)
+        return (total / self.mask.sum(dim=1, keepdim=True).clamp(min=1)).to(x.dtype)
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Multiply token losses by rollout_is_weights."""
+        return loss if self.weights is None else loss * self.weights
+
+    def result(
+        self,
+        loss: Tensor,
+        config: PolicyConfig,
+        *,
+        ratios: Tensor,
+        clipped: Tensor | None = None,
+        held: Tensor | None = None,
+    ) -> Result:
+        """Aggregate token losses and add the metrics that every policy loss has.
+
+        Args:
+            loss, ratios: [B, R].
+            config: loss_agg_mode; null = the method's own, else the conventions'.
+            clipped, held: [B, R] bool, tokens counted in pg_clipfrac and pg_clipfrac_lower; None = none.
+        """
+        none = torch.zeros_like(self.mask)
+        metrics: Metrics = {
+            "pg_clipfrac": self.token_mean(none if clipped is None else clipped),
+            "pg_clipfrac_lower": self.token_mean(none if held is None else held),
+            "ratio": self.token_mean(ratios),
+            "ratio_max": (ratios.detach().masked_fill(~self.mask, -math.inf), "max"),
+            "ppo_kl": self.mean_kl(),
+        }
+        if self.off_policy is not None:
+            metrics["opsm_frac"] = self.token_mean(self.off_policy)
+        mode = agg_mode(config, self.conventions, config.method.loss_agg_mode)
+        total = aggregate(loss, self.mask, mode, normaliser=self.normaliser, loss_weights=self.loss_weights)
+        return total, metrics
+
+
+def clip_range(config: PolicyConfig) -> tuple[float, float]:
+    """Return the lower and the upper epsilon."""
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    return low, high
+
+
+def clipped_surrogate(advantages: Tensor, ratios: Tensor, config: PolicyConfig) -> tuple[Tensor, Tensor]:
+    """Return PPO's max(-A r, -A clip(r)) at each token, and the tokens where the clipped side is the larger."""
+    low, high = clip_range(config)
+    unclipped = -advantages * ratios
+    clipped = -advantages * ratios.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def clip(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """PPO's clipped surrogate, with separate bounds (clip-higher) and, for negative advantages, the dual clip.
 
     Args:
@@ -18,22 +159,17 @@ def clip(tokens: Tokens, config: PolicyConfig) -> Result:
         by the dual clip; ppo_kl, the mean of old_log_probs - log_probs (clamped as in the ratio); ratio, its mean.
     Source: Schulman et al. 2017, eq. 7; Ye et al. 2020 (dual clip), eq. 5; Yu et al. 2025 (DAPO), section 3.1.
     """
-    ratios = tokens.ratios()
-    loss, clipped = clipped_surrogate(tokens.advantages, ratios, config)
-    loss, held = _dual_clip(loss, tokens.advantages, config.clip_ratio_c)
-    return tokens.result(tokens.weighted(loss), config, ratios=ratios, clipped=clipped, held=held)
+    ratios = inputs.ratios()
+    loss, clipped = clipped_surrogate(inputs.advantages, ratios, config)
+    held = None
+    if config.clip_ratio_c is not None:
+        bound = -config.clip_ratio_c * inputs.advantages
+        held = (inputs.advantages < 0) & (loss > bound)
+        loss = torch.where(held, bound, loss)
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=clipped, held=held)
 
 
-def _dual_clip(loss: torch.Tensor, advantages: torch.Tensor, bound: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss, at most -bound * A where A < 0, and where that held it back."""
-    if bound is None:
-        return loss, torch.zeros_like(loss, dtype=torch.bool)
-    limit = -bound * advantages
-    negative = advantages < 0
-    return torch.where(negative, torch.minimum(loss, limit), loss), negative & (loss > limit)
-
-
-def cispo(tokens: Tokens, config: PolicyConfig) -> Result:
+def cispo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """CISPO: -clip(ratio), detached, x A x log_prob, so that a clipped token keeps a gradient.
 
     Args and Returns: as `clip`; clip_ratio_c is not read. pg_clipfrac counts ratios outside the clip range, for
@@ -41,30 +177,142 @@ def cispo(tokens: Tokens, config: PolicyConfig) -> Result:
     Source: MiniMax-M1 (2025), eqs. 4 and 5; the paper trains without the lower bound (clip_ratio_low >= 1 here).
     """
     low, high = clip_range(config)
-    ratios = tokens.ratios().detach()
+    ratios = inputs.ratios().detach()
     kept = ratios.clamp(1.0 - low, 1.0 + high)
-    loss = -kept * tokens.advantages * tokens.log_probs
-    return tokens.result(tokens.weighted(loss), config, ratios=ratios, clipped=kept != ratios)
+    loss = -kept * inputs.advantages * inputs.log_probs
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=kept != ratios)
 
 
-def sapo(tokens: Tokens, config: PolicyConfig) -> Result:
+def sapo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """SAPO: -A x 4 / tau x sigmoid(tau (ratio - 1)), a soft gate in the clip's place.
 
     Args and Returns: as `clip`; the clip bounds are not read and nothing counts as clipped. tau is tau_pos where
     A > 0, else tau_neg. A loss_agg_mode of null is seq-mean-token-mean, the paper's; verl takes that always.
     Source: Gao et al. 2025 (Soft Adaptive Policy Optimization), eqs. 5 and 6.
     """
-    ratios = tokens.ratios()
-    taus = torch.where(tokens.advantages > 0, config.tau_pos, config.tau_neg)
-    loss = -tokens.advantages * torch.sigmoid(taus * (ratios - 1.0)) * (4.0 / taus)
-    return tokens.result(tokens.weighted(loss), config, ratios=ratios)
+    ratios = inputs.ratios()
+    taus = torch.where(inputs.advantages > 0, config.tau_pos, config.tau_neg)
+    loss = -inputs.advantages * torch.sigmoid(taus * (ratios - 1.0)) * (4.0 / taus)
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios)
 
 
-def gpg(tokens: Tokens, config: PolicyConfig) -> Result:
+def gpg(inputs: PolicyInputs, config: PolicyConfig) -> Result:
     """GPG: -log_prob x A, the plain policy gradient.
 
     Args and Returns: as `clip`; old_log_probs only serve the metrics ppo_kl and ratio; nothing is clipped.
     Source: Chu et al. 2025 (Group Policy Gradient); verl's compute_policy_loss_gpg.
     """
-    loss = -tokens.log_probs * tokens.advantages
-    return tokens.result(tokens.weighted(loss), config, ratios=tokens.ratios())
+    loss = -inputs.log_probs * inputs.advantages
+    return inputs.result(inputs.weighted(loss), config, ratios=inputs.ratios())
+
+
+def gspo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
+    """GSPO: PPO's clip of the sequence's ratio, the geometric mean of its tokens' ratios.
+
+    In the token form, ratio_t = sg(s) x p_t / sg(p_t): each token has the sequence's value and its own gradient, so
+    advantages may differ between tokens.
+
+    Args and Returns: as `clip`; clip_ratio_c is not read (no dual clip). The log of the sequence's ratio is what
+    log_ratio_clamp bounds (verl: at most 10; OpenRLHF: not at all). A new log_prob of -inf makes the loss NaN, as in
+    verl, and a run skips the optimizer step; the sequence's ratio is 0 in slime, OpenRLHF and NeMo-RL, and 1 in miles.
+    The metric ratio is the mean over tokens of their sequence's. A loss_agg_mode of null is seq-mean-token-mean, the
+    paper's; verl takes that always, here a mode that is set holds.
+    Source: Zheng et al. 2025 (GSPO), eqs. 5, 7 and 14; verl's compute_policy_loss_gspo.
+    """
+    own = inputs.log_probs - inputs.log_probs.detach()
+    ratios = inputs.clamp(own + inputs.sequence_mean(inputs.log_ratios).detach()).exp()
+    loss, clipped = clipped_surrogate(inputs.advantages, ratios, config)
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=clipped)
+
+
+def gmpo(inputs: PolicyInputs, config: PolicyConfig) -> Result:
+    """GMPO: -A x the geometric mean of a sequence's ratios, each clipped on its own.
+
+    A token's log-ratio is clipped to [-clip_ratio_low, clip_ratio_high] where that makes the objective smaller; A is
+    the mean of the sequence's advantages.
+
+    Args and Returns: as `clip`; clip_ratio_c is not read. The loss of a sequence stands at each of its tokens:
+    loss_agg_mode seq-mean-token-mean is the paper's mean over sequences, verl's only one, and the meaning of null.
+    A sequence is weighted by the geometric mean of its rollout_is_weights, as in verl, with a weight of 0 counting as
+    1e-10. A weight of 0 (a rejected token, OPSM) scales its sequence by 1e-10 ** (1 / tokens): one of 100 tokens keeps
+    0.79 of the loss. In verl a rejected token leaves the mask, and with it the mean: 1.0 remains.
+    log_ratio_clamp bounds the log of the sequence's ratio (verl: nothing does). pg_clipfrac counts the tokens whose
+    log-ratio was clipped (verl: those of positive advantages; pg_clipfrac_lower has those of negative ones); ratio is
+    the mean over tokens of their sequence's.
+    Source: Zhao et al. 2025 (Geometric-Mean Policy Optimization); verl's compute_policy_loss_geo_mean.
+    """
+    log_ratios, clipped = _clipped_log_ratios(inputs, config)
+    ratios = inputs.clamp(inputs.sequence_mean(log_ratios)).exp().expand_as(log_ratios)
+    loss = -inputs.sequence_mean(inputs.advantages) * ratios
+    if inputs.weights is not None:
+        loss = loss * inputs.sequence_mean(inputs.weights.clamp(min=1e-10).log()).exp()
+    return inputs.result(loss, config, ratios=ratios, clipped=clipped)
+
+
+def _clipped_log_ratios(inputs: PolicyInputs, config: PolicyConfig) -> tuple[Tensor, Tensor]:
+    """Clip log-ratios on the side where that makes the objective smaller; return them and a mask of those clipped."""
+    low, high = clip_range(config)
+    sign = inputs.advantages.sign()
+    unclipped = sign * inputs.log_ratios
+    clipped = sign * inputs.log_ratios.clamp(-low, high)
+    return sign * torch.minimum(unclipped, clipped), clipped < unclipped
+
+
+def dppo_tv(inputs: PolicyInputs, config: PolicyConfig) -> Result:
+    """DPPO with the binary total variation: leave out a token whose probability moved too far in A's direction.
+
+    The loss is -min(ratio, clip_ratio_c), detached, x A x log_prob; 0 where A > 0 and p - p_old > clip_ratio_high, or
+    A <= 0 and p_old - p > clip_ratio_low, with p and p_old the token's probabilities.
+
+    Args and Returns: as `clip`; clip_ratio_c null = the ratio is not truncated; the paper advises a large one (verl's
+    default is 3.0, its example's 10000). pg_clipfrac is the fraction of tokens left out, pg_clipfrac_lower of those
+    kept with a truncated ratio.
+    Source: Qi et al. 2026 (Rethinking the Trust Region in LLM RL, arXiv 2602.04879), DPPO-Binary-TV; verl's
+        compute_policy_loss_dppo_tv.
+    """
+    low, high = clip_range(config)
+    new, old = _log_probs(inputs)
+    moved = new.exp() - old.exp()
+    return _dppo(inputs, config, torch.where(inputs.advantages > 0, moved <= high, moved >= -low))
+
+
+def dppo_kl(inputs: PolicyInputs, config: PolicyConfig) -> Result:
+    """DPPO with the binary KL: as `dppo_tv`, by the KL(old, new) of the two outcomes "this token" and "another".
+
+    A token is left out where it is above clip_ratio_high (A > 0, p > p_old) or clip_ratio_low (A <= 0, p < p_old).
+
+    Args and Returns: as `dppo_tv`.
+    Source: as `dppo_tv`, DPPO-Binary-KL; verl's compute_policy_loss_dppo_kl with its 1e-8.
+    """
+    low, high = clip_range(config)
+    new, old = _log_probs(inputs)
+    p, p_old = new.exp(), old.exp()
+    kl = p_old * (old - new) + (1 - p_old) * torch.log((1 - p_old + 1e-8) / (1 - p + 1e-8))
+    up = (kl <= high) | (p <= p_old)
+    down = (kl <= low) | (p >= p_old)
+    return _dppo(inputs, config, torch.where(inputs.advantages > 0, up, down))
+
+
+def dro(inputs: PolicyInputs, config: PolicyConfig) -> Result:
+    """DRO: -log_prob x A + dro_beta / 2 x log-ratio^2, a quadratic penalty where others clip.
+
+    Args and Returns: as `clip`; nothing is clipped, and the log-ratio not clamped.
+    Source: Richemond et al. 2024 (Offline Regularised RL for LLM Alignment); verl's compute_policy_loss_dro.
+    """
+    loss = 0.5 * config.dro_beta * inputs.log_ratios.square() - inputs.log_probs * inputs.advantages
+    return inputs.result(inputs.weighted(loss), config, ratios=inputs.ratios())
+
+
+def _log_probs(inputs: PolicyInputs) -> tuple[Tensor, Tensor]:
+    """Return new and old log-probs without gradient, at most 0; float64, as 1 - p of a sure token has few digits."""
+    new = inputs.log_probs.detach().double()
+    return new.clamp(max=0.0), (new - inputs.log_ratios.detach().double()).clamp(max=0.0)
+
+
+def _dppo(inputs: PolicyInputs, config: PolicyConfig, kept: Tensor) -> Result:
+    """Take REINFORCE's loss with a truncated ratio at the tokens `kept`, 0 at the others."""
+    ratios = inputs.ratios().detach()
+    bounded = ratios if config.clip_ratio_c is None else ratios.clamp(max=config.clip_ratio_c)
+    loss = torch.where(kept, -inputs.advantages * bounded * inputs.log_probs, 0.0)
+    held = kept & (ratios > bounded) & inputs.mask
+    return inputs.result(inputs.weighted(loss), config, ratios=ratios, clipped=~kept, held=held)

@@ -4,26 +4,25 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megappo.moments import merged_moments
 from megappo.ppo.aggregation import Unreduced
-from megappo.ppo.collectives import moments_over_ranks
-from megappo.ppo.groups import EPS, Groups
-from megappo.ppo.ragged import check_finite
+from megappo.ppo.reductions import EPS, PromptGroups, check_finite, moments_over_ranks
 
 
-def no_penalty(response_lengths: torch.Tensor, max_response_length: int, config: Any) -> torch.Tensor:
-    """Zeros, [B] float32."""
+def no_penalty(response_lengths: Tensor, max_response_length: int, config: Any) -> Tensor:
+    """Return zeros, [B] float32."""
     return torch.zeros_like(response_lengths, dtype=torch.float32)
 
 
-def linear_penalty(response_lengths: torch.Tensor, max_response_length: int, config: Any) -> torch.Tensor:
-    """-length_penalty_factor x length / max_response_length, [B] float32."""
+def linear_penalty(response_lengths: Tensor, max_response_length: int, config: Any) -> Tensor:
+    """Return -length_penalty_factor x length / max_response_length, [B] float32."""
     return -config.length_penalty_factor * response_lengths.float() / max_response_length
 
 
-def overlong_penalty(response_lengths: torch.Tensor, max_response_length: int, config: Any) -> torch.Tensor:
+def overlong_penalty(response_lengths: Tensor, max_response_length: int, config: Any) -> Tensor:
     """Soft overlong punishment: 0 up to max_response_length - overlong_buffer, then linear to -factor at the maximum.
 
     Args:
@@ -40,10 +39,7 @@ def overlong_penalty(response_lengths: torch.Tensor, max_response_length: int, c
 
 
 class RunningMoments:
-    """Mean and standard deviation (ddof 1) of all numbers seen so far, the same on every rank.
-
-    Source: see `merged_moments`.
-    """
+    """Mean and standard deviation (ddof 1) of all numbers so far, the same on every rank; see `merged_moments`."""
 
     def __init__(self) -> None:
         self.count = 0.0
@@ -52,13 +48,13 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """0 below two numbers."""
+        """Standard deviation; 0 for fewer than two numbers."""
         return math.sqrt(self._squares / (self.count - 1.0)) if self.count > 1.0 else 0.0
 
-    def update(self, scores: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Take in the scores, [B], of all ranks of `group`; each must call, with its own (none is allowed).
+    def update(self, scores: Tensor, group: ProcessGroup | None = None) -> None:
+        """Add the scores, [B], of all ranks of `group`; each must call, with its own (none is allowed).
 
-        But for rounding the result depends neither on how scores are spread over ranks nor over calls.
+        Except for rounding the result depends neither on how scores are spread over ranks nor over calls.
         """
         found = moments_over_ranks(scores.detach().double(), group)
         before = self.count, self.mean, self._squares
@@ -72,49 +68,49 @@ class RunningMoments:
 
 
 def normalize_scores(
-    scores: torch.Tensor,
-    groups: torch.Tensor,
+    scores: Tensor,
+    groups: Tensor,
     normalize: str,
     running: RunningMoments,
     *,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """(score - mean) / (std + 1e-6), std with ddof 1.
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Return (score - mean) / (std + 1e-6), std with ddof 1.
 
     Args:
         scores: [B] float32.
         groups: [B] int64; the same number = the same prompt. All responses to a prompt stand on one rank.
         normalize: whose mean and std: batch = the scores of all ranks; running = also all earlier ones; group = the
             scores of the same prompt; none = scores unchanged.
-        running: takes the scores in under running, before they are normalised; untouched otherwise.
+        running: with normalize running, updated with the scores before they are normalised; unchanged otherwise.
         group: ranks that batch and running take together; each must call.
 
     Returns:
         [B] float32. Scores that are all equal, or a single one, become 0.
 
     Raises:
-        ValueError: under group, a prompt with one response.
+        ValueError: with normalize group, a prompt with one response.
     """
     if normalize == "none":
         return scores
     if normalize == "group":
-        return Groups(groups).normalized(scores.double()).float()
+        return PromptGroups(groups).normalized(scores.double()).float()
     moments = {"running": running, "batch": RunningMoments()}[normalize]
     moments.update(scores, group)
     return ((scores.double() - moments.mean) / (moments.std + EPS)).float()
 
 
 def shape_scores(
-    scores: torch.Tensor,
-    response_lengths: torch.Tensor,
-    groups: torch.Tensor,
+    scores: Tensor,
+    response_lengths: Tensor,
+    groups: Tensor,
     config: Any,
     running: RunningMoments,
     *,
     max_response_length: int,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[torch.Tensor, Unreduced]:
-    """Scores x scale, clipped to +- clip, normalised, plus the length penalty, in this order.
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Unreduced]:
+    """Scale scores, clip them to +- clip, normalise them and add the length penalty, in this order.
 
     Args:
         scores: [B] float32, one per response.

@@ -13,10 +13,9 @@ from megappo.ppo.advantages import compute_token_level_rewards, estimate, explai
 from megappo.ppo.aggregation import Unreduced
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.estimators import reinforce_plus_plus
-from megappo.ppo.gae import length_adaptive_lam
+from megappo.ppo.gae import gae_over_turns, length_adaptive_lam
 from megappo.ppo.kl import kl_estimate
 from megappo.ppo.reward_shaping import shape_scores
-from megappo.ppo.turn_gae import gae_over_turns
 from megappo.trainer.objectives import conventions
 from megappo.trainer.run import Run
 from megappo.trainer.statistics import metrics_over_ranks

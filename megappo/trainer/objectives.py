@@ -11,8 +11,7 @@ from megappo.models.train_engine import LossFn
 from megappo.observe.metrics import OnDevice
 from megappo.ppo.aggregation import Metrics, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
-from megappo.ppo.surrogate import Tokens
+from megappo.ppo.losses import entropy_loss, kl_loss, policy_kl, policy_loss, value_loss
 
 SELECTED = "selected"
 """Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""
@@ -42,25 +41,26 @@ class ActorLoss:
 
     @property
     def policy_kl(self) -> float:
-        """This shard's part of the mean KL to the policy before the update, of the micro-batches so far."""
+        """This shard's part of the mean KL to the policy before the update, for actor.target_kl: the sum over the
+        micro-batches so far."""
         return float(sum(self._policy_kl))
 
     def __call__(self, outputs: Outputs, rows: Rows) -> Part:
         config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
         mask, fields = _on(log_probs.device, rows)
         old, shared = fields["old_log_probs"], self._shared | _weights(fields)
-        tokens = Tokens(
+        if actor.target_kl is not None:
+            self._policy_kl.append(policy_kl(log_probs, old, mask, **self._shared).double())
+        loss, found = policy_loss(
             log_probs,
             old,
             fields["advantages"],
             mask,
+            actor,
             rollout_is_weights=fields.get("rollout_is_weights"),
             selected=fields[SELECTED].bool() if SELECTED in fields else None,
-            opsm_delta=actor.opsm_delta,
             **shared,
         )
-        self._policy_kl.append(tokens.policy_kl.double())
-        loss, found = actor.method.function(tokens, actor)
         found = {"pg_loss": loss, **found}
         # Without a bonus the entropy is only a metric: keep it out of the backward pass.
         entropy = outputs["entropy"] if actor.entropy_coeff else outputs["entropy"].detach()

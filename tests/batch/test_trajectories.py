@@ -7,7 +7,8 @@ import torch
 
 from megappo.batch.rows import NO_TOKENS, Rows
 from megappo.batch.trajectories import Trajectories
-from megappo.ppo.advantages import ESTIMATORS, compute_token_level_rewards, estimate, whiten
+from megappo.config.methods import ESTIMATORS
+from megappo.ppo.advantages import compute_token_level_rewards, estimate, whiten
 
 PER_TOKEN = ("turn_rewards", "values", "kl_penalty", "old_log_probs", "response_mask", "turns")
 
@@ -64,7 +65,7 @@ def advantages_of(rows: Rows, name: str) -> Rows:
     rewards = compute_token_level_rewards(scores, mask, fields["kl_penalty"], 0.1) + fields["turn_rewards"]
     inputs = fields | {"token_level_rewards": rewards, "groups": joined.prompt_ids, "gamma": 0.97, "lam": 0.9}
     inputs |= {"score_components": torch.stack([fields["scores"]] * 2, dim=1), "baselines": fields["scores"]}
-    advantages, returns = estimate(ESTIMATORS[name], **inputs)
+    advantages, returns = estimate(ESTIMATORS[name].function, **inputs)
     return trajectories.spread(advantages=whiten(advantages, mask), returns=returns, shaped_scores=fields["scores"])
 
 

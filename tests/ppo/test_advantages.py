@@ -13,11 +13,9 @@ from spawn import run_ranks
 
 from megappo.config.methods import ESTIMATORS
 from megappo.config.schema import Algorithm
-from megappo.ppo import advantages as by_hand
-from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, whiten
+from megappo.ppo.advantages import compute_token_level_rewards, estimate, explained_variance, gae, whiten
 from megappo.ppo.conventions import PRESETS, Whitening
 from megappo.ppo.estimators import grpo
-from megappo.ppo.gae import gae
 
 
 def test_every_estimator_of_the_config_is_there():
@@ -156,8 +154,3 @@ def test_explained_variance_hand_computed():
     for variances in ((math.nan, 4.0), (1.0, math.nan), (math.inf, 4.0)):
         with pytest.raises(FloatingPointError, match="are not all finite, or fewer than 2"):
             explained_variance(*variances)
-
-
-def test_the_functions_by_name_are_those_of_the_table_of_methods():
-    assert {name: entry.function for name, entry in ESTIMATORS.items()} == by_hand.ESTIMATORS
-    assert by_hand.gae is gae

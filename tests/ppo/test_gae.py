@@ -1,4 +1,4 @@
-"""The scan of GAE against its definition and against a loop over tokens, both in Python floats."""
+"""GAE over tokens and turns against its definition and against plain loops in Python floats."""
 
 import math
 
@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ragged import CASES, Case, cases
 
-from megappo.ppo import gae as gae_module
-from megappo.ppo.gae import gae, length_adaptive_lam
+from megappo.ppo.gae import gae, gae_over_turns, length_adaptive_lam
 
 
 def defined_gae(rewards, values, mask, gamma, lams, bootstrap_values):
@@ -61,18 +60,10 @@ def test_gae_equals_its_definition_on_ragged_masks(case: Case, lam_per_row: bool
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.fixture
-def by_columns(monkeypatch):
-    """Holes are gone around by columns, as in large batches, a few columns at a time."""
-    monkeypatch.setattr(gae_module, "FEW_ROWS", 0)
-    monkeypatch.setattr(gae_module, "PANEL_TOKENS", 300)
-
-
 @pytest.mark.parametrize("holes", [0.0, 0.3])
 @pytest.mark.parametrize("width", [31, 32, 33, 64, 1024, 1025, 3000])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.5, 0.0), (1.0, 0.999)])
-def test_gae_equals_the_loop_over_blocks_of_blocks(width: int, holes: float, gamma: float, lam: float, monkeypatch):
-    monkeypatch.setattr(gae_module, "CHUNK_TOKENS", 2 * width)  # several chunks of rows, the last one shorter
+def test_gae_equals_the_loop_over_many_blocks(width: int, holes: float, gamma: float, lam: float):
     case = Case(7, width, seed=width)
     lengths = torch.randint(1, width + 1, (7, 1), generator=case.generator)
     kept = torch.rand(case.shape, generator=case.generator) >= holes
@@ -86,46 +77,22 @@ def test_gae_equals_the_loop_over_blocks_of_blocks(width: int, holes: float, gam
             assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
 
 
-@pytest.mark.parametrize("width", [1, 15, 16, 17, 31, 100, 1025])
+@pytest.mark.parametrize("width", [1, 15, 16, 17, 31, 32, 33, 100, 1025])
 @pytest.mark.parametrize("kept", [0.02, 0.5, 0.95])
-def test_gae_by_columns_equals_its_definition(width: int, kept: float, by_columns):
+def test_gae_of_sparse_masks_equals_its_definition(width: int, kept: float):
     case = Case(6, width, seed=width)
     case.mask = (torch.rand(case.shape, generator=case.generator) < kept).float()
     case.mask[0] = 0.0
+    case.mask[:, 40:90] = 0.0  # columns that no row has a token in
     rewards, values, bootstrap_values = case.numbers(), case.numbers(), case.numbers()[:, 0]
-    lams = torch.linspace(0.75, 1.0, 6)
+    lams = torch.linspace(0.0, 1.0, 6)
     found = gae(rewards, values, case.mask, 0.99, lams, bootstrap_values=bootstrap_values)
     expected = defined_gae(rewards, values, case.mask, 0.99, lams.tolist(), bootstrap_values)
     for x, definition in zip(found, expected, strict=True):
         assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
 
 
-def test_gae_by_columns_equals_its_definition_where_columns_have_no_token(by_columns):
-    case = Case(6, 200, seed=1)
-    case.mask = (torch.rand(case.shape, generator=case.generator) < 0.5).float()
-    case.mask[:, 40:150] = case.mask[:, 190:] = 0.0  # as of what is as long elsewhere alone
-    rewards, values, bootstrap_values = case.numbers(), case.numbers(), case.numbers()[:, 0]
-    found = gae(rewards, values, case.mask, 0.99, 0.95, bootstrap_values=bootstrap_values)
-    expected = defined_gae(rewards, values, case.mask, 0.99, [0.95] * 6, bootstrap_values)
-    for x, definition in zip(found, expected, strict=True):
-        assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
-
-
-@pytest.mark.parametrize("width", [64, 1024, 3000])
-@pytest.mark.parametrize("decay", [1.0, 0.999, 0.95, 0.7])
-@pytest.mark.parametrize("panel_tokens", [300, gae_module.PANEL_TOKENS])
-def test_gae_by_columns_equals_the_loop(width: int, decay: float, panel_tokens: int, by_columns, monkeypatch):
-    monkeypatch.setattr(gae_module, "PANEL_TOKENS", panel_tokens)
-    case = Case(7, width, seed=width)
-    case.mask = (torch.rand(case.shape, generator=case.generator) < 0.7).float()
-    rewards, values = case.numbers(), case.numbers()
-    expected = loop_gae(rewards, values, case.mask, 1.0, decay)
-    found, returns = gae(rewards, values, case.mask, 1.0, decay)
-    for x, definition in ((found, expected), (returns, expected + values * case.mask)):
-        assert (x - definition).abs().max() <= 1e-6 * definition.abs().max()
-
-
-def test_gae_by_columns_ignores_what_stands_at_masked_tokens_and_names_what_is_broken(by_columns):
+def test_gae_ignores_masked_tokens_between_others_and_names_what_is_not_finite():
     mask = (torch.arange(120) % 3 > 0).expand(4, 120)
     rewards, values = torch.where(mask, 1.0, math.nan), torch.where(mask, 0.5, -math.inf)
     bootstrap_values = torch.tensor([0.0, 0.0, 0.0, 0.0])
@@ -223,7 +190,7 @@ def test_gae_of_no_rows_or_no_tokens_is_empty():
 
 
 def test_gae_is_exact_where_matrix_products_are_not():
-    """bfloat16 matmuls, asked for or by autocast, would cost it all but three digits."""
+    """bfloat16 matmuls, by a setting or autocast, would leave three digits."""
     case = Case(4, 300, 7)
     inputs = case.numbers(), case.numbers(), torch.ones(4, 300)
     expected = gae(*inputs, 1.0, 0.99)
@@ -268,3 +235,60 @@ def test_length_adaptive_lam_equals_a_loop(case: Case):
 def test_length_adaptive_lam_refuses_what_gives_no_lambda(alpha: float):
     with pytest.raises(ValueError, match="alpha must be positive"):
         length_adaptive_lam(torch.ones(1, 2), alpha)
+
+
+TURN_GAMMA, TURN_LAM = 0.9, 0.7
+
+
+def episode(generator: torch.Generator, width: int = 30) -> tuple[torch.Tensor, ...]:
+    """Turns of one to four tokens with an environment's tokens between them, and padding; NaN where the mask is 0."""
+    turns, turn = [], 0
+    while len(turns) < width - 8:
+        turn += 1
+        gap, written = torch.randint(1, 5, (2,), generator=generator).tolist()
+        turns += [float(turn)] * written + [0.0] * gap
+    turns = torch.tensor(turns[:width] + [0.0] * (width - len(turns)))
+    mask = (turns > 0).float()
+    rewards, values = torch.randn(2, width, generator=generator)
+    return torch.where(turns > 0, rewards, torch.nan), torch.where(turns > 0, values, torch.nan), mask, turns
+
+
+def loop_over_turns(rewards, values, mask, turns, bootstrap):
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    following, running = bootstrap, 0.0
+    for turn in reversed(range(1, int(turns.max()) + 1)):
+        tokens = (turns == turn).nonzero().flatten()
+        value = float(values[tokens[0]])
+        delta = float(rewards[tokens].sum()) + TURN_GAMMA * following - value
+        running = delta + TURN_GAMMA * TURN_LAM * running
+        following = value
+        advantages[tokens], returns[tokens] = running, running + value
+    return advantages, returns
+
+
+def test_a_turn_is_one_action():
+    generator = torch.Generator().manual_seed(0)
+    rows = [episode(generator) for _ in range(5)]
+    rewards, values, mask, turns = (torch.stack(part) for part in zip(*rows, strict=True))
+    bootstraps = torch.randn(5, generator=generator)
+    found = gae_over_turns(rewards, values, mask, turns, TURN_GAMMA, TURN_LAM, bootstrap_values=bootstraps)
+    for row, parts in enumerate(rows):
+        for one, expected in zip(found, loop_over_turns(*parts, float(bootstraps[row])), strict=True):
+            torch.testing.assert_close(one[row], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_turns_of_one_token_are_tokens():
+    generator = torch.Generator().manual_seed(1)
+    mask = (torch.rand(6, 20, generator=generator) < 0.6).float()
+    mask[:, 0] = 1
+    rewards, values = torch.randn(2, 6, 20, generator=generator)
+    expected = gae(rewards, values, mask, TURN_GAMMA, TURN_LAM)
+    found = gae_over_turns(rewards, values, mask, mask.cumsum(dim=1) * mask, TURN_GAMMA, TURN_LAM)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+def test_a_number_that_is_none_is_refused():
+    rewards = torch.tensor([[0.0, torch.inf]])
+    with pytest.raises(FloatingPointError):
+        gae_over_turns(rewards, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[1.0, 2.0]]), TURN_GAMMA, TURN_LAM)

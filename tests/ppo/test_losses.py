@@ -13,7 +13,8 @@ from megappo.config.methods import POLICY_LOSSES
 from megappo.config.schema import Actor
 from megappo.ppo.aggregation import AGGREGATIONS, Normaliser
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
-from megappo.ppo.surrogate import Tokens
+from megappo.ppo.losses import policy_kl
+from megappo.ppo.policy_losses import PolicyInputs
 
 EVERY = pytest.mark.parametrize("name", POLICY_LOSSES)
 
@@ -282,14 +283,14 @@ def test_a_loss_reads_the_keys_that_it_declares_and_no_others(name: str):
 
 
 @EVERY
-def test_a_loss_whose_ratio_is_clipped_to_1_minus_epsilon_says_so(name: str):
+def test_a_loss_whose_ratio_is_clipped_to_1_minus_epsilon_declares_it(name: str):
     config = Actor(policy_loss=name, clip_ratio_low=0.25, clip_ratio_high=0.5)
     loss, _ = policy_loss(one(-4.0), one(0.0), one(-1.0), one(1.0), config)
     assert (float(loss) == 0.75) == POLICY_LOSSES[name].clips_below
 
 
 @EVERY
-def test_a_loss_that_treats_tokens_apart_says_which(name: str):
+def test_a_loss_that_treats_tokens_apart_has_a_selection(name: str):
     def loss(selected: float) -> float:
         config = Actor(policy_loss=name, ppo_kl_coef=0.5)
         tokens = torch.full((1, 2), selected).bool()
@@ -309,6 +310,15 @@ def test_without_a_selection_the_door_selects_among_the_calls_own_tokens_and_the
     assert 0 < chosen.sum() < case.mask.sum()
     assert torch.equal(policy_loss(*tensors, config)[0], policy_loss(*tensors, config, selected=chosen)[0])
     none = torch.zeros_like(chosen)
-    alone = config.method.function(Tokens(*tensors), config)[0]
+    alone = config.method.function(PolicyInputs(*tensors), config)[0]
     assert torch.equal(alone, policy_loss(*tensors, config, selected=none)[0])
     assert not torch.equal(alone, policy_loss(*tensors, config)[0])
+
+
+def test_the_policy_kl_is_the_metric_of_every_loss():
+    case = Case(4, 6, seed=3)
+    inputs = Inputs.of(case, 20.0, weighted=False)
+    junk = torch.where(case.mask.bool(), 0.0, math.nan)
+    found = policy_kl(inputs.log_probs + junk, inputs.old_log_probs, case.mask)
+    _, metrics = policy_loss(inputs.log_probs, inputs.old_log_probs, inputs.advantages, case.mask, Actor())
+    assert torch.equal(found, metrics["ppo_kl"])
