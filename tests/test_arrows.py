@@ -34,6 +34,7 @@ WITHOUT_TORCH = (
     "megappo/architecture/",
     "megappo/batch/fields.py",
     "megappo/batch/metrics.py",
+    "megappo/batch/recorded_steps.py",
     "megappo/config/",
     "megappo/estimate/",
     "megappo/placement/arithmetic.py",
@@ -75,9 +76,8 @@ ARCHITECTURE = "megappo/architecture/"
 RAW_CONFIG = ("hf_config", "HFConfig", "read_model_config", "raw_config")
 PICKLES = ("_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 UNPICKLES = ("pickle.load", "pickle.loads", "pickle.Unpickler")
-UNPICKLERS = ("megappo/checkpoint/metadata.py", "megappo/batch/exchange.py")
-"""The first reads a pickle, in which it lets nothing but descriptions of tensors be named; the other reads no
-file, but what the ranks of a run send each other, as torch's collectives of objects do."""
+UNPICKLERS = ("megappo/checkpoint/metadata.py",)
+"""It reads a pickle that may name nothing but descriptions of tensors."""
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
 
 

@@ -17,9 +17,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.batch.fields import field_of
-from megappo.batch.files import RowsFile, RowsFileError
-from megappo.batch.folders import recorded_steps, rows_file
+from megappo.batch.recorded_steps import recorded_steps, rows_file
 from megappo.batch.rows import Rows
+from megappo.batch.rows_file import RowsFile, RowsFileError
 from megappo.config.errors import ConfigError
 from megappo.data.tokenizer import load_tokenizer
 

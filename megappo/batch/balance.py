@@ -1,18 +1,9 @@
-"""Balancing rows over data-parallel ranks and micro-batches. Pure and deterministic: all ranks get the same answer."""
+"""Balancing of rows over data-parallel ranks and micro-batches. Deterministic: all ranks compute the same."""
 
 import heapq
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class _Subset:
-    """Some items and the sum of their costs."""
-
-    cost: int
-    items: tuple[int, ...]
-
-    def __add__(self, other: "_Subset") -> "_Subset":
-        return _Subset(self.cost + other.cost, self.items + other.items)
+_Part = tuple[int, tuple[int, ...]]
+"""A cost and the items that have it together."""
 
 
 def balanced_partitions(costs: list[int], k: int) -> list[list[int]]:
@@ -28,25 +19,28 @@ def balanced_partitions(costs: list[int], k: int) -> list[list[int]]:
         raise ValueError(f"cannot partition into {k} parts: needs k >= 1 and costs >= 0")
     if k == 1:
         return [list(range(len(costs)))]
-    # Heap of partial solutions: (-spread, tie-break, subsets by falling cost; empty ones left out).
-    heap = [(-cost, item, [_Subset(cost, (item,))]) for item, cost in enumerate(costs)]
+    # Heap of partial solutions: (-spread, tie-break, parts by falling cost without the empty ones).
+    heap: list[tuple[int, int, list[_Part]]] = [(-cost, item, [(cost, (item,))]) for item, cost in enumerate(costs)]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, tie, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
         merged = _merge(first, second, k)
-        smallest = merged[-1].cost if len(merged) == k else 0
-        heapq.heappush(heap, (smallest - merged[0].cost, tie, merged))
-    parts = sorted(sorted(subset.items) for subset in (heap[0][2] if heap else []))
+        smallest = merged[-1][0] if len(merged) == k else 0
+        heapq.heappush(heap, (smallest - merged[0][0], tie, merged))
+    parts = sorted(sorted(items) for _, items in (heap[0][2] if heap else []))
     return parts + [[] for _ in range(k - len(parts))]
 
 
-def _merge(first: list[_Subset], second: list[_Subset], k: int) -> list[_Subset]:
-    """Join the costliest subsets of one solution with the cheapest (or empty) ones of the other."""
-    overlap = max(0, len(first) + len(second) - k)
-    apart = len(first) - overlap
-    joined = [a + b for a, b in zip(first[apart:], reversed(second[len(second) - overlap :]), strict=True)]
-    return sorted(first[:apart] + joined + second[: len(second) - overlap], key=lambda subset: -subset.cost)
+def _merge(first: list[_Part], second: list[_Part], k: int) -> list[_Part]:
+    """Join the costliest parts of one solution with the cheapest (or empty) ones of the other."""
+    num_joined = max(0, len(first) + len(second) - k)
+    first_alone = len(first) - num_joined
+    second_alone = len(second) - num_joined
+    merged = first[:first_alone]
+    for (cost, items), (other_cost, others) in zip(first[first_alone:], reversed(second[second_alone:]), strict=True):
+        merged.append((cost + other_cost, items + others))
+    return sorted(merged + second[:second_alone], key=lambda part: -part[0])
 
 
 def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> list[list[int]]:
@@ -55,11 +49,11 @@ def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> lis
     Args:
         lengths: tokens of each row.
         max_tokens: bound on a bin's tokens.
-        at_least: so many bins, as far as there are rows; fewer where so many, once balanced, would break the bound.
+        at_least: number of bins, as far as there are rows; fewer where so many, once balanced, would break the bound.
 
     Returns:
-        Row positions of each bin, longest row first: attention takes neighbours of equal length together. At most as
-        many bins as first-fit-decreasing needs (11/9 of the optimum + 6/9), or `at_least`.
+        Row positions of each bin, longest row first: attention processes neighbours of equal length together. At most
+        as many bins as first-fit-decreasing needs (11/9 of the optimum + 6/9), or `at_least`.
 
     Raises:
         ValueError: a row longer than max_tokens, naming it.
@@ -73,8 +67,8 @@ def micro_batches(lengths: list[int], max_tokens: int, at_least: int = 1) -> lis
     # Bisect the number of bins between a lower bound and what first-fit-decreasing needs.
     best = _first_fit_decreasing(lengths, max_tokens)
     low = max(1, -(-sum(lengths) // max_tokens), sum(2 * length > max_tokens for length in lengths))
-    wanted = min(at_least, len(lengths))
-    low, high = max(low, wanted), max(len(best), wanted)
+    fewest = min(at_least, len(lengths))
+    low, high = max(low, fewest), max(len(best), fewest)
     while low <= high:
         middle = (low + high) // 2
         bins = balanced_partitions(lengths, middle)
@@ -89,10 +83,11 @@ def _first_fit_decreasing(lengths: list[int], max_tokens: int) -> list[list[int]
     bins: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        fit = next((i for i, free in enumerate(room) if free >= lengths[row]), len(bins))
-        if fit == len(bins):
-            bins.append([])
-            room.append(max_tokens)
-        bins[fit].append(row)
-        room[fit] -= lengths[row]
+        fit = next((i for i, free in enumerate(room) if free >= lengths[row]), None)
+        if fit is None:
+            bins.append([row])
+            room.append(max_tokens - lengths[row])
+        else:
+            bins[fit].append(row)
+            room[fit] -= lengths[row]
     return sorted(sorted(rows) for rows in bins)

@@ -1,4 +1,4 @@
-"""What rows carry beside their tokens: every field, by name. Torch-free."""
+"""Fields that rows carry beside their tokens. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from megappo.table import Table
 
 @dataclass(frozen=True)
 class Field:
-    """A float32 number of each row, or several, or one of each of its response tokens.
+    """One float32 number per row, several per row, or one per response token.
 
     Attributes:
         per_token: [B, R], right-padded with 0; else [B].
         has_columns: [B, K] instead, with the same K on every rank; not per token.
         writer: the part of a step that adds it to the rows.
-        meaning: for people.
+        meaning: for error messages.
     """
 
     per_token: bool
@@ -29,20 +29,20 @@ FIELDS: Table[Field] = Table(
         "rollout_log_probs": Field(True, "the rollout", "the engine's log-probs of the policy's tokens"),
         "scores": Field(False, "the rollout", "the reward function's score of the response"),
         "score_components": Field(
-            False, "the rollout", "what the scores are the sums of, where the reward function gives several", True
+            False, "the rollout", "the terms of the scores, where the reward function returns several", True
         ),
         "truncated": Field(
             False,
             "the rollout",
             "1 where rollout.max_response_length cut the response off, or its episode was not ended",
         ),
-        "episodes": Field(False, "the rollout", "with an environment: which of the prompt's episodes the row is of"),
-        "segments": Field(False, "the rollout", "which of the episode's segments it is, from 0"),
-        "turns": Field(True, "the rollout", "which turn of the policy's a token is of, from 1; 0 on an environment's"),
+        "episodes": Field(False, "the rollout", "with an environment: the row's episode among the prompt's"),
+        "segments": Field(False, "the rollout", "the number of the segment in its episode, from 0"),
+        "turns": Field(True, "the rollout", "a token's turn of the policy, from 1; 0 on an environment's"),
         "turn_rewards": Field(
             True, "the rollout", "rewards that are part of the scores: an environment's, of steps of the response"
         ),
-        "loss_weights": Field(False, "the rollout", "what the row's losses are multiplied by"),
+        "loss_weights": Field(False, "the rollout", "factors of the row's losses"),
         "baselines": Field(False, "the rollout", "the shaped score of the greedy response to the prompt"),
         "old_log_probs": Field(True, "the actor's forward pass", "log-probs before the step's updates"),
         "full_kl": Field(True, "the actor's forward pass", "KL to the reference, over the whole vocabulary"),
@@ -53,7 +53,7 @@ FIELDS: Table[Field] = Table(
         "kl_penalty": Field(True, "the advantages", "KL to the reference, before its coefficient"),
         "advantages": Field(True, "the advantages", "how much better than expected, whitened where the method does"),
         "clipped_advantages": Field(True, "the advantages", "1 where algorithm.advantages_clip made a difference"),
-        "returns": Field(True, "the advantages", "what the values are trained towards"),
+        "returns": Field(True, "the advantages", "targets of the values"),
         "rollout_is_weights": Field(True, "the advantages", "importance weights of the trainer against the engine"),
         "selected": Field(True, "the actor's update", "1 on tokens that the policy loss treats apart"),
     },
@@ -62,7 +62,7 @@ FIELDS: Table[Field] = Table(
 
 
 def field_of(name: str) -> Field:
-    """The field of this name.
+    """Return the field of this name.
 
     Raises:
         ValueError: there is none.

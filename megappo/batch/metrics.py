@@ -1,4 +1,4 @@
-"""What is told of a step's rows, by name. Torch-free to import, so that anybody can add to it at any time."""
+"""Metrics of a step's rows. Torch-free to import, so that extensions can register theirs at any time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 from megappo.table import Table
 
 RowValues = Callable[[Any], Any]
-"""Of `Rows`: a tensor [n], of any length, or [n, K]; None where the run has no such values."""
+"""Maps `Rows` to a tensor [n] of any length or [n, K]; None where the run has no such values."""
 SPREAD = ("mean", "max", "min")
 
 
@@ -16,9 +16,9 @@ class RowMetric:
     """A metric of the rows of a step.
 
     Attributes:
-        values: of this rank's rows.
-        reductions: the metrics are `<name>/<reduction>`; a single reduction without a name: the metric is `<name>`.
-            Of [n, K] values each column has its own, `<name>/<column>` in the place of `<name>`.
+        values: computes them from this rank's rows.
+        reductions: the metrics are `<name>/<reduction>`; given as a string, the metric is `<name>`. For [n, K] values
+            each column has its own metrics, `<name>/<column>` instead of `<name>`.
     """
 
     values: RowValues
@@ -26,22 +26,24 @@ class RowMetric:
 
 
 def of_rows(field: str) -> RowValues:
-    """A field with one number per row, or several; of the rows of an episode, in which it is the same, one."""
-    return lambda rows: _once(rows, rows.fields[field]) if field in rows.fields else None
+    """Return the values of a field with one or several numbers per row; once per episode, whose rows all have them."""
 
+    def values(rows: Any) -> Any:
+        found = rows.fields.get(field)
+        if found is None or "segments" not in rows.fields:
+            return found
+        return found[rows.fields["segments"] == 0]
 
-def _once(rows: Any, values: Any) -> Any:
-    """Of each episode once."""
-    return values[rows.fields["segments"] == 0] if "segments" in rows.fields else values
+    return values
 
 
 def of_tokens(field: str) -> RowValues:
-    """A field with one number per response token, at those with mask 1."""
+    """Return the values of a field with one number per response token, at tokens with mask 1."""
     return lambda rows: rows.fields[field][rows.response_mask.bool()] if field in rows.fields else None
 
 
 def log_prob_diff(rows: Any) -> Any:
-    """How far trainer and engine are apart about each token that the policy wrote; None without a trainer."""
+    """Return |old_log_probs - rollout_log_probs| of each token that the policy wrote; None without a trainer."""
     if "old_log_probs" not in rows.fields:
         return None
     return (rows.fields["old_log_probs"] - rows.fields["rollout_log_probs"]).abs()[rows.response_mask.bool()]
@@ -66,4 +68,4 @@ ROW_METRICS = Table(
         "values": RowMetric(of_tokens("values")),
     },
 )
-"""By name: the metrics of a step's rows with their advantages."""
+"""Name -> metric of a step's rows with their advantages."""

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import pad
 
+from megappo.batch.positions import granularity, held_positions, positions_in, positions_within
 from megappo.batch.rows import Rows
-from megappo.batch.spans import positions_in
-from megappo.batch.zigzag import granularity, held_positions, positions_within
 
 
 @dataclass(frozen=True)
@@ -24,44 +24,44 @@ class PackedBatch:
         max_seqlen: length of the longest of these.
         predictors: [N] int64 into T: the positions held here that predict a token of mask 1, rows in order.
         targets: [N] int64: the tokens that these predict.
-        predicted: [N] int64 into b x R: which of all response tokens these are.
-        last_tokens: [n] int64 into T: the rows' last tokens, as far as they are held here.
-        ended: [n] int64 into b: whose these are.
+        predicted: [N] int64 into b x R: the positions of these among all response tokens.
+        last_tokens: [n] int64 into T: the rows' last tokens that are held here.
+        ended: [n] int64 into b: the rows of these.
     """
 
     rows: Rows
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
     max_seqlen: int
-    predictors: torch.Tensor
-    targets: torch.Tensor
-    predicted: torch.Tensor
-    last_tokens: torch.Tensor
-    ended: torch.Tensor
+    predictors: Tensor
+    targets: Tensor
+    predicted: Tensor
+    last_tokens: Tensor
+    ended: Tensor
 
-    def responses(self, flat: torch.Tensor) -> torch.Tensor:
-        """[N] values at `predictors` as [b, R], 0 at mask 0 and at tokens predicted elsewhere; differentiable."""
+    def responses(self, flat: Tensor) -> Tensor:
+        """Return values at `predictors`, [N], as [b, R], 0 at mask 0 and at tokens of other ranks; differentiable."""
         shape = self.rows.response_mask.shape
-        # By numbers: the gradient of what goes by a mask has the GPU wait for the host.
+        # By index: the gradient of indexing by a mask makes the GPU wait for the host.
         return flat.new_zeros(shape.numel()).index_copy(0, self.predicted, flat).view(shape)
 
-    def ends(self, flat: torch.Tensor) -> torch.Tensor:
-        """[n] values at `last_tokens` as [b], 0 for rows whose last token is elsewhere; differentiable."""
+    def ends(self, flat: Tensor) -> Tensor:
+        """Return values at `last_tokens`, [n], as [b], 0 for rows whose last token another rank has; differentiable."""
         return flat.new_zeros(len(self.rows)).index_copy(0, self.ended, flat)
 
 
-def copied(tensor: torch.Tensor, device: torch.device, is_pinned: bool) -> torch.Tensor:
-    """A tensor on the device.
+def copied(tensor: Tensor, device: torch.device, is_pinned: bool) -> Tensor:
+    """Copy a tensor to the device.
 
     Args:
-        is_pinned: the copy waits in pinned memory until the GPU comes to it; otherwise the host waits for it.
+        is_pinned: copy from pinned memory without blocking the host.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if is_pinned else tensor.to(device)
 
 
 def num_held(lengths: Sequence[int], multiple: int, *, context: int = 1) -> int:
-    """Tokens that each rank holds of a pack of sequences of these lengths; arguments as of `pack`."""
+    """Return the tokens that each rank holds of a pack of sequences of these lengths; arguments as in `pack`."""
     unit = granularity(context)
     whole = sum(-(-length // unit) * unit for length in lengths)
     return -(-whole // (unit * multiple)) * unit * multiple // context
@@ -80,12 +80,12 @@ def pack(
 
     Args:
         multiple: pads the end of the pack so that each rank holds a multiple of it (sequence parallelism needs that).
-        context: ranks that share out the tokens of each row; above 1 every row is padded to divide among them.
-        context_rank: whose share this is.
+        context: number of ranks that share each row's tokens; above 1 every row is padded to divide among them.
+        context_rank: the rank whose share to pack.
         is_pinned: see `copied`.
     """
     lengths = _padded(rows.lengths, granularity(context), multiple)
-    starts = F.pad(lengths.cumsum(0), (1, 0))
+    starts = pad(lengths.cumsum(0), (1, 0))
     tokens = torch.zeros(int(starts[-1]), dtype=torch.int64)
     tokens[positions_in(starts[: len(rows)], rows.lengths)] = rows.input_ids
     first = starts[: len(rows)] + rows.prompt_lengths  # of each response
@@ -94,22 +94,24 @@ def pack(
     held = held_positions(starts, context, context_rank)
     place = torch.full((len(tokens),), -1).index_copy(0, held, torch.arange(len(held)))
     predictors, last_tokens = place[written - 1], place[first + rows.response_lengths - 1]
-    made = {
+    is_held = predictors >= 0
+    has_last = last_tokens >= 0
+    tensors = {
         "input_ids": tokens[held][None],
         "position_ids": positions_within(starts, len(tokens))[held][None],
         "cu_seqlens": starts.to(torch.int32),
-        "predictors": predictors[predictors >= 0],
-        "targets": tokens[written[predictors >= 0]],
-        "predicted": valid.flatten().nonzero()[predictors >= 0, 0],
-        "last_tokens": last_tokens[last_tokens >= 0],
-        "ended": (last_tokens >= 0).nonzero()[:, 0],
+        "predictors": predictors[is_held],
+        "targets": tokens[written[is_held]],
+        "predicted": valid.flatten().nonzero()[is_held, 0],
+        "last_tokens": last_tokens[has_last],
+        "ended": has_last.nonzero()[:, 0],
     }
-    on_device = {name: copied(tensor, device, is_pinned) for name, tensor in made.items()}
+    on_device = {name: copied(tensor, device, is_pinned) for name, tensor in tensors.items()}
     return PackedBatch(rows=rows, max_seqlen=int(lengths.max()), **on_device)
 
 
-def _padded(lengths: torch.Tensor, unit: int, multiple: int) -> torch.Tensor:
-    """Each filled up to a multiple of `unit`, and one more that fills all up to a multiple of unit x multiple."""
-    filled = lengths + -lengths % unit
-    padding = -int(filled.sum()) % (unit * multiple)
-    return F.pad(filled, (0, 1), value=padding) if padding else filled
+def _padded(lengths: Tensor, unit: int, multiple: int) -> Tensor:
+    """Pad each length to a multiple of `unit` and add one that pads their sum to a multiple of unit x multiple."""
+    padded = lengths + -lengths % unit
+    padding = -int(padded.sum()) % (unit * multiple)
+    return pad(padded, (0, 1), value=padding) if padding else padded

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from megappo.batch.fields import field_of
-from megappo.batch.spans import taken
+from megappo.batch.positions import taken
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
-"""The input_ids of rows whose tokens are elsewhere."""
+"""The input_ids of rows whose tokens are on other ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,12 +18,12 @@ class Rows:
     """B rows held by one rank.
 
     Attributes:
-        ids: [B] int64, row numbers: 0.. over all ranks once `Exchange.numbered` has numbered them; before, whatever
-            tells the rows of a prompt apart.
-        prompt_ids: [B] int64, the same for all rows that answer the same prompt, which may be any number of rows.
+        ids: [B] int64, row numbers: 0.. over all ranks once `Exchange.numbered` has numbered them; before, any numbers
+            that differ within a prompt.
+        prompt_ids: [B] int64, the same for all rows that answer the same prompt; any number of rows may.
         prompt_lengths, response_lengths: [B] int64, in tokens.
-        input_ids: [T] int64, prompt and response of row after row, unpadded; empty = the tokens are not here.
-        fields: those of `FIELDS` that have been written, by name: float32, [B] (per row), [B, K] (several columns per
+        input_ids: [T] int64, prompt and response of row after row, unpadded; empty = the tokens are on other ranks.
+        fields: those of `FIELDS` that have been written: name -> float32, [B] (per row), [B, K] (several columns per
             row) or [B, R] (per response token, right-padded with 0). R is the longest response of the whole step, so it
             is the same on all ranks.
 
@@ -30,12 +31,12 @@ class Rows:
         ValueError: a length or shape does not fit the rest, or there is no such field; the message names it.
     """
 
-    ids: torch.Tensor
-    prompt_ids: torch.Tensor
-    prompt_lengths: torch.Tensor
-    response_lengths: torch.Tensor
-    input_ids: torch.Tensor
-    fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    ids: Tensor
+    prompt_ids: Tensor
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+    input_ids: Tensor
+    fields: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = len(self.ids)
@@ -45,58 +46,58 @@ class Rows:
         found, expected = len(self.input_ids), int(self.lengths.sum())
         if found and found != expected:
             raise ValueError(f"{found} input_ids; expected {expected}, the sum of prompt and response lengths")
-        self._check_fields(size)
-
-    def _check_fields(self, size: int) -> None:
         longest = int(self.response_lengths.max()) if size else 0
         width = max(longest, self.max_response_length)
         for name, values in self.fields.items():
             field = field_of(name)
-            columns = (values.shape[1:2] or [1]) if field.has_columns else []
-            expected = [size, width] if field.per_token else [size, *columns]
-            if list(values.shape) != expected:
+            shape = [size]
+            if field.per_token:
+                shape = [size, width]
+            elif field.has_columns:
+                shape = [size, *(values.shape[1:2] or [1])]
+            if list(values.shape) != shape:
                 raise ValueError(
-                    f"field {name} has shape {list(values.shape)}; expected {expected}, for it is {field.meaning}"
+                    f"field {name} has shape {list(values.shape)}; expected {shape}, for it is {field.meaning}"
                 )
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
-    def lengths(self) -> torch.Tensor:
-        """[B] int64: tokens of prompt and response."""
+    def lengths(self) -> Tensor:
+        """Tokens of each row's prompt and response, [B] int64."""
         return self.prompt_lengths + self.response_lengths
 
     @property
-    def sequences(self) -> tuple[torch.Tensor, ...]:
+    def sequences(self) -> tuple[Tensor, ...]:
         """The tokens of each row, [prompt + response]."""
         return self.input_ids.split(self.lengths.tolist())
 
     @property
     def max_response_length(self) -> int:
-        """R: the width of the per-token fields; without any, this rank's longest response."""
+        """Width R of the per-token fields; without any, this rank's longest response."""
         widths = [values.shape[-1] for name, values in self.fields.items() if field_of(name).per_token]
         return widths[0] if widths else int(self.response_lengths.max()) if len(self) else 0
 
     @property
-    def response_mask(self) -> torch.Tensor:
-        """[B, R] float32: the field of this name, else 1 on every response token."""
+    def response_mask(self) -> Tensor:
+        """The field of this name, [B, R] float32; without it 1 on every response token."""
         if "response_mask" in self.fields:
             return self.fields["response_mask"]
-        return (torch.arange(self.max_response_length) < self.response_lengths[:, None]).float()
+        return is_response(self.response_lengths, self.max_response_length).float()
 
-    def field(self, name: str) -> torch.Tensor:
-        """A field's values.
+    def field(self, name: str) -> Tensor:
+        """Return a field's values.
 
         Raises:
             ValueError: they have not been written, or there is no such field.
         """
         if name not in self.fields:
-            raise ValueError(f"rows have no {name} yet: expected them of {field_of(name).writer}")
+            raise ValueError(f"rows have no {name} yet: written by {field_of(name).writer}")
         return self.fields[name]
 
-    def select(self, indices: Sequence[int] | torch.Tensor) -> "Rows":
-        """The rows at these positions (not row numbers), in this order; R stays."""
+    def select(self, indices: Sequence[int] | Tensor) -> "Rows":
+        """Return the rows at these positions (not row numbers), in this order; R stays."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return Rows(
             self.ids[index],
@@ -106,3 +107,8 @@ class Rows:
             taken(self.input_ids, self.lengths, index) if len(self.input_ids) else self.input_ids,
             {name: values[index] for name, values in self.fields.items()},
         )
+
+
+def is_response(response_lengths: Tensor, width: int) -> Tensor:
+    """Return a mask, [b, width] bool, of the response tokens of rows padded to `width`."""
+    return torch.arange(width) < response_lengths[:, None]

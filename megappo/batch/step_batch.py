@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from megappo.batch.exchange import Exchange, RankRows, RowTable
-from megappo.batch.files import RowsFile
 from megappo.batch.rows import Rows
+from megappo.batch.rows_file import RowsFile
 
 
 @dataclass(frozen=True)

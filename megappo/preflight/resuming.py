@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megappo.batch.folders import recorded_steps
+from megappo.batch.recorded_steps import recorded_steps
 from megappo.checkpoint.checksums import refuse_altered
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import LATEST, STATE, candidates, is_checkpoint, position_of, read_state, step_of

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megappo.batch.exchange import Exchange
-from megappo.batch.files import RowsFile, RowsFileError, write_rows
-from megappo.batch.folders import rows_file
+from megappo.batch.recorded_steps import rows_file
 from megappo.batch.rows import Rows
+from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
 from megappo.batch.step_batch import Batch
 from megappo.checkpoint.durable import put_durably
 from megappo.config.algorithm_checks import step_scores_errors

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megappo.batch.exchange import Exchange
-from megappo.batch.files import RowsFile, write_rows
+from megappo.batch.rows_file import RowsFile, write_rows
 from megappo.batch.step_batch import Batch
 from megappo.models.train_engine import OptimizerStep
 from megappo.observe.metrics import Histogram, Metric

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from megappo.batch.exchange import OtherRankError
-from megappo.batch.files import write_rows
 from megappo.batch.rows import Rows
+from megappo.batch.rows_file import write_rows
 from megappo.config.schema import Actor, Config
 from megappo.models.train_engine import ELSEWHERE, LossFn, OptimizerStep, TrainedEngine
 from megappo.observe.metrics import Metric

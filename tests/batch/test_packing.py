@@ -15,7 +15,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, 
 
 
 def make_rows(lengths: Lengths, width: int | None = None) -> Rows:
-    """Rows whose tokens are all different and never 0; R = `width`, or without it no field says what R is."""
+    """Rows whose tokens are all different and never 0; R = `width`, or without it no field sets R."""
     tokens, start = [], 1
     for prompt, response in lengths:
         tokens.append(torch.arange(start, start + prompt + response))

@@ -70,7 +70,10 @@ def test_without_fields_the_longest_response_is_the_width():
         ({"fields": {"scores": torch.zeros(2, 2)}}, r"field scores has shape \[2, 2\]; expected \[2\], for it is the"),
         ({"fields": {"scores": torch.zeros(3)}}, r"field scores has shape \[3\]; expected \[2\]"),
         ({"fields": {"score_components": torch.zeros(2)}}, r"score_components has shape \[2\]; expected \[2, 1\], for"),
-        ({"fields": {"score_components": torch.zeros(3, 2)}}, r"has shape \[3, 2\]; expected \[2, 2\], for it is what"),
+        (
+            {"fields": {"score_components": torch.zeros(3, 2)}},
+            r"has shape \[3, 2\]; expected \[2, 2\], for it is the t",
+        ),
         ({"fields": {"score_components": torch.zeros(2, 3, 1)}}, r"shape \[2, 3, 1\]; expected \[2, 3\], for it is"),
         ({"fields": {"score": torch.zeros(2)}}, "unknown field 'score' of rows: choose one of response_mask, "),
     ],
@@ -80,10 +83,10 @@ def test_rows_that_do_not_fit_together_are_refused(change: dict, message: str):
         replace(rows([0, 1], [1, 1], [2, 1], width=3), **change)
 
 
-def test_a_field_that_nobody_has_written_is_asked_for():
+def test_a_field_that_has_not_been_written_names_its_writer():
     batch = rows([0, 1], [1, 1], [2, 1], width=3)
     assert batch.field("scores") is batch.fields["scores"]
-    with pytest.raises(ValueError, match="rows have no returns yet: expected them of the advantages"):
+    with pytest.raises(ValueError, match="rows have no returns yet: written by the advantages"):
         batch.field("returns")
     with pytest.raises(ValueError, match="unknown field 'return' of rows"):
         batch.field("return")

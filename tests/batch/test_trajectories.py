@@ -1,4 +1,4 @@
-"""Episodes joined to trajectories: what an environment says, and where segments are cut, changes no advantage."""
+"""Episodes joined to trajectories: an environment's tokens and cuts into segments change no advantage."""
 
 from dataclasses import replace
 
@@ -47,13 +47,13 @@ def with_observations(episode: dict[str, torch.Tensor], generator: torch.Generat
     segments = []
     for start, stop in zip(cuts, cuts[1:], strict=False):
         middle = (start + stop) // 2
-        said = int(torch.randint(0, 5, (1,), generator=generator))
+        gap = int(torch.randint(0, 5, (1,), generator=generator))
         segment = {
-            name: torch.cat([values[start:middle], torch.full((said,), 7.0), values[middle:stop]])
+            name: torch.cat([values[start:middle], torch.full((gap,), 7.0), values[middle:stop]])
             for name, values in episode.items()
         }
         for name in ("response_mask", "turns", "turn_rewards"):
-            segment[name][middle - start : middle - start + said] = 0
+            segment[name][middle - start : middle - start + gap] = 0
         segments.append(segment)
     return segments
 
@@ -95,7 +95,7 @@ def test_rows_without_an_environment_stay_themselves():
 
 
 def test_what_is_masked_is_as_if_it_were_not_there():
-    """Of four single responses the second: the others' advantages are those without it, and its own are 0."""
+    """Mask one of four single responses: the others' advantages are those without it, and its own are 0."""
     pieces = [[episode] for episode in episodes(1)]
     for of in (0, 3):
         pieces[of][0]["response_mask"] = torch.zeros_like(pieces[of][0]["response_mask"])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megappo.batch.folders import rows_file
+from megappo.batch.recorded_steps import rows_file
 from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config

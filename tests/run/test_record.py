@@ -14,7 +14,7 @@ from program import REPOSITORY, Program, logged, trained_on
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from megappo.batch.files import RowsFile, write_rows
+from megappo.batch.rows_file import RowsFile, write_rows
 
 ADAPTIVE = "algorithm.kl_ctrl={type: adaptive, kl_coef: 0.1, horizon: 1000}"
 pytestmark = pytest.mark.timeout(600)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import torch.distributed as dist
 
-from megappo.batch.files import RowsFile
+from megappo.batch.rows_file import RowsFile
 from megappo.config.errors import ConfigError
 from megappo.runtime.failure import report
 

@@ -20,8 +20,8 @@ from tiny_shapes import DEEPSEEK_V3
 
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange, OtherRankError
-from megappo.batch.files import RowsFile
 from megappo.batch.rows import Rows
+from megappo.batch.rows_file import RowsFile
 from megappo.config.schema import Config
 from megappo.models.megatron_engine import Outputs
 from megappo.models.train_engine import LossFn, OptimizerStep, TrainedEngine

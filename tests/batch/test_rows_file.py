@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megappo.batch.files import RowsFile, RowsFileError, write_rows
 from megappo.batch.rows import Rows
+from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
 
 LENGTHS = ((3, 2), (1, 5), (2, 1), (4, 3), (1, 1))
 """Tokens of each row's prompt and response."""
