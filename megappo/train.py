@@ -16,8 +16,8 @@ from megappo.runtime.interruption import EXIT_AGAIN, INTERRUPTION, Interrupted
 from megappo.runtime.lifetime import die_with
 
 if __name__ == "__main__":
-    # A rank that imports or waits in a collective runs no Python code: let Ctrl-C end it at once. What it has started
-    # ends with it.
+    # A rank that imports or waits in a collective runs no Python code: let Ctrl-C end it at once. Its children end
+    # with it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "WORLD_SIZE" in os.environ:
         die_with(os.getppid())  # torchrun
@@ -31,6 +31,7 @@ from megappo.config.help import config_parser
 from megappo.config.loading import load_config
 from megappo.engines.handle import EngineHandle, start_engine
 from megappo.engines.launch import home_of_sockets, nccl_variables
+from megappo.errors import EXIT_CONFIG
 from megappo.estimate.fitting import resolve_offload
 from megappo.estimate.memory import Cluster
 from megappo.estimate.shapes import Shapes
@@ -49,45 +50,31 @@ from megappo.runtime.threads import report_failures
 from megappo.runtime.watchdog import Watchdog
 from megappo.table import resolved
 
-OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TRAINING = "megappo.trainer.main:train"
-"""Imported only for a run that has something to do: megatron-core and transformers take seconds on every rank."""
+SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TRAIN = "megappo.trainer.main:train"
+"""Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run this rank; the process's exit code: 2 for a config that cannot work, 1 for a run that failed, 3 for one that
-    another rank's end has ended, about which the launcher says more, 75 for one that has saved and is to be started
-    again."""
+    """Run this rank.
+
+    Exit codes: 2 for a config that cannot work, 1 for a run that failed, 3 if another rank failed and the launcher
+    reports it, 75 for a run that has saved and should be started again.
+    """
     description = "Train a language model by PPO: Megatron actor and critic, SGLang rollouts."
     parser = config_parser("torchrun --nproc-per-node N -m megappo.train", description)
     args = parser.parse_intermixed_args(arguments)
     escape_unprintable()
-    if lacking := [name for name in OF_TORCHRUN if name not in os.environ]:
-        remedy = "launch/slurm.sbatch" if "SLURM_PROCID" in os.environ else "launch/local.sh CONFIG"
-        found = "" if "WORLD_SIZE" in lacking else f" (WORLD_SIZE is another's: {', '.join(lacking)} are not set)"
-        print(f"error: megappo.train runs under torchrun: start it with {remedy}{found}", file=sys.stderr)
-        return 2
+    if missing := [name for name in SET_BY_TORCHRUN if name not in os.environ]:
+        print(f"error: {_not_launched(missing)}", file=sys.stderr)
+        return EXIT_CONFIG
     if unseen := platform.unseen_gpus():
         if os.environ["LOCAL_RANK"] == "0":
             print(f"error: {unseen}", file=sys.stderr)
-        return 2
+        return EXIT_CONFIG
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    report_failures(f"rank {rank}")
-    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        stay_on_this_node()  # plain torchrun has not,
-    platform.raise_open_file_limit()  # nor has it raised this
-    if not platform.has_cuda():
-        place = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        bind(*place, platform.num_cores(), torch.get_num_threads())
-    os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's manager of shared memory listens
-    try:
-        torchrun_store, _, _ = next(dist.rendezvous("env://"))
-    except dist.DistError as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        print(f"error (rank {rank}): torchrun's store at {where} does not answer: {error}", file=sys.stderr)
-        os._exit(1)
-    # torchrun's store outlives ranks that it starts again: what the ones before have left there would mislead them.
-    store = dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", torchrun_store)
+    _set_up_process(rank)
+    store = _join_store(rank)
     cleanup = ExitStack()
     code = 0
     try:
@@ -102,18 +89,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cleanup.close()
     except Exception as error:
         if code:  # the run's own error comes first
-            print(f"error (rank {rank}): while clearing up: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"error (rank {rank}): during cleanup: {type(error).__name__}: {error}", file=sys.stderr)
         else:
             code = report(error, store, rank, world_size)
-    # Without waiting for ranks that will not come any more. After a run that went well, too: threads of the process
-    # groups can abort an interpreter that ends its own way.
+    # Exit without waiting for other ranks, which may be gone. After a successful run, too: threads of the process
+    # groups can abort an interpreter that exits normally.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
+def _not_launched(missing: Sequence[str]) -> str:
+    remedy = "launch/slurm.sbatch" if "SLURM_PROCID" in os.environ else "launch/local.sh CONFIG"
+    found = "" if "WORLD_SIZE" in missing else f" (WORLD_SIZE is another's: {', '.join(missing)} are not set)"
+    return f"megappo.train runs under torchrun: start it with {remedy}{found}"
+
+
+def _set_up_process(rank: int) -> None:
+    """Do what megappo.torchrun does for its ranks, as plain torchrun may have started this one, and bind its cores."""
+    report_failures(f"rank {rank}")
+    local_rank, ranks_per_node = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks_per_node == int(os.environ["WORLD_SIZE"]):
+        stay_on_this_node()
+    platform.raise_open_file_limit()
+    if not platform.has_cuda():
+        bind(local_rank, ranks_per_node, platform.num_cores(), torch.get_num_threads())
+    os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's shared memory manager listens
+
+
+def _join_store(rank: int) -> dist.Store:
+    """Return torchrun's store, without what the ranks before a restart have left in it."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        print(f"error (rank {rank}): torchrun's store at {where} does not answer: {error}", file=sys.stderr)
+        os._exit(1)
+    return dist.PrefixStore(f"start/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
 def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int, cleanup: ExitStack) -> None:
-    # What a file of trainer.extensions imports may import megatron.core.
+    # A file of trainer.extensions may import megatron.core.
     config = load_config(args.config, args.overrides, before_extensions=megatron_setup.install)
     if config.trainer.eval_only:
         INTERRUPTION.never_saves()
@@ -126,8 +142,8 @@ def _run(args: argparse.Namespace, store: dist.Store, rank: int, world_size: int
 
 
 def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> None:
-    config, world_size, gpu_bytes = plan.config, plan.world_size, platform.gpu_bytes()
-    if rank == 0:  # before the ranks meet, so that no other's error can come first
+    config, gpu_bytes = plan.config, platform.gpu_bytes()
+    if rank == 0:  # before the ranks meet, so that no other error can come first
         finished = already_finished(config)
         if finished:
             print(finished, flush=True)
@@ -135,19 +151,19 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
             cleanup.enter_context(lock.take(Path(config.trainer.output_dir)))
             _print_capabilities(plan)
         store.set("finished", finished)
-    if store.get("finished"):  # waits for rank 0: what a folder holds may look different elsewhere
+    if store.get("finished"):  # waits for rank 0: other nodes may see another content of the folder
         return
     plan = resolve_offload(plan, Cluster(gpu_bytes) if gpu_bytes else None)
     for name, value in shared_nccl_variables(plan).items():
-        os.environ.setdefault(name, value)  # the engine takes its environment from here
+        os.environ.setdefault(name, value)  # the engine inherits the environment
     own = EngineHandle()
-    if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation's: of a checkpoint
+    if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation starts its own
         own = start_engine(plan, rank, store, cleanup)
     with without_collector():
-        train = resolved(TRAINING)
+        train = resolved(TRAIN)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
-    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=world_size, timeout=timeout)
-    Watchdog(store, rank, world_size, config.hang_timeout_seconds)
+    dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
+    Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds)
     train(plan, own, cleanup)
 
 

@@ -1,9 +1,11 @@
 """What the training loop talks to: rank 0's observer writes and prints, the other ranks' does nothing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megappo.config.schema import Config
 from megappo.observe.console import Console
 from megappo.observe.files import REPORT_FILE
 from megappo.observe.metrics import MetricsWriter
@@ -81,3 +83,20 @@ class NullObserver:
 
     def close(self) -> None:
         """Nothing."""
+
+
+def open_observer(
+    config: Config, lines: Iterable[str], resume_step: int, rank: int, cleanup: ExitStack
+) -> Observer | NullObserver:
+    """Return the observer of a rank, after it has printed the lines that are not empty.
+
+    Args:
+        resume_step: see `Observer`.
+        cleanup: closes the observer.
+    """
+    trainer = config.trainer
+    observer = NullObserver() if rank else Observer(trainer.output_dir, trainer.total_steps, resume_step)
+    cleanup.callback(observer.close)
+    for line in filter(None, lines):
+        observer.message(line)
+    return observer

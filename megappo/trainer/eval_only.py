@@ -21,12 +21,12 @@ from megappo.engines.handle import start_engine
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.metrics import Histogram
+from megappo.observe.observer import open_observer
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.resuming import with_own_folder
 from megappo.rollouts.datasets import load_datasets
 from megappo.rollouts.rollouts import Rollouts
 from megappo.runtime.listening import run_store
-from megappo.trainer.build import make_observer
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import Probe, connect, start_engines
 from megappo.trainer.models import Models, build_models
@@ -38,7 +38,7 @@ def evaluate_only(plan: RunPlan, cleanup: ExitStack) -> None:
     and evaluation.json into an output folder of its own.
 
     Args:
-        cleanup: see `build_run`.
+        cleanup: see `train`.
     """
     exchange = Exchange(dist.group.WORLD)
     checkpoint = _find_checkpoint(plan.config, exchange)
@@ -55,7 +55,8 @@ def evaluate_only(plan: RunPlan, cleanup: ExitStack) -> None:
     if needs_actor:
         started = start_engines(plan, own, exchange, as_loaded=False)
         models = _load_models(plan, checkpoint, exchange)
-    observer = make_observer(config, [f"evaluating {weights}", *left_out], 0, exchange, cleanup)
+    lines = [f"evaluating {weights}", *left_out, *config.absences]
+    observer = open_observer(config, lines, 0, exchange.rank, cleanup)
     own.wait_ready()
     num_engines = plan.layouts["rollout"].data
     restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)

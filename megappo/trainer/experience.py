@@ -1,4 +1,4 @@
-"""From rollouts that were scored and looked at to advantages: rewards per token, corrections, estimate, whitening."""
+"""Advantages and returns from scored rows with their log-probs and values: PPO's experience of a step."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,15 +23,14 @@ from megappo.trainer.statistics import metrics_over_ranks
 
 @dataclass(frozen=True)
 class AdvantageResult:
-    """A step's rows with their advantages, and what is known of all rows of all ranks.
+    """A step's rows with their advantages, and statistics over the rows of all ranks.
 
     Attributes:
-        rows: this rank's, with `shaped_scores` and `advantages`; `kl_penalty` where the rewards have one in them,
-            `clipped_advantages` where they are clipped, `returns` where there are values, and `rollout_is_weights`
-            where they are not all 1.
-        log_prob_diff: the mean over the tokens of |old_log_probs - rollout_log_probs|; 0 without a token.
-        kl_penalty: the mean over the tokens of the KL to the reference; None where the rewards have none in them, or
-            there is no token.
+        rows: this rank's, with `shaped_scores`, `advantages` and, if the run has values, `returns`. With a KL penalty
+            in the rewards they have `kl_penalty`, with advantages_clip `clipped_advantages`, with a rollout correction
+            `rollout_is_weights`.
+        log_prob_diff: mean of |old_log_probs - rollout_log_probs| over the tokens; 0 without a token.
+        kl_penalty: mean of the KL to the reference over the tokens; None without a penalty in the rewards or a token.
     """
 
     rows: Rows
@@ -41,53 +40,71 @@ class AdvantageResult:
 
 
 def add_advantages(run: Run, rows: Rows) -> AdvantageResult:
-    """From scored rows to advantages; all ranks together.
+    """Compute the advantages of scored rows; all ranks together.
 
     Args:
         rows: at their owners, where all responses to a prompt are together.
     """
-    penalty = {"kl_penalty": _kl_penalty(run, rows)} if run.config.algorithm.use_kl_in_reward else {}
-    weights, correction_metrics = _correct(run, rows)
-    trajectories = Trajectories(replace(rows, fields=rows.fields | penalty | weights))
+    config, exchange = run.config, run.exchange
+    correction, fields = config.algorithm.rollout_correction, dict(rows.fields)
+    weights, correction_metrics = rollout_is_weights(
+        fields["old_log_probs"], fields["rollout_log_probs"], rows.response_mask, correction, group=exchange.group
+    )
+    if correction.is_on:
+        fields["rollout_is_weights"] = weights
+    if config.algorithm.use_kl_in_reward:
+        fields["kl_penalty"] = _kl_penalty(run, rows)
+    trajectories = Trajectories(replace(rows, fields=fields))
     joined = trajectories.joined
-    scores, shaping_metrics = _shaped_scores(run, joined)
+    scores, shaping_metrics = shape_scores(
+        joined.fields["scores"],
+        joined.response_mask.sum(dim=1).long(),
+        joined.prompt_ids,
+        config.reward,
+        run.progress.reward_moments,
+        max_response_length=config.rollout.max_response_length,
+        group=exchange.group,
+    )
     advantages, returns = _advantages(run, joined, scores)
-    added = {"shaped_scores": scores} | _whitened(run, advantages, joined.response_mask)
-    added |= {"returns": returns} if run.config.has_values else {}
+    added = {"shaped_scores": scores, **_whitened_and_clipped(run, advantages, joined.response_mask)}
+    if config.has_values:
+        added["returns"] = returns
     rows = trajectories.spread(**added)
-    looked_at = {"log_prob_diff": (log_prob_diff(rows), "mean"), "num_tokens": (rows.response_mask, "sum")}
-    if penalty:
-        looked_at["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
-    if run.config.has_values:
-        expected, found_returns = (of_tokens(name)(rows).double() for name in ("values", "returns"))
-        looked_at |= {"residual": (found_returns - expected, "variance"), "returns": (found_returns, "variance")}
-    metrics, found = metrics_over_ranks(run.exchange, rows, correction_metrics | shaping_metrics, looked_at)
-    if penalty:
+    metrics, means = metrics_over_ranks(exchange, rows, correction_metrics | shaping_metrics, _statistics(run, rows))
+    num_tokens = metrics["rollout/trained_tokens"] = means["num_tokens"]
+    if config.algorithm.use_kl_in_reward:
         metrics["reward/kl_coef"] = run.progress.kl.value
-    num_tokens = metrics["rollout/trained_tokens"] = found["num_tokens"]
-    if run.config.has_values:
-        explained = explained_variance(found["residual"], found["returns"]) if num_tokens > 1 else math.nan
+    if config.has_values:
+        explained = explained_variance(means["residual"], means["returns"]) if num_tokens > 1 else math.nan
         metrics["critic/vf_explained_var"] = explained
     if not num_tokens:
         return AdvantageResult(rows, 0.0, None, metrics)
-    return AdvantageResult(rows, found["log_prob_diff"], found.get("kl_penalty"), metrics)
+    return AdvantageResult(rows, means["log_prob_diff"], means.get("kl_penalty"), metrics)
 
 
-def _shaped_scores(run: Run, rows: Rows) -> tuple[torch.Tensor, Unreduced]:
-    return shape_scores(
-        rows.fields["scores"],
-        rows.response_mask.sum(dim=1).long(),
-        rows.prompt_ids,
-        run.config.reward,
-        run.progress.reward_moments,
-        max_response_length=run.config.rollout.max_response_length,
-        group=run.exchange.group,
-    )
+def _statistics(run: Run, rows: Rows) -> Unreduced:
+    """Return statistics of the rows that are used here, and not logged."""
+    found: Unreduced = {"log_prob_diff": (log_prob_diff(rows), "mean"), "num_tokens": (rows.response_mask, "sum")}
+    if run.config.algorithm.use_kl_in_reward:
+        found["kl_penalty"] = (of_tokens("kl_penalty")(rows), "mean")
+    if run.config.has_values:
+        values, returns = of_tokens("values")(rows).double(), of_tokens("returns")(rows).double()
+        found["residual"] = (returns - values, "variance")
+        found["returns"] = (returns, "variance")
+    return found
+
+
+def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
+    """Return the KL of each token to the reference, before its coefficient."""
+    kind, fields = run.config.algorithm.kl_penalty, rows.fields
+    if kind == "full":
+        return fields["full_kl"]
+    return kl_estimate(fields["old_log_probs"], fields["ref_log_probs"], kind, conventions=conventions(run.config))
 
 
 def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns, with the KL penalty, where there is one, in the rewards or subtracted behind a baseline:
-    see `Conventions.kl_gamma`."""
+    """Return advantages and returns. A KL penalty is a part of the rewards, or subtracted after the baseline: see
+    `Conventions.kl_gamma`."""
     kl, gamma = rows.fields.get("kl_penalty"), conventions(run.config).kl_gamma
     if kl is None or gamma is None or not run.config.algorithm.method.compares_responses:
         return _estimate(run, rows, _token_level_rewards(run, rows, scores, kl))
@@ -97,64 +114,51 @@ def _advantages(run: Run, rows: Rows, scores: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _token_level_rewards(run: Run, rows: Rows, scores: torch.Tensor, kl: torch.Tensor | None) -> torch.Tensor:
-    """Shaped scores on each response's last token, minus the KL penalty of each token where there is one. Rewards of an
-    environment and of steps, which are part of the scores, where they were given, scaled as these are; so what else the
-    scores have, the reward function's outcome and a length penalty, is on the last token."""
+    """Return the shaped scores on each response's last token, minus the KL penalty of each token.
+
+    Rewards of an environment and of steps are a part of the scores. They stay on their own tokens, scaled like the
+    scores; the remaining score (of the reward function, the length penalty) is on the last token.
+    """
     turn_rewards = rows.fields.get("turn_rewards")
-    if turn_rewards is not None:
-        turn_rewards = turn_rewards * run.config.reward.scale
-    last = scores if turn_rewards is None else scores - turn_rewards.sum(dim=1)
-    rewards = compute_token_level_rewards(last, rows.response_mask, kl, run.progress.kl.value)
-    return rewards if turn_rewards is None else rewards + turn_rewards
-
-
-def _kl_penalty(run: Run, rows: Rows) -> torch.Tensor:
-    """Of each token, before its coefficient."""
-    kind, fields = run.config.algorithm.kl_penalty, rows.fields
-    if kind == "full":
-        return fields["full_kl"]
-    return kl_estimate(fields["old_log_probs"], fields["ref_log_probs"], kind, conventions=conventions(run.config))
+    if turn_rewards is None:
+        return compute_token_level_rewards(scores, rows.response_mask, kl, run.progress.kl.value)
+    turn_rewards = turn_rewards * run.config.reward.scale
+    last = scores - turn_rewards.sum(dim=1)
+    return compute_token_level_rewards(last, rows.response_mask, kl, run.progress.kl.value) + turn_rewards
 
 
 def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns; of a decoupled or length-adaptive GAE each with its own lambda."""
-    algorithm, fields, mask = run.config.algorithm, rows.fields, rows.response_mask
-    inputs = {
-        **fields,
+    """Return advantages and returns. In decoupled and length-adaptive GAE they have different lambdas."""
+    algorithm, mask = run.config.algorithm, rows.response_mask
+    inputs: dict[str, Any] = {
+        **rows.fields,
+        **{key: getattr(algorithm, key) for key in algorithm.method.reads},
         "token_level_rewards": rewards,
         "response_mask": mask,
-        "bootstrap_values": fields["bootstrap_values"] * fields["truncated"] if "bootstrap_values" in fields else None,
+        "bootstrap_values": None,
         "groups": rows.prompt_ids,
         "group": run.exchange.group,
-        **{key: getattr(algorithm, key) for key in algorithm.method.reads},
+        "lam": algorithm.lam if algorithm.lam_alpha is None else length_adaptive_lam(mask, algorithm.lam_alpha),
     }
+    if "bootstrap_values" in rows.fields:
+        inputs["bootstrap_values"] = rows.fields["bootstrap_values"] * rows.fields["truncated"]
     estimator = gae_over_turns if algorithm.gae_level == "turn" else algorithm.method.function
-    lam = algorithm.lam if algorithm.lam_alpha is None else length_adaptive_lam(mask, algorithm.lam_alpha)
-    critic_lam = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
-    advantages, returns = estimate(estimator, **(inputs | {"lam": lam}))
+    advantages, returns = estimate(estimator, **inputs)
     if algorithm.lam_alpha is not None or algorithm.critic_lam is not None:
-        _, returns = estimate(estimator, **(inputs | {"lam": critic_lam}))
+        inputs["lam"] = algorithm.lam if algorithm.critic_lam is None else algorithm.critic_lam
+        _, returns = estimate(estimator, **inputs)
     return advantages, returns
 
 
-def _whitened(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """`advantages`, whitened over the tokens of all ranks where the config says so, or, left open, the estimator's
-    method; and clipped where it says so, with `clipped_advantages`, 1 where that made a difference."""
+def _whitened_and_clipped(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return `advantages`, whitened over the tokens of all ranks if the config or the estimator says so, and clipped;
+    `clipped_advantages` is 1 where that changed them."""
     algorithm = run.config.algorithm
-    chosen = algorithm.whiten_advantages
-    if algorithm.method.whitens if chosen is None else chosen:
+    whitens = algorithm.method.whitens if algorithm.whiten_advantages is None else algorithm.whiten_advantages
+    if whitens:
         whitening = conventions(run.config).whitening_of(algorithm.adv_estimator)
         advantages = whiten(advantages, mask, group=run.exchange.group, whitening=whitening)
     limit = algorithm.advantages_clip
     if limit is None:
         return {"advantages": advantages}
     return {"advantages": advantages.clamp(-limit, limit), "clipped_advantages": (advantages.abs() > limit).float()}
-
-
-def _correct(run: Run, rows: Rows) -> tuple[dict[str, torch.Tensor], Unreduced]:
-    """The importance weights against the mismatch between engine and trainer, where there are any."""
-    correction, fields = run.config.algorithm.rollout_correction, rows.fields
-    weights, metrics = rollout_is_weights(
-        fields["old_log_probs"], fields["rollout_log_probs"], rows.response_mask, correction, group=run.exchange.group
-    )
-    return ({"rollout_is_weights": weights} if correction.is_on else {}), metrics

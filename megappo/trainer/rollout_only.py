@@ -9,6 +9,7 @@ from megappo.batch.exchange import Exchange
 from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.metrics import reduce_ranks
+from megappo.observe.observer import open_observer
 from megappo.observe.timers import Timers
 from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import load_datasets
@@ -16,7 +17,6 @@ from megappo.rollouts.record import Record
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
-from megappo.trainer.build import make_observer
 from megappo.trainer.progress import Progress
 from megappo.trainer.statistics import row_metrics
 
@@ -25,7 +25,7 @@ def rollout_only(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
     """Record the rollouts of all steps that are not recorded yet, with the weights of model.path; all ranks together.
 
     Args:
-        own, cleanup: see `build_run`.
+        own, cleanup: see `train`.
     Raises:
         Interrupted: the run was asked to end, on any rank, or its time limit has passed.
     """
@@ -40,9 +40,8 @@ def rollout_only(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
         start = [f"continuing after step {num_valid}, the last of {record.folder} that this run would write alike"]
     if changed:
         start.append(f"writing step {num_valid + 1} of {record.folder} again: {' and '.join(changed)} changed")
-    observer = make_observer(config, start, num_valid + 1 if num_valid else 0, exchange, cleanup)
-    for line in left_out:
-        observer.message(line)
+    lines = [*start, *config.absences, *left_out]
+    observer = open_observer(config, lines, num_valid + 1 if num_valid else 0, exchange.rank, cleanup)
     own.wait_ready()
     restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
     num_engines = plan.layouts["rollout"].data
