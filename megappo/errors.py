@@ -5,11 +5,11 @@ EXIT_CONFIG = 2
 
 
 class ActionableError(Exception):
-    """An error whose message says what happened, to what, and what to do. It is shown without a traceback.
+    """An error whose message names what happened, to what, and what to do. It is shown without a traceback.
 
     Attributes:
         exit_code: of a process that ends with it.
-        is_consequence: another rank failed first, and its error says more.
+        is_consequence: another rank failed first, with the error that matters.
     """
 
     exit_code = 1

@@ -13,7 +13,7 @@ from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.kinds import TensorKind
 from megappo.config.schema import Config, Lora, Parallel, Trained
-from megappo.table import Function, Table
+from megappo.table import Table
 
 Value = TypeVar("Value")
 AUTO = "auto"
@@ -56,7 +56,6 @@ class Training:
         key: of the section.
         section: optimizer, epochs, mini-batch size, recompute.
         fields: of the rows, which the loss reads.
-        update: function ("module:function") of the rows at the component and the config; returns the optimizer steps.
         full_kl: the loss reads the KL to `Component.reference`.
         warmup_steps: first PPO steps in which it is not trained.
     """
@@ -64,7 +63,6 @@ class Training:
     key: str
     section: Trained
     fields: tuple[str, ...]
-    update: Function
     full_kl: bool = False
     warmup_steps: int = 0
 
@@ -126,7 +124,6 @@ def _actor(config: Config) -> ComponentSpec:
             "actor",
             actor,
             _actor_fields(config),
-            "megappo.trainer.update:update_actor",
             full_kl=actor.use_kl_loss and actor.kl_loss_type == "full",
             warmup_steps=config.critic.warmup_steps,
         ),
@@ -154,7 +151,7 @@ def _critic(config: Config) -> ComponentSpec | None:
         max_tokens=setting(config, "critic.max_tokens_per_micro_batch"),
         head="value",
         forward=ForwardPass("values", _values(config)),
-        training=Training("critic", config.critic, VALUE_FIELDS, "megappo.trainer.update:update_critic"),
+        training=Training("critic", config.critic, VALUE_FIELDS),
         lora=config.critic.lora,
         offload=setting(config, "critic.offload"),
     )

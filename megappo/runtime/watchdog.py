@@ -2,8 +2,8 @@
 
 Each rank has a thread that adds the rank's new heartbeats to a number in torchrun's store every few seconds. The sum
 shows whether any rank makes progress: ranks wait for each other, so one that hangs soon stops all, while ranks that
-wait for a working one are no fault. The first rank to see the sum stand still for too long asks all ranks for their
-stacks, by raising the sum, and prints them. This takes no collective.
+wait for a working one are no fault. The first rank to see the sum stand still for too long requests the stacks of
+all ranks, by raising the sum, and prints them. This takes no collective.
 """
 
 import json
@@ -27,10 +27,10 @@ from megappo.runtime.heartbeat import LIFE
 
 POLL_SECONDS = 10.0
 ANSWER_SECONDS = 5.0
-"""Time to wait for answers after the last rank must have seen the question."""
+"""Time to wait for answers after the last rank must have seen the request."""
 HEARTBEATS, ANSWERS = "watchdog/heartbeats", "watchdog/answers"
-QUESTION = 2**40
-"""Added to the sum of heartbeats, which stays far below it, by each rank that asks for stacks."""
+REQUEST = 2**40
+"""Added to the sum of heartbeats, which stays far below it, by each rank that requests stacks."""
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 WAITING_CODE = ("torch/distributed/", "torch/cuda/", "megatron/")
 """Code in which a thread waits for other ranks, or for its GPU, which waits for them."""
@@ -53,16 +53,16 @@ class Watchdog:
 
     def _watch(self) -> None:
         with suppress(dist.DistError):  # the store's node is gone, which the launchers report
-            is_first = self._wait_for_question()
+            is_first = self._wait_for_request()
             self._store.set(f"watchdog/state/{self._rank}", json.dumps(asdict(rank_state())))
             num_answers = self._store.add(ANSWERS, 1)
             if is_first:
                 self._end_run(num_answers)
 
-    def _wait_for_question(self) -> bool:
-        """Add heartbeats until a rank asks for stacks; return whether this rank was the first to ask."""
+    def _wait_for_request(self) -> bool:
+        """Add heartbeats until a rank requests stacks; return whether this rank was the first."""
         num_added, total, silence, stopped = LIFE.signs, 0, 0.0, 0.0
-        while total < QUESTION:
+        while total < REQUEST:
             time.sleep(self._poll_seconds)
             if psutil.Process(os.getppid()).status() in STOPPED:  # the launcher, whose store would not answer
                 stopped += self._poll_seconds
@@ -76,7 +76,7 @@ class Watchdog:
             # Counted in polls: by the clock, a run that was suspended as a whole would have been silent.
             silence = silence + self._poll_seconds if total == before else 0.0
             if silence >= self._seconds:
-                return self._store.add(HEARTBEATS, QUESTION) < 2 * QUESTION
+                return self._store.add(HEARTBEATS, REQUEST) < 2 * REQUEST
         return False
 
     def _end_without_launcher(self) -> None:

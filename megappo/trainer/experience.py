@@ -151,8 +151,8 @@ def _estimate(run: Run, rows: Rows, rewards: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _whitened_and_clipped(run: Run, advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return `advantages`, whitened over the tokens of all ranks if the config or the estimator says so, and clipped;
-    `clipped_advantages` is 1 where that changed them."""
+    """Return `advantages`, whitened over the tokens of all ranks (whiten_advantages, or the estimator's default) and
+    clipped; `clipped_advantages` is 1 where clipping changed them."""
     algorithm = run.config.algorithm
     whitens = algorithm.method.whitens if algorithm.whiten_advantages is None else algorithm.whiten_advantages
     if whitens:

@@ -25,7 +25,7 @@ class Trainer:
         """Train from the newest checkpoint, or from the beginning, to the last step; then save and export.
 
         Raises:
-            Interrupted: any rank was asked to stop, or the time limit is near. Everything is saved.
+            Interrupted: a signal to any rank, or the time limit, stops the run. Everything is saved.
             EngineLost, EngineLostElsewhere: an engine failed too often. Everything is saved.
         """
         run, total_steps = self.run, self.config.trainer.total_steps

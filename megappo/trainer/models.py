@@ -22,10 +22,10 @@ from megappo.placement.groups import build_groups
 from megappo.placement.run_plan import RunPlan
 from megappo.placement.uses import LOAD, NOTHING
 from megappo.runtime import platform
-from megappo.table import resolved
 from megappo.trainer.component import Component, ComponentBatch, gather, scatter_fields
 from megappo.trainer.objectives import LOSS_WEIGHTS
 from megappo.trainer.train_engines import build_engines
+from megappo.trainer.update import update_actor, update_critic
 from megappo.weights.buckets import all_finite
 from megappo.weights.hf_folder import write_hf_folder
 
@@ -59,7 +59,6 @@ class Models:
         self.components = components
         self.specs = plan.components
         self.training = plan.training
-        self._updates = {name: resolved(training.update) for name, training in self.training.items()}
 
     @property
     def actor(self) -> Component:
@@ -140,7 +139,8 @@ class Models:
     def update(self, name: str, shards: Shards, step: int) -> None:
         """Train a component, if it is trained in this step."""
         if self.is_trained(name, step):
-            self._updates[name](shards[name], self.config)
+            update = update_critic if self.specs[name].head == "value" else update_actor
+            update(shards[name], self.config)
 
     def update_others(self, shards: Shards, step: int, phase: Phase) -> None:
         """Train the components that extensions have registered, each in its own phase."""
@@ -168,15 +168,15 @@ class Models:
 
     def num_steps(self, exchange: Exchange) -> dict[str, list[int]]:
         """Return component -> its optimizer steps so far, by every counter of every rank: one number each."""
-        mine = {name: engine.num_steps for name, engine in self.trained.items() if engine is not None}
-        of_ranks = exchange.share(mine)
-        return {name: sorted({n for found in of_ranks for n in found.get(name, ())}) for name in self.training}
+        local = {name: engine.num_steps for name, engine in self.trained.items() if engine is not None}
+        ranks = exchange.share(local)
+        return {name: sorted({n for counts in ranks for n in counts.get(name, ())}) for name in self.training}
 
     def skipped_in_a_row(self, exchange: Exchange) -> dict[str, int]:
         """Return component -> its latest optimizer steps that were skipped in a row; all ranks together."""
-        mine = {name: engine.skipped_in_a_row for name, engine in self.trained.items() if engine is not None}
-        of_ranks = exchange.share(mine)
-        return {name: max(found.get(name, 0) for found in of_ranks) for name in self.training}
+        local = {name: engine.skipped_in_a_row for name, engine in self.trained.items() if engine is not None}
+        ranks = exchange.share(local)
+        return {name: max(counts.get(name, 0) for counts in ranks) for name in self.training}
 
     def export_actor(self) -> None:
         """Write the policy as a Hugging Face folder."""

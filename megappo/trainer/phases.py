@@ -13,7 +13,7 @@ from megappo.trainer.models import Models
 class Phases:
     """`with phases("values"): ...` times a part of a step and wakes what it needs of each model.
 
-    What it does not need sleeps from its beginning on, as far as the model's offload key says.
+    Whatever the phase does not need, and the model's offload key names, sleeps from its beginning on.
 
     Attributes:
         before: phase -> a function to call before it begins.

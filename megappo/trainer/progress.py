@@ -91,7 +91,7 @@ class Progress:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the newest checkpoint is up to date."""
+        """True if the newest checkpoint is up to date."""
         return self.checkpoint is not None and position_of(self.checkpoint) == self._position
 
     def begin_save(self, models: Models, *, in_background: bool) -> None:
@@ -182,7 +182,7 @@ def _checked_state(checkpoint: Path, parts: dict[str, Stateful]) -> dict[str, An
     """Return state.json, which has everything that `Progress.begin_save` writes.
 
     Raises:
-        CheckpointError: something is missing, or it is of another step than its folder's name says.
+        CheckpointError: something is missing, or the step is not the one in the folder's name.
     """
     state = read_state(checkpoint)
     wrong = [] if state["step"] == step_of(checkpoint) else [f"step {state['step']}"]

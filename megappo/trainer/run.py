@@ -49,7 +49,7 @@ class Run:
 
     @property
     def is_new(self) -> bool:
-        """Whether the run starts without a checkpoint. One may exist in the middle of step 1."""
+        """True if the run starts without a checkpoint: not even one in the middle of step 1."""
         return self.progress.checkpoint is None
 
     def first_sync(self) -> None:

@@ -42,7 +42,7 @@ def build_engines(
 
 
 def architecture_of(spec: ComponentSpec) -> Architecture:
-    """Of the folder that a component starts from, which for a value head may be a reward model's, with its adapters."""
+    """Return the architecture of a component, with its adapters. A value head may start from a reward model."""
     folder = spec.folder.value
     found = critic_architecture(folder) if spec.head == "value" else read_architecture(folder, spec.head)
     return found.with_lora(spec.lora)

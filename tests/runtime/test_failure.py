@@ -49,7 +49,7 @@ def rows_cut_short():
     RowsFile(path)
 
 
-SAID = {
+EXPECTED = {
     too_long: ("File name too long: /xxx", "choose a shorter path"),
     a_folder: ("Is a directory: /",),
     without_a_path: ("No space left on device: in without_a_path, ", "make room on that disk"),
@@ -60,16 +60,16 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("fault", SAID, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", EXPECTED, ids=lambda fault: fault.__name__)
 def test_errors_from_outside_take_one_line(fault, capsys):
     with pytest.raises(Exception) as caught:
         fault()
     assert report(caught.value, dist.HashStore(), 0, 1) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error (rank 0): {SAID[fault][0]}") and all(words in line for words in SAID[fault])
+    assert line.startswith(f"error (rank 0): {EXPECTED[fault][0]}") and all(words in line for words in EXPECTED[fault])
 
 
-def test_the_last_descriptor_is_told_without_one(capsys):
+def test_running_out_of_descriptors_is_reported_without_one(capsys):
     for thread in threading.enumerate():
         if thread.name == "memory-sampler":  # of another test: it would miss descriptors, too
             thread.join(10)
@@ -103,7 +103,7 @@ def test_a_rank_that_fails_later_leaves_the_word_and_the_exit_code_to_the_first(
     assert capsys.readouterr().err == "error: wrong\n"
 
 
-def test_a_rank_that_lost_another_is_silent_where_a_launcher_tells(capsys, monkeypatch):
+def test_a_rank_that_lost_another_is_silent_if_a_launcher_reports(capsys, monkeypatch):
     monkeypatch.setattr("megappo.runtime.failure.REPORT_SECONDS", 0.1)
     lost = RuntimeError("Connection closed by peer [127.0.0.1]:4")
     monkeypatch.setenv("MEGAPPO_LAUNCHER", "1")

@@ -1,4 +1,4 @@
-"""What is said of a run that hangs, and of which rank first."""
+"""The report of a run that hangs, and which rank it names first."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,12 +13,12 @@ AHEAD = RankState(9, "gather_metrics", GATHERS, "MainThread:\n  share\n")
 ASLEEP = RankState(7, "update_actor", "", "MainThread:\n  sleep\n")
 
 
-def told(*places: RankState | None) -> list[str]:
+def lines_of(*places: RankState | None) -> list[str]:
     return describe_hang(places, NAMES[: len(places)], 900.0).splitlines()
 
 
-def test_each_place_is_told_once_with_its_ranks():
-    assert told(AHEAD, PEER, AHEAD, ASLEEP, AHEAD, AHEAD) == [
+def test_each_state_is_reported_once_with_its_ranks():
+    assert lines_of(AHEAD, PEER, AHEAD, ASLEEP, AHEAD, AHEAD) == [
         "error: no rank has made progress for 900 s (trainer.hang_timeout_seconds): check rank 3 first",
         "rank 3 (pid 103, host) is in update_actor and waits for no other rank:",
         "  MainThread:",
@@ -33,9 +33,9 @@ def test_each_place_is_told_once_with_its_ranks():
 
 
 def test_whom_to_look_at_first():
-    first = [told(*places)[0].rpartition(": ")[2] for places in ((PEER, AHEAD), (ASLEEP, None), (AHEAD, AHEAD))]
+    first = [lines_of(*places)[0].rpartition(": ")[2] for places in ((PEER, AHEAD), (ASLEEP, None), (AHEAD, AHEAD))]
     assert first == ["check rank 0 first", "check rank 1 first", "all wait alike"]
-    assert told(ASLEEP, None)[1].startswith("rank 1 (pid 101, host) does not answer: it was stopped")
+    assert lines_of(ASLEEP, None)[1].startswith("rank 1 (pid 101, host) does not answer: it was stopped")
 
 
 def test_where_a_process_is(monkeypatch):

@@ -152,7 +152,7 @@ def plain_gae(rewards: list[float], values: list[float], after: float, gamma: fl
 
 
 def plain_gdpo(rows: Rows, row: int, config: Config) -> float:
-    """Of each score what stands out in its group; nothing that shapes the sum has a part in it."""
+    """Expect of each score its difference within its group; nothing that shapes the sum has a part in it."""
     total = 0.0
     for column in range(3):
         scores = {other: float(rows.fields["score_components"][other, column]) for other in answers(row)}
@@ -217,7 +217,7 @@ def plain(rows: Rows, config: Config) -> tuple[list[list[float]], list[list[floa
 
 
 def filtered(exchange: Exchange) -> Rows:
-    """What is left of the rows, with new numbers."""
+    """Return the remaining rows, with new numbers."""
     rows = at_owners(exchange, make_rows()).rows
     rows, table, _ = exchange.table(rows.select([i for i, row in enumerate(rows.ids.tolist()) if row in KEPT]))
     assert tuple(table.prompt_ids.tolist()) == PROMPTS and tuple(table.policy_lengths.tolist()) == LENGTHS
@@ -317,7 +317,7 @@ def test_a_step_of_hardly_any_token_or_none_is_defined_and_counted() -> None:
 
 
 def credit(rank: int, world_size: int) -> None:
-    """An episode of two segments and three turns, each with reward 1, of which the reward function says 0.5 more."""
+    """An episode of two segments and three turns, each with reward 1, to which the reward function adds 0.5."""
     mask = torch.tensor([[1.0, 0.0, 1.0], [1.0, 0.0, 0.0]])
     fields = {
         "response_mask": mask,
@@ -340,5 +340,5 @@ def credit(rank: int, world_size: int) -> None:
 
 
 def test_each_turn_has_the_credit_that_is_its_own() -> None:
-    """What is left to come of the scaled rewards, at each of the policy's tokens."""
+    """At each token of the policy: the sum of the scaled rewards still to come."""
     run_ranks(1, credit)

@@ -36,7 +36,7 @@ def judge(config: Config, ranks: str = "1-2") -> ComponentSpec:
 
 
 def fields_of(run, step: int) -> dict[str, torch.Tensor]:
-    """Of the rows that this rank owns in a step, once all models have been asked."""
+    """Return the fields of this rank's rows in a step, after the forward passes."""
     prompts = run.datasets.train.batch((step - 1) * run.config.data.train_batch_size)
     batch, _ = run.rollouts.collect(run.rollouts.respond(prompts), prompts)
     scattered = run.models.scatter(batch)
@@ -95,7 +95,7 @@ def test_it_takes_part_in_a_run(tmp_path):
         ("1-2", 29, "judge.max_tokens 29 cannot hold one row of"),
     ],
 )
-def test_what_is_wrong_with_it_is_told(ranks, tokens, error, monkeypatch):
+def test_errors_of_it_name_its_keys(ranks, tokens, error, monkeypatch):
     config = Config.model_validate(
         {
             "model": {"path": "m"},

@@ -43,7 +43,7 @@ def numbers_of(bench: ModuleType, run: Run, metrics: dict[str, object]) -> dict[
 
 
 class After:
-    """Asks this process to end after so many updates, of whichever components live here."""
+    """Interrupts this process after so many updates of the components on this rank."""
 
     def __init__(self, num_updates: int):
         self.left = num_updates
@@ -122,7 +122,7 @@ def test_interrupted_after_any_update_a_run_goes_on_there(
 
 
 class Watched(Trainer):
-    """Notes what it does around its steps, and is asked to end in an evaluation and in a save.
+    """Notes what it does around its steps, and is interrupted in an evaluation and in a save.
 
     Args:
         evaluation, save: after which step; None for none.

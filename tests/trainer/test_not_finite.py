@@ -1,5 +1,4 @@
-"""Where loss or gradients are not finite, no weight is changed, on every rank, whatever else is; and the run ends after
-some such optimizer steps."""
+"""If a loss or gradients are not finite, no rank changes a weight; after several such optimizer steps the run ends."""
 
 import math
 import re
@@ -82,7 +81,7 @@ def with_reference(rows: Rows) -> Rows:
 
 
 def check_skipped(engine: TrainedEngine, folder: Path, rows: Rows, name: str, message: str) -> None:
-    """The optimizer step says why it is skipped, and leaves the weights alone."""
+    """The optimizer step has the reason why it is skipped, and changes no weight."""
     architecture, kind = read_architecture(folder), LOSSES[name][0]
     before = {key: tensor.clone() for key, tensor in exported(engine, architecture, kind).items()}
     step = engine.train_batch(rows, loss_of(name, make_rows(architecture.vocab_size)))
@@ -101,7 +100,7 @@ def _one_rank(rank: int, world_size: int, folder: Path, kind: str) -> None:
 
 
 def check_gradients(engine: TrainedEngine, folder: Path, rows: Rows, kind: str) -> None:
-    """Of a loss that is finite."""
+    """Gradients that are not finite, of a loss that is finite."""
     architecture = read_architecture(folder)
 
     def steep(outputs: Outputs, rows: Rows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -150,7 +149,7 @@ def test_every_stage_and_shard_skips_when_one_has_a_loss_that_is_not_finite(tmp_
     run_ranks(4, _stages_and_shards, hf_folder(tmp_path / "hf", "qwen2"))
 
 
-def _spoiled(rank: int, world_size: int, folder: Path) -> None:
+def _broken_model(rank: int, world_size: int, folder: Path) -> None:
     rows = make_rows(read_architecture(folder).vocab_size)
     exchange = Exchange(dist.group.WORLD)
     groups = build_groups(dict.fromkeys(("actor", "critic"), ONE_RANK.layout), seed=0)
@@ -165,8 +164,8 @@ def _spoiled(rank: int, world_size: int, folder: Path) -> None:
             scattered.forward()
 
 
-def test_what_a_spoiled_model_says_of_the_rows_is_refused(tmp_path: Path) -> None:
-    run_ranks(1, _spoiled, hf_folder(tmp_path / "hf", "qwen2"))
+def test_outputs_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    run_ranks(1, _broken_model, hf_folder(tmp_path / "hf", "qwen2"))
 
 
 def poisoned_calls(rank: int, numbers: tuple[int, ...]) -> Callable:
@@ -187,7 +186,7 @@ def poisoned_calls(rank: int, numbers: tuple[int, ...]) -> Callable:
 
 
 def check_the_count_goes_on(bench: ModuleType, run: Run) -> None:
-    """Of optimizer steps skipped in a row, in a run that goes on."""
+    """The count of steps skipped in a row is saved and restored."""
     engine = run.models.trained["actor"]
     if engine is not None:
         engine.skipped_in_a_row = 2
@@ -247,5 +246,5 @@ def _not_saved(rank: int, world_size: int, folder: Path) -> None:
     assert (folder / "checkpoints" / "latest").read_text() == "step_00000000\n"
 
 
-def test_spoiled_weights_are_not_saved(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     run_ranks(4, _not_saved, tmp_path, timeout=60)

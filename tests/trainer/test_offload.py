@@ -1,4 +1,4 @@
-"""What no phase needs sleeps, and nothing else changes: the same numbers to the bit, and no use of what sleeps."""
+"""Offloading changes nothing but where tensors are: the same numbers to the bit, and no use of what sleeps."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -105,7 +105,7 @@ def weights_of(bench: ModuleType, run: Run) -> dict[str, object]:
 
 
 def numbers_of(bench: ModuleType, run: Run) -> dict[str, object]:
-    """Of three steps, each with a checkpoint after it, watched."""
+    """Return the numbers of three watched steps, each with a checkpoint after it."""
     found: dict[str, object] = {}
     for step in range(1, 4):
         bias = unwatched(packed_attention.causal_lower_right)
@@ -161,7 +161,7 @@ def used_while_asleep(rank: int, world_size: int, folder: Path) -> None:
     if rank == 0:
         asleep = run.phase.offloads["actor"].asleep
         with run.phase("rollout"):
-            with run.phase("sync"):  # of an engine that has been started anew
+            with run.phase("sync"):  # of a restarted engine
                 assert "weights" not in asleep
             assert "weights" in asleep
         with run.phase("update_critic"), Watch(run), pytest.raises(AssertionError, match="actor's optimizer sleep"):

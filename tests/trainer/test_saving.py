@@ -1,4 +1,4 @@
-"""A checkpoint that cannot be written does not end the training: it is told, counted and tried again."""
+"""A checkpoint that cannot be written does not end the training: it is reported, counted and retried."""
 
 import resource
 from pathlib import Path
@@ -18,13 +18,13 @@ def limit_files(size: int) -> None:
 
 
 def failing_saves(rank: int, world_size: int, folder: Path) -> None:
-    """Where a component's ranks cannot write, of which the other component's know nothing; and where rank 0 cannot."""
+    """First the ranks of one component cannot write, unknown to those of the other; then rank 0 cannot."""
     bench = recorder_in(folder)
     changes = {"trainer": {"output_dir": str(folder / "run")}}
     layout = bench.LAYOUTS["actor dp2, critic elsewhere tp2 sp"]
     run = bench.build(config := Config.model_validate(bench.merged(bench.settings(folder), layout, changes)))
-    said = []
-    run.observer.message = said.append
+    lines = []
+    run.observer.message = lines.append
     for failing, size in ((3, 2000), (0, 2000)):
         if rank == failing:
             limit_files(size)
@@ -36,14 +36,14 @@ def failing_saves(rank: int, world_size: int, folder: Path) -> None:
             run.save()
         limit_files(resource.RLIM_INFINITY)
         run.exchange.share(None)
-    assert run.progress.failed_saves == 2 and len(said) == 2
-    assert all(line.startswith("WARNING: ") and "it is tried again" in line for line in said)
-    assert "cannot save critic to " in said[0] and "cannot save actor to " in said[1]
+    assert run.progress.failed_saves == 2 and len(lines) == 2
+    assert all(line.startswith("WARNING: ") and "it is tried again" in line for line in lines)
+    assert "cannot save critic to " in lines[0] and "cannot save actor to " in lines[1]
     metrics = Trainer(config, run).step(1)
     run.save(may_fail=True)
     assert not run.progress.is_overdue and run.progress.is_saved and metrics
-    assert said[2].endswith("checkpoints/step_00000001")
+    assert lines[2].endswith("checkpoints/step_00000001")
 
 
-def test_it_is_told_counted_and_tried_again(tmp_path: Path) -> None:
+def test_it_is_reported_counted_and_retried(tmp_path: Path) -> None:
     run_ranks(4, failing_saves, tmp_path, timeout=60)

@@ -1,4 +1,4 @@
-"""A start takes no more memory than the plan says: models are built, and a checkpoint is loaded, one by one."""
+"""A start takes no more memory than planned: models are built, and a checkpoint is loaded, one by one."""
 
 import contextlib
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def is_nan(storage: torch.UntypedStorage) -> bool:
 
 
 def planned_bytes(config: Config, phase: str = START) -> float:
-    """Of this rank's models in a phase."""
+    """Return the planned bytes of this rank's models in a phase."""
     memory = MemoryEstimate(plan_run(config, dist.get_world_size()), Cluster(2**40))
     (place,) = (place for place, ranks in memory.places.items() if dist.get_rank() in ranks)
     entries = memory.ledgers[place][phase].items()
@@ -114,7 +114,7 @@ def assert_asleep(run: Run) -> None:
     ("layout", "method", "offload"),
     [pytest.param(*case, marks=() if n in SHOWN else pytest.mark.slow) for n, case in enumerate(CASES)],
 )
-def test_models_take_what_the_plan_says_as_they_are_built_and_loaded(
+def test_models_take_the_planned_memory_as_they_are_built_and_loaded(
     layout: str, method: dict, offload: str, tmp_path: Path
 ) -> None:
     run_ranks(4, start, tmp_path, layout, method, offload)

@@ -63,7 +63,7 @@ METHODS = {
 
 
 def update(component: Component, batch: Batch, method: str | None) -> dict[str, float]:
-    """What a PPO step does with a component once the advantages are known; the update's metrics, on every rank."""
+    """Update a component as a step of PPO does; return the update's metrics, on every rank."""
     kind = component.name
     scattered, config = component.scatter(batch, MINI_BATCHES), make_config(kind, EPOCHS)
     actor = config.actor.model_copy(update=METHODS[method] if method else {})

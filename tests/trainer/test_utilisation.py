@@ -15,7 +15,7 @@ SECONDS = 2.5
 
 
 def plain_work(folder: Path, rows: list[tuple[int, int]]) -> int:
-    """Of forward and backward passes: 6 for each number of a matrix and token that it is multiplied with."""
+    """Count forward and backward passes: 6 for each number of a matrix and token that it is multiplied with."""
     model = read_architecture(folder)
     hidden, head = model.hidden_size, model.head_size
     attention = 2 * hidden * head * (model.num_heads + model.num_kv_heads)
