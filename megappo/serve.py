@@ -64,7 +64,7 @@ def _serve(command_line: list[str]) -> int:
         signal.signal(number, _leave)
     temporary = launch.temporary_folder()
     settings = {"command_line": command_line, "cpu_arguments": CPU_ARGUMENTS}
-    variables = launch.environment_of_owner(temporary)
+    variables = launch.inherited_environment(temporary)
     if platform.has_cuda():
         variables = launch.with_toolkit(variables)
     keeper = launch.start_keeper(settings, temporary, variables)

@@ -30,7 +30,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.help import config_parser
 from megappo.config.loading import load_config
 from megappo.engines.handle import EngineHandle, start_engine
-from megappo.engines.launch import home_of_sockets, nccl_variables
+from megappo.engines.launch import nccl_variables, socket_dir
 from megappo.errors import EXIT_CONFIG
 from megappo.estimate.fitting import resolve_offload
 from megappo.estimate.memory import Cluster
@@ -114,7 +114,7 @@ def _set_up_process(rank: int) -> None:
     platform.raise_open_file_limit()
     if not platform.has_cuda():
         bind(local_rank, ranks_per_node, platform.num_cores(), torch.get_num_threads())
-    os.environ["TMPDIR"] = str(home_of_sockets())  # where torch's shared memory manager listens
+    os.environ["TMPDIR"] = str(socket_dir())  # where torch's shared memory manager listens
 
 
 def _join_store(rank: int) -> dist.Store:

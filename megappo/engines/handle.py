@@ -12,7 +12,7 @@ from megappo.config.eval_sets import played_tasks
 from megappo.config.schema import Config
 from megappo.engines.client import EngineClient
 from megappo.engines.external import ExternalEngine
-from megappo.engines.launch import NodePart, reserve_port
+from megappo.engines.launch import reserve_port
 from megappo.engines.process import Engine
 from megappo.placement.layout import Layout
 from megappo.placement.nodes import by_node
@@ -95,6 +95,9 @@ def _engine(config: Config, layout: Layout, number: int, rank: int, meeting: Cal
     suffix = f"_node_{node}" if node else ""
     engines_before = [i for i in range(number) if here in {one // per_node for one in _starting_ranks(layout, i)}]
     ranks_here = by_node(layout.shard_ranks(number), per_node)[node]
+    node_arguments = {}
+    if len(starting) > 1:
+        node_arguments = {"nnodes": len(starting), "node_rank": node, "dist_init_addr": meeting(node)}
     return Engine(
         config.model.path,
         config.rollout,
@@ -103,7 +106,7 @@ def _engine(config: Config, layout: Layout, number: int, rank: int, meeting: Cal
         gpu_ids=platform.gpu_ids([one % per_node for one in ranks_here]),
         log_path=Path(config.trainer.output_dir, "engines", f"engine_{number}{suffix}.log"),
         seed=(config.trainer.seed + number) % 2**32,  # numpy takes no larger one
-        part=NodePart(node, len(starting), meeting(node)) if len(starting) > 1 else None,
+        node_arguments=node_arguments,
         num_threads=platform.engine_threads(sum(one // per_node == here for one in layout.ranks)),
         lora=config.actor.lora,
     )

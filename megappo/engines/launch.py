@@ -1,6 +1,5 @@
 """What an engine's process is started with: SGLang's arguments, environment variables, a port, a temporary folder."""
 
-import itertools
 import json
 import os
 import socket
@@ -8,14 +7,14 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import IO, Any
 
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.schema import Lora, Rollout
 from megappo.engines.client import EngineError
-from megappo.engines.server_keeper import remove_stale_loads, remove_traces
+from megappo.engines.server_keeper import LOADS_PREFIX, SHARED_MEMORY, remove_traces
 from megappo.runtime import platform
 from megappo.runtime.cores import usable
 from megappo.runtime.variables import PYTHON, for_python
@@ -37,52 +36,30 @@ GPU_ARGUMENTS = {
     "cuda_graph_backend_prefill": "disabled",  # SGLang's default there refuses graphs that sleep
 }
 GPU_VARIABLES = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "true"}  # CUDA graphs sleep, too
+NODES_VARIABLES = {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
+"""For an engine on several nodes: SGLang's queue between ranks would listen on the interface towards the Internet."""
+TORCHRUN_PREFIXES = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TRACES_PREFIX = "megappo-engine-"
 SPIN_COUNT = "3000"
-"""Of libgomp: how often a thread looks for work before it sleeps. On two idle cores an engine of a 110M model writes
-150 tokens/s with one thread; with two 160 if they look 1,000 times, 198 at 2,000, 212 at 3,000, 221 at 6,000 and more.
-Where something else has one of the cores it is 147 with one thread; with two 113, 91 at 3,000, 73 at 6,000. That is an
-Intel Xeon, whose pauses between two looks are long; on an AMD EPYC 1,000 were as good as more on idle cores."""
-LONGEST_HOME = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
-"""Bytes of the name of a folder that holds those; a socket's may have 107."""
+"""GOMP_SPINCOUNT: how often a thread of libgomp looks for work before it sleeps. On two idle cores an engine of a 110M
+model writes 150 tokens/s with one thread; with two 160 at 1,000 looks, 198 at 2,000, 212 at 3,000, 221 at 6,000 and
+more. Where something else has one of the cores it writes 147 with one thread; with two 113, 91 at 3,000, 73 at 6,000.
+That is an Intel Xeon, whose pauses between two looks are long; on an AMD EPYC 1,000 were as good as more."""
+LONGEST_SOCKET_DIR = 107 - len("/megappo-engine-4194304-random_8/tmprandom_8")
+"""Bytes in the name of a folder for sockets; a socket's own name may have 107."""
 MODELS = "megappo.engines.sglang_models"
-
-
-@dataclass(frozen=True)
-class NodePart:
-    """A node's part of an engine that is on several.
-
-    Attributes:
-        node: its number among the engine's nodes; the first serves, the others answer for their health alone.
-        num_nodes: of the engine.
-        meeting: host:port, on the first, where they find each other.
-    """
-
-    node: int
-    num_nodes: int
-    meeting: str
-
-    @property
-    def server_arguments(self) -> dict[str, Any]:
-        """SGLang's ServerArgs by name."""
-        return {"nnodes": self.num_nodes, "node_rank": self.node, "dist_init_addr": self.meeting}
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Environment variables; SGLang's queue between ranks would listen where the Internet is."""
-        return {"SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "false"}
 
 
 def server_arguments(
     model_path: str | Path, rollout: Rollout, dtype: str, *, on_gpu: bool, seed: int, lora: Lora | None = None
 ) -> dict[str, Any]:
-    """SGLang's ServerArgs by name, but for host, port and key.
+    """Return SGLang's ServerArgs by name, without host, port and key.
 
     Args:
-        lora: of the adapters that the engine will be given.
+        lora: of the adapters that the engine will get.
     """
-    return {
+    arguments = {
         "model_path": str(model_path),
         "dtype": DTYPES[dtype].torch,
         "random_seed": seed,
@@ -91,35 +68,36 @@ def server_arguments(
         "incremental_streaming_output": False,  # the last event of a response holds all of it
         "max_running_requests": rollout.max_running_requests,
         "log_level": "warning",
-        **({"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS} if on_gpu else CPU_ARGUMENTS),
-        **({"max_total_tokens": rollout.max_total_tokens} if rollout.max_total_tokens else {}),
-        **(_adapter_arguments(lora, on_gpu=on_gpu) if lora else {}),
-        **rollout.server_args,
     }
-
-
-def _adapter_arguments(lora: Lora, *, on_gpu: bool) -> dict[str, Any]:
-    return {
-        "enable_lora": True,
-        "max_lora_rank": lora.rank,
-        "lora_target_modules": list(lora.modules),
-        "max_loras_per_batch": 1,
-        "lora_strict_loading": True,  # else what it has no place for is left out with a warning in its log
-        # The model's own weights are not sent again after a sleep; of SGLang's kernels none but these know a CPU.
-        **({"enable_weights_cpu_backup": True} if on_gpu else {"lora_backend": "torch_native"}),
-    }
+    if on_gpu:
+        arguments |= {"mem_fraction_static": rollout.mem_fraction_static, **GPU_ARGUMENTS}
+    else:
+        arguments |= CPU_ARGUMENTS
+    if rollout.max_total_tokens:
+        arguments["max_total_tokens"] = rollout.max_total_tokens
+    if lora is not None:
+        arguments |= {
+            "enable_lora": True,
+            "max_lora_rank": lora.rank,
+            "lora_target_modules": list(lora.modules),
+            "max_loras_per_batch": 1,
+            "lora_strict_loading": True,  # else SGLang leaves out unknown tensors with a warning in its log
+        }
+        # A sleep loses the model's own weights, which are not sent again; SGLang's other kernels need CUDA.
+        arguments |= {"enable_weights_cpu_backup": True} if on_gpu else {"lora_backend": "torch_native"}
+    return arguments | rollout.server_args
 
 
 def start_keeper(
     settings: dict[str, Any], temporary: Path, environment: dict[str, str], output: IO[str] | None = None
 ) -> subprocess.Popen:
-    """Start a keeper in a session of its own, and by it the server with these settings.
+    """Start a keeper in a session of its own, which starts the server with these settings.
 
     Args:
         settings: see megappo.engines.server.
-        temporary: of temporary_folder().
-        environment: its variables.
-        output: where it writes to; None = where this process does.
+        temporary: see `temporary_folder`.
+        environment: the server's variables.
+        output: file for what the server prints; None = where this process prints.
     """
     process = subprocess.Popen(
         [*PYTHON, "-m", "megappo.engines.server_keeper", str(os.getpid()), str(temporary)],
@@ -137,40 +115,45 @@ def start_keeper(
 def environment(
     gpu_ids: list[str], tensor_parallel: int, temporary: Path, *, index: int = 0, num_threads: int | None = None
 ) -> dict[str, str]:
-    """The variables of an engine on these GPUs, or on cores that a trainer uses too; arguments as of `Engine`."""
-    variables = environment_of_owner(temporary)
-    if gpu_ids:
-        variables = GPU_VARIABLES | with_toolkit(_without_expandable_segments(variables))
-        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
-    return _cpu_threads(variables, tensor_parallel, index, num_threads)
+    """Return the variables of an engine on these GPUs, or on the trainer's cores; arguments as for `Engine`."""
+    variables = inherited_environment(temporary)
+    if not gpu_ids:
+        return _with_cpu_threads(variables, tensor_parallel, index, num_threads)
+    variables = with_toolkit(_without_expandable_segments(variables))
+    return GPU_VARIABLES | variables | {"CUDA_VISIBLE_DEVICES": ",".join(gpu_ids)}
 
 
-def with_toolkit(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables, with where SGLang finds what pip has installed for GPUs; behind what the user has in paths.
+def with_toolkit(variables: dict[str, str]) -> dict[str, str]:
+    """Add where SGLang finds what pip has installed for GPUs, behind what the user has in paths.
 
     It compiles kernels at run time: by the nvcc of CUDA_HOME, and by `ninja`, called by its name. Its memory saver is
     loaded before torch (LD_PRELOAD), and needs CUDA's runtime.
     """
-    found = platform.nvcc()
-    toolkit = {"CUDA_HOME": str(Path(found).parents[1])} if found else {}
-    pips = {"PATH": sysconfig.get_path("scripts"), "LD_LIBRARY_PATH": platform.cuda_libraries()}
-    paths = {name: os.pathsep.join(filter(None, [variables.get(name), folder])) for name, folder in pips.items()}
-    return {**variables, **toolkit, **{name: path for name, path in paths.items() if path}}
-
-
-def environment_of_owner(temporary: Path) -> dict[str, str]:
-    """The owner's environment without torchrun's variables, which would draw SGLang into the trainer's group."""
-    dropped = ("MASTER_", "TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "ROLE_", "WORLD_SIZE")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    variables = for_python(variables) | {"PYTHONSAFEPATH": "1"}
-    variables["TMPDIR"] = str(temporary)
-    variables.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", MODELS)
-    variables["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"  # a generated token makes each check last a second
+    variables = dict(variables)
+    if nvcc := platform.nvcc():
+        variables["CUDA_HOME"] = str(Path(nvcc).parents[1])
+    pip_folders = {"PATH": sysconfig.get_path("scripts"), "LD_LIBRARY_PATH": platform.cuda_libraries()}
+    for name, folder in pip_folders.items():
+        if path := os.pathsep.join(filter(None, [variables.get(name), folder])):
+            variables[name] = path
     return variables
 
 
+def inherited_environment(temporary: Path) -> dict[str, str]:
+    """Return this process's environment without torchrun's variables, which would draw SGLang into the trainer's
+    group."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(TORCHRUN_PREFIXES)}
+    return {
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": MODELS,
+        **for_python(inherited),
+        "PYTHONSAFEPATH": "1",
+        "TMPDIR": str(temporary),
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",  # a generated token makes each check last a second
+    }
+
+
 def nccl_variables(server_args: Mapping[str, Any]) -> dict[str, str]:
-    """What SGLang sets of NCCL's variables where they are unset: a group with the trainer fails unless both have it.
+    """Return NCCL's variables as SGLang sets unset ones: a group with the trainer fails unless both have the same.
 
     Args:
         server_args: rollout.server_args.
@@ -182,38 +165,39 @@ def nccl_variables(server_args: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _without_expandable_segments(variables: dict[str, str]) -> dict[str, str]:
-    """The variables without this option of torch's allocator, which may be right for the trainer: the memory saver,
-    by which an engine sleeps, refuses to start with it."""
-    left = dict(variables)
+    """Remove this option of torch's allocator: SGLang's memory saver, by which an engine sleeps, refuses it."""
+    variables = dict(variables)
     for name in ALLOCATOR_VARIABLES:
-        options = [part for part in left.pop(name, "").split(",") if "expandable_segments" not in part]
+        options = variables.pop(name, "").split(",")
+        options = [option for option in options if "expandable_segments" not in option]
         if any(options):
-            left[name] = ",".join(options)
-    return left
+            variables[name] = ",".join(options)
+    return variables
 
 
-def _cpu_threads(
+def _with_cpu_threads(
     variables: dict[str, str], tensor_parallel: int, index: int, num_threads: int | None
 ) -> dict[str, str]:
-    """The variables with those of threads; what the user has set of them stays.
+    """Add the number of threads, and the cores of each rank where there are several; the user's variables stay.
 
     SGLang wants the cores named when it has more ranks than the machine has NUMA nodes.
     """
-    threads = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
-    variables = {"OMP_NUM_THREADS": "1"} | variables | threads
+    variables = {"OMP_NUM_THREADS": "1"} | variables
+    if num_threads:
+        variables["OMP_NUM_THREADS"] = str(num_threads)
     if "OMP_WAIT_POLICY" not in variables:
         variables.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     if tensor_parallel > 1:
         size = num_threads or 1
-        cores = itertools.cycle(map(str, sorted(usable())))
-        mine = itertools.islice(cores, index * tensor_parallel * size, None)
-        shares = [",".join(itertools.islice(mine, size)) for _ in range(tensor_parallel)]
+        cores = cycle(map(str, sorted(usable())))
+        own_cores = islice(cores, index * tensor_parallel * size, None)
+        shares = [",".join(islice(own_cores, size)) for _ in range(tensor_parallel)]
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(shares)
     return variables
 
 
 def reserve_port(port: int, host: str = HOST) -> socket.socket:
-    """Keep a port (0 = any free one) from others until the engine listens, many seconds later.
+    """Reserve a port (0 = any free one) until the engine listens, many seconds later.
 
     The socket never listens, so SO_REUSEADDR lets the engine bind the port as well.
 
@@ -236,20 +220,22 @@ def reserve_port(port: int, host: str = HOST) -> socket.socket:
 
 
 def temporary_folder() -> Path:
-    """A folder for SGLang's sockets, named after this process."""
-    return Path(tempfile.mkdtemp(prefix=f"{TRACES_PREFIX}{os.getpid()}-", dir=home_of_sockets()))
+    """Make a folder for SGLang's sockets, named after this process."""
+    return Path(tempfile.mkdtemp(prefix=f"{TRACES_PREFIX}{os.getpid()}-", dir=socket_dir()))
 
 
-def home_of_sockets() -> Path:
-    """TMPDIR, as clusters set it for a job, unless a socket's name would get too long in it: /tmp then."""
+def socket_dir() -> Path:
+    """Return TMPDIR, as clusters set it for a job; /tmp where a socket's name would get too long in it."""
     folder = tempfile.gettempdir()
-    return Path(folder if len(os.fsencode(folder)) <= LONGEST_HOME else "/tmp")
+    return Path(folder if len(os.fsencode(folder)) <= LONGEST_SOCKET_DIR else "/tmp")
 
 
 def remove_stale_traces() -> None:
-    """Remove what engines left whose owner was killed and so could not clean up."""
-    for folder in home_of_sockets().glob(f"{TRACES_PREFIX}*"):
-        owner = folder.name.removeprefix(TRACES_PREFIX).split("-")[0]
+    """Remove what engines left whose owner and keeper were killed, and so could not clean up."""
+    folders = {path.name for path in socket_dir().glob(f"{TRACES_PREFIX}*")}
+    memory = SHARED_MEMORY.glob(f"{LOADS_PREFIX}{TRACES_PREFIX}*")
+    names = folders | {path.name.removeprefix(LOADS_PREFIX).rpartition("_")[0] for path in memory}
+    for name in names:
+        owner = name.removeprefix(TRACES_PREFIX).split("-")[0]
         if not Path("/proc", owner).exists():
-            remove_traces(folder)
-    remove_stale_loads()
+            remove_traces(socket_dir() / name)

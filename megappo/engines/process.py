@@ -6,8 +6,9 @@ import os
 import secrets
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megappo.config.schema import Lora, Rollout
 from megappo.engines import launch
@@ -21,7 +22,7 @@ from megappo.runtime.keeper import ask_to_end
 LOG_TAIL_LINES = 25
 POLL_SECONDS = 0.2
 LARGEST_SHARE = 0.95
-"""Of the free memory of its GPUs, for an engine that is started anew."""
+"""Of the free memory of its GPUs, for an engine that is restarted."""
 
 
 class Engine:
@@ -35,9 +36,9 @@ class Engine:
         gpu_ids: the node's CUDA devices of this engine, as CUDA_VISIBLE_DEVICES names them; empty on a CPU.
         log_path: file for the server's output.
         seed: seeds SGLang's sampling; must differ between engines.
-        part: of an engine on several nodes, each of which has such a part of it; None = all of it is here.
+        node_arguments: SGLang's arguments for this node's part of an engine on several nodes; empty for a whole engine.
         num_threads: of each of its ranks on a CPU; None: as many as OMP_NUM_THREADS says, else one.
-        lora: of the adapters that it will be given; None = it gets whole models.
+        lora: of the adapters that it will get; None = it gets whole models.
     Raises:
         EngineError: SGLang is not installed.
     """
@@ -52,18 +53,15 @@ class Engine:
         gpu_ids: Sequence[str],
         log_path: Path,
         seed: int,
-        part: launch.NodePart | None = None,
+        node_arguments: Mapping[str, Any] | None = None,
         num_threads: int | None = None,
         lora: Lora | None = None,
     ):
         if importlib.util.find_spec("sglang") is None:
             raise EngineError("SGLang, which writes rollouts, is not installed: run launch/setup.sh")
-        self._arguments = launch.server_arguments(
-            model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed, lora=lora
-        )
-        self._arguments |= part.server_arguments if part else {}
-        self._variables = part.variables if part else {}
-        self._resized: dict[str, float] = {}
+        arguments = launch.server_arguments(model_path, rollout, dtype, on_gpu=bool(gpu_ids), seed=seed, lora=lora)
+        self._arguments = arguments | (node_arguments or {})
+        self._variables = launch.NODES_VARIABLES if node_arguments else {}
         self._rollout = rollout
         self._gpu_ids = list(gpu_ids)
         self._index = index
@@ -85,13 +83,7 @@ class Engine:
         Raises:
             EngineError: the configured port is taken.
         """
-        launch.remove_stale_traces()
-        self._guard = launch.reserve_port(self.port)
-        self.port = self._guard.getsockname()[1]
-        self._temporary = launch.temporary_folder()
-        self._process = self._spawn()
-        self._started = time.monotonic()
-        atexit.register(self.stop)
+        self._start(self._arguments)
 
     def wait_ready(self) -> EngineClient:
         """Wait until the engine serves, and return its client.
@@ -117,13 +109,16 @@ class Engine:
         return client
 
     def restart(self) -> None:
-        """End what is left of it and start it anew, with the weights of model_path; its clients serve on, as address
-        and key stay. Raises as `start` and `wait_ready`."""
+        """End the engine and start it with the weights of model_path; address and key stay, so clients stay valid.
+
+        Raises: as `start` and `wait_ready`.
+        """
         self.stop()
-        if self._gpu_ids:  # SGLang takes a share of what is free, which was everything: now it must be a larger one
-            share = self._arguments["mem_fraction_static"] / platform.free_gpu_share()
-            self._resized = {"mem_fraction_static": min(share, LARGEST_SHARE)}
-        self.start()
+        arguments = self._arguments
+        if self._gpu_ids:  # SGLang takes a share of the free memory, which was everything at the first start
+            share = arguments["mem_fraction_static"] / platform.free_gpu_share()
+            arguments = arguments | {"mem_fraction_static": min(share, LARGEST_SHARE)}
+        self._start(arguments)
         self.wait_ready()
 
     def check_alive(self) -> None:
@@ -145,22 +140,24 @@ class Engine:
         remove_traces(self._temporary)  # where the keeper was killed
         atexit.unregister(self.stop)
 
-    def _spawn(self) -> subprocess.Popen:
+    def _start(self, arguments: dict[str, Any]) -> None:
+        launch.remove_stale_traces()
+        self._guard = launch.reserve_port(self.port)
+        self.port = self._guard.getsockname()[1]
+        self._temporary = launch.temporary_folder()
         address = {"host": launch.HOST, "port": self.port, "api_key": self._api_key}
-        settings = {"server_args": {**self._arguments, **self._resized, **address}}
+        tensor_parallel = self._rollout.tensor_parallel
+        placement = {"index": self._index, "num_threads": self._num_threads}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # For the owner's eyes only: asked for it, SGLang logs what it is sent.
+        # For the owner's eyes only: asked for it, SGLang logs what it receives.
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
-        self._log_mode = os.O_APPEND  # started again, it keeps what tells why
+        self._log_mode = os.O_APPEND  # a restart keeps the log that explains it
         with os.fdopen(descriptor, "w") as log, unbound():
-            environment = launch.environment(
-                self._gpu_ids,
-                self._rollout.tensor_parallel,
-                self._temporary,
-                index=self._index,
-                num_threads=self._num_threads,
-            )
-            return launch.start_keeper(settings, self._temporary, environment | self._variables, log)
+            variables = launch.environment(self._gpu_ids, tensor_parallel, self._temporary, **placement)
+            settings = {"server_args": arguments | address}
+            self._process = launch.start_keeper(settings, self._temporary, variables | self._variables, log)
+        self._started = time.monotonic()
+        atexit.register(self.stop)
 
     def _log_tail(self) -> str:
         lines = self.log_path.read_text(errors="replace").splitlines()

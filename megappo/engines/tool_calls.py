@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megappo.engines import cpu
+from megappo.engines import sglang_patches
 from megappo.user_modules import share_all
 from megappo.userland.environment_worker import called
 from megappo.userland.forms import BadFunction
@@ -59,7 +59,7 @@ def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[
     Raises:
         BadFunction: there is no such function or parser; or its schema cannot be made of its signature and docstring.
     """
-    cpu.install()
+    sglang_patches.prepare_import()
     # Not above: in worker processes alone.
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,12 @@ def main() -> int:
     return keep(int(owner), command)
 
 
-def keep(owner: int, command: Sequence[str], before_kill: Callable[[int], object] = lambda pid: None) -> int:
+def keep(owner: int, command: Sequence[str]) -> int:
     """Run a command until it ends or must end, then end all that descends from this process.
 
     Args:
         owner: this process's parent.
         command: inherits the standard streams; it is the only one to have the input.
-        before_kill: called with the pid of every process that is about to be killed.
     Returns:
         The command's exit code; 128 + n when signal n ended it, or this process was asked by it to end.
     """
@@ -47,7 +46,7 @@ def keep(owner: int, command: Sequence[str], before_kill: Callable[[int], object
     try:
         code = _run(command, (owner, os.getpid()))
     finally:
-        _end_descendants(before_kill)
+        _end_descendants()
     return code if code >= 0 else 128 - code
 
 
@@ -82,13 +81,10 @@ def _begin(keeper: int) -> None:
     die_with(keeper)
 
 
-def _end_descendants(before_kill: Callable[[int], object]) -> None:
+def _end_descendants() -> None:
     deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
     while _has_children() and time.monotonic() < deadline:
-        pids = _descendants()
-        for pid in pids:
-            before_kill(pid)  # of all first: one's end is another's
-        for pid in pids:
+        for pid in _descendants():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS)

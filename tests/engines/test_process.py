@@ -1,7 +1,6 @@
 """The engine's process: what it refuses, and that nothing is left of it, whoever dies first."""
 
 import importlib.util
-import mmap
 import os
 import shutil
 import signal
@@ -77,22 +76,22 @@ def test_sockets_have_names_that_are_short_enough(tmp_path, monkeypatch):
     assert not stale.exists()
 
 
-def test_of_the_files_that_no_folder_leads_to_those_of_others_stay():
-    stale, mapped = (Path(f"/dev/shm/sglang_loads_{name}_{os.getpid()}.shm") for name in ("stale", "mapped"))
+def test_shared_memory_without_a_folder_is_removed_unless_its_owner_lives():
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    names = (f"{launch.TRACES_PREFIX}{ended.pid}-a_b", f"{launch.TRACES_PREFIX}{os.getpid()}-a_b", "another_server")
+    paths = [Path(f"/dev/shm/sglang_loads_{name}_0123.shm") for name in names]
     try:
-        for path in (stale, mapped):
+        for path in paths:
             path.write_bytes(b"loads")
-        with mapped.open("r+b") as file, mmap.mmap(file.fileno(), 5):
-            launch.remove_stale_traces()
-            assert mapped.exists() and not stale.exists()
         launch.remove_stale_traces()
-        assert not mapped.exists()
+        assert [path.exists() for path in paths] == [False, True, True]
     finally:
-        for path in (stale, mapped):
+        for path in paths:
             path.unlink(missing_ok=True)
 
 
-def test_without_sglang_it_says_so(checkpoint, tmp_path, monkeypatch):
+def test_without_sglang_the_error_names_the_remedy(checkpoint, tmp_path, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
     with pytest.raises(EngineError, match="SGLang.* is not installed: run launch/setup.sh"):
@@ -113,7 +112,7 @@ def test_the_key_is_not_visible_to_other_users(engine):
     for pid in session_pids(leader):
         assert engine._api_key not in Path(f"/proc/{pid}/cmdline").read_text()
     log = engine.log_path.read_text()
-    assert "'api_key': '***'" in log and engine._api_key not in log, "it has told its arguments, but for the key"
+    assert "'api_key': '***'" in log and engine._api_key not in log, "it has logged its arguments without the key"
     assert engine.log_path.stat().st_mode & 0o077 == 0
     listening = subprocess.run(["grep", "-h", " 0A ", "/proc/net/tcp"], capture_output=True, text=True).stdout
     [address] = [line.split()[1] for line in listening.splitlines() if line.split()[1].endswith(f":{engine.port:04X}")]
@@ -141,7 +140,7 @@ def test_a_scheduler_that_fails_while_it_starts_leaves_nothing(checkpoint, tmp_p
     made: set[Path] = set()
     try:
         while engine._process.poll() is None:
-            made |= {link.readlink() for link in engine._temporary.glob("sglang_loads_*") if link.exists()}
+            made |= set(shared_memory(engine._temporary))
             time.sleep(0.02)
     finally:
         engine.stop()
@@ -150,10 +149,8 @@ def test_a_scheduler_that_fails_while_it_starts_leaves_nothing(checkpoint, tmp_p
 
 
 def shared_memory(temporary: Path) -> list[Path]:
-    """Shared-memory files of a running engine, which links them into its temporary folder."""
-    found = [link.readlink() for link in temporary.glob("sgl*")]
-    assert found and all(path.exists() for path in found)
-    return found
+    """Shared-memory files of an engine, which are named after its temporary folder."""
+    return list(Path("/dev/shm").glob(f"sgl*{temporary.name}*"))
 
 
 def test_a_crash_is_reported_and_leaves_nothing_but_the_owner(checkpoint, tmp_path):
@@ -169,18 +166,18 @@ def test_a_crash_is_reported_and_leaves_nothing_but_the_owner(checkpoint, tmp_pa
             client.generate([[5]], SamplingParams(1))
         wait_until(lambda: not session_pids(leader))
         engine.restart()
-        assert len(client.generate([[5]], SamplingParams(2))[0].tokens) == 2, "started anew, it serves its clients"
-        assert "crashed with exit code -9" in engine.log_path.read_text(), "its log keeps what it said before"
+        assert len(client.generate([[5]], SamplingParams(2))[0].tokens) == 2, "restarted, it serves its clients"
+        assert "crashed with exit code -9" in engine.log_path.read_text(), "its log keeps what it held before"
         os.killpg(engine._process.pid, signal.SIGSTOP)
         stopped = session_pids(engine._process.pid)
     finally:
         engine.stop()
     assert stopped and not any(Path(f"/proc/{pid}").exists() for pid in stopped), "it ends though it was stopped"
     assert not temporary.exists()
-    assert not any(path.exists() for path in memory)
+    assert memory and not any(path.exists() for path in memory)
 
 
-def test_anew_it_takes_as_much_of_the_gpu_as_before(checkpoint, tmp_path, monkeypatch):
+def test_restarted_it_takes_as_much_of_the_gpu_as_before(checkpoint, tmp_path, monkeypatch):
     started: list[float] = []
 
     def start_keeper(settings, *more):
@@ -222,4 +219,4 @@ def test_all_of_it_dies_with_a_killed_owner(checkpoint, tmp_path, to_keeper):
         fresh.start()
         fresh.stop()
     assert not temporary.exists()
-    assert not any(path.exists() for path in memory)
+    assert memory and not any(path.exists() for path in memory)

@@ -10,7 +10,7 @@ import pytest
 from planning import errors_of, start_plan, write_run
 from slow import slow_ones
 
-from megappo.engines.launch import environment_of_owner
+from megappo.engines.launch import inherited_environment
 from megappo.runtime.interruption import deadline
 from megappo.runtime.variables import faults, for_python, proxy_for, visible_devices
 from megappo.userland.pool import load_reward
@@ -82,7 +82,7 @@ def test_no_proxy_leads_to_this_machine_or_its_cluster(no_proxies, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "variables_of", [lambda: environment(os.environ, ()), lambda: environment_of_owner(Path("/t"))]
+    "variables_of", [lambda: environment(os.environ, ()), lambda: inherited_environment(Path("/t"))]
 )
 @pytest.mark.parametrize(("given", "direct"), [("", []), ("a.example,10.0.0.0/8", ["a.example", "10.0.0.0/8"])])
 def test_workers_and_engines_ask_loopback_without_a_proxy(no_proxies, monkeypatch, variables_of, given, direct):

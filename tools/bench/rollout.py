@@ -33,9 +33,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch.distributed as dist
 
-from megappo.engines import cpu
+from megappo.engines import sglang_patches
 
-cpu.install()  # before sglang is imported
+sglang_patches.prepare_import()  # before sglang is imported
 sys.modules.setdefault("datasets", SimpleNamespace(load_dataset=None))  # of which its benchmark needs none here
 
 from sglang.benchmark import serving  # noqa: E402

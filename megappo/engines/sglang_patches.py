@@ -1,0 +1,154 @@
+"""All that megappo replaces in stock SGLang 0.5.23; each function gives the reason and what was tried before.
+
+Functions of the server are replaced through SGLang's own plug-in interface, `HookRegistry`
+(sglang/srt/plugins/hook_registry.py). An entry point would load the hooks into every SGLang server of the environment,
+so megappo's server registers them itself.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import pkgutil
+import sys
+import tempfile
+import types
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
+
+KERNEL_NAMES = (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+)
+"""Names that SGLang's CPU mode imports from sgl_kernel at module level. Without AMX instructions it calls none."""
+KEYS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+"""Arguments of the server whose values are secrets."""
+
+
+@cache
+def prepare_import() -> None:
+    """Make `import sglang` work on a CPU; do nothing where CUDA is present. Call it before the import.
+
+    SGLang's variable for its CPU mode is public. The package sgl_kernel exists for CUDA only, and PyPI's torchvision
+    does not load beside a torch built for the CPU: neither import can be switched off.
+    """
+    if torch.cuda.is_available():
+        return
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if importlib.util.find_spec("sgl_kernel") is None:
+        sys.modules["sgl_kernel"] = _kernel_names()
+    define_torchvision_operators()
+
+
+def hide_megatron() -> None:
+    """Keep SGLang's dumper, a tool of its developers, from importing megatron-core (sglang/srt/debug_utils/dumper.py).
+
+    It imports whatever is installed; no variable prevents that.
+    """
+    sys.modules["megatron"] = None
+
+
+def pin_no_memory() -> None:
+    """Ignore requests for pinned memory in this thread and its forked children; do nothing where CUDA is present.
+
+    SGLang's LoRA pins memory in any case (sglang/srt/lora/mem_pool.py), which torch refuses without CUDA; no argument
+    prevents that.
+    """
+    if not torch.cuda.is_available():
+        _Unpinned().__enter__()
+
+
+class _Unpinned(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.pin_memory:
+            return args[0]
+        return function(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def install_hooks() -> None:
+    """Replace functions of the server, in the process that starts it.
+
+    Raises:
+        RuntimeError: SGLang has no such function.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    server = "sglang.srt.entrypoints"
+    hooks = {
+        f"{server}.engine.Engine._launch_scheduler_processes": (fork_on_cpu, HookType.AROUND),
+        f"{server}.engine._server_args_for_logging": (hide_keys, HookType.AFTER),
+        f"{server}.http_server._freeze_gc_after_server_warmup": (freeze_after_warmup, HookType.AROUND),
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request": (
+            refuse_empty_prompt,
+            HookType.BEFORE,
+        ),
+        "sglang.srt.server_args.PortArgs.init_new": (name_shared_memory, HookType.AFTER),
+    }
+    for target, (hook, kind) in hooks.items():
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()  # logs a failure instead of raising it
+    for target in hooks:
+        if not hasattr(pkgutil.resolve_name(target), "__wrapped__"):
+            raise RuntimeError(f"{target} of SGLang could not be replaced: expected SGLang 0.5.23")
+
+
+def fork_on_cpu(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Fork the schedulers on a CPU, which saves most of the start time and half the memory.
+
+    Nothing has started a thread or computed anything yet, so forking is safe. SGLang sets the start method "spawn"
+    itself just before (`_set_envs_and_config`), so setting it earlier has no effect.
+    """
+    if not torch.cuda.is_available():
+        multiprocessing.set_start_method("fork", force=True)
+    return original(*args, **kwargs)
+
+
+def hide_keys(arguments: dict[str, Any], *args: Any) -> dict[str, Any]:
+    """Keep secrets out of the arguments that SGLang logs at log_level info; it takes a key from an argument only."""
+    return {name: "***" if value and name in KEYS else value for name, value in arguments.items()}
+
+
+def freeze_after_warmup(original: Any, server_args: Any) -> None:
+    """Skip SGLang's request to /freeze_gc where the warm-up is skipped: the server may not listen yet."""
+    if not server_args.skip_server_warmup:
+        original(server_args)
+
+
+def refuse_empty_prompt(manager: Any, request: Any, input_ids: list[int] | None) -> None:
+    """Answer a prompt without a token with an error: it would crash SGLang's scheduler, and so the server."""
+    if input_ids is not None and len(input_ids) == 0:
+        raise ValueError("the prompt has no token: it is empty, or the tokenizer knows none of it")
+
+
+def name_shared_memory(ports: Any, *args: Any, **kwargs: Any) -> Any:
+    """Name the file of the schedulers' loads in /dev/shm after the engine's temporary folder.
+
+    SGLang draws the name, and leaves the file behind when it is killed; so `server_keeper.remove_traces` finds it.
+    """
+    ports.instance_id = Path(tempfile.gettempdir()).name
+    return ports
+
+
+def _kernel_names() -> types.ModuleType:
+    module = types.ModuleType("sgl_kernel", "Names that SGLang's CPU mode imports; calling one is an error.")
+    for name in KERNEL_NAMES:
+        setattr(module, name, _absent_kernel(name))
+    return module
+
+
+def _absent_kernel(name: str) -> object:
+    def kernel(*_args: object, **_kwargs: object) -> NoReturn:
+        raise NotImplementedError(f"sgl_kernel.{name} was called, but the package sgl_kernel is not installed here")
+
+    return kernel
