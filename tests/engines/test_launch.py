@@ -16,6 +16,7 @@ from megappo import train
 from megappo.architecture.families import FAMILIES
 from megappo.config.schema import Config, Rollout
 from megappo.engines import launch
+from megappo.placement.run_plan import plan_run
 from megappo.runtime import platform
 
 
@@ -108,13 +109,13 @@ def test_nccl_is_set_alike_for_trainer_and_engine_before_a_group_is_made(monkeyp
     monkeypatch.setattr(os, "environ", environment | {"LOCAL_WORLD_SIZE": "2"})
     seen = {}
     monkeypatch.setattr(train.dist, "init_process_group", lambda *_, **__: seen.update(os.environ))
-    monkeypatch.setattr(train, "resolved", lambda _: lambda config, own, cleanup: None)
+    monkeypatch.setattr(train, "resolved", lambda _: lambda plan, own, cleanup: None)
     store = train.dist.HashStore()
     store.set("finished", "")
     sections = {"model": {"path": "m"}, "data": {"train_files": ["t"]}, "trainer": {"output_dir": "out"}}
     sections["placement"] = {"actor": "1", "critic": "1", "rollout": "0"}  # weights are broadcast
     sections["rollout"] = {"server_args": {"enable_nccl_nvls": True}}
-    train._train(Config.model_validate(sections), store, 1, 2, ExitStack())
+    train._train(plan_run(Config.model_validate(sections), 2, 2), store, 1, ExitStack())
     variables = launch.environment(["3", "5"], 2, Path("/tmp/x"))
     for name, value in {"NCCL_CUMEM_ENABLE": cumem, "NCCL_NVLS_ENABLE": "1"}.items():
         assert seen[name] == variables[name] == value
