@@ -1,10 +1,9 @@
-"""The doctor finds this machine well, and each fault with its remedy."""
+"""The doctor finds nothing wrong with this machine, and reports each fault with its remedy."""
 
 import importlib.metadata
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ def examine(*checks: str, prefix: tuple[str, ...] = ()) -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
 
 
-def test_this_machine_is_well():
+def test_nothing_is_wrong_with_this_machine():
     result = examine()
     assert result.returncode == 0, result.stdout + result.stderr
     *lines, last = result.stdout.splitlines()
@@ -32,12 +31,12 @@ def test_this_machine_is_well():
     assert last == "nothing is wrong"
 
 
-def test_a_low_limit_of_open_files_is_found_beside_what_is_well():
-    result = examine("ports", "open_files", prefix=("bash", "-c", 'ulimit -n 256; exec "$@"', "-"))
-    well, found, remedy, last = result.stdout.splitlines()
+def test_a_low_limit_of_open_files_is_found_beside_a_check_that_passes():
+    result = examine("gpus", "limits", prefix=("bash", "-c", 'ulimit -n 256; exec "$@"', "-"))
+    passed, found, remedy, last = result.stdout.splitlines()
     assert last == "wrong: 1 of 2"
-    assert result.returncode == 1 and well.split()[:2] == ["ports", "ok"]
-    assert found.split(maxsplit=2) == ["open_files", "PROBLEM", "256 files for a process"]
+    assert result.returncode == 1 and passed.split()[:2] == ["gpus", "ok"]
+    assert found.split()[:2] == ["limits", "PROBLEM"] and ", 256 files for a process: expected " in found
     assert remedy.split()[0] == "remedy" and "--ulimit nofile=" in remedy
 
 
@@ -53,20 +52,10 @@ def without_sglang(patch: Patch) -> None:
     patch.setattr(importlib.metadata, "version", known)
 
 
-def on_bare_gpus(patch: Patch) -> None:
-    patch.setattr(platform, "has_cuda", lambda: True)
-    patch.setattr(shutil, "which", lambda name: None)
-    patch.setattr(sysconfig, "get_path", lambda name: "/none")
-
-
 def with_cuda_build(patch: Patch) -> None:
     patch.setattr(torch.version, "cuda", "13.0")
     patch.setattr(torch.cuda, "device_count", lambda: 0)
     patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-
-
-def refusing(*args: object, **options: object) -> None:
-    raise RuntimeError("invalid device context")
 
 
 FAULTS: dict[str, tuple[str, Callable[[Patch], None], str, str]] = {
@@ -84,39 +73,18 @@ FAULTS: dict[str, tuple[str, Callable[[Patch], None], str, str]] = {
         "transformer_engine",
         "model.layer_spec=torch",
     ),
-    "memory of others not to be read": (
-        "handles",
-        lambda patch: patch.setattr(doctor, "spawn", refusing),
-        "RuntimeError: invalid device context",
-        "--ipc=host",
-    ),
     "no engine": ("engine", without_sglang, "not installed", "bash launch/setup.sh"),
-    "a cache that nothing expands": (
-        "variables",
-        lambda patch: patch.setenv("TRITON_CACHE_DIR", "$SCRATCH/triton"),
-        "TRITON_CACHE_DIR is '$SCRATCH/triton': expected a whole path",
-        "export another value",
-    ),
-    "no loopback": (
-        "ports",
-        lambda patch: patch.setattr(doctor, "LOOPBACK", "192.0.2.77"),
-        "cannot listen on 192.0.2.77",
-        "ip link set lo up",
-    ),
     "a container's shared memory": (
-        "shared_memory",
+        "limits",
         lambda patch: patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26)),
         "0.06 GiB of /dev/shm are free",
         "--shm-size=8g",
     ),
-    "no compiler": ("compiler", on_bare_gpus, "found none", "apt-get install g++"),
-    "no nvcc": ("nvcc", on_bare_gpus, "found none", "CUDA_HOME="),
-    "no headers": ("header", on_bare_gpus, "found none", "apt-get install python3-dev"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_told_with_its_remedy(fault, monkeypatch, capsys):
+def test_a_fault_is_reported_with_its_remedy(fault, monkeypatch, capsys):
     check, break_it, found, remedy = FAULTS[fault]
     break_it(monkeypatch)
     assert doctor.main([check]) == 1
@@ -127,4 +95,4 @@ def test_a_fault_is_told_with_its_remedy(fault, monkeypatch, capsys):
 
 
 def test_every_check_is_seen_to_fail():
-    assert {check for check, *_ in FAULTS.values()} | {"open_files"} == doctor.CHECKS.keys()
+    assert {check for check, *_ in FAULTS.values()} == doctor.CHECKS.keys()

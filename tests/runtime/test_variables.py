@@ -169,7 +169,7 @@ def test_scripts_of_people_find_their_neighbours(tmp_path, monkeypatch):
         assert [one.scores for one in pool.score(["p"], ["r"], ["1"])] == [[0.25]]
 
 
-COMMANDS = ("serve", "doctor ports variables", "plan --help", "train no.yaml", "torchrun --help", "-P serve")
+COMMANDS = ("serve", "doctor limits", "plan --help", "train no.yaml", "torchrun --help", "-P serve")
 
 
 @pytest.mark.parametrize("command", slow_ones(COMMANDS, COMMANDS[2:]))

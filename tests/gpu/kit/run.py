@@ -19,7 +19,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 OUTPUT = REPOSITORY / "outputs" / "gpu-kit" / "results"
-DOCTOR = ["-m", "megappo.doctor", "packages", "gpus", "collectives", "attention", "handles"]
+DOCTOR = ["-m", "megappo.doctor", "packages", "gpus", "collectives", "attention"]
 STAGES: dict[str, tuple[list[str], int]] = {
     "doctor": (DOCTOR, 90),
     "group": (["tests/gpu/stages/group.py"], 120),
