@@ -29,13 +29,12 @@ from megappo.engines.server_args import known_names
 from megappo.estimate.fitting import fits, resolve_offload
 from megappo.estimate.gpus import GIB, GPU, GPUS
 from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
-from megappo.estimate.report import memory_errors, memory_table, resume_line, time_table
+from megappo.estimate.report import memory_errors, memory_table, resume_line, switch_table, time_table
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.suggest import suggestions
-from megappo.estimate.switching import switch_table
 from megappo.observe.console import escape_unprintable
-from megappo.placement.arithmetic import batch_splits
+from megappo.placement.batch_split import batch_splits
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.ranks import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan

@@ -37,7 +37,7 @@ WITHOUT_TORCH = (
     "megappo/batch/recorded_steps.py",
     "megappo/config/",
     "megappo/estimate/",
-    "megappo/placement/arithmetic.py",
+    "megappo/placement/batch_split.py",
     "megappo/placement/checks.py",
     "megappo/placement/components.py",
     "megappo/placement/layout.py",

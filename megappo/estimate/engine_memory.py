@@ -1,4 +1,4 @@
-"""Bytes that an SGLang engine takes on each of its GPUs."""
+"""Estimate the bytes that an SGLang engine takes on each of its GPUs."""
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
@@ -7,22 +7,22 @@ from megappo.config.schema import Config
 PREFILL_CHUNK = 8192
 """Tokens of prompts that an engine computes at a time, on GPUs of 80 GB and more."""
 GRAPH_BYTES = 2 * 2**20
-"""Of CUDA graphs, per sequence of the largest batch. Source: SGLang 0.5.23, arg_groups/memory_hook.py."""
+"""Bytes of CUDA graphs per sequence of the largest batch. Source: SGLang 0.5.23, arg_groups/memory_hook.py."""
 FP32_LOGITS = 3
 """Copies of a batch's logits that sampling makes."""
 
 
 class EngineMemory:
-    """Of one engine on each of its GPUs.
+    """Bytes of one engine on each of its GPUs.
 
     Args:
-        size: parameters of the policy.
-        free_bytes: of a GPU when the engine starts, which is before any model is built.
+        size: number of the policy's parameters.
+        free_bytes: free memory of a GPU when the engine starts, before any model is built.
     Attributes:
-        weights: the policy's, cut over the engine's GPUs.
-        cache: keys and values, which take what is left of SGLang's share of `free_bytes`.
-        cache_per_token: of it.
-        cache_tokens: that it can hold; below 0 where the weights alone are too many.
+        weights: the policy's, sharded over the engine's GPUs.
+        cache: keys and values, which fill the rest of SGLang's share of `free_bytes`.
+        cache_per_token: bytes of a token in the cache.
+        cache_tokens: tokens that the cache can hold; below 0 if the weights alone are too large.
     """
 
     def __init__(self, config: Config, architecture: Architecture, size: int, free_bytes: float):
@@ -36,12 +36,12 @@ class EngineMemory:
 
     @property
     def graphs(self) -> float:
-        """CUDA graphs of decoding."""
+        """Bytes of the CUDA graphs of decoding."""
         return self.rollout.max_running_requests * GRAPH_BYTES
 
     @property
     def working(self) -> float:
-        """Besides: a layer's activations of a chunk of prompts, logits to sample from."""
+        """Bytes of a layer's activations for a chunk of prompts, and of logits to sample from."""
         experts = self.architecture.experts
         widest = max(self.architecture.ffn_size, experts.top_k * experts.ffn_size if experts else 0)
         layer = 3 * (self.architecture.hidden_size + widest / self.rollout.tensor_parallel)
@@ -49,8 +49,8 @@ class EngineMemory:
         return sampled + PREFILL_CHUNK * self._nbytes * layer
 
     def _cached_numbers(self) -> float:
-        """Of a token in a layer: keys and values, whose heads are repeated where there are fewer than GPUs. Latent
-        attention caches the latent vector, whole on each."""
+        """Return the numbers that a layer caches of a token: keys and values, whose heads are repeated if there are
+        fewer than GPUs. With latent attention each GPU caches the whole latent vector."""
         latent = self.architecture.latent
         if latent:
             return latent.kv_rank + latent.rope_size

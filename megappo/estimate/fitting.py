@@ -1,8 +1,7 @@
-"""Making a run fit its GPUs: what `auto` stands for, and what to change where a run does not fit."""
+"""Make a run fit its GPUs: decide each `auto`, and find remedies for a run that does not fit."""
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from operator import attrgetter
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from megappo.config.checks import longest_request, longest_row
 from megappo.config.loading import leaves
@@ -12,10 +11,11 @@ from megappo.placement.components import AUTO
 from megappo.placement.run_plan import RunPlan
 
 SPARE = 0.05
-"""Share of a GPU that the estimate leaves free: allocators fragment, and it is no more than an estimate."""
+"""Share of a GPU that the estimate leaves free: allocators fragment, and an estimate is not exact."""
 ENGINE_SHARE = "rollout.mem_fraction_static"
 ENGINE_SHARES = tuple(number / 10 for number in range(1, 10))
-Change = Callable[[Config], Config]
+Change = tuple[str, Any]
+"""A key and its new value; for an offload, the kind of tensors to add to it."""
 
 
 def resolve_offload(plan: RunPlan, cluster: Cluster | None) -> RunPlan:
@@ -25,32 +25,30 @@ def resolve_offload(plan: RunPlan, cluster: Cluster | None) -> RunPlan:
     Args:
         cluster: None without GPUs, where nothing has to be offloaded and no engine sleeps.
     """
-    plan = _resolve_components(plan, cluster)
+    config = plan.config
+    undecided = [spec.offload.key for spec in plan.components.values() if spec.offload.value == AUTO]
+    for key in undecided:
+        config = config.changed(key, ())
+    plan = plan.changed(config)
+    if cluster is not None and undecided:
+        offloads = [change for change in _offloads(plan) if change[0] in undecided]
+        plan = _fitting(plan, offloads, cluster) or _change(plan, offloads)
     if plan.config.rollout.sleep != AUTO:
         return plan
-    awake = _change(plan, [_setting("rollout.sleep", "never")])
+    awake = _change(plan, [("rollout.sleep", "never")])
     stays_awake = cluster is not None and fits(MemoryEstimate(awake, cluster))
-    return awake if stays_awake else _change(plan, [_setting("rollout.sleep", "always")])
-
-
-def _resolve_components(plan: RunPlan, cluster: Cluster | None) -> RunPlan:
-    undecided = {name: spec.offload.key for name, spec in plan.components.items() if spec.offload.value == AUTO}
-    plan = _change(plan, [_setting(key, ()) for key in undecided.values()])
-    if cluster is None or not undecided:
-        return plan
-    offloads = [offload for name, offload in _offloads(plan) if name in undecided]
-    return _fitting(plan, offloads, cluster) or _change(plan, offloads)
+    return awake if stays_awake else _change(plan, [("rollout.sleep", "always")])
 
 
 def fits(estimate: MemoryEstimate) -> bool:
-    """Whether every GPU has SPARE left in every phase, and the engines room for one row at least."""
+    """Return whether every GPU has SPARE free in every phase, and the engines have room for one row at least."""
     most, _ = estimate.peak(estimate.fullest)
     return most <= (1 - SPARE) * estimate.cluster.gpu_bytes and _has_room(estimate)
 
 
 def _has_room(estimate: MemoryEstimate) -> bool:
-    is_elsewhere = bool(estimate.config.rollout.engines)  # on GPUs that nothing is known of
-    return is_elsewhere or estimate.engine.cache_tokens >= longest_request(estimate.config)
+    is_external = bool(estimate.config.rollout.engines)  # on unknown GPUs
+    return is_external or estimate.engine.cache_tokens >= longest_request(estimate.config)
 
 
 def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:
@@ -60,7 +58,8 @@ def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:
     gradients, which are freed, other offloads, recomputation, smaller micro-batches, a smaller engine.
     """
     for roomy in _with_room(plan, cluster):
-        if (fitting := _fitting(roomy, _changes(roomy), cluster)) is not None:
+        fitting = _fitting(roomy, _changes(roomy), cluster)
+        if fitting is not None:
             return differences(fitting.config, plan.config)
     return None
 
@@ -70,14 +69,14 @@ def _with_room(plan: RunPlan, cluster: Cluster) -> list[RunPlan]:
     if _has_room(MemoryEstimate(plan, cluster)):
         return [plan]
     larger = [share for share in ENGINE_SHARES if share > plan.config.rollout.mem_fraction_static]
-    changed = [_change(plan, [_setting(ENGINE_SHARE, share)]) for share in larger]
+    changed = [_change(plan, [(ENGINE_SHARE, share)]) for share in larger]
     return [one for one in changed if _has_room(MemoryEstimate(one, cluster))]
 
 
 def differences(config: Config, *others: Config) -> dict[str, object]:
-    """The keys whose values are not those of all others, and their values."""
-    values, *of_others = (dict(leaves(one.model_dump(mode="json"))) for one in (config, *others))
-    return {key: value for key, value in values.items() if any(other[key] != value for other in of_others)}
+    """Return the keys whose values are not those of all others, and their values."""
+    values, *rest = (dict(leaves(one.model_dump(mode="json"))) for one in (config, *others))
+    return {key: value for key, value in values.items() if any(other[key] != value for other in rest)}
 
 
 def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunPlan | None:
@@ -86,9 +85,10 @@ def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunP
     def fit(chosen: list[Change]) -> bool:
         return fits(MemoryEstimate(_change(plan, chosen), cluster))
 
-    needed, more = list[Change](), iter(changes)
+    needed, remaining = list[Change](), iter(changes)
     while not fit(needed):
-        if (change := next(more, None)) is None:
+        change = next(remaining, None)
+        if change is None:
             return None
         needed.append(change)
     for change in reversed(needed[:-1]):  # the last one is needed
@@ -98,43 +98,35 @@ def _fitting(plan: RunPlan, changes: Iterable[Change], cluster: Cluster) -> RunP
 
 
 def _changes(plan: RunPlan) -> Iterator[Change]:
-    config, specs = plan.config, plan.components.values()
-    if config.rollout.sleep == "never":
-        yield _setting("rollout.sleep", "always")
-    yield from (offload for _, offload in _offloads(plan))
-    yield from (_setting(f"{spec.training.key}.recompute", "full") for spec in specs if spec.training)
-    for key, most in dict.fromkeys(spec.max_tokens for spec in specs):
-        if most > longest_row(config):
-            yield _setting(key, max(most // 2, longest_row(config)))
-    for share in reversed(ENGINE_SHARES):
-        if share < config.rollout.mem_fraction_static:
-            yield _setting(ENGINE_SHARE, share)
+    rollout = plan.config.rollout
+    if rollout.sleep == "never":
+        yield "rollout.sleep", "always"
+    yield from _offloads(plan)
+    yield from ((f"{training.key}.recompute", "full") for training in plan.training.values())
+    for key, most in dict.fromkeys(spec.max_tokens for spec in plan.components.values()):
+        if most > longest_row(plan.config):
+            yield key, max(most // 2, longest_row(plan.config))
+    smaller = [share for share in ENGINE_SHARES if share < rollout.mem_fraction_static]
+    yield from ((ENGINE_SHARE, share) for share in reversed(smaller))
 
 
-def _offloads(plan: RunPlan) -> Iterator[tuple[str, Change]]:
-    """Yield the name of a component and the offload of one kind of its tensors, the cheapest first: gradients are freed
-    and allocated again, a frozen model's weights are copied once, optimizer states move once per update, a trained
-    model's weights most often, the actor's for the sync, too."""
+def _offloads(plan: RunPlan) -> Iterator[Change]:
+    """Yield the offload of one kind of a component's tensors at a time, the cheapest first: gradients are freed and
+    allocated again, a frozen model's weights are copied once, optimizer states move once per update, a trained model's
+    weights most often, the actor's for the sync, too."""
     trained = list(plan.training)
     frozen = [name for name in plan.components if name not in plan.training]
-    last = sorted(trained, key=lambda name: name == "actor")
-    for kind, names in (("gradients", trained), ("weights", frozen), ("optimizer", last), ("weights", last)):
-        for name in names:
-            if key := plan.components[name].offload.key:
-                yield name, partial(_offload, key, kind)
-
-
-def _offload(key: str, kind: str, config: Config) -> Config:
-    kinds = attrgetter(key)(config)
-    return config.changed(key, (*kinds, kind) if kind not in kinds else kinds)
-
-
-def _setting(key: str, value: object) -> Change:
-    return lambda config: config.changed(key, value)
+    actor_last = sorted(trained, key=lambda name: name == "actor")
+    order = (("gradients", trained), ("weights", frozen), ("optimizer", actor_last), ("weights", actor_last))
+    for kind, names in order:
+        keys = [plan.components[name].offload.key for name in names]
+        yield from ((key, kind) for key in keys if key)
 
 
 def _change(plan: RunPlan, changes: Iterable[Change]) -> RunPlan:
-    config = plan.config
-    for change in changes:
-        config = change(config)
+    config, offloads = plan.config, {spec.offload.key: spec.offload.value for spec in plan.components.values()}
+    for key, value in changes:
+        if key in offloads:
+            value = offloads[key] = tuple(dict.fromkeys((*offloads[key], value)))
+        config = config.changed(key, value)
     return plan.changed(config)

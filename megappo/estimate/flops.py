@@ -1,6 +1,6 @@
-"""Floating-point operations that a model's mathematics takes: what MFU is reckoned by, and time estimated.
+"""Count the floating-point operations of a model's mathematics, for MFU and for estimates of time.
 
-Recomputed activations, padding and idle stages are no work of the model's, so that what avoids them raises the MFU.
+Recomputed activations, padding and idle stages do not count, so that avoiding them raises the MFU.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ TRAINING_ADAPTERS = 2
 
 @dataclass(frozen=True)
 class Flops:
-    """Of a forward pass.
+    """Operations of a forward pass.
 
     Attributes:
         per_token: of the layers' matrix products.
@@ -33,7 +33,7 @@ class Flops:
     training: int = TRAINING
 
     def forward(self, rows: Iterable[tuple[int, int]]) -> float:
-        """Of rows, (tokens, tokens that the head reads) each."""
+        """Return the operations for rows, each given as (tokens, tokens that the head reads)."""
         return sum(
             tokens * self.per_token + tokens * (tokens + 1) / 2 * self.per_pair + outputs * self.per_output
             for tokens, outputs in rows
@@ -41,10 +41,9 @@ class Flops:
 
 
 def flops_of(architecture: Architecture) -> Flops:
-    """A multiplication and an addition for each number of a matrix and token; of experts, for those it goes to.
+    """Count a multiplication and an addition for each element of a matrix and token; for experts, those of a token.
 
-    Attention is causal: a token attends to half of the others on average. A window, where a model has one, is not
-    looked at.
+    Attention is causal: a token attends to half of the others on average. A model's sliding window is ignored.
 
     Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
     equation 3, with half of attention and by the model's own matrices; Chowdhery et al. 2022 (PaLM), appendix B.

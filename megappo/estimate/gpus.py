@@ -1,4 +1,4 @@
-"""What is known of GPUs by their data sheets."""
+"""List what data sheets publish about GPUs."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
 """Bytes that a trained or frozen model takes on one GPU: parameters, gradients, optimizer states, activations, head.
 
-Reckoned for TransformerEngine's layers, whose attention keeps no scores, with full micro-batches.
+The estimates are for TransformerEngine's layers, whose attention keeps no scores, with full micro-batches.
 """
 
 from megappo.architecture.architecture import Architecture
@@ -17,13 +17,14 @@ FP32_COPIES = 3
 def state_bytes(
     size: StageSize, trained: StageSize, layout: Layout, dtype: str, optim: Optim | None
 ) -> dict[TensorKind, float]:
-    """What a rank keeps of a model from step to step.
+    """Return the bytes that a rank keeps of a model from step to step.
 
     A parameter has, in bytes, its weight of `dtype` (fp32 4, bf16 2), an fp32 gradient 4, Adam's two moments 8 and, in
     bf16, the main parameter 4. A distributed optimizer cuts the last two over the ranks that hold the same parameters.
 
     Args:
-        size: of the rank's stage. trained: of it what is trained where the model is.
+        size: parameters of the rank's stage.
+        trained: those of them that training changes.
         optim: None for a frozen model.
     Source: Megatron Core's developer guide, "Distributed Optimizer": bf16 6 + 12/d, fp32 8 + 8/d bytes per parameter.
     """
@@ -39,15 +40,15 @@ def state_bytes(
 
 
 def layer_bytes(architecture: Architecture, parallel: Parallel, nbytes: int, *, layer: int) -> float:
-    """What a layer keeps for its backward pass, per token that the rank holds of a micro-batch.
+    """Return the bytes that a layer keeps for its backward pass, per token that the rank holds of a micro-batch.
 
-    Inputs of both norms and their outputs (cut over tensor-parallel ranks where `sequence` is on); queries, keys,
-    values and the output of attention, and queries and keys before their norms where these have some; gate, up and
-    their product of the MLP. Of a mixture of experts, for as many
-    experts as a token goes to, if these are chosen equally often: its input, its output and the same three.
+    These are inputs and outputs of both norms (sharded over tensor-parallel ranks if `sequence` is on); queries, keys,
+    values and the output of attention, and queries and keys before their norms, if any; gate, up and their product of
+    the MLP. A mixture of experts keeps its input, its output and the same three for each expert of a token, assuming
+    that experts are chosen equally often.
 
     Args:
-        nbytes: of a number.
+        nbytes: bytes of an element.
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4, without
     attention's scores and dropout, for gated MLPs and fewer key-value heads.
     """
@@ -70,7 +71,7 @@ def layer_bytes(architecture: Architecture, parallel: Parallel, nbytes: int, *, 
 
 
 def _sharing(parallel: Parallel) -> int:
-    """Ranks that share out the tokens between the blocks."""
+    """Return the number of ranks that share the tokens between the blocks."""
     return parallel.tensor if parallel.sequence else 1
 
 
@@ -84,15 +85,15 @@ def activation_bytes(
     in_flight: float,
     recompute: str,
 ) -> float:
-    """Of the layers of a stage, what the backward pass needs.
+    """Return the bytes that the backward pass needs of a stage's layers.
 
     With full recomputation only the input of each layer is kept, and one layer at a time is computed again; selective
     recomputation gains nothing where attention keeps no scores.
 
     Args:
-        tokens: of a micro-batch, that the rank holds.
-        in_flight: micro-batches whose backward pass is to come (see `micro_batches_in_flight`); 0 where there is none,
-            and one layer's activations at a time are all there are.
+        tokens: tokens of a micro-batch on the rank.
+        in_flight: micro-batches whose backward pass is pending (see `micro_batches_in_flight`); 0 without a backward
+            pass, which keeps the activations of one layer at a time.
         recompute: "none", "selective" or "full".
     """
     of_layers = [tokens * layer_bytes(architecture, parallel, nbytes, layer=layer) for layer in layers]
@@ -104,7 +105,7 @@ def activation_bytes(
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, most: int) -> float:
-    """Micro-batches whose activations a stage keeps at most at a time, counted in all of its layers.
+    """Return the most micro-batches whose activations a stage keeps at a time, counted in all of its layers.
 
     Source: Narayanan et al. 2021, section 2.2: one forward, one backward; Korthikanti et al. 2022, section 4.2.3, for
     several chunks on a stage, of which the first stage keeps 1 + (p - 1) / (p v) times as much.
@@ -122,17 +123,17 @@ def head_bytes(
     tokens: tuple[float, float],
     *,
     training: bool,
-    hands_grad_on: bool,
+    makes_grad: bool,
 ) -> float:
-    """What the head of a policy takes: hidden states of all tokens and a copy of those that predict responses, for the
-    backward pass a gradient of each; and logits of some words at a time, whatever the vocabulary.
+    """Return the bytes of a policy's head: hidden states of all tokens and a copy of those that predict responses, with
+    a gradient of each for the backward pass; and the logits of a limited number of words at a time.
 
     Args:
-        tokens: of a micro-batch, that the rank holds; and those of them that predict one of a response.
-        hands_grad_on: it makes a gradient of its weight, instead of adding it up where it is kept.
+        tokens: tokens of a micro-batch on the rank; and those of them that predict a token of a response.
+        makes_grad: the backward pass allocates a gradient of the head's weight instead of adding to the buffer.
     """
     hidden = sum(tokens) * nbytes * (2 if training else 1) + tokens[1] * 4 * training
     words = padded_vocab_size(architecture.vocab_size, parallel.tensor) / parallel.tensor
     logits = min(tokens[1] * words, LOGITS_AT_A_TIME["cuda"])
-    grad = architecture.hidden_size * words * nbytes * hands_grad_on
+    grad = architecture.hidden_size * words * nbytes * makes_grad
     return architecture.hidden_size * hidden + logits * 4 * FP32_COPIES + grad

@@ -1,167 +1,163 @@
-"""How long each phase of a step may take: work and bytes over what GPUs are known to reach of their data sheets.
+"""Estimate the seconds of each phase of a step: work and bytes over the share of its data sheet that a GPU reaches.
 
-An estimate to compare layouts by, and to see what a step is spent on: every row is as long as it may be, experts and
-data-parallel ranks have equal shares, nothing overlaps.
+The estimate compares layouts, and shows where a step's time goes. It assumes that every row has the maximum length,
+that experts and data-parallel ranks have equal shares, and that nothing overlaps.
 """
 
 from collections.abc import Mapping, Sequence
 
-from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.checks import longest_row
 from megappo.estimate.gpus import GPU
 from megappo.estimate.memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, Place
-from megappo.estimate.shapes import Shape
-from megappo.placement.layout import Layout
-from megappo.placement.uses import Use
+from megappo.estimate.placed_model import PlacedModel
+from megappo.placement.uses import DeviceUse
 
 MATMUL_SHARE = 0.45
-"""Of a GPU's peak that layers reach. Source: Korthikanti et al. 2022, table 5: 42 to 56 % on A100."""
+"""Share of a GPU's peak that layers reach. Source: Korthikanti et al. 2022, table 5: 42 to 56 % on A100."""
 MEMORY_SHARE, LINK_SHARE = 0.6, 0.6
-"""Of the bandwidths, assumed: what decoding and collectives reach."""
+"""Assumed shares of the bandwidths that decoding and collectives reach."""
 LAUNCH_SECONDS = 15e-6
-"""Of a layer in a decoding step, besides its reads, assumed."""
+"""Assumed seconds of a layer in a decoding step, besides its reads."""
 SYNC_SHARE = 0.3
-"""Of the link between GPUs, assumed: gathering, packing and handing over take turns."""
+"""Assumed share of the link between GPUs: gathering, packing and sending take turns."""
 BUCKET_SECONDS = 0.015
-"""Of a bucket's messages between ranks and to its engine: measured on an H100, 1.1 GiB over CUDA IPC in three buckets
-took 45 ms."""
+"""Seconds of a bucket's messages between ranks and to its engine: measured on an H100, where 1.1 GiB over CUDA IPC in
+three buckets took 45 ms."""
 READING = 1.5e9
-"""Bytes per second that a rank reads, sums or loads at most: on an H100 and an H200 one loaded 7.8 GiB in 5 to 6 s."""
+"""Bytes per second that a rank reads, sums or loads at most: one H100 or H200 loaded 7.8 GiB in 5 to 6 s."""
 BETWEEN_STEPS = (SAVE, "export")
 
 
 def resume_seconds(memory: MemoryEstimate, storage: float) -> float:
-    """Of comparing a checkpoint with its sums and loading it, each of which reads all of it once over all ranks.
+    """Return the seconds to verify and to load a checkpoint, each of which reads all of it once over all ranks.
 
     Args:
-        storage: bytes per second that it gives all nodes together.
+        storage: bytes per second that the storage gives all nodes together.
     """
     return 2 * memory.checkpoint_bytes / min(storage, memory.plan.world_size * READING)
 
 
 class TimeEstimate:
-    """Of a run whose memory is estimated, on a type of GPU.
+    """The seconds of a run on a type of GPU.
 
     Attributes:
         seconds: phase -> seconds of a step, in the step's order.
-        mfu: of phases that compute: the models' own work over what their ranks could do meanwhile.
+        mfu: phase that computes -> the models' own work over what their ranks could do meanwhile.
     """
 
     def __init__(self, memory: MemoryEstimate, gpu: GPU):
         self.memory, self.gpu, self.config = memory, gpu, memory.config
         self._rows, self._row = self.config.data.train_batch_size * self.config.rollout.n, longest_row(self.config)
         self._nbytes = DTYPES[self.config.model.dtype].nbytes
-        self._peak = gpu.flops if self._nbytes == 2 else gpu.fp32_flops
+        self._reached = (gpu.flops if self._nbytes == 2 else gpu.fp32_flops) * MATMUL_SHARE
         self._policy = memory.cluster.shapes.at(self.config.model.path)
         self.seconds, self.mfu = {ROLLOUT: self._rollout()}, dict[str, float]()
         for phase in memory.phases:
             if uses := memory.passes(phase):
-                self._compute(phase, uses)
+                self._add_passes(phase, uses)
         self.seconds[SYNC] = memory.engine.weights / (gpu.link * SYNC_SHARE) + memory.num_buckets * BUCKET_SECONDS
-        # To the host and back, once a phase that needs it, over the rank's own bus; a save's are left out.
+        # Offloaded tensors move over the rank's own bus, once a phase that needs them; those of a save do not count.
         if moved := max(map(self._moved, memory.places)):
             self.seconds["offload"] = moved / (gpu.host * LINK_SHARE)
 
     @property
     def step(self) -> float:
-        """Seconds of a step: of phases of components on ranks of their own, too, though they run side by side."""
+        """Seconds of a step. Phases of models on separate ranks add up, too, though they run at once."""
         return sum(self.seconds.values())
 
-    def _compute(self, phase: str, uses: Mapping[str, Use]) -> None:
-        """A phase's forward passes, of a component and of the reference that it compares itself with; in an update the
-        backward passes, too, what these compute anew (the layers, the head's logits), and the exchanges of the
-        optimizer steps."""
-        name = next(iter(uses))
-        spec, ranks = self.memory.specs[name], len(self.memory.layouts[name].ranks)
-        section = spec.training.section if spec.training and "gradients" in uses[name] else None
-        seconds, work = sum(map(self._pass, uses)), sum(map(self._work, uses))
-        if section is not None:
-            backward = self._shape(name).flops.training - 1
-            seconds += (backward + (section.recompute == "full")) * self._pass(name) + self._head(name)
-            seconds = section.ppo_epochs * seconds + self._optimizer_steps(name)
-            work = section.ppo_epochs * (work + backward * self._work(name))
-        self.seconds[phase], self.mfu[phase] = seconds, work / (seconds * ranks * self._peak)
+    def _add_passes(self, phase: str, uses: Mapping[str, DeviceUse]) -> None:
+        """Add a phase's forward passes: a model's, and those of the reference that its head compares itself with.
 
-    def _work(self, name: str) -> float:
-        """The model's own, of a forward pass over all rows of a step."""
+        An update adds the backward passes, the recomputation of layers and logits, and the exchanges of the optimizer
+        steps.
+        """
+        models = [self.memory.models[name] for name in uses]
+        model, use = models[0], next(iter(uses.values()))
+        seconds, work = sum(map(self._pass, models)), sum(map(self._work, models))
+        if model.section is not None and "gradients" in use:
+            backward, epochs = model.shape.flops.training - 1, model.section.ppo_epochs
+            seconds += (backward + (model.section.recompute == "full")) * self._pass(model) + self._head(model)
+            seconds = epochs * seconds + self._optimizer_steps(model)
+            work = epochs * (work + backward * self._work(model))
+        self.seconds[phase] = seconds
+        self.mfu[phase] = work / (seconds * len(model.layout.ranks) * self._reached / MATMUL_SHARE)
+
+    def _work(self, model: PlacedModel) -> float:
+        """Return the operations of a forward pass over all rows of a step."""
         row = (self._row, self.config.rollout.max_response_length)
-        return self._rows * self._shape(name).flops.forward([row])
+        return self._rows * model.shape.flops.forward([row])
 
-    def _shape(self, name: str) -> Shape:
-        return self.memory.cluster.shapes.of(self.memory.specs[name])
-
-    def _pass(self, name: str) -> float:
-        """Forward, over all rows of a step: the layers and the head; what tensor-parallel ranks and experts exchange
-        meanwhile; and the slots in which pipeline stages wait.
+    def _pass(self, model: PlacedModel) -> float:
+        """Return the seconds of a forward pass over all rows of a step, including the exchanges of tensor-parallel
+        ranks and experts, and the slots in which pipeline stages wait.
 
         Source: Narayanan et al. 2021, section 2.2: (p - 1) of (m v + p - 1) slots are empty.
         """
-        layout, shape = self.memory.layouts[name], self._shape(name)
-        compute = self._work(name) / (len(layout.ranks) * self._peak * MATMUL_SHARE)
-        split, hidden = self.memory.splits[name], shape.architecture.hidden_size
+        layout, split = model.layout, model.split
+        compute = self._work(model) / (len(layout.ranks) * self._reached)
+        hidden = model.shape.architecture.hidden_size
         filling = layout.filling(split.shard_trajectories[1] * self._row, hidden, "cuda")
         slots = max(split.micro_batches[1], filling) * layout.virtual_pipeline
-        exchanges = self._exchanges(layout, shape.architecture)
-        return (compute + exchanges) * (slots + layout.pipeline - 1) / slots
+        return (compute + self._exchanges(model)) * (slots + layout.pipeline - 1) / slots
 
-    def _head(self, name: str) -> float:
-        """The logits of all responses of a step, computed once, on the last stage's ranks."""
-        layout, outputs = self.memory.layouts[name], self._rows * self.config.rollout.max_response_length
-        ranks = len(layout.ranks) / layout.pipeline
-        return outputs * self._shape(name).flops.per_output / (ranks * self._peak * MATMUL_SHARE)
+    def _head(self, model: PlacedModel) -> float:
+        """Return the seconds to compute the logits of all responses of a step once, on the last stage's ranks."""
+        outputs = self._rows * self.config.rollout.max_response_length
+        ranks = len(model.layout.ranks) / model.layout.pipeline
+        return outputs * model.shape.flops.per_output / (ranks * self._reached)
 
-    def _exchanges(self, layout: Layout, architecture: Architecture) -> float:
-        """A layer gathers and scatters its input over tensor-parallel ranks twice, or sums it up, which is as much; and
-        sends a token to each of its experts and back.
+    def _exchanges(self, model: PlacedModel) -> float:
+        """Return the seconds of exchanges within a forward pass: a layer gathers and scatters its input over
+        tensor-parallel ranks twice, or sums it, which is as much; and sends a token to each of its experts and back.
 
         Source: Korthikanti et al. 2022, section 4.2.2.
         """
+        layout, architecture = model.layout, model.shape.architecture
         tokens, run = self._rows * self._row / (layout.data * layout.context), layout.expert * layout.expert_tensor
-        of_tensor = 4 * tokens * (layout.tensor - 1) / layout.tensor / self.gpu.link
+        over_tensor = 4 * tokens * (layout.tensor - 1) / layout.tensor / self.gpu.link
         top_k = architecture.experts.top_k if architecture.experts and run > 1 else 0
-        of_experts = 2 * tokens * top_k / layout.tensor / self._bandwidth(layout.ranks[:run])
+        over_experts = 2 * tokens * top_k / layout.tensor / self._bandwidth(layout.ranks[:run])
         layers = architecture.num_layers / layout.pipeline
-        return layers * architecture.hidden_size * self._nbytes * (of_tensor + of_experts) / LINK_SHARE
+        return layers * architecture.hidden_size * self._nbytes * (over_tensor + over_experts) / LINK_SHARE
 
-    def _optimizer_steps(self, name: str) -> float:
-        """What data-parallel ranks exchange in each: fp32 gradients, and weights."""
-        layout = self.memory.layouts[name]
-        data = layout.data * layout.context
-        largest = max(map(sum, self._shape(name).stages(self.memory.specs[name].parallel.value, trained=True)))
+    def _optimizer_steps(self, model: PlacedModel) -> float:
+        """Return the seconds in which data-parallel ranks exchange fp32 gradients, and weights."""
+        data = model.layout.data * model.layout.context
+        largest = max(map(sum, model.shape.stages(model.parallel, trained=True)))
         exchanged = (4 + self._nbytes) * largest * (data - 1) / data
-        return self.memory.splits[name].optimizer_steps * exchanged / (self._bandwidth(layout.ranks) * LINK_SHARE)
+        return model.split.optimizer_steps * exchanged / (self._bandwidth(model.layout.ranks) * LINK_SHARE)
 
     def _bandwidth(self, ranks: Sequence[int]) -> float:
-        of_node = self.memory.cluster.gpus_per_node
-        return self.gpu.link if ranks[-1] // of_node == ranks[0] // of_node else self.gpu.network
+        per_node = self.memory.cluster.gpus_per_node
+        return self.gpu.link if ranks[-1] // per_node == ranks[0] // per_node else self.gpu.network
 
     def _rollout(self) -> float:
-        """Decoding, in turns of as many sequences as an engine holds at a time, each reading weights and cache; and the
-        prompts' pass."""
-        policy, engine, prompt = self._policy, self.memory.engine, self.config.data.max_prompt_length
-        response = self.config.rollout.max_response_length
-        reached = self._peak * MATMUL_SHARE * self.config.rollout.tensor_parallel
-        sequences, context = self._rows / self.memory.layouts["rollout"].data, prompt + response / 2
+        """Return the seconds of the prompts' pass and of decoding: in turns of as many sequences as an engine holds at
+        once, each of which reads weights and cache."""
+        engine, flops, rollout = self.memory.engine, self._policy.flops, self.config.rollout
+        prompt, response = self.config.data.max_prompt_length, rollout.max_response_length
+        reached = self._reached * rollout.tensor_parallel
+        sequences, context = self._rows / self.memory.plan.layouts["rollout"].data, prompt + response / 2
         room = max(engine.cache_tokens / context, 1.0)
-        at_once = min(sequences, self.config.rollout.max_running_requests, room)
+        at_once = min(sequences, rollout.max_running_requests, room)
         read = engine.weights * self._touched(at_once) + at_once * context * engine.cache_per_token
-        work = at_once * policy.flops.forward([(1, 1)])
+        work = at_once * flops.forward([(1, 1)])
         step = max(read / (self.gpu.memory_bandwidth * MEMORY_SHARE), work / reached)
-        step += policy.architecture.num_layers * LAUNCH_SECONDS
-        prompts = sequences * policy.flops.forward([(prompt, 1)]) / reached
-        return sequences / at_once * response * step + prompts
+        step += self._policy.architecture.num_layers * LAUNCH_SECONDS
+        return sequences / at_once * response * step + sequences * flops.forward([(prompt, 1)]) / reached
 
     def _touched(self, tokens: float) -> float:
-        """Share of the parameters that a step of so many tokens reads: not every expert is chosen."""
+        """Return the share of the parameters that a step of so many tokens reads: it does not choose every expert."""
         experts = self._policy.architecture.experts
         return 1 - self._policy.expert_share * (1 - experts.top_k / experts.count) ** tokens if experts else 1.0
 
     def _moved(self, place: Place) -> float:
-        """Bytes that a rank moves in a step."""
+        """Return the bytes that a rank moves in a step between its GPU and the host."""
         moved = 0.0
+        steps = [use for phase, use in self.memory.uses.items() if phase not in BETWEEN_STEPS]
         for name, stage in place.stages:
-            uses = [use[name] for phase, use in self.memory.uses.items() if name in use and phase not in BETWEEN_STEPS]
-            for kind, size in self.memory.copied(name, stage).items():
+            uses = [use[name] for use in steps if name in use]
+            for kind, size in self.memory.models[name].copied(stage).items():
                 moved += size * sum(1 + use[kind] for use in uses if kind in use)
         return moved

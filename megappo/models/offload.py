@@ -16,7 +16,7 @@ import torch
 from megappo.config.kinds import TensorKind
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.models.train_engine import TrainedEngine
-from megappo.placement.uses import Use
+from megappo.placement.uses import DeviceUse
 from megappo.runtime import platform
 
 NAN_BYTE = 255  # NaN in every floating dtype
@@ -45,7 +45,7 @@ class Offload:
         """Bytes of the copies on the host, which are kept for the next time."""
         return sum(len(part) for kind in self._memories.values() for memory in kind for part in memory.copy)
 
-    def rest(self, use: Use) -> None:
+    def rest(self, use: DeviceUse) -> None:
         """Put the kinds to sleep that are not needed."""
         unneeded = [kind for kind in self._kinds if kind not in use and kind not in self.asleep]
         found = _storages(self._engine) if unneeded else {}
@@ -61,7 +61,7 @@ class Offload:
             self._saved.add(kind)
             self.asleep.add(kind)
 
-    def wake(self, use: Use) -> None:
+    def wake(self, use: DeviceUse) -> None:
         """Bring back the kinds that are needed."""
         for kind in self.asleep & use.keys():
             self.asleep.remove(kind)

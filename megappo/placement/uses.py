@@ -1,4 +1,4 @@
-"""What each phase of a step needs of every component on the device: the rest may sleep meanwhile. Without torch."""
+"""List the tensors that each phase of a step needs on the device; all others may be offloaded. Without torch."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from megappo.config.kinds import TensorKind
 from megappo.placement.components import ComponentSpec
 
-Use = Mapping[TensorKind, bool]
-"""The kinds of tensors that something needs of a model on the device -> whether it changes them."""
-READ_WEIGHTS: Use = {"weights": False}
-LOAD: Use = {"weights": True, "optimizer": True}
-"""To load a checkpoint."""
-SAVE: Use = {"weights": False, "optimizer": False}
-TRAIN: Use = {"weights": True, "gradients": True, "optimizer": True}
-NOTHING: Use = {}
+DeviceUse = Mapping[TensorKind, bool]
+"""Kinds of tensors of a model that must be on the device -> whether they change there."""
+READ_WEIGHTS: DeviceUse = {"weights": False}
+LOAD: DeviceUse = {"weights": True, "optimizer": True}
+"""The use of a model into which a checkpoint is loaded."""
+SAVE: DeviceUse = {"weights": False, "optimizer": False}
+TRAIN: DeviceUse = {"weights": True, "gradients": True, "optimizer": True}
+NOTHING: DeviceUse = {}
 OPTIONAL_PHASES = ("values", "ref_log_probs", "update_critic")
 """Phases that runs without a critic, or without a reference policy, do not have."""
 
 
-def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, Use]]:
-    """Phase -> component -> what it needs; phases that need nothing of any component are left out."""
-    uses: dict[str, dict[str, Use]] = defaultdict(dict)
+def uses_of(specs: Mapping[str, ComponentSpec]) -> dict[str, dict[str, DeviceUse]]:
+    """Return phase -> component -> its use; phases that use no component are left out."""
+    uses: dict[str, dict[str, DeviceUse]] = defaultdict(dict)
     for name, spec in specs.items():
         if spec.forward is not None:
             uses[spec.forward.phase][name] = READ_WEIGHTS

@@ -102,7 +102,7 @@ def test_activations_are_those_that_an_h100_measured(
     architecture = read_architecture(tmp_path)
     kept = dict(tokens=tokens, in_flight=1, recompute="none")
     size = activation_bytes(architecture, Parallel(), 2, list(range(28)), **kept)
-    size += head_bytes(architecture, Parallel(), 2, (tokens, predicting), training=True, hands_grad_on=False)
+    size += head_bytes(architecture, Parallel(), 2, (tokens, predicting), training=True, makes_grad=False)
     assert size / GIB == pytest.approx(measured_gib, rel=0.05)
 
 
@@ -148,9 +148,9 @@ STARTS = {
 def test_a_start_holds_one_model_whole_and_of_those_before_what_stays(overrides: list[str], held: set[str]) -> None:
     memory = estimate_of(load_config(BOTH_7B, overrides), 8)
     place = memory.fullest
-    states = {f"{n} {kind}": size for n, stage in place.stages for kind, size in memory.states(n, stage).items()}
+    states = {f"{n} {kind}": size for n, stage in place.stages for kind, size in memory.models[n].states(stage).items()}
     started = memory.ledgers[place][START]
-    found = {entry: size for entry, size in started.items() if entry.split()[0] in memory.specs}
+    found = {entry: size for entry, size in started.items() if entry.split()[0] in memory.models}
     assert found == {entry: states[entry] for entry in held}
     assert started.keys() - held == {"CUDA contexts", "NCCL communicators"}, "the engine sleeps"
 
@@ -160,7 +160,7 @@ def test_a_start_of_everything_at_once_would_not_fit() -> None:
     memory = estimate_of(load_config(BOTH_7B), 8)
     place = memory.fullest
     engine = memory.engine.weights + memory.engine.cache + memory.engine.graphs + memory.engine.working
-    at_once = engine + sum(sum(memory.states(*one).values()) for one in place.stages)
+    at_once = engine + sum(sum(memory.models[name].states(stage).values()) for name, stage in place.stages)
     assert sum(memory.ledgers[place][START].values()) < 45 * GIB < 100 * GIB < at_once
 
 

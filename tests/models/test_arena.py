@@ -41,7 +41,8 @@ def test_published_models_take_the_planned_bytes(recipe: str, tmp_path: Path) ->
     with contextlib.chdir(published_folders(tmp_path)):
         config = load_config(REPOSITORY / "configs" / f"{recipe}.yaml", ["actor.offload=[weights,gradients,optimizer]"])
         memory = MemoryEstimate(plan_run(config, RECIPES[recipe]), Cluster(79.1 * GIB))
-        planned = [int(x) for place in memory.places for one in place.stages for x in memory.copied(*one).values()]
+        models = [memory.models[name].copied(stage) for place in memory.places for name, stage in place.stages]
+        planned = [int(size) for copied in models for size in copied.values()]
     taken = [sum(map(rounded_up, block_sizes(size))) for size in planned]
     assert all(size <= found <= 1.05 * size for size, found in zip(planned, taken, strict=True))
     assert max(rounded_up(size) / size for size in planned) > 1.3, "in one block they would take more"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
-from megappo.placement.arithmetic import batch_splits
+from megappo.placement.batch_split import batch_splits
 from megappo.placement.layout import START_TOKENS, Layout
 from megappo.placement.ranks import format_ranks, parse_ranks, placement_layouts, smallest_world
 from megappo.placement.run_plan import plan_run

@@ -76,7 +76,7 @@ def planned_bytes(config: Config, phase: str = START) -> float:
     memory = MemoryEstimate(plan_run(config, dist.get_world_size()), Cluster(2**40))
     (place,) = (place for place, ranks in memory.places.items() if dist.get_rank() in ranks)
     entries = memory.ledgers[place][phase].items()
-    return sum(size for name, size in entries if name.split()[0] in memory.specs)
+    return sum(size for name, size in entries if name.split()[0] in memory.models)
 
 
 def config_of(bench: ModuleType, folder: Path, *parts: dict) -> Config:
