@@ -1,4 +1,4 @@
-"""PPO's losses as the engine takes them: from a micro-batch's outputs to its part of the mini-batch's loss."""
+"""PPO's losses as the train engine calls them: from a micro-batch's outputs to its part of the mini-batch's loss."""
 
 from typing import Any
 
@@ -14,24 +14,25 @@ from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions
 from megappo.ppo.losses import entropy_loss, kl_loss, policy_kl, policy_loss, value_loss
 
 SELECTED = "selected"
-"""Field with 1 on the tokens that the policy loss chose in the whole mini-batch."""
+"""Field with 1 on the tokens that the policy loss selects in the whole mini-batch."""
 LOSS_WEIGHTS = "loss_weights"
-"""Field of what each row's losses are multiplied by, where a reward function tells that."""
+"""Field with the factor of each row's losses, if the reward function returns one."""
 
-Fields = dict[str, torch.Tensor]
-Part = tuple[torch.Tensor, dict[str, OnDevice]]
+LossPart = tuple[torch.Tensor, dict[str, OnDevice]]
+"""A micro-batch's part of the mini-batch's loss and metrics."""
 
 
 def conventions(config: Config) -> Conventions:
-    """The numerical conventions that algorithm.preset names."""
+    """Return the numerical conventions of algorithm.preset."""
     return DEFAULT if config.algorithm.preset is None else PRESETS[config.algorithm.preset]
 
 
 class ActorLoss:
-    """Policy loss - entropy bonus + KL loss, and with a shared backbone + value_coef x value loss: a `LossFn`.
+    """Policy loss - entropy bonus + KL loss; with a shared backbone also + value_coef x value loss. A `LossFn`.
 
     Args:
-        num_tokens, num_sequences: of the whole mini-batch: tokens with mask 1; rows that count (`counts_empty_rows`).
+        num_tokens: tokens with mask 1 of the whole mini-batch.
+        num_sequences: rows of the whole mini-batch that count (`Conventions.counts_empty_rows`).
     """
 
     def __init__(self, config: Config, num_tokens: int, num_sequences: int):
@@ -41,14 +42,13 @@ class ActorLoss:
 
     @property
     def policy_kl(self) -> float:
-        """This shard's part of the mean KL to the policy before the update, for actor.target_kl: the sum over the
-        micro-batches so far."""
+        """Return this shard's part of the mini-batch's mean KL to the old policy, if actor.target_kl is set."""
         return float(sum(self._policy_kl))
 
-    def __call__(self, outputs: Outputs, rows: Rows) -> Part:
+    def __call__(self, outputs: Outputs, rows: Rows) -> LossPart:
         config, actor, log_probs = self.config, self.config.actor, outputs["log_probs"]
-        mask, fields = _on(log_probs.device, rows)
-        old, shared = fields["old_log_probs"], self._shared | _weights(fields)
+        mask, fields = _to_device(rows, log_probs.device)
+        old, shared = fields["old_log_probs"], _shared_with_weights(self._shared, fields)
         if actor.target_kl is not None:
             self._policy_kl.append(policy_kl(log_probs, old, mask, **self._shared).double())
         loss, found = policy_loss(
@@ -64,54 +64,60 @@ class ActorLoss:
         found = {"pg_loss": loss, **found}
         # Without a bonus the entropy is only a metric: keep it out of the backward pass.
         entropy = outputs["entropy"] if actor.entropy_coeff else outputs["entropy"].detach()
-        parts = [entropy_loss(entropy, mask, actor, **shared)]
+        terms = [entropy_loss(entropy, mask, actor, **shared)]
         if actor.use_kl_loss:
             ref = fields.get("ref_log_probs", log_probs)
             full = outputs["full_kl"] if actor.kl_loss_type == "full" else None
-            parts.append(kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared))
-        for part, of_part in parts:
-            loss, found = loss + part, found | of_part
-        metrics = _named("actor", found)
+            terms.append(kl_loss(log_probs, ref, mask, actor, old_log_probs=old, kl=full, **shared))
+        for term, term_metrics in terms:
+            loss = loss + term
+            found |= term_metrics
+        metrics = _prefixed("actor", found)
         if config.algorithm.shared_backbone:
-            part, of_values = _value_loss(config, outputs, mask, fields, shared)
-            loss, metrics = loss + config.algorithm.value_coef * part, metrics | of_values
+            term, value_metrics = _value_loss(config, outputs, mask, fields, shared)
+            loss = loss + config.algorithm.value_coef * term
+            metrics |= value_metrics
         return loss, metrics
 
 
 def critic_loss(config: Config, num_tokens: int, num_sequences: int) -> LossFn:
-    """The critic's value loss; arguments as in `ActorLoss`."""
+    """Return the critic's value loss; arguments as in `ActorLoss`."""
     shared = _shared(config, num_tokens, num_sequences)
 
-    def loss_fn(outputs: Outputs, rows: Rows) -> Part:
-        mask, fields = _on(outputs["values"].device, rows)
-        return _value_loss(config, outputs, mask, fields, shared | _weights(fields))
+    def loss_fn(outputs: Outputs, rows: Rows) -> LossPart:
+        mask, fields = _to_device(rows, outputs["values"].device)
+        return _value_loss(config, outputs, mask, fields, _shared_with_weights(shared, fields))
 
     return loss_fn
 
 
 def _shared(config: Config, num_tokens: int, num_sequences: int) -> dict[str, Any]:
-    """What every loss of a mini-batch takes."""
+    """Return the arguments that all losses of a mini-batch have in common."""
     normaliser = Normaliser(num_tokens, num_sequences, config.rollout.max_response_length)
     return {"normaliser": normaliser, "conventions": conventions(config)}
 
 
-def _weights(fields: Fields) -> Fields:
-    """What every loss of a micro-batch takes besides."""
-    return {LOSS_WEIGHTS: fields[LOSS_WEIGHTS]} if LOSS_WEIGHTS in fields else {}
+def _shared_with_weights(shared: dict[str, Any], fields: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return shared | {LOSS_WEIGHTS: fields[LOSS_WEIGHTS]} if LOSS_WEIGHTS in fields else shared
 
 
-def _value_loss(config: Config, outputs: Outputs, mask: torch.Tensor, fields: Fields, shared: dict[str, Any]) -> Part:
-    old, returns = fields["values"], fields["returns"]
-    loss, metrics = value_loss(outputs["values"], old, returns, mask, config.critic, **shared)
-    return loss, _named("critic", {"vf_loss": loss, **metrics})
+def _value_loss(
+    config: Config, outputs: Outputs, mask: torch.Tensor, fields: dict[str, torch.Tensor], shared: dict[str, Any]
+) -> LossPart:
+    values, old, returns = outputs["values"], fields["values"], fields["returns"]
+    loss, metrics = value_loss(values, old, returns, mask, config.critic, **shared)
+    return loss, _prefixed("critic", {"vf_loss": loss, **metrics})
 
 
-def _named(component: str, metrics: Metrics) -> dict[str, OnDevice]:
-    """A loss's metrics under a component's name."""
-    parts = {name: part if isinstance(part, tuple) else (part, "sum") for name, part in metrics.items()}
-    return {f"{component}/{name}": OnDevice.of(*part) for name, part in parts.items()}
+def _prefixed(component: str, metrics: Metrics) -> dict[str, OnDevice]:
+    """Return the metrics under the component's name. A metric without a reduction is a sum."""
+    found = {}
+    for name, metric in metrics.items():
+        values, reduction = metric if isinstance(metric, tuple) else (metric, "sum")
+        found[f"{component}/{name}"] = OnDevice.of(values, reduction)
+    return found
 
 
-def _on(device: torch.device, rows: Rows) -> tuple[torch.Tensor, Fields]:
-    """The mask and all fields, on the device."""
+def _to_device(rows: Rows, device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the mask and all fields."""
     return rows.response_mask.to(device), {name: value.to(device) for name, value in rows.fields.items()}
