@@ -14,7 +14,7 @@ from megappo.config.algorithm_section import FilterGroups
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.rollouts.responses import Responses
-from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS, EngineUsage, Sample
+from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS, Sample
 from megappo.runtime.heartbeat import LIFE
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError
@@ -70,7 +70,6 @@ class StepResponses:
         groups: the chosen groups, the same on all ranks; `prompt_index` counts in their order from now on.
     Attributes:
         prompts, samples: of the chosen groups; this rank's samples.
-        usage: of this rank's engine in all rounds.
         num_dropped_tokens: tokens of other responses, on all ranks.
         metrics: of the choice.
         greedy: a greedy response to each prompt, where the estimator needs them.
@@ -79,7 +78,6 @@ class StepResponses:
     def __init__(self, rounds: Sequence[Responses], groups: Sequence[Group]):
         self._rounds = rounds
         self.prompts = [rounds[number].prompts[index] for number, index in groups]
-        self.usage = sum((one.usage for one in rounds), EngineUsage())
         self.num_dropped_tokens = 0
         self.metrics: dict[str, int] = {}
         self.greedy: Responses | None = None
@@ -101,6 +99,11 @@ class StepResponses:
     def failure_metrics(self) -> dict[str, Metric]:
         """As of `Responses`, for all samples of all rounds."""
         return merge_metrics(one.failure_metrics() for one in self._rounds)
+
+    def engine_metrics(self) -> dict[str, Metric]:
+        """As of `Responses`, for all rounds and greedy responses."""
+        greedy = [] if self.greedy is None else [self.greedy]
+        return merge_metrics(one.engine_metrics() for one in [*self._rounds, *greedy])
 
 
 def choose_groups(
@@ -146,8 +149,9 @@ def choose_groups(
             "filter_groups/surplus_groups": num_surplus,
         }
     if filters.enable or over_samples:
+        num_written = sum(one.usage.written_tokens for one in rounds)
         num_kept = sum(one.num_policy_tokens for one in chosen.samples)
-        chosen.num_dropped_tokens = sum(exchange.share(chosen.usage.written_tokens - num_kept))
+        chosen.num_dropped_tokens = sum(exchange.share(num_written - num_kept))
     if over_samples:
         num_drawn = sum(len(one.prompts) for one in rounds)
         chosen.metrics |= {
@@ -166,13 +170,11 @@ def differ(graded: Sequence[Graded], metric: str) -> bool:
 
 def _finished_groups(responses: Responses, metric: str | None, exchange: Exchange) -> tuple[set[int], set[int]]:
     """Return the prompts of finished groups of all ranks, and of those that count. With a metric, wait for scores."""
-    groups: dict[int, list[Graded]] = {one.prompt_index: [] for one in responses.samples}
-    counted = set(groups)
+    finished = counted = {one.prompt_index for one in responses.samples}
     if metric is not None:
-        for sample, graded in zip(responses.samples, responses.graded(), strict=True):
-            groups[sample.prompt_index].append(graded)
-        counted = {index for index, group in groups.items() if differ(group, metric)}
-    finished_by_rank, counted_by_rank = zip(*exchange.share((set(groups), counted)), strict=True)
+        groups = responses.groups()
+        counted = {index for index, group in groups.items() if differ([graded for _, graded in group], metric)}
+    finished_by_rank, counted_by_rank = zip(*exchange.share((finished, counted)), strict=True)
     return set().union(*finished_by_rank), set().union(*counted_by_rank)
 
 

@@ -1,7 +1,8 @@
 """Responses to prompts, scored by the reward function's workers from the moment that each is finished."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import get_args
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
-from megappo.rollouts.episodes import Ending
+from megappo.rollouts.episodes import Ending, Episode
 from megappo.rollouts.sampler import EngineUsage, Sample
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardPool
@@ -84,6 +85,25 @@ class Responses:
             print(f"WARNING (rank {dist.get_rank()}): {num_failed} responses have score 0: {failure}", flush=True)
         return graded
 
+    def groups(self) -> dict[int, list[tuple[Sample, Graded]]]:
+        """Wait for the scores; return the samples with theirs by prompt_index, in the order of their sample_index."""
+        groups: dict[int, list[tuple[Sample, Graded]]] = defaultdict(list)
+        for sample, graded in zip(self.samples, self.graded(), strict=True):
+            groups[sample.prompt_index].append((sample, graded))
+        for group in groups.values():
+            group.sort(key=lambda pair: pair[0].sample_index)
+        return groups
+
+    def engine_metrics(self) -> dict[str, Metric]:
+        """This rank's part of the metrics of all engines; empty if its engine finished nothing."""
+        usage = self.usage
+        if not usage.prompt_tokens:
+            return {}
+        return {
+            "rollout/running_requests": Metric((usage.sequence_seconds, usage.seconds), "mean"),
+            "rollout/cached_prompt_frac": Metric((usage.cached_tokens, usage.prompt_tokens), "mean"),
+        }
+
     def failure_metrics(self) -> dict[str, Metric]:
         """Count samples for which a function failed, or exceeded its time, where neither ends the run."""
         if self._scoring is None or self._rewards.on_error == "raise":
@@ -102,29 +122,37 @@ def _with_return(sample: Sample, graded: Graded) -> Graded:
     return graded._replace(scores=[math.fsum(rewards), *graded.scores], steps=[(), *graded.steps])
 
 
+def named_metrics(
+    records: Sequence[Mapping[str, float]], reduction: str = "mean", dtype: torch.dtype = torch.float32
+) -> dict[str, Metric]:
+    """This rank's part of the metric of each number, over the records that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, number in record.items():
+            values[name].append(number)
+    return {name: Metric.of(torch.tensor(numbers, dtype=dtype), reduction) for name, numbers in values.items()}
+
+
 def extra_metrics(graded: Sequence[Graded]) -> dict[str, Metric]:
-    """This rank's part of the means of what reward functions return beside scores, by name."""
-    metrics = {}
-    for name in sorted({name for one in graded for name in one.parts}):
-        values = [one.parts[name] for one in graded if name in one.parts]
-        metrics[f"part/{name}"] = Metric.of(torch.tensor(values), "mean")
-    step_sums = [sum(score for _, score in chain(*one.steps)) for one in graded if any(one.steps)]
-    if step_sums:
-        metrics["step_scores"] = Metric.of(torch.tensor(step_sums), "mean")
-    return metrics
+    """This rank's part of the means of what reward functions return beside scores."""
+    records = [parts_of(one) for one in graded]
+    for record, one in zip(records, graded, strict=True):
+        if any(one.steps):
+            record["step_scores"] = sum(score for _, score in chain(*one.steps))
+    return named_metrics(records)
+
+
+def parts_of(found: Graded | Episode) -> dict[str, float]:
+    """Return the further numbers of a reward function, or of an environment, by the names of their metrics."""
+    return {f"part/{name}": number for name, number in found.parts.items()}
 
 
 def episode_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
     """This rank's part of the metrics of episodes; empty without any."""
-    episodes = [one.episode for one in samples if one.episode is not None]
-    if not episodes:
-        return {}
-    values: dict[str, list[float]] = {
-        "turns": [one.num_turns for one in episodes],
-        "segments": [len(one.segments) for one in episodes],
-    }
-    for ending in get_args(Ending):
-        values[f"{ending}_frac"] = [one.ending == ending for one in episodes]
-    for name in sorted({name for one in episodes for name in one.parts}):
-        values[f"part/{name}"] = [one.parts[name] for one in episodes if name in one.parts]
-    return {f"episode/{name}": Metric.of(torch.tensor(found).float(), "mean") for name, found in values.items()}
+    records = []
+    for episode in [one.episode for one in samples if one.episode is not None]:
+        record = {"turns": episode.num_turns, "segments": len(episode.segments)} | parts_of(episode)
+        for ending in get_args(Ending):
+            record[f"{ending}_frac"] = episode.ending == ending
+        records.append(record)
+    return {f"episode/{name}": metric for name, metric in named_metrics(records).items()}

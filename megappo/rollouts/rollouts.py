@@ -11,14 +11,14 @@ from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
-from megappo.engines.client import EngineClient, EngineFault, SamplingParams
+from megappo.engines.client import EngineClient, SamplingParams
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.group_selection import GroupQuota
 from megappo.rollouts.responses import Responses
-from megappo.rollouts.sampler import IndexedPrompts, RolloutSession, Sample, store_counter
+from megappo.rollouts.sampler import RolloutSession, Sample, store_counter
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
 from megappo.userland.environment_workers import Workers
@@ -90,19 +90,25 @@ class Rollouts:
             EngineError: an engine refused a request, or failed too often.
         """
         responses = self.new_responses(prompts, task)
-        runner = self._episode_runner(prompts, params, task)
-        count_finished = self.new_counter()
-        progress = self.observer.progress(label, len(prompts)) if self.client is not None else lambda done: None
-
-        def on_group(group: Sequence[Sample]) -> None:
-            positions = responses.add(group)
-            if quota is not None:
-                quota.add(partial(responses.known, positions))
-            progress(count_finished(1) + 1)
-
+        early_stop = None if quota is None else quota.is_met
+        session = partial(
+            RolloutSession,
+            n=n,
+            params=params,
+            client=self.client,
+            num_engines=self.num_engines,
+            max_running_requests=self.config.rollout.max_running_requests,
+            usage=responses.usage,
+            on_group=self._group_handler(responses, quota, label),
+            runner=self._episode_runner(prompts, params, task),
+        )
         remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
         while remaining:
-            fault = self._run_session(remaining, n, params, responses, on_group, quota, runner)
+            fault, take = None, self.new_counter()
+            if self.client is not None:
+                fault = session(remaining, take=take).run(self._is_interrupted, early_stop)
+                if quota is not None:
+                    quota.wait_counted(self._is_interrupted)
             raise_if_interrupted(self.exchange)
             if not self.restarts.restart_after_rollout(fault):
                 break
@@ -114,6 +120,20 @@ class Rollouts:
         self._warn_of_lost_episodes(responses.samples)
         return responses
 
+    def _group_handler(
+        self, responses: Responses, quota: GroupQuota | None, label: str
+    ) -> Callable[[Sequence[Sample]], None]:
+        count_finished = self.new_counter()
+        progress = self.observer.progress(label, len(responses.prompts)) if self.client is not None else None
+
+        def on_group(group: Sequence[Sample]) -> None:
+            positions = responses.add(group)
+            if quota is not None:
+                quota.add(partial(responses.known, positions))
+            progress(count_finished(1) + 1)
+
+        return on_group
+
     def new_responses(self, prompts: Sequence[Prompt], task: str = TRAINING) -> Responses:
         """Return an empty collection of responses, scored by the task's reward function."""
         return Responses(prompts, self._workers(task).rewards, self.tokenizer)
@@ -122,37 +142,6 @@ class Rollouts:
         """Return a `store_counter` that is the same on all ranks, if all ranks call this together."""
         self._num_counters += 1
         return store_counter(self._store, f"rollouts/{self._num_counters}")
-
-    def _run_session(
-        self,
-        prompts: IndexedPrompts,
-        n: int,
-        params: SamplingParams,
-        responses: Responses,
-        on_group: Callable[[Sequence[Sample]], None],
-        quota: GroupQuota | None,
-        runner: EpisodeRunner | None,
-    ) -> EngineFault | None:
-        """Let this rank's engine, if it has one, sample what it gets to; return its fault if it failed."""
-        take = self.new_counter()
-        if self.client is None:
-            return None
-        session = RolloutSession(
-            prompts,
-            n,
-            params,
-            self.client,
-            take,
-            num_engines=self.num_engines,
-            max_running_requests=self.config.rollout.max_running_requests,
-            on_group=on_group,
-            runner=runner,
-        )
-        fault = session.run(self._is_interrupted, None if quota is None else quota.is_met)
-        responses.usage += session.usage
-        if quota is not None:
-            quota.wait_counted(self._is_interrupted)
-        return fault
 
     def _episode_runner(self, prompts: Sequence[Prompt], params: SamplingParams, task: str) -> EpisodeRunner | None:
         environments = self._workers(task).environments

@@ -12,11 +12,11 @@ from megappo.config.algorithm_checks import num_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.engines.client import EngineError
-from megappo.observe.metrics import Metric, reduce_ranks
+from megappo.observe.metrics import reduce_ranks
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import episode_metrics, extra_metrics
 from megappo.rollouts.sample_rows import check_tokens, masked_samples, sample_rows, with_scores
-from megappo.rollouts.sampler import EngineUsage, Sample
+from megappo.rollouts.sampler import Sample
 from megappo.rollouts.step_scores import extra_fields, extra_kinds
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError
@@ -47,13 +47,10 @@ class RowBuilder:
         check_tokens(samples, self._vocab_size)
         graded = responses.graded()
         rows = self._unscored_rows(samples, responses)
-        num_tokens = sum(one.num_policy_tokens for one in samples)
-        usage = responses.usage
-        if responses.greedy is not None:
-            num_tokens += sum(one.num_policy_tokens for one in responses.greedy.samples)
-            usage += responses.greedy.usage
+        greedy = [] if responses.greedy is None else responses.greedy.samples
+        num_tokens = sum(one.num_policy_tokens for one in [*samples, *greedy])
         rewards = responses.failure_metrics() | extra_metrics(graded)
-        metrics = _engine_metrics(usage) | episode_metrics(samples)
+        metrics = responses.engine_metrics() | episode_metrics(samples)
         metrics |= {f"reward/{name}": metric for name, metric in rewards.items()}
         mine = (entries_of(rows), nums_scores_of(graded), extra_kinds(graded), len(samples), num_tokens, metrics)
         shared = zip(*self._exchange.share(mine), strict=True)
@@ -105,13 +102,3 @@ class RowBuilder:
 def nums_scores_of(graded: Sequence[Graded]) -> set[int]:
     """Return the numbers of scores that samples have, except those for which a function failed."""
     return {len(one.scores) for one in graded if not one.failed}
-
-
-def _engine_metrics(usage: EngineUsage) -> dict[str, Metric]:
-    """This rank's part of the metrics of all engines."""
-    if not usage.prompt_tokens:
-        return {}
-    return {
-        "rollout/running_requests": Metric((usage.sequence_seconds, usage.seconds), "mean"),
-        "rollout/cached_prompt_frac": Metric((usage.cached_tokens, usage.prompt_tokens), "mean"),
-    }

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass
 class EngineUsage:
-    """How busy an engine was.
+    """Work of an engine in one or more sessions.
 
     Attributes:
         seconds: since the first request. sequence_seconds: the seconds of all sequences, added up.
@@ -62,10 +62,6 @@ class EngineUsage:
     cached_tokens: int = 0
     written_tokens: int = 0
 
-    def __add__(self, other: "EngineUsage") -> "EngineUsage":
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return EngineUsage(*(mine + theirs for mine, theirs in pairs))
-
 
 def store_counter(store: dist.Store, key: str) -> Callable[[int], int]:
     """Return a counter that all ranks share: it adds `count` and returns the total before. `key` must be new."""
@@ -76,15 +72,14 @@ class RolloutSession:
     """This process's engine samples n responses to the prompts that it gets to.
 
     Every process that owns an engine opens a session at the same time, with the same prompts and a shared counter.
-    Together they return each response once, in no particular order.
+    Together they sample each response once, in no particular order.
 
     Args:
         take: a `store_counter` of the prompts that have been taken, shared by all engines.
         num_engines: engines of all processes. max_running_requests: sequences that each engine decodes at once.
+        usage: this session's work is added to it.
         on_group: receives all samples of a prompt as soon as the last of them is finished.
         runner: plays episodes instead of sampling single responses. It may raise errors of the environment.
-    Attributes:
-        samples: so far; all n of each prompt that is among them.
     """
 
     def __init__(
@@ -97,14 +92,13 @@ class RolloutSession:
         *,
         num_engines: int,
         max_running_requests: int,
-        on_group: Callable[[Sequence[Sample]], object] = lambda group: None,
+        usage: EngineUsage,
+        on_group: Callable[[Sequence[Sample]], object],
         runner: EpisodeRunner | None = None,
     ):
-        self.samples: list[Sample] = []
-        self.usage = EngineUsage()
         self._prompts, self._n, self._params = prompts, n, params
         self._client, self._take = client, take
-        self._on_group, self._runner = on_group, runner
+        self._usage, self._on_group, self._runner = usage, on_group, runner
         share = n * (len(prompts) // num_engines)
         limit = max_running_requests * (1 if runner is None else EPISODES_PER_SLOT)
         self._num_free = max(n, min(limit, share))  # further responses that may begin
@@ -187,7 +181,7 @@ class RolloutSession:
                     number = position // n
                     groups[number][position % n] = response
                     if len(groups[number]) == n:
-                        self._add_group(_group(taken[number][0], groups[number]))
+                        self._on_group(_group(taken[number][0], groups[number]))
                 self._add_running(-1)
                 self._free_one()
 
@@ -200,7 +194,7 @@ class RolloutSession:
     async def _play_group(self, http: Any, index: int) -> None:
         async with asyncio.TaskGroup() as episodes:
             tasks = [episodes.create_task(self._play_one(http, index)) for _ in range(self._n)]
-        self._add_group([_sample_of(index, order, task.result()) for order, task in enumerate(tasks)])
+        self._on_group([_sample_of(index, order, task.result()) for order, task in enumerate(tasks)])
 
     async def _play_one(self, http: Any, index: int) -> Episode:
         try:
@@ -225,16 +219,12 @@ class RolloutSession:
 
     def _is_complete(self, response: Generation, prompt: list[int]) -> bool:
         """Count a response's tokens; return whether it has ended by itself, not by an abort."""
-        self.usage.written_tokens += len(response.tokens)
+        self._usage.written_tokens += len(response.tokens)
         if response.finish_reason == "abort":
             return False
-        self.usage.prompt_tokens += len(prompt)
-        self.usage.cached_tokens += response.num_cached
+        self._usage.prompt_tokens += len(prompt)
+        self._usage.cached_tokens += response.num_cached
         return True
-
-    def _add_group(self, group: list[Sample]) -> None:
-        self.samples += group
-        self._on_group(group)
 
     def _free_one(self) -> None:
         self._num_free += 1
@@ -243,8 +233,8 @@ class RolloutSession:
     def _add_running(self, count: int) -> None:
         """Change the number of sequences that the engine decodes, and account for the time since the last change."""
         now = time.perf_counter()
-        self.usage.seconds += now - self._since
-        self.usage.sequence_seconds += self._num_running * (now - self._since)
+        self._usage.seconds += now - self._since
+        self._usage.sequence_seconds += self._num_running * (now - self._since)
         self._num_running, self._since = self._num_running + count, now
 
 

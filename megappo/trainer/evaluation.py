@@ -7,41 +7,27 @@ import math
 import operator
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
 from megappo.config.eval_sets import EvalSet, eval_sets
-from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
-from megappo.rollouts.responses import Responses, episode_metrics
+from megappo.rollouts.responses import Responses, episode_metrics, named_metrics, parts_of
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sampler import Sample
 from megappo.trainer.statistics import value_parts
+from megappo.userland.forms import Graded
 
+HAS_ANSWERS = "has_answers"
+"""Positive if any response has an answer; without, there is no majority."""
 
-@dataclass
-class AnsweredPrompt:
-    """A held-out prompt with all of its responses.
-
-    Attributes:
-        scores, answers, parts: of each response; see `Graded`.
-    """
-
-    prompt: Prompt
-    samples: list[Sample] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)
-    answers: list[str | None] = field(default_factory=list)
-    parts: list[Mapping[str, float]] = field(default_factory=list)
-
-    @property
-    def has_answers(self) -> bool:
-        return any(answer is not None for answer in self.answers)
+Group = list[tuple[Sample, Graded]]
+"""All responses to a prompt, in the order of their sample_index."""
 
 
 def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullObserver, step: int) -> dict[str, Any]:
@@ -50,94 +36,75 @@ def evaluate(rollouts: Rollouts, datasets: Datasets, observer: Observer | NullOb
     Ranks exchange only numbers and the responses to log.
     """
     metrics = {}
-    for name, one in eval_sets(rollouts.config).items():
+    for name, settings in eval_sets(rollouts.config).items():
         prompts = datasets.held_out(name, rollouts.exchange)
-        params = rollouts.params(one.max_response_length, one.temperature, one.top_p, one.top_k)
-        responses = rollouts.sample(prompts, one.n, params, f"evaluate {name}", task=name)
-        answered = _by_prompt(responses)
-        parts = _metric_parts(list(answered.values()), one, has_spread=len(prompts) > 1)
-        parts |= responses.failure_metrics() | episode_metrics(responses.samples)
-        has_answers = any(found.has_answers for found in answered.values())
-        mine = (parts, _shown(rollouts, answered, name, one), has_answers)
-        parts_by_rank, shown_by_rank, has_answers_by_rank = zip(*rollouts.exchange.share(mine), strict=True)
-        for metric, value in reduce_ranks(parts_by_rank).items():
-            if any(has_answers_by_rank) or not metric.startswith("maj@"):
+        params = rollouts.params(settings.max_response_length, settings.temperature, settings.top_p, settings.top_k)
+        responses = rollouts.sample(prompts, settings.n, params, f"evaluate {name}", task=name)
+        parts = _metric_parts(responses, settings, has_spread=len(prompts) > 1)
+        mine = (parts, _shown(rollouts, responses, name, settings))
+        parts_by_rank, shown_by_rank = zip(*rollouts.exchange.share(mine), strict=True)
+        found = reduce_ranks(parts_by_rank)
+        has_answers = found.pop(HAS_ANSWERS)
+        for metric, value in found.items():
+            if has_answers > 0 or not metric.startswith("maj@"):
                 metrics[f"val/{name}/{metric}"] = value
         shown = {index: sample for of_rank in shown_by_rank for index, sample in of_rank.items()}
         observer.samples(step, [shown[index] for index in sorted(shown)])
     return metrics
 
 
-def _by_prompt(responses: Responses) -> dict[int, AnsweredPrompt]:
-    """Return this rank's responses by prompt_index, in the order of their sample_index."""
-    answered: dict[int, AnsweredPrompt] = {}
-    pairs = zip(responses.samples, responses.graded(), strict=True)
-    for sample, graded in sorted(pairs, key=lambda pair: pair[0].sample_index):
-        index = sample.prompt_index
-        found = answered.setdefault(index, AnsweredPrompt(responses.prompts[index]))
-        found.samples.append(sample)
-        found.scores.append(math.fsum(graded.scores))
-        found.answers.append(graded.answer)
-        found.parts.append(graded.parts)
-    return answered
-
-
-def _metric_parts(answered: Sequence[AnsweredPrompt], one: EvalSet, *, has_spread: bool) -> dict[str, Metric]:
+def _metric_parts(responses: Responses, settings: EvalSet, *, has_spread: bool) -> dict[str, Metric]:
     """Return this rank's part of the metrics of a data set.
 
     Args:
         has_spread: there are several prompts, so means have a confidence interval.
     """
-    values: dict[str, list[float]] = {"response_length/mean": [], "truncated_frac": []}
-    scores: list[float] = []
-    for found in answered:
-        scores += found.scores
-        values["response_length/mean"] += [sample.num_policy_tokens for sample in found.samples]
-        values["truncated_frac"] += [sample.finish_reason == "length" for sample in found.samples]
-        for parts in found.parts:
-            for name, number in parts.items():
-                values.setdefault(f"part/{name}", []).append(number)
-    by_prompt = [prompt_statistics(found.scores, found.answers, one.pass_threshold) for found in answered]
-    names = statistic_names(one.n)
-    for name in names:
-        values[name] = [numbers[name] for numbers in by_prompt]
-    metrics = value_parts("score", torch.tensor(scores, dtype=torch.float64))
-    for name, numbers in values.items():
-        metrics[name] = Metric.of(torch.tensor(numbers, dtype=torch.float64), "mean")
-    for name in names if has_spread else ():
-        metrics[f"{name}/ci95"] = Metric.of(torch.tensor(values[name], dtype=torch.float64), "ci95")
-    return metrics
+    by_response: list[dict[str, float]] = []
+    by_prompt: list[dict[str, float]] = []
+    all_scores: list[float] = []
+    all_answers: list[str | None] = []
+    for group in responses.groups().values():
+        scores, answers = _scores(group), [graded.answer for _, graded in group]
+        by_prompt.append(prompt_statistics(scores, answers, settings.pass_threshold))
+        all_scores += scores
+        all_answers += answers
+        for sample, graded in group:
+            lengths = {"response_length/mean": sample.num_policy_tokens}
+            by_response.append(lengths | {"truncated_frac": sample.finish_reason == "length"} | parts_of(graded))
+    metrics = value_parts("score", torch.tensor(all_scores, dtype=torch.float64))
+    metrics |= named_metrics([*by_response, *by_prompt], dtype=torch.float64)
+    if has_spread:
+        widths = named_metrics(by_prompt, "ci95", torch.float64)
+        metrics |= {f"{name}/ci95": metric for name, metric in widths.items()}
+    metrics[HAS_ANSWERS] = Metric.of(float(any(answer is not None for answer in all_answers)), "max")
+    return metrics | responses.failure_metrics() | episode_metrics(responses.samples)
 
 
-def _shown(
-    rollouts: Rollouts, answered: Mapping[int, AnsweredPrompt], name: str, one: EvalSet
-) -> dict[int, dict[str, Any]]:
+def _scores(group: Group) -> list[float]:
+    return [math.fsum(graded.scores) for _, graded in group]
+
+
+def _shown(rollouts: Rollouts, responses: Responses, name: str, settings: EvalSet) -> dict[int, dict[str, Any]]:
     """Return the first prompts of a data set, if they are among these, with their first response and all scores."""
     shown = {}
-    for index, found in answered.items():
+    for index, group in responses.groups().items():
         if index >= rollouts.config.trainer.num_samples:
             continue
+        prompt, scores, first = responses.prompts[index], _scores(group), group[0][0]
         shown[index] = {
             "dataset": name,
-            "prompt": found.prompt.text,
-            "response": rollouts.tokenizer.decode(found.samples[0].tokens, skip_special_tokens=True),
-            "label": found.prompt.label,
-            "score": found.scores[0],
-            "passed": found.scores[0] >= one.pass_threshold,
+            "prompt": prompt.text,
+            "response": rollouts.tokenizer.decode(first.tokens, skip_special_tokens=True),
+            "label": prompt.label,
+            "score": scores[0],
+            "passed": scores[0] >= settings.pass_threshold,
         }
-        if one.n > 1:
-            shown[index]["scores"] = found.scores
-            if found.has_answers:
-                shown[index]["answers"] = found.answers
+        if settings.n > 1:
+            answers = [graded.answer for _, graded in group]
+            shown[index]["scores"] = scores
+            if any(answer is not None for answer in answers):
+                shown[index]["answers"] = answers
     return shown
-
-
-def statistic_names(n: int) -> list[str]:
-    """Return the names of `prompt_statistics` for n responses; for one response, mean@1 and pass@1."""
-    names = [f"mean@{n}", "pass@1"]
-    for k in subset_sizes(n):
-        names += [f"pass@{k}", f"best@{k}", f"worst@{k}", f"maj@{k}"]
-    return names
 
 
 def prompt_statistics(

@@ -7,11 +7,12 @@ from itertools import chain
 
 import pytest
 import torch.distributed as dist
+from sessions import Sampled, sample
 
 from megappo.engines.client import SamplingParams
 from megappo.rollouts.episodes import Episode
 from megappo.rollouts.group_selection import GroupQuota
-from megappo.rollouts.sampler import RolloutSession, store_counter
+from megappo.rollouts.sampler import store_counter
 from megappo.rollouts.transcript import Segment
 from megappo.userland.forms import Graded
 
@@ -45,8 +46,8 @@ class Turns:
         return Episode([segment], "done", {})
 
 
-def sampled_until(client, params, num_groups, **options) -> tuple[RolloutSession, float]:
-    """Sample until so many groups are finished; return the session, and the seconds that it took to end."""
+def sampled_until(client, params, num_groups, **options) -> tuple[Sampled, float]:
+    """And how long it took from when there were enough."""
     groups, since = [], []
 
     def enough() -> bool:
@@ -55,9 +56,8 @@ def sampled_until(client, params, num_groups, **options) -> tuple[RolloutSession
         return bool(since)
 
     take = store_counter(dist.HashStore(), "step 1")
-    settings = {"num_engines": 1, "max_running_requests": 8, "on_group": groups.append} | options
-    found = RolloutSession(PROMPTS, N, params, client, take, **settings)
-    assert found.run(early_stop=enough) is None
+    settings = {"num_engines": 1, "max_running_requests": 8, "on_group": groups.append, "early_stop": enough} | options
+    found = sample(PROMPTS, N, params, client, take, **settings)
     return found, time.monotonic() - since[0]
 
 
@@ -69,15 +69,14 @@ def idle(client) -> bool:
 
 def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(client, oracle):
     found, seconds = sampled_until(client, SamplingParams(LONG), 3)
-    assert idle(client) and seconds < 1.5
+    assert idle(client) and seconds < 1.5 and found.fault is None
     whole = {one.prompt_index for one in found.samples}
     assert 3 <= len(whole) < len(PROMPTS) and len(found.samples) == N * len(whole)
     assert all(one.finish_reason == "length" and len(one.tokens) == LONG for one in found.samples)
     of_samples = LONG * len(found.samples)
     assert of_samples <= found.usage.written_tokens < LONG * N * len(PROMPTS), "what was left in the middle, too"
     take = store_counter(dist.HashStore(), "step 2")
-    again = RolloutSession(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
-    again.run()
+    again = sample(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
     assert len(again.samples) == N * len(PROMPTS)
     assert again.usage.written_tokens == SHORT * N * len(PROMPTS)
     tokens_of = dict(PROMPTS)
@@ -88,7 +87,7 @@ def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(cl
 def test_episodes_that_are_not_wanted_any_more_are_left(client):
     playing = Turns(long=104)
     found, seconds = sampled_until(client, SamplingParams(LONG), 4, runner=playing, max_running_requests=24)
-    assert idle(client) and seconds < 1.5
+    assert idle(client) and seconds < 1.5 and found.fault is None
     assert {one.prompt_index for one in found.samples} == {100, 101, 102, 103}
     assert sorted(set(playing.cut)) == list(range(104, 112)) and len(playing.cut) == 16
     assert found.usage.written_tokens > sum(one.num_policy_tokens for one in found.samples)
@@ -96,9 +95,16 @@ def test_episodes_that_are_not_wanted_any_more_are_left(client):
 
 def test_an_engine_that_ends_all_by_itself_is_not_asked_to(client, monkeypatch):
     monkeypatch.setattr(client, "abort_all", None)
-    take = store_counter(dist.HashStore(), "step 1")
-    found = RolloutSession(PROMPTS, N, SamplingParams(SHORT), client, take, num_engines=1, max_running_requests=8)
-    found.run(early_stop=lambda: False)
+    found = sample(
+        PROMPTS,
+        N,
+        SamplingParams(SHORT),
+        client,
+        store_counter(dist.HashStore(), "step 1"),
+        num_engines=1,
+        max_running_requests=8,
+        early_stop=lambda: False,
+    )
     assert len(found.samples) == N * len(PROMPTS)
 
 
@@ -110,24 +116,16 @@ def test_an_engine_that_is_done_first_tells_of_its_groups_whose_scores_come_late
         quota = GroupQuota(6, "score", store_counter(store, "quota"))
 
         def on_group(group) -> None:
+            """The scores are known a second later."""
             since = time.monotonic()
             differing = [Graded([1.0], {}), Graded([2.0], {})]
             quota.add(lambda: differing if time.monotonic() > since + 1.0 else None)
 
-        session = RolloutSession(
-            PROMPTS[:8],
-            1,
-            SamplingParams(LONG),
-            client,
-            store_counter(store, "prompts"),
-            num_engines=2,
-            max_running_requests=4,
-            on_group=on_group,
-            runner=playing,
-        )
-        session.run(early_stop=quota.is_met)
+        take = store_counter(store, "prompts")
+        settings = {"num_engines": 2, "max_running_requests": 4, "on_group": on_group, "runner": playing}
+        found = sample(PROMPTS[:8], 1, SamplingParams(LONG), client, take, early_stop=quota.is_met, **settings)
         quota.wait_counted(lambda: False)
-        return [one.prompt_index for one in session.samples]
+        return [one.prompt_index for one in found.samples]
 
     with ThreadPoolExecutor(2) as threads:
         found = sorted(chain.from_iterable(threads.map(engine, range(2))))

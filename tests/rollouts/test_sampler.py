@@ -11,10 +11,11 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 from engine_server import EngineServer
+from sessions import sample
 
 from megappo.engines.client import EngineClient, EngineError, EngineFault, SamplingParams
 from megappo.rollouts.episodes import Episode
-from megappo.rollouts.sampler import RolloutSession, store_counter
+from megappo.rollouts.sampler import store_counter
 from megappo.rollouts.transcript import Segment
 
 PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(40)]
@@ -40,13 +41,12 @@ def every_sample_once(samples, n):
 def test_each_prompt_gets_n_samples_with_the_log_probs_of_its_own_tokens(client, oracle):
     groups = []
     take = store_counter(dist.HashStore(), "step 1")
-    sampling = {"num_engines": 1, "max_running_requests": 16, "on_group": groups.append}
-    session = RolloutSession(PROMPTS, 3, PARAMS, client, take, **sampling)
-    assert session.run() is None
-    assert every_sample_once(session.samples, 3)
-    assert len(groups) == len(PROMPTS) and [one for group in groups for one in group] == session.samples
+    settings = {"num_engines": 1, "max_running_requests": 16, "on_group": groups.append}
+    samples = sample(PROMPTS, 3, PARAMS, client, take, **settings).samples
+    assert every_sample_once(samples, 3)
+    assert sorted(group[0].prompt_index for group in groups) == [index for index, _ in PROMPTS]
     tokens_of = dict(PROMPTS)
-    for one in session.samples[::10]:
+    for one in samples[::10]:
         assert one.log_probs == pytest.approx(oracle(tokens_of[one.prompt_index], one.tokens), abs=1e-4)
 
 
@@ -57,9 +57,7 @@ def test_ranks_share_the_prompts_and_the_fast_one_takes_more(engine, client):
 
     def rank(name, own_client):
         take = store_counter(store, "step 1")
-        session = RolloutSession(PROMPTS, 1, PARAMS, own_client, take, num_engines=2, max_running_requests=8)
-        session.run()
-        results[name] = session.samples
+        results[name] = sample(PROMPTS, 1, PARAMS, own_client, take, num_engines=2, max_running_requests=8).samples
 
     threads = [threading.Thread(target=rank, args=args) for args in (("fast", client), ("slow", slow))]
     for thread in threads:
@@ -106,15 +104,14 @@ def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypat
         first, second = store_counter(store, "first"), store_counter(store, "second")
         few = {"num_engines": 1, "max_running_requests": 48}
         on_group = fail_after(server, num_groups=16)
-        sampled = RolloutSession(PROMPTS, 3, PARAMS, server.client(), first, on_group=on_group, **few)
-        fault = sampled.run()
+        sampled = sample(PROMPTS, 3, PARAMS, server.client(), first, on_group=on_group, **few)
         answered = Counter(one.prompt_index for one in sampled.samples)
         assert set(answered.values()) == {3} and 16 <= len(answered) < len(PROMPTS), "at least the first request's"
-        assert isinstance(fault, EngineFault) and re.search(FAULTS[failure], str(fault))
+        assert isinstance(sampled.fault, EngineFault) and re.search(FAULTS[failure], str(sampled.fault))
         server.failure = ""
         left = [prompt for prompt in PROMPTS if prompt[0] not in answered]
-        rest = RolloutSession(left, 3, PARAMS, server.client(), second, **few)
-        assert rest.run() is None
+        rest = sample(left, 3, PARAMS, server.client(), second, **few)
+    assert rest.fault is None
     assert every_sample_once(sampled.samples + rest.samples, 3)
 
 
@@ -127,8 +124,8 @@ def test_an_engine_that_has_ended_is_told_though_another_process_listens_in_its_
     with EngineServer("deaf") as server:
         client = EngineClient(f"http://127.0.0.1:{server.server_port}", "key", 20.0, has_ended, hang_seconds=5.0)
         take = store_counter(dist.HashStore(), "step 1")
-        fault = RolloutSession(PROMPTS, 1, PARAMS, client, take, num_engines=1, max_running_requests=8).run()
-    assert str(fault) == "the SGLang engine ended (exit code 9)"
+        sampled = sample(PROMPTS, 1, PARAMS, client, take, num_engines=1, max_running_requests=8)
+    assert str(sampled.fault) == "the SGLang engine ended (exit code 9)"
 
 
 REFUSALS = {
@@ -141,7 +138,7 @@ REFUSALS = {
 def test_what_an_engine_refuses_is_not_asked_again(failure):
     with EngineServer(failure) as server, pytest.raises(EngineError, match=REFUSALS[failure]) as raised:
         take = store_counter(dist.HashStore(), "step 1")
-        RolloutSession(PROMPTS, 1, PARAMS, server.client(), take, num_engines=1, max_running_requests=8).run()
+        sample(PROMPTS, 1, PARAMS, server.client(), take, num_engines=1, max_running_requests=8)
     assert not isinstance(raised.value, EngineFault)
 
 
@@ -178,8 +175,7 @@ def test_an_engine_has_as_many_sequences_as_it_decodes_at_once_and_not_more_than
         client = Counting(f"http://127.0.0.1:{server.server_port}", "key", 20.0)
         take = store_counter(dist.HashStore(), "step 1")
         sampling = {"num_engines": num_engines, "max_running_requests": 8}
-        found = RolloutSession(PROMPTS[:num_prompts], n, PARAMS, client, take, **sampling)
-        found.run()
+        found = sample(PROMPTS[:num_prompts], n, PARAMS, client, take, **sampling)
     assert len(found.samples) == n * num_prompts
     assert at_once[0] == first and max(at_once) <= max(8, n)
     assert any(before) or num_prompts < 40 or first == n, "refilled while others go on"
@@ -223,9 +219,8 @@ def test_others_have_the_place_of_an_episode_that_waits_for_its_environment():
         client = Counting(f"http://127.0.0.1:{server.server_port}", "key", 20.0)
         take, playing = store_counter(dist.HashStore(), "step 1"), Playing()
         sampling = {"num_engines": 1, "max_running_requests": 4, "runner": playing}
-        found = RolloutSession(PROMPTS, 2, PARAMS, client, take, **sampling)
-        assert found.run() is None
-    assert every_sample_once(found.samples, 2)
+        found = sample(PROMPTS, 2, PARAMS, client, take, **sampling)
+    assert every_sample_once(found.samples, 2) and found.fault is None
     assert all(one.num_policy_tokens == 10 and one.episode.num_turns == 5 for one in found.samples)
     assert most == 4 and playing.most == 16
 
@@ -238,8 +233,8 @@ def test_no_engine_begins_more_episodes_than_its_even_share():
         for playing in of_engines:
             take = store_counter(store, "step 1")
             sampling = {"num_engines": 2, "max_running_requests": 64, "runner": playing}
-            session = RolloutSession(PROMPTS, 2, PARAMS, server.client(), take, **sampling)
-            threads.append(threading.Thread(target=session.run))
+            arguments = (PROMPTS, 2, PARAMS, server.client(), take)
+            threads.append(threading.Thread(target=sample, args=arguments, kwargs=sampling))
             threads[-1].start()
             time.sleep(0.01)
         for thread in threads:

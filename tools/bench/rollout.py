@@ -44,7 +44,7 @@ from timed import Row, medians, parser_of, report, write_llama  # noqa: E402
 from megappo.config.schema import Rollout  # noqa: E402
 from megappo.engines.client import EngineClient, SamplingParams  # noqa: E402
 from megappo.engines.process import Engine  # noqa: E402
-from megappo.rollouts.sampler import RolloutSession, Sample, store_counter  # noqa: E402
+from megappo.rollouts.sampler import EngineUsage, RolloutSession, Sample, store_counter  # noqa: E402
 
 VOCABULARY, HIDDEN, PARAMETERS = 4096, 256, 10e6
 LONGEST = 32
@@ -62,6 +62,7 @@ class Ours:
         take = store_counter(dist.HashStore(), "prompts")
 
         def rank(client: EngineClient) -> list[Sample]:
+            samples: list[Sample] = []
             session = RolloutSession(
                 self.prompts,
                 1,
@@ -70,10 +71,12 @@ class Ours:
                 take,
                 num_engines=len(self.clients),
                 max_running_requests=ROLLOUT.max_running_requests,
+                usage=EngineUsage(),
+                on_group=samples.extend,
             )
             if fault := session.run():
                 raise fault
-            return session.samples
+            return samples
 
         with ThreadPoolExecutor(len(self.clients)) as pool:
             return [one for samples in pool.map(rank, self.clients) for one in samples]

@@ -1,0 +1,32 @@
+"""One engine's session, to its end."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from megappo.engines.client import EngineFault
+from megappo.rollouts.sampler import EngineUsage, RolloutSession, Sample
+
+
+class Sampled(NamedTuple):
+    samples: list[Sample]
+    usage: EngineUsage
+    fault: EngineFault | None
+
+
+def sample(
+    *arguments: Any,
+    on_group: Callable[[Sequence[Sample]], object] = lambda group: None,
+    early_stop: Callable[[], bool] | None = None,
+    **settings: Any,
+) -> Sampled:
+    """All that a session samples."""
+    samples: list[Sample] = []
+    usage = EngineUsage()
+
+    def add(group: Sequence[Sample]) -> None:
+        samples.extend(group)
+        on_group(group)
+
+    session = RolloutSession(*arguments, usage=usage, on_group=add, **settings)
+    fault = session.run(early_stop=early_stop)
+    return Sampled(samples, usage, fault)
