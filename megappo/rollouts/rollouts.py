@@ -86,7 +86,7 @@ class Rollouts:
             task: its environment and reward function are used.
             quota: sampling ends when it is met, and the remaining prompts get no responses.
         Raises:
-            Interrupted: a rank was asked to end; the responses so far are lost.
+            Interrupted: a rank is to end; the responses so far are lost.
             EngineError: an engine refused a request, or failed too often.
         """
         responses = self.new_responses(prompts, task)
@@ -158,14 +158,14 @@ class Rollouts:
             print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
 
     def _is_interrupted(self) -> bool:
-        """Return whether any rank that owns an engine was asked to end."""
+        """Return whether any rank that owns an engine is to end."""
         if INTERRUPTION.reason:
             self._store.set("interrupted", INTERRUPTION.reason)
         return self._store.check(["interrupted"])
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:
-    """Raise on all ranks if any rank was asked to end; all ranks call it together.
+    """Raise on all ranks if any rank is to end; all ranks call it together.
 
     Raises:
         Interrupted: with the first rank's reason.

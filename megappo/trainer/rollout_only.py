@@ -27,7 +27,7 @@ def rollout_only(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
     Args:
         own, cleanup: see `train`.
     Raises:
-        Interrupted: the run was asked to end, on any rank, or its time limit has passed.
+        Interrupted: a signal on any rank, or the time limit, ends the run.
     """
     config, exchange = plan.config, Exchange(dist.group.WORLD)
     settings = config.trainer

@@ -1,4 +1,4 @@
-"""Which groups are chosen, compared with a plain loop over all responses of all ranks."""
+"""Choose groups, compared with a plain loop over all responses of all ranks."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,15 @@ from megappo.rollouts.responses import Responses
 from megappo.rollouts.sampler import EngineUsage, Sample, store_counter
 from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError
-from megappo.userland.work import Scoring, Unit
+from megappo.userland.work import Scoring
+from megappo.userland.work import Unit as Item
 
 SIZE, NUM_ROUNDS, N = 6, 4, 3
 PROMPTS = [Prompt(i, [1], "", None) for i in range(SIZE)]
 
 
 def scores_of(seed: int) -> list[list[list[float]]]:
-    """Of each round, prompt and response; about half of the groups have equal ones."""
+    """Scores by round, prompt and response; about half of the groups have equal ones."""
     rng = random.Random(seed)
     return [
         [[float(rng.random() < 0.5)] * N if rng.random() < 0.5 else [0.0, 1.0, 0.5] for _ in range(SIZE)]
@@ -141,7 +142,7 @@ class Tokenizer:
 class Workers:
     """Stands where those of a reward function are: tests settle what they find."""
 
-    def put(self, units: Sequence[Unit]) -> None:
+    def put(self, units: Sequence[Item]) -> None:
         pass
 
     def check(self) -> None:
@@ -161,7 +162,7 @@ def known(rank: int, world_size: int) -> None:
 
         def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
             for function in range(len(scoring._functions)):
-                scoring.settle(Unit(scoring, row), function, Graded([score], {"acc": score} if function else {}))
+                scoring.settle(Item(scoring, row), function, Graded([score], {"acc": score} if function else {}))
 
         assert not quota.is_met()
         for row, score in ((0, 0.0), (1, 1.0), (2, 0.5)):
@@ -185,7 +186,7 @@ def test_there_is_enough_once_so_many_groups_of_all_ranks_are_known_to_differ():
 
 
 def choose_early(rank: int, world_size: int) -> None:
-    """Of six prompts the engines have finished four, behind each other on two ranks; one token was written in vain."""
+    """The engines have finished four of six prompts, in turn on two ranks; one token was written in vain."""
     finished = {0: [5, 1], 1: [3, 0]}[rank]
     samples = [Sample(i, j, [i, j], [-1.0, None], "stop") for i in finished for j in range(N)]
     graded = [Graded([float(10 * one.prompt_index + one.sample_index)], {}) for one in samples]

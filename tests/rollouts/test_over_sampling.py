@@ -1,4 +1,4 @@
-"""More prompts than are wanted: the engine leaves the rest at once, is idle then, and goes on to write well."""
+"""Over-sampling: the engine aborts the surplus at once, is idle then, and samples correctly afterwards."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ PROMPTS = [(100 + number, [2 + number, 3, 4]) for number in range(12)]
 
 
 class Turns:
-    """Plays episodes of short turns; those of prompts from `long` on go on for long. Tells which of them were cut."""
+    """Plays episodes of short turns, long episodes from prompt `long` on. `cut` lists those that were cancelled."""
 
     def __init__(self, long: int) -> None:
         self.cut: list[int] = []
@@ -67,7 +67,7 @@ def idle(client) -> bool:
     return True
 
 
-def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(client, oracle):
+def test_an_engine_that_has_written_enough_aborts_the_rest_and_samples_on_correctly(client, oracle):
     found, seconds = sampled_until(client, SamplingParams(LONG), 3)
     assert idle(client) and seconds < 1.5 and found.fault is None
     whole = {one.prompt_index for one in found.samples}
@@ -84,7 +84,7 @@ def test_an_engine_that_has_written_enough_leaves_the_rest_and_writes_on_well(cl
         assert one.log_probs == pytest.approx(oracle(tokens_of[one.prompt_index], one.tokens), abs=1e-4)
 
 
-def test_episodes_that_are_not_wanted_any_more_are_left(client):
+def test_surplus_episodes_are_cancelled(client):
     playing = Turns(long=104)
     found, seconds = sampled_until(client, SamplingParams(LONG), 4, runner=playing, max_running_requests=24)
     assert idle(client) and seconds < 1.5 and found.fault is None
@@ -93,7 +93,7 @@ def test_episodes_that_are_not_wanted_any_more_are_left(client):
     assert found.usage.written_tokens > sum(one.num_policy_tokens for one in found.samples)
 
 
-def test_an_engine_that_ends_all_by_itself_is_not_asked_to(client, monkeypatch):
+def test_an_engine_that_finishes_by_itself_gets_no_abort(client, monkeypatch):
     monkeypatch.setattr(client, "abort_all", None)
     found = sample(
         PROMPTS,
@@ -108,7 +108,7 @@ def test_an_engine_that_ends_all_by_itself_is_not_asked_to(client, monkeypatch):
     assert len(found.samples) == N * len(PROMPTS)
 
 
-def test_an_engine_that_is_done_first_tells_of_its_groups_whose_scores_come_later(client):
+def test_an_engine_that_is_done_first_counts_its_groups_whose_scores_come_later(client):
     """Two of them: the first takes the four short episodes, the other two that are short and two that are long."""
     store, playing = dist.HashStore(), Turns(long=106)
 

@@ -1,4 +1,4 @@
-"""A record that a run goes on with: which of its steps are as the run would write them."""
+"""Recorded steps that a run continues from: those that it would write alike."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -76,14 +76,14 @@ CHANGED = {"model": "model", "top_k": "rollout.top_k", "rollout_only": "weights_
 
 
 @pytest.mark.parametrize("key", OTHERWISE)
-def test_steps_that_were_sampled_otherwise_are_written_anew(tmp_path, key):
+def test_steps_that_were_sampled_with_other_settings_are_written_again(tmp_path, key):
     ours = record(tmp_path)
     write(ours, 1, 2, 3, 4)
     write(record(tmp_path, **{key: OTHERWISE[key]}), 2)  # a run that trains has other weights by then
     assert ours.valid_steps(PROMPTS) == (1, 2, [CHANGED[key]])
 
 
-def test_steps_that_were_scored_by_another_version_of_the_function_are_written_anew(tmp_path):
+def test_steps_that_were_scored_by_another_version_of_the_function_are_written_again(tmp_path):
     (tmp_path / "reward.py").write_text("def f(prompts, responses, labels): return [0.0] * len(labels)\n")
     ours = record(tmp_path, reward=f"{tmp_path}/reward.py:f")
     write(ours, 1)
@@ -94,7 +94,7 @@ def test_steps_that_were_scored_by_another_version_of_the_function_are_written_a
     assert record(tmp_path, reward=f"{tmp_path}/reward.py:f").valid_steps(PROMPTS) == (0, 0, ["reward_file"])
 
 
-def test_steps_of_another_version_of_the_environment_are_written_anew(tmp_path):
+def test_steps_of_another_version_of_the_environment_are_written_again(tmp_path):
     (tmp_path / "guess.py").write_text("class Guess:\n    limit = 1\n")
     settings = {"environment": f"{tmp_path}/guess.py:Guess"}
     ours = record(tmp_path, **settings)

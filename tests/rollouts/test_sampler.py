@@ -85,7 +85,7 @@ FAULTS = {
     "error": "refused .HTTP 500.: .*why",
     **dict.fromkeys(("hang", "deaf"), "no sign of life for 0.6 s: .* raise watchdog_timeout in rollout.server_args"),
 }
-"""Failure of an engine -> what is said of it."""
+"""Failure of an engine -> the message of its fault."""
 
 
 def fail_after(server, num_groups):
@@ -96,7 +96,7 @@ def fail_after(server, num_groups):
 
 
 @pytest.mark.parametrize("failure", FAULTS)
-def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypatch):
+def test_responses_before_an_engines_fault_are_kept(failure, monkeypatch):
     monkeypatch.setattr("megappo.engines.client.WATCH_SECONDS", 0.1)
     monkeypatch.setattr("megappo.engines.client.ENDING_SECONDS", 0.2)
     store = dist.HashStore()
@@ -115,7 +115,7 @@ def test_of_an_engine_that_fails_is_kept_what_it_has_answered(failure, monkeypat
     assert every_sample_once(sampled.samples + rest.samples, 3)
 
 
-def test_an_engine_that_has_ended_is_told_though_another_process_listens_in_its_place(monkeypatch):
+def test_an_engine_that_has_ended_is_reported_though_another_process_listens_in_its_place(monkeypatch):
     monkeypatch.setattr("megappo.engines.client.WATCH_SECONDS", 0.1)
 
     def has_ended():

@@ -1,4 +1,4 @@
-"""Scores of steps on their tokens, against a loop over prefixes; weights of losses; who is told of what."""
+"""Scores of steps on their tokens, against a loop over prefixes; loss weights; fields on all ranks."""
 
 import random
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def of_sentence_piece() -> PreTrainedTokenizerFast:
 
 @pytest.mark.parametrize("make", [of_bytes, of_sentence_piece])
 def test_a_step_ends_with_the_token_that_completes_its_last_character(make: Callable[[], PreTrainedTokenizerFast]):
-    """Of texts, and of any bytes."""
+    """Checked on texts, and on any bytes."""
     tokenizer, drawn = make(), random.Random(0)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     num_split = 0
@@ -78,14 +78,14 @@ def test_a_step_ends_with_the_token_that_completes_its_last_character(make: Call
     assert num_split > 100
 
 
-def test_what_an_environment_completes_is_the_policys_last_token_before():
+def test_a_step_that_an_environment_completes_ends_at_the_policys_last_token_before():
     tokenizer = of_bytes()
-    written, said, end = (tokenizer(text)["input_ids"] for text in ("\u4e2d1", "\u4e2d2", "3\u4e2d<eos>"))
-    tokens = written + said + end
-    log_probs = [-1.0] * len(written) + [None] * len(said) + [-1.0] * len(end)
+    written, observed, end = (tokenizer(text)["input_ids"] for text in ("\u4e2d1", "\u4e2d2", "3\u4e2d<eos>"))
+    tokens = written + observed + end
+    log_probs = [-1.0] * len(written) + [None] * len(observed) + [-1.0] * len(end)
     graded = Graded([1.0], {}, steps=[[(1, 0.5), (2, 1.0), (3, 2.0), (4, 4.0), (5, 8.0), (6, 16.0)], [(3, 32.0)]])
     rewards = step_rewards(Sample(0, 0, tokens, log_probs, "stop"), graded, tokenizer)
-    assert rewards == [0, 0, 0.5, 1 + 2 + 4 + 32, *[0] * len(said), 8, 0, 0, 16, 0]
+    assert rewards == [0, 0, 0.5, 1 + 2 + 4 + 32, *[0] * len(observed), 8, 0, 0, 16, 0]
 
 
 def make_config(**reward: object) -> Config:
@@ -99,8 +99,8 @@ def make_config(**reward: object) -> Config:
     )
 
 
-def tell(rank: int, world_size: int) -> None:
-    """Rank 1 has an episode of two segments, of whose steps nothing is told there; rank 2 has no sample."""
+def add_extras(rank: int, world_size: int) -> None:
+    """Rank 1 has an episode of two segments, without scores of steps; rank 2 has no sample."""
     exchange, tokenizer = Exchange(dist.group.WORLD), of_bytes()
     tokens = tokenizer("a1b2")["input_ids"]
     segments = [Segment([5], "", tokens[:3], [-1.0] * 3, [0.0, 0.0, 7.0], [1] * 3)]
@@ -113,20 +113,20 @@ def tell(rank: int, world_size: int) -> None:
     fields = extra_fields(make_config(), samples, mine, tokenizer, kinds)
     scores = torch.tensor([one.totals for one in mine]).reshape(-1, 2)
     rows = with_scores(sample_rows(samples, [Prompt(0, [5], "", None)], episodes=True), samples, scores, **fields)
-    told = {name: values.tolist() for name, values in rows.fields.items() if name in ("loss_weights", "turn_rewards")}
-    of_ranks = {
+    found = {name: values.tolist() for name, values in rows.fields.items() if name in ("loss_weights", "turn_rewards")}
+    by_rank = {
         0: {"loss_weights": [1.0, 1.0], "turn_rewards": [[0, 0.5, 7], [1.25, 0, 0]]},
         1: {"loss_weights": [0.5, 0.5], "turn_rewards": [[0, 0, 7], [1, 0, 0]]},
         2: {"loss_weights": [], "turn_rewards": []},
     }
-    assert told == of_ranks[rank]
+    assert found == by_rank[rank]
     assert total_scores(scores).tolist() == [[9.75], [9.0], []][rank]
     none = [Graded([1.0], {}, steps=[[]])] * len(samples)
     assert extra_fields(make_config(clip=1.0), samples, none, tokenizer, exchange.share(extra_kinds(none))) == {}
     message = r"reward.normalize .batch. changes the score of a response, not those of its steps, .* rewards.py:f gives"
-    with pytest.raises(ConfigError, match=message):  # on ranks too that were told none
+    with pytest.raises(ConfigError, match=message):  # also on ranks without scores of steps
         extra_fields(make_config(normalize="batch"), samples, mine, tokenizer, kinds)
 
 
-def test_what_is_told_on_one_rank_is_a_field_on_all():
-    run_ranks(3, tell)
+def test_an_extra_of_one_rank_is_a_field_on_all():
+    run_ranks(3, add_extras)

@@ -1,4 +1,4 @@
-"""What an environment is told of a turn."""
+"""The text of a turn that an environment receives."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 @pytest.fixture
 def tokenizer():
-    """Of bytes, with two tokens that end a turn, of which it names one, as Llama 3's; and one that is not special."""
+    """A tokenizer of bytes. As in Llama 3, two tokens end a turn, and it names one of them; a third is not special."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_alone = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -37,7 +37,7 @@ def tokenizer():
     [("<|eot_id|>", "ok", 1), ("<|eom_id|>", "ok", 2), ("</tool_call>", "ok</tool_call>", 1)],
 )
 def test_special_tokens_that_end_a_turn_are_no_part_of_it(tokenizer, end, content, num_segments):
-    """Where the template has another end than was written, a new segment begins, whose tokens are the template's."""
+    """If the template ends a turn with another token than was written, a new segment begins with the template's."""
     chat = Chat(tokenizer, Data(train_files=("f.jsonl",)))
     messages = [{"role": "user", "content": "hi"}]
     text = chat.text_of(messages)

@@ -34,7 +34,7 @@ class Sevens:
 
 @pytest.fixture
 def settings(config: Path, folder: Path) -> list[str]:
-    """Of a run of episodes, on record."""
+    """Settings of a recorded run of episodes."""
     model = folder / "model"
     shutil.copytree(config.parent / "model", model)
     values = json.loads((model / "config.json").read_text())
@@ -57,7 +57,7 @@ def settings(config: Path, folder: Path) -> list[str]:
 
 
 def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, folder: Path, settings: list[str]):
-    """And of a record everything can be reckoned anew without the program: prompts, masks, rewards.
+    """Prompts, masks and rewards of the record are equal to those computed without the program.
 
     One data set is played otherwise, and one has single responses.
     """
@@ -116,12 +116,12 @@ def test_trainer_and_engine_agree_about_every_token_of_five_turns(config: Path, 
             text = tokenizer.decode([token for token, _ in piece])
             if turn := piece[0][1]:
                 content = text.removesuffix("<eos>")
-                reward, said = content.count("7") / len(piece), str(int(turn)) * 2
+                reward, answer = content.count("7") / len(piece), str(int(turn)) * 2
                 kept = re.sub("[^0-9+=-]", "", content[-4:])  # the tokenizer drops the rest
-                history += f"{kept}<eos>+{said}=-"
+                history += f"{kept}<eos>+{answer}=-"
                 rewards += reward if text.endswith("<eos>") else 0.0  # else it was cut off
             else:
-                assert text == f"+{said}=-"
+                assert text == f"+{answer}=-"
         is_last = row + 1 == len(segments) or segments[row + 1] == 0
         assert not is_last or tensors["fields.scores"][row] == pytest.approx(rewards, abs=1e-5)
 

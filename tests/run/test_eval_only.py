@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def evaluated(source: Path, config: Path, folder: Path, *arguments: str) -> dict:
-    """What the evaluation leaves, the run's own files being as they were."""
+    """Return what the evaluation writes; the run's own files stay as they were."""
     before = {path: path.read_bytes() for path in source.parents[1].rglob("metrics.jsonl")}
     own = folder / "out" / "evaluations" / source.name
     command, words = (sys.executable, EVALUATE), (source, config, f"--output={folder / 'out'}", *arguments)

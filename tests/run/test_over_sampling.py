@@ -49,7 +49,7 @@ def recorded(folder: Path, step: int) -> dict:
 
 
 def test_a_step_trains_on_the_prompts_that_are_finished_first(config: Path, folder: Path):
-    """Of these the estimator has greedy responses, too, and of no others."""
+    """Only these get greedy responses for the estimator."""
     greedy = ("algorithm.adv_estimator=remax", "trainer.total_steps=2")
     with Program(folder / "program", config, *settings(folder, *greedy)) as program:
         assert program.wait() == 0, program.output

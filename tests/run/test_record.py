@@ -28,7 +28,7 @@ def shown(*arguments: object) -> str:
 
 
 def test_a_replayed_run_is_the_same_to_the_bit(config, run, folder):
-    """As the one that engines wrote for, though that was killed and asked to end, and went on from its checkpoints."""
+    """As the run that sampled, though that was killed and interrupted, and resumed from its checkpoints."""
     again = folder / "again"
     replay = (f"trainer.output_dir={again}", f"trainer.replay_rollouts={run / 'record'}", "trainer.eval_interval=0")
     with Program(folder / "program", config, *replay) as program:
@@ -62,7 +62,7 @@ def test_rollouts_without_training(config, folder):
 
 
 def check_that_it_goes_on(config: Path, folder: Path, record: Path, *settings: str) -> None:
-    """Asked to end, it can be started again, and writes what is left, but for steps that were sampled otherwise."""
+    """Interrupted and started again, the run writes the remaining steps, and again those with other settings."""
     kept = {path: path.stat().st_mtime_ns for path in record.iterdir()}
     with Program(folder / "again", config, *settings, "trainer.total_steps=200") as program:
         program.wait_until(lambda: (record / "step_00000004.safetensors").exists())
@@ -132,7 +132,7 @@ def test_a_run_goes_on_through_steps_with_hardly_a_token_or_none(config, run, fo
     assert steps[0]["reward/kl_coef"] == steps[1]["reward/kl_coef"], "without a token there is no KL to adapt it to"
 
 
-def test_what_cannot_be_replayed_is_said(config, run, folder):
+def test_records_that_do_not_fit_are_refused(config, run, folder):
     replay = (f"trainer.output_dir={folder / 'out'}", f"trainer.replay_rollouts={run / 'record'}")
     others = ("trainer.eval_interval=0", "rollout.temperature=0.5", "algorithm.adv_estimator=remax")
     with Program(folder / "program", config, *replay, *others) as program:

@@ -1,4 +1,4 @@
-"""A run whose reward function tells scores of steps and weights: what is on record, and what is trained on."""
+"""A run whose reward function returns scores of steps and loss weights: its record and its training."""
 
 from pathlib import Path
 
@@ -53,8 +53,8 @@ def plain_advantages(path: Path, model: Path) -> tuple[list[float], list[float],
 
 
 def test_tokens_have_the_rewards_of_their_steps_and_rows_their_weights(config: Path, folder: Path):
-    (folder / "told.py").write_text(REWARD)
-    functions = f"reward.function={{{folder / 'told.py'}:of_sevens: 1, {folder / 'told.py'}:heavy: 1}}"
+    (folder / "reward.py").write_text(REWARD)
+    functions = f"reward.function={{{folder / 'reward.py'}:of_sevens: 1, {folder / 'reward.py'}:heavy: 1}}"
     settings = (functions, "reward.scale=3", *METHOD, "algorithm.use_kl_in_reward=false", "trainer.total_steps=2")
     first = (f"trainer.record_rollouts={folder / 'record'}", f"trainer.output_dir={folder / 'out'}")
     with Program(folder / "one", config, *settings, *first, "trainer.eval_interval=1") as program:

@@ -1,4 +1,4 @@
-"""What comes back from the engines, before it goes to the models."""
+"""Rows of sampled and scored responses, as they reach the models."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -157,8 +157,8 @@ def test_truncated_responses_are_masked_and_the_one_that_is_left_where_they_are_
 
 
 class Scores:
-    """Stands where a pool of workers is: of each text as many scores as it has numbers, with their order. It tells of
-    some that there are large ones."""
+    """In place of a pool of workers: a text has as many scores as it has numbers, in their order. Some have
+    a part `large`."""
 
     on_error, failure, waits_for_all = "raise", "", False
 
@@ -192,7 +192,7 @@ def score_by_components(rank: int, world_size: int) -> None:
     samples = samples_of([1, 20], [2, 7], [3, 20], [4, 9])
     mine = ([], samples, [])[rank]
     batch, metrics = builder.build(step_of(by_workers(pool, mine)))
-    assert metrics["reward/part/large"] == (20 + 20 + 9) / 3, "of the responses of which it is told"
+    assert metrics["reward/part/large"] == (20 + 20 + 9) / 3, "of the responses that have it"
     rows = batch.rows
     expected = {0: [1.0, 20.0], 1: [2.0, 7.0], 2: [3.0, 20.0], 3: [4.0, 9.0]}
     assert rows.field("score_components").tolist() == [expected[row] for row in rows.ids.tolist()]

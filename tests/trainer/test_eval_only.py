@@ -1,4 +1,4 @@
-"""Where an evaluation writes: never among the files of a run, nor over another evaluation."""
+"""The output folder of an evaluation: never among the files of a run, nor over another evaluation."""
 
 import json
 from pathlib import Path

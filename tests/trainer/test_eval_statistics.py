@@ -1,4 +1,4 @@
-"""What n responses to a prompt say of k of them: against all choices of k, one by one."""
+"""Estimates for k of n responses to a prompt, against all choices of k, one by one."""
 
 import itertools
 import math
@@ -85,7 +85,7 @@ def test_the_interval_is_of_all_values_wherever_they_are(cuts):
     assert Metric.merged(parts).value == pytest.approx(statistics.NormalDist(0, error).inv_cdf(0.975), rel=1e-12)
 
 
-def test_the_interval_covers_the_truth_as_often_as_it_says():
+def test_the_interval_covers_the_truth_as_often_as_it_claims():
     """Prompts that differ, with several responses each: those to a prompt are not independent."""
     torch.manual_seed(0)
     covered = []

@@ -1,4 +1,4 @@
-"""What several ranks' responses to held-out prompts become: the same as if one rank had them all."""
+"""Metrics of several ranks' responses to held-out prompts: the same as if one rank had them all."""
 
 import statistics
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class FewSampled(Rollouts):
     """Its engines have written already."""
 
     def sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, label: str, *, task: str) -> Responses:
-        self.asked = [*getattr(self, "asked", []), (n, params)]
+        self.requests = [*getattr(self, "requests", []), (n, params)]
         responses = self.new_responses(prompts, task)
         mine = [(i, j) for i in OF_RANKS[self.exchange.rank] for j in reversed(range(n))]
         responses.add([Sample(i, j, [ANSWERS[i][j]], [-1.0], "length" if j == 3 else "stop") for i, j in mine])
@@ -113,7 +113,7 @@ def evaluate_on(rank: int, world_size: int) -> None:
     rollouts = FewSampled(CONFIG, datasets, restarts_of(own, exchange), exchange, observer, num_engines=2)
     metrics = evaluate(rollouts, datasets, observer, 7)
     greedy, sampled = SamplingParams(1024, 0.0, stop_token_ids=(1,)), SamplingParams(3, 0.5, 0.9, 5, (1,))
-    assert rollouts.asked == [(1, greedy), (4, sampled)]
+    assert rollouts.requests == [(1, greedy), (4, sampled)]
 
     scores = [[float(answer == 1) + 0.5 * (answer == 3) for answer in of_prompt] for of_prompt in ANSWERS]
     answers = [[str(answer) if answer else None for answer in of_prompt] for of_prompt in ANSWERS]
