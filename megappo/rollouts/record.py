@@ -150,11 +150,12 @@ class Replay:
             RowsFileError: the file is damaged.
         """
         self.num_drawn = step * self._config.data.draw_size
-        with phase("replay"), RowsFile(rows_file(self._folder, step)) as file:
+        path = rows_file(self._folder, step)
+        with phase("replay"), RowsFile(path) as file:
             if errors := self._errors(file):
-                raise ConfigError(*(f"trainer.replay_rollouts: {file.path} {error}" for error in errors))
+                raise ConfigError(*(f"trainer.replay_rollouts: {path} {error}" for error in errors))
             batch = Batch.read(file, self._exchange)
-            self._check_tokens(batch.rows, file.path)
+            self._check_tokens(batch.rows, path)
             return batch, {"rollout/num_tokens": file.facts["num_tokens"]}
 
     def _check_tokens(self, rows: Rows, path: Path) -> None:
