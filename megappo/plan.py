@@ -36,7 +36,7 @@ from megappo.estimate.suggest import suggestions
 from megappo.observe.console import escape_unprintable
 from megappo.placement.batch_split import batch_splits
 from megappo.placement.picture import aligned, placement_picture, rank_table
-from megappo.placement.ranks import leaves_world_open, smallest_world
+from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.arrangement import check_run
 from megappo.preflight.lock import in_use

@@ -22,7 +22,7 @@ from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES
 from megappo.config.schema import Actor, Algorithm, Config, Critic
 from megappo.config.transports import AUTO, TRANSPORTS
 from megappo.placement.components import components_of
-from megappo.placement.ranks import smallest_world
+from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
 from megappo.ppo.conventions import PRESETS
 from megappo.ppo.corrections import rollout_is_weights

@@ -26,7 +26,7 @@ from megappo.checkpoint.folders import candidates, checkpoints_in, is_checkpoint
 from megappo.checkpoint.metadata import is_component
 from megappo.config.errors import ConfigError, looked_in
 from megappo.config.loading import load_config
-from megappo.placement.ranks import smallest_world
+from megappo.placement.placing import smallest_world
 
 # isort: split
 import torch

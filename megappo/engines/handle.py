@@ -15,7 +15,7 @@ from megappo.engines.external import ExternalEngine
 from megappo.engines.launch import reserve_port
 from megappo.engines.process import Engine
 from megappo.placement.layout import Layout
-from megappo.placement.nodes import by_node
+from megappo.placement.ranks import by_node
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
 from megappo.runtime.listening import node_address

@@ -1,4 +1,4 @@
-"""How a step's batch is split: trajectories, mini-batches, micro-batches. Without torch."""
+"""Split a step's batch into trajectories, mini-batches and micro-batches. Without torch."""
 
 from dataclasses import dataclass
 
@@ -6,22 +6,22 @@ from megappo.config.checks import longest_row
 from megappo.placement.run_plan import RunPlan
 
 Range = tuple[int, int]
-"""Fewest and most."""
+"""The fewest and the most."""
 SHORTEST_ROW = 2
 """Tokens of the shortest trajectory: a prompt of one, a response of one."""
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """What one component makes of a step's trajectories.
+    """One component's split of a step's trajectories.
 
     Attributes:
-        shards: data-parallel ones.
+        shards: data-parallel shards.
         mini_batches: per epoch; 1 for a component that only computes log-probs.
         epochs: passes over the trajectories; 0 for a component that is not trained.
         trajectories: in one mini-batch, over all shards.
         shard_trajectories: of one mini-batch, per data-parallel shard (balanced by tokens, so about this many).
-        micro_batches: of one mini-batch, per shard: when all rows are shortest, and longest.
+        micro_batches: of one mini-batch, per shard: if all rows are shortest, and longest.
     """
 
     shards: int

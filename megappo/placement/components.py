@@ -1,7 +1,7 @@
-"""The models of a run: which there are, where, and what they are for. One entry each. Without torch.
+"""The table of a run's models: their ranks, their folder, their head, their training. Without torch.
 
-Placement, checks, the plan, building, checkpoints and the steps of the loop iterate over it. SGLang's engines are no
-model of the trainer's: `placement.rollout` places them.
+Placement, checks, the plan, building, checkpoints and the steps of the loop iterate over it. SGLang's engines are not
+in the table: `placement.rollout` places them.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,29 +19,29 @@ Value = TypeVar("Value")
 AUTO = "auto"
 """An offload or rollout.sleep that `estimate.fitting.resolve_offload` has yet to decide."""
 VALUE_FIELDS = ("values", "returns")
-"""What a value loss reads of the rows."""
+"""Fields of the rows that a value loss reads."""
 
 
 class Setting(NamedTuple, Generic[Value]):
-    """A value, and the key to change where it is wrong."""
+    """A value, and the key that sets it."""
 
     key: str
     value: Value
 
 
 def setting(config: Config, *keys: str) -> Setting:
-    """The first of some keys that is not null."""
+    """Return the first of some keys that is not null."""
     found = (Setting(key, attrgetter(key)(config)) for key in keys)
     return next(one for one in found if one.value is not None)
 
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a component says of a step's rows.
+    """A component's forward pass over a step's rows.
 
     Attributes:
-        phase: its name among the timers.
-        fields: an output of its head -> the field of the rows that it becomes.
+        phase: name of its phase.
+        fields: output of the head -> field of the rows that it becomes.
     """
 
     phase: str
@@ -50,14 +50,14 @@ class ForwardPass:
 
 @dataclass(frozen=True)
 class Training:
-    """How a component is trained.
+    """Training of a component.
 
     Attributes:
-        key: of the section.
+        key: key of the config's section.
         section: optimizer, epochs, mini-batch size, recompute.
-        fields: of the rows, which the loss reads.
+        fields: fields of the rows that the loss reads.
         full_kl: the loss reads the KL to `Component.reference`.
-        warmup_steps: first PPO steps in which it is not trained.
+        warmup_steps: first PPO steps, in which the component is not trained.
     """
 
     key: str
@@ -67,7 +67,7 @@ class Training:
     warmup_steps: int = 0
 
     def optimizer_steps(self, config: Config) -> int:
-        """Over the whole run; early stops of a step aside."""
+        """Return the optimizer steps of the whole run, without early stops."""
         steps = config.trainer.total_steps - self.warmup_steps
         return steps * self.section.ppo_epochs * self.section.num_mini_batches(config.data.train_batch_size)
 
@@ -77,16 +77,17 @@ class ComponentSpec:
     """A model of a run.
 
     Attributes:
-        ranks: its ranks, as text. parallel: its layout over them.
-        folder: Hugging Face folder that it starts from.
-        max_tokens: of a micro-batch.
-        head: what it gives per token: the next token's probabilities, a value, or both.
-        forward: of each step; None where it has none of its own.
+        ranks: its ranks, as text.
+        parallel: its layout over them.
+        folder: Hugging Face folder of its initial weights.
+        max_tokens: most tokens of a micro-batch.
+        head: its outputs per token: the next token's probabilities, a value, or both.
+        forward: its forward pass in each step; None if it has none of its own.
         training: None for a frozen model.
         lora: its adapters, which are trained instead of its weights.
         reference: the component whose logits its head compares with its own; that one is built first.
-        offload: its tensors that sleep in the host's memory while no phase needs them; "auto" is not settled yet (see
-            `estimate.fitting`).
+        offload: kinds of tensors that are offloaded to the host while no phase needs them; "auto" until
+            `estimate.fitting` decides.
     """
 
     ranks: Setting[str]
@@ -101,7 +102,7 @@ class ComponentSpec:
     offload: Setting[Literal["auto"] | tuple[TensorKind, ...]] = Setting("", ())
 
     def mini_batch_prompts(self, config: Config) -> Setting[int]:
-        """Prompts of which it needs all trajectories at a time."""
+        """Return the number of prompts whose trajectories make a mini-batch."""
         if self.training is None:
             return setting(config, "data.train_batch_size")
         return Setting(f"{self.training.key}.ppo_mini_batch_size", self.training.section.ppo_mini_batch_size)
@@ -134,7 +135,7 @@ def _actor(config: Config) -> ComponentSpec:
 
 
 def _actor_fields(config: Config) -> tuple[str, ...]:
-    """The fields that the actor's loss reads."""
+    """Return the fields that the actor's loss reads."""
     fields = ["old_log_probs", "advantages"]
     fields += ["ref_log_probs"] if config.actor.use_kl_loss and config.actor.kl_loss_type != "full" else []
     fields += ["rollout_is_weights"] if config.algorithm.rollout_correction.is_on else []
@@ -158,7 +159,7 @@ def _critic(config: Config) -> ComponentSpec | None:
 
 
 def _values(config: Config) -> dict[str, str]:
-    """What a value head says."""
+    """Return the outputs of a value head and their fields."""
     return {name: name for name in ("values", *(["bootstrap_values"] if config.algorithm.bootstrap_truncated else []))}
 
 
@@ -172,7 +173,7 @@ def _ref(config: Config) -> ComponentSpec | None:
         folder=setting(config, "model.path"),
         max_tokens=setting(config, "ref.max_tokens_per_micro_batch", "actor.max_tokens_per_micro_batch"),
         head="policy",
-        forward=forward if set(config.kl_kinds) != {"full"} else None,  # which the actor's head looks at by itself
+        forward=forward if set(config.kl_kinds) != {"full"} else None,  # the actor's head computes a full KL by itself
         offload=setting(config, "ref.offload"),
     )
 
@@ -180,44 +181,40 @@ def _ref(config: Config) -> ComponentSpec | None:
 COMPONENTS: Table[Callable[[Config], ComponentSpec | None]] = Table(
     "component", {"actor": _actor, "critic": _critic, "ref": _ref}
 )
-"""By name; None where a run has it not."""
+"""Functions of the config by component; they return None if a run does not have it."""
 
 
 def components_of(config: Config) -> dict[str, ComponentSpec]:
-    """The models of a run, by name."""
+    """Return the models of a run, by name."""
     specs = {name: entry(config) for name, entry in COMPONENTS.items()}
     found = {name: spec for name, spec in specs.items() if spec is not None}
     return {"actor": _frozen(found["actor"])} if config.trainer.eval_only else found
 
 
 def build_order(specs: Mapping[str, ComponentSpec]) -> list[str]:
-    """Names of models in the order of building: the references of others come first."""
+    """Return names of models in the order of building: the references of others come first."""
     return sorted(specs, key=lambda name: specs[name].reference is not None)
 
 
 def _frozen(actor: ComponentSpec) -> ComponentSpec:
-    """The actor of a run that only evaluates: it has weights to send, and log-probs to compare with the engines'."""
+    """Return the actor of a run that only evaluates: it sends weights, and compares log-probs with the engines'."""
     forward = ForwardPass("old_log_probs", {"log_probs": "old_log_probs"})
     return replace(actor, forward=forward, training=None, reference=None, offload=Setting("", ()))
 
 
-def trained_components(config: Config) -> dict[str, Training]:
-    """How each trained model of a run is trained, by name."""
-    return {name: spec.training for name, spec in components_of(config).items() if spec.training is not None}
-
-
 def trained_in_words(config: Config) -> str:
-    """What a run's checkpoints hold: a run with other models cannot go on from them."""
+    """Describe the models in a run's checkpoints: a run with other models cannot resume from them."""
     words = []
     for name, spec in components_of(config).items():
         if spec.training is not None:
             parts = ["a value head"] if spec.head == "policy_value" else []
             parts += [f"adapters of rank {spec.lora.rank}"] if spec.lora else []
-            words.append(f"{'an' if name[0] in 'aeiou' else 'a'} {name}" + " with " * bool(parts) + ", ".join(parts))
+            article = "an" if name[0] in "aeiou" else "a"
+            words.append(f"{article} {name} with {', '.join(parts)}" if parts else f"{article} {name}")
     return " and ".join(words) if len(words) > 1 or "with" in words[0] else f"{words[0]} alone"
 
 
 def shared_vocabulary(config: Config) -> int:
-    """Token ids below it are known to every model of the run; one from another folder may know fewer."""
+    """Return the size of the smallest vocabulary: every model of the run knows the token ids below it."""
     folders = {spec.folder.value for spec in components_of(config).values()}
     return min(read_architecture(folder, head="value").vocab_size for folder in folders)

@@ -60,7 +60,7 @@ GLOBALS = {
 
 Ranks = tuple[int, ...]
 Groups = dict[Ranks, dist.ProcessGroup | None]
-"""Each set of ranks' group; None where this rank is not in it."""
+"""The group of each set of ranks; None if this rank is not in it."""
 RngState = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -81,7 +81,7 @@ class ComponentGroups:
 
     @property
     def member(self) -> bool:
-        """Whether this rank belongs to the component."""
+        """True if this rank belongs to the component."""
         return self.collection is not None
 
     @contextlib.contextmanager
@@ -179,9 +179,11 @@ def build_groups(layouts: dict[str, Layout], seed: int, timeout: timedelta | Non
 
 
 def _is_of_the_host(name: str, layout: Layout) -> bool:
-    """Whether CPU tensors and objects go over a group: over all of a component's ranks what dist_checkpointing agrees
-    on, and over the data-parallel ones the optimizer's state that a checkpoint gathers. Experts that are not shared out
-    are among the other weights there."""
+    """Return whether a group also carries CPU tensors and objects.
+
+    dist_checkpointing exchanges objects over all of a component's ranks, and gathers the optimizer's state over the
+    data-parallel ones, where experts without expert parallelism are among the other weights.
+    """
     return name in ("intra_dist_opt", "intra_dp_cp") or (name == "intra_expt_dp" and layout.expert > 1)
 
 
@@ -198,7 +200,7 @@ def _component_groups(layout: Layout, seed: int, named: list[tuple[str, Ranks]],
 
 
 def _rank_groups(layout: Layout) -> Iterator[tuple[str, Ranks]]:
-    """Every group of a component: its field in the collection and its global ranks."""
+    """Yield every group of a component: its field in the collection and its global ranks."""
     replicas = layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor)
     sizes = {"pp": layout.pipeline, "dp": layout.data, "cp": layout.context, "tp": layout.tensor}
     of_experts = {"pp": layout.pipeline, "dp": replicas, "ep": layout.expert, "tp": layout.expert_tensor}
@@ -222,7 +224,7 @@ def _spanning(ranks: Ranks, sizes: dict[str, int], dimensions: str) -> Iterator[
 
 
 def _globals(layout: Layout, collection: ProcessGroupCollection, own: dict[str, Ranks]) -> dict[str, Any]:
-    """parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
+    """Return parallel_state's globals for this component. The embedding's ranks are those of this rank's pipeline."""
     pipeline = list(own["pp"])
     return {
         **{name: list(own[of]) if "RANKS" in name else getattr(collection, of) for name, of in GLOBALS.items()},
@@ -238,7 +240,7 @@ def _set_globals(values: dict[str, Any]) -> None:
 
 
 def _fresh_rng_state(groups: ComponentGroups, seed: int) -> RngState:
-    """The component's random streams, seeded as Megatron does: apart over pipeline stages and tensor ranks."""
+    """Return the component's random streams, seeded as in Megatron: separate for pipeline stages and tensor ranks."""
     before = _rng_state()
     tensor_rank, stage = groups.collection.tp.rank(), groups.collection.pp.rank()
     model_parallel_cuda_manual_seed(

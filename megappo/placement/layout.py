@@ -1,4 +1,4 @@
-"""How one component's ranks are arranged: the arithmetic of its kinds of parallelism, without torch."""
+"""Arrange the ranks of one component: the arithmetic of its kinds of parallelism. Without torch."""
 
 import math
 from collections.abc import Collection
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 START_TOKENS = {"cpu": (40, 6e6), "cuda": (240, 5.5e9)}
-"""What a micro-batch costs whatever its size, by device, in tokens that a layer could compute meanwhile: to move the
-layer's weights and gradients; and, to be divided by the square of the hidden size, to start its operations. Estimates:
+"""Fixed cost of a micro-batch, by device, in tokens that a layer could compute meanwhile: of moving the layer's weights
+and gradients; and, to be divided by the square of the hidden size, of starting its operations. Estimates:
 12 GB/s and 165 GFLOPS of a core, 2 ms a layer; 3.35 TB/s and 400 TFLOPS of an H100, 1 ms a layer."""
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in a component: data-parallel shard, ranks in the context- and tensor-parallel groups, stage."""
+    """Place of a rank in a component: data-parallel shard, ranks in the context- and tensor-parallel groups, stage."""
 
     data: int
     context: int
@@ -65,11 +65,11 @@ class Layout:
 
     @property
     def micro_batch_group(self) -> int:
-        """What the number of micro-batches must divide by: the interleaved schedule runs them in groups."""
+        """Divisor of the number of micro-batches: the interleaved schedule runs them in groups."""
         return self.pipeline if self.virtual_pipeline > 1 else 1
 
     def filling(self, num_tokens: int, hidden_size: int, device: str) -> int:
-        """Micro-batches into which a shard's tokens are best cut for its pipeline stages not to wait long for each
+        """Return the number of micro-batches of a shard's tokens with which its pipeline stages wait least for each
         other, in whole groups; 1 without stages.
 
         With p stages of v chunks, m micro-batches take as long as m + (p - 1) / v on one stage, each w / m for its
@@ -85,7 +85,7 @@ class Layout:
         return max(1, round(best / self.micro_batch_group)) * self.micro_batch_group
 
     def coordinates(self, rank: int) -> Coordinates | None:
-        """Where a global rank stands in the component; None when the component is not on it."""
+        """Return the place of a global rank in the component; None if the component is not on it."""
         if rank not in self.ranks:
             return None
         rest, tensor = divmod(self.ranks.index(rank), self.tensor)
@@ -100,40 +100,38 @@ class Layout:
         return tuple(self.ranks[start : start + size] for start in range(0, len(self.ranks), size))
 
     def block(self, stage: int, shard: int) -> tuple[int, ...]:
-        """Global ranks of one pipeline stage of one data-parallel shard: its tensor-parallel groups."""
+        """Return the global ranks of one pipeline stage of one data-parallel shard."""
         size = self.tensor * self.context
         start = (stage * self.data + shard) * size
         return self.ranks[start : start + size]
 
     def shard_of(self, rank: int) -> int | None:
-        """Data-parallel shard a global rank works for; None when the component is not on it."""
+        """Return the data-parallel shard of a global rank; None if the component is not on it."""
         coordinates = self.coordinates(rank)
         return None if coordinates is None else coordinates.data
 
     def shard_ranks(self, shard: int) -> tuple[int, ...]:
-        """Global ranks that hold the rows of one data-parallel shard: all but its data-parallel peers."""
+        """Return the global ranks that hold the rows of one data-parallel shard."""
         return tuple(rank for stage in range(self.pipeline) for rank in self.block(stage, shard))
 
     def output_rank(self, shard: int) -> int:
-        """Global rank that reports a shard's results: tensor and context rank 0 of the last pipeline stage."""
+        """Return the rank with a shard's results: tensor and context rank 0 of the last pipeline stage."""
         return self.block(self.pipeline - 1, shard)[0]
 
     def sharing(self, ranks: Collection[int], ways: int) -> frozenset[int]:
-        """All in a run of `ways` ranks, as parts of tensors and experts are laid out over, with one of these."""
+        """Return all ranks that share a run of `ways` ranks, over which tensors or experts are sharded, with these."""
         runs = {place // ways for place, rank in enumerate(self.ranks) if rank in ranks}
         return frozenset(rank for place, rank in enumerate(self.ranks) if place // ways in runs)
 
     def pipelines_of(self, ranks: Collection[int]) -> frozenset[int]:
-        """All in a pipeline with one of these ranks."""
+        """Return all ranks in a pipeline with one of these ranks."""
         stage = len(self.ranks) // self.pipeline
         pipelines = {place % stage for place, rank in enumerate(self.ranks) if rank in ranks}
         return frozenset(rank for place, rank in enumerate(self.ranks) if place % stage in pipelines)
 
     def gathering(self, needing: Collection[int], *, by_stage: bool = False) -> frozenset[int]:
-        """Who must join for some ranks to get the whole model, or `by_stage` all that their own stage has: they, and
-        whoever shares a group with one that joins.
-
-        The others are data-parallel replicas of these.
+        """Return the ranks that must join for some ranks to get the whole model, or `by_stage` their whole stage: those
+        ranks, and all that share a group with one that joins. The others are data-parallel replicas.
         """
         found, joining = frozenset[int](), frozenset(needing)
         while found != joining:

@@ -1,4 +1,4 @@
-"""Placement as text that people can read: what each component looks like, and what each rank does. Without torch."""
+"""Print the placement: each component with its stages and shards, and each rank. Without torch."""
 
 from collections.abc import Iterator, Sequence
 
@@ -32,7 +32,7 @@ def rank_table(plan: RunPlan) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """Columns of equal width, numbers to the right in them."""
+    """Return rows as columns of equal width, with numbers aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ("  ".join(_padded(cell, width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(indent + line.rstrip() for line in lines)
@@ -69,13 +69,13 @@ def _component(name: str, layout: Layout, split: Sequence[int] | None) -> Iterat
 
 
 def _layers(split: Sequence[int], stage: int, num_stages: int) -> str:
-    """The layers of a stage's chunks, counted from 0 over the whole model."""
+    """Return the layers of a stage's chunks, counted from 0 over the whole model."""
     starts = [sum(split[:chunk]) for chunk in range(len(split))]
     chunks = range(stage, len(split), num_stages)
     return format_ranks(layer for chunk in chunks for layer in range(starts[chunk], starts[chunk] + split[chunk]))
 
 
 def _blocks(word: str, layout: Layout, stage: int) -> list[str]:
-    """One stage's shards; the middle of many is left out, as the table below has every rank."""
+    """Return one stage's shards, without the middle of many: the table of ranks has them."""
     blocks = [f"[{word}{shard}: {format_ranks(layout.block(stage, shard))}]" for shard in range(layout.data)]
     return blocks if len(blocks) <= MOST_BLOCKS else [*blocks[: MOST_BLOCKS - 2], "...", blocks[-1]]

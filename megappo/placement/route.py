@@ -1,52 +1,60 @@
-"""The way of the actor's weights to every engine, from config and placement. Without torch."""
+"""The route of the actor's weights to every engine, from config and layouts. Without torch."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megappo.config.schema import Config
 from megappo.config.transports import TRANSPORTS, Transport
 from megappo.placement.layout import Layout
-from megappo.placement.nodes import by_node
-from megappo.placement.ranks import format_ranks
+from megappo.placement.ranks import by_node, format_ranks
 
 
 @dataclass(frozen=True)
 class EngineRoute:
-    """The way to one engine.
+    """The route to one engine.
 
     Attributes:
-        transport: its name. entry: in the table; where adapters alone are sent, the transport's for those.
-        ranks: the engine's; the first owns it.
-        shares_gpus: a model is on one of them too, so that the engine must give its memory up while that is trained.
-        stays_awake: it need not, as there is memory for both.
-        is_external: it is elsewhere, on none of their GPUs.
+        transport: name of the transport.
+        entry: of the transport in the table; with adapters alone, the transport's entry for those.
+        ranks: the engine's ranks; the first owns it.
+        shares_gpus: a model is on one of its GPUs, so that it must free its memory while that model is trained.
+        is_external: the engine runs elsewhere, on none of the ranks' GPUs.
         spans_nodes: its ranks are on several nodes.
+        stays_awake: there is memory for the engine and the models at once.
     """
 
     transport: str
     entry: Transport
     ranks: tuple[int, ...]
     shares_gpus: bool
-    is_external: bool = False
-    spans_nodes: bool = False
-    stays_awake: bool = False
+    is_external: bool
+    spans_nodes: bool
+    stays_awake: bool
 
     @property
     def owner(self) -> int:
+        """The rank that starts the engine and sends requests to it."""
         return self.ranks[0]
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Where the transport has no sender: its ranks that give the weights themselves, and must be the actor's."""
+        """Ranks that pass the weights to the engine if the transport has no sender; they must be the actor's."""
         return self.ranks if self.spans_nodes and self.entry.each_rank else self.ranks[:1]
+
+    @property
+    def excludes_sender(self) -> bool:
+        """True if the sender must not be on the engine's GPUs."""
+        return self.entry.needs_other_gpu and not self.is_external
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way from the actor, whose pipeline stages are on these ranks, to every engine, by its number.
+    """The route from the actor to every engine, by the engine's number.
 
     Attributes:
-        adapters: they alone are sent; engines have the other weights from model.path.
+        stages: the ranks of the actor's pipeline stages.
+        adapters: only adapters are sent; engines have the other weights from model.path.
     """
 
     stages: tuple[tuple[int, ...], ...]
@@ -60,44 +68,50 @@ class Route:
 
     @property
     def senders(self) -> tuple[int, ...]:
-        """The actor's ranks that send where the engines' owners do not, each its stage's first on no GPU that it must
-        keep off. One sends everything where a stage has no such rank, or an engine's transport wants all from one."""
-        apart = [engine for engine in self.engines if engine.entry.needs_other_gpu and not engine.is_external]
-        taken = {rank for engine in apart for rank in engine.ranks}
+        """The actor's ranks that send weights to engines whose owners do not.
+
+        Each stage has one, its first rank that is on no GPU to keep off. One rank sends everything if a stage has no
+        such rank, or if the transport of an engine needs everything from one rank.
+        """
+        taken = {rank for engine in self.engines if engine.excludes_sender for rank in engine.ranks}
         free = [[rank for rank in stage if rank not in taken] for stage in self.stages]
         if all(free) and all(engine.entry.each_stage for engine in self.engines):
             return tuple(stage[0] for stage in free)
         return (next((rank for rank in self.actor if rank not in taken), self.actor[0]),)
 
     def ends(self, engine: EngineRoute, *, on_gpus: bool) -> tuple[int, ...]:
-        """The engine's ranks at which its transport ends; the first owns it."""
-        apart = on_gpus or engine.spans_nodes  # on a CPU ranks of one node share their memory
-        each = apart and engine.entry.each_rank and set(engine.ranks) <= set(self.actor)
-        return engine.ranks if each else engine.ranks[:1]
+        """Return the engine's ranks at which its transport ends; the first owns it."""
+        is_apart = on_gpus or engine.spans_nodes  # on a CPU ranks of one node share their memory
+        at_each = is_apart and engine.entry.each_rank and set(engine.ranks) <= set(self.actor)
+        return engine.ranks if at_each else engine.ranks[:1]
 
     def sources(self, *, on_gpus: bool) -> frozenset[int]:
-        """The actor's ranks that need whole tensors."""
-        found = [self.senders if engine.entry.sender else self.ends(engine, on_gpus=on_gpus) for engine in self.engines]
-        return frozenset().union(*found)
+        """Return the actor's ranks that need whole tensors."""
+        found: set[int] = set()
+        for engine in self.engines:
+            found.update(self.senders if engine.entry.sender else self.ends(engine, on_gpus=on_gpus))
+        return frozenset(found)
 
     @property
     def shares_nccl(self) -> bool:
-        """Whether trainer and engines are in one group of NCCL's, in which no GPU may be twice."""
+        """True if trainer and engines are in one NCCL group, which takes no GPU twice."""
         return any(engine.entry.needs_other_gpu for engine in self.engines)
 
     @property
     def transports(self) -> dict[str, tuple[int, ...]]:
-        """The engines of each transport."""
-        names = [engine.transport for engine in self.engines]
-        return {name: tuple(i for i, its in enumerate(names) if its == name) for name in dict.fromkeys(names)}
+        """The numbers of the engines of each transport."""
+        found = defaultdict[str, tuple[int, ...]](tuple)
+        for number, engine in enumerate(self.engines):
+            found[engine.transport] += (number,)
+        return dict(found)
 
     @property
     def entries(self) -> dict[str, Transport]:
-        """Of each transport."""
+        """The table's entry of each transport."""
         return {engine.transport: engine.entry for engine in self.engines}
 
     def describe(self) -> str:
-        """The engines of each transport, in a line."""
+        """Return a line with the engines of each transport."""
         parts = []
         for name, engines in self.transports.items():
             sender = f"from rank {format_ranks(self.senders)} " if self.entries[name].sender else ""
@@ -105,55 +119,51 @@ class Route:
         return f"{'adapters' if self.adapters else 'weights'}: " + "; ".join(parts)
 
     def errors(self, *, on_gpus: bool) -> Iterator[str]:
-        """What cannot be, one line each."""
-        for name in self.transports:
-            owners = [e.owner for e in self.engines if e.transport == name and not e.entry.sender]
+        """Yield each engine that the weights cannot reach."""
+        actor, sender = format_ranks(self.actor), self.senders[0]
+        for name, engines in self.transports.items():
+            owners = [self.engines[number].owner for number in engines]
             elsewhere = [rank for rank in owners if rank not in self.actor]
-            if elsewhere:
+            if elsewhere and not self.entries[name].sender:
                 yield (
                     f"rollout.sync.transport is {name}, but the engines' first ranks {format_ranks(elsewhere)} are not "
-                    f"the actor's ({format_ranks(self.actor)}): set it to auto, or place the engines there"
+                    f"the actor's ({actor}): set it to auto, or place the engines there"
                 )
         for number, engine in enumerate(self.engines):
             elsewhere = [rank for rank in engine.sources[1:] if rank not in self.actor]
             if elsewhere and not engine.entry.sender:
                 yield (
                     f"rollout.sync.transport is {engine.transport}, but of engine {number}, which is on several nodes, "
-                    f"ranks {format_ranks(elsewhere)} are not the actor's ({format_ranks(self.actor)}): set it to "
-                    "auto, or place the engine there"
+                    f"ranks {format_ranks(elsewhere)} are not the actor's ({actor}): set it to auto, or place the "
+                    "engine there"
                 )
-            keeps_off = engine.entry.needs_other_gpu and not engine.is_external
-            if on_gpus and keeps_off and self.senders[0] in engine.ranks:
+            if on_gpus and engine.excludes_sender and sender in engine.ranks:
                 yield (
-                    f"engine {number} on ranks {format_ranks(engine.ranks)} shares the GPU of rank {self.senders[0]}"
+                    f"engine {number} on ranks {format_ranks(engine.ranks)} shares the GPU of rank {sender}"
                     f", from which {engine.transport} cannot reach it: place the engine on other GPUs, or so that its "
                     "first rank is one of the actor's, and leave rollout.sync.transport at auto"
                 )
 
 
-def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int | None = None) -> Route:
-    """Each engine takes rollout.sync.transport; with auto, or one without a way for adapters, the first open to it.
-
-    Args:
-        ranks_per_node: None = all are on one.
-    """
-    actor, rollout, chosen = layouts["actor"].ranks, layouts["rollout"], config.rollout.sync.transport
+def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int) -> Route:
+    """Return the route to each engine: by rollout.sync.transport, or with auto, or if that one cannot send adapters
+    alone, by the first transport of the table that reaches the engine."""
+    rollout, is_external = layouts["rollout"], bool(config.rollout.engines)
     models = {rank for name, layout in layouts.items() if name != "rollout" for rank in layout.ranks}
-    engines, external, adapters = [], bool(config.rollout.engines), config.actor.lora is not None
-    entries = {name: entry.adapters if adapters else entry for name, entry in TRANSPORTS.items()}
+    has_adapters = config.actor.lora is not None
+    entries = {name: entry.adapters if has_adapters else entry for name, entry in TRANSPORTS.items()}
+    engines = []
     for number in range(rollout.data):
         ranks = rollout.block(0, number)
-        shares_gpus = not (external or models.isdisjoint(ranks))
-        spans_nodes = _are_apart(ranks, ranks_per_node)
-        facts = ranks, shares_gpus, external, spans_nodes, config.rollout.sleep == "never"
-        ways = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry is not None}
-        is_open = (
-            way for way in ways.values() if way.entry.sender or (not external and set(way.sources) <= set(actor))
-        )
-        engines.append(ways[chosen] if chosen in ways else next(is_open))
-    return Route(layouts["actor"].stages, tuple(engines), adapters)
+        shares_gpus = not is_external and not models.isdisjoint(ranks)
+        spans_nodes = len(by_node(ranks, ranks_per_node)) > 1
+        facts = ranks, shares_gpus, is_external, spans_nodes, config.rollout.sleep == "never"
+        routes = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry is not None}
+        chosen = routes.get(config.rollout.sync.transport)
+        engines.append(chosen or next(route for route in routes.values() if _is_open(route, layouts["actor"])))
+    return Route(layouts["actor"].stages, tuple(engines), has_adapters)
 
 
-def _are_apart(ranks: Collection[int], ranks_per_node: int | None) -> bool:
-    """Whether they are on several nodes."""
-    return ranks_per_node is not None and len(by_node(sorted(ranks), ranks_per_node)) > 1
+def _is_open(route: EngineRoute, actor: Layout) -> bool:
+    owners_send = not route.is_external and set(route.sources) <= set(actor.ranks)
+    return route.entry.sender is not None or owners_send

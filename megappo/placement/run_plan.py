@@ -7,11 +7,10 @@ from functools import cached_property
 from megappo.config.checks import config_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.placement.checks import component_errors
+from megappo.placement.component_errors import component_errors
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
 from megappo.placement.layout import Layout
-from megappo.placement.nodes import port_errors, uneven_engines
-from megappo.placement.ranks import placement_layouts
+from megappo.placement.placing import node_errors, place
 from megappo.placement.route import Route, find_route
 
 
@@ -68,15 +67,14 @@ def plan_run(config: Config, world_size: int, ranks_per_node: int | None = None)
     Raises:
         ConfigError: with every contradiction between keys, placement, layouts, batch and engines.
     """
-    ranks_per_node = ranks_per_node or world_size
-    errors = [*component_errors(config), *config_errors(config)]
+    components, ranks_per_node = components_of(config), ranks_per_node or world_size
+    errors = [*component_errors(config, components), *config_errors(config)]
     try:
-        layouts = placement_layouts(config, world_size)
+        layouts = place(config, components, world_size)
     except ConfigError as error:
         raise ConfigError(*errors, *error.errors) from None
-    plan = RunPlan(config, config, world_size, ranks_per_node, components_of(config), layouts)
-    errors += uneven_engines(layouts["rollout"], ranks_per_node)
-    errors += port_errors(config.rollout.port, layouts["rollout"], ranks_per_node)
+    plan = RunPlan(config, config, world_size, ranks_per_node, components, layouts)
+    errors += node_errors(config, layouts["rollout"], ranks_per_node)
     errors += plan.route.errors(on_gpus=False)
     if errors:
         raise ConfigError(*errors)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megappo.config.loading import dump_config, load_config
-from megappo.placement.ranks import smallest_world
+from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run
 from megappo.preflight.arrangement import check_run
 

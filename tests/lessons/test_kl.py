@@ -12,7 +12,7 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
-from megappo.placement.components import trained_components
+from megappo.placement.components import components_of
 from megappo.ppo.kl import kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
 from megappo.trainer.experience import AdvantageResult, add_advantages
@@ -113,7 +113,7 @@ def check_returns(rank: int, world_size: int) -> None:
     rows = advantages_of(config).rows
     right, wrong = (torch.tensor(plain_advantages(coef)) + VALUES * MASK for coef in (REWARD_COEF, 0.0))
     torch.testing.assert_close(rows.fields["returns"], right, rtol=0, atol=1e-6)
-    assert "returns" in trained_components(config)["critic"].fields
+    assert "returns" in components_of(config)["critic"].training.fields
     losses = [float(critic_loss(config, 5, 2)({"values": values}, rows)[0]) for values in (right, wrong)]
     assert losses[0] == pytest.approx(0.0, abs=1e-9) and losses[1] > 0.1
 

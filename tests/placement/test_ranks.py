@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
 from megappo.placement.batch_split import batch_splits
+from megappo.placement.components import components_of
 from megappo.placement.layout import START_TOKENS, Layout
-from megappo.placement.ranks import format_ranks, parse_ranks, placement_layouts, smallest_world
+from megappo.placement.placing import place, smallest_world
+from megappo.placement.ranks import format_ranks, parse_ranks
 from megappo.placement.run_plan import plan_run
 
 
@@ -27,6 +29,10 @@ def layouts(draw) -> Layout:
     size = tensor * context * pipeline * data
     ranks = draw(st.sets(st.integers(0, 200), min_size=size, max_size=size))
     return Layout(tuple(sorted(ranks)), tensor, pipeline, context=context)
+
+
+def placement_layouts(config: Config, world_size: int) -> dict[str, Layout]:
+    return place(config, components_of(config), world_size)
 
 
 def _errors(config: Config, world_size: int) -> list[str]:

@@ -20,8 +20,7 @@ from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
 from megappo.placement.groups import build_groups
-from megappo.placement.ranks import placement_layouts
-from megappo.placement.route import find_route
+from megappo.placement.run_plan import plan_run
 from megappo.sync import ipc
 from megappo.sync.build import build_sync
 from megappo.sync.transport import Link
@@ -119,13 +118,14 @@ def hand_over_from_each(rank: int, world_size: int, checkpoint: Path) -> None:
     parts = {"model": {"path": str(checkpoint), "dtype": "fp32"}, "actor": {"parallel": {"tensor": 2}}}
     parts |= {"placement": {"actor": "1-2", "critic": "0-1", "rollout": "1-2"}, "rollout": {"tensor_parallel": 2}}
     config = Config.model_validate(SECTIONS | parts)
-    layouts = placement_layouts(config, world_size)
+    plan = plan_run(config, world_size)
+    layouts = plan.layouts
     groups = build_groups({name: layouts[name] for name in ("actor", "critic")}, seed=0)["actor"]
     actor = make_engine(checkpoint, Case(layouts["actor"]), groups, "actor") if groups.member else None
     client, exchange = (Recorder() if rank == 1 else None), Exchange(dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch, rank)
-        route = find_route(config, layouts)
+        route = plan.route
         build_sync(config, route, read_architecture(checkpoint), actor, client, exchange)()
     if client is None:
         return

@@ -20,8 +20,7 @@ from megappo.config.transports import TRANSPORTS, Transport
 from megappo.engines.client import EngineClient
 from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
-from megappo.placement.ranks import placement_layouts
-from megappo.placement.route import find_route
+from megappo.placement.run_plan import plan_run
 from megappo.sync.build import build_sync
 from megappo.sync.proof import verified_sync
 from megappo.sync.transport import Link, Receiver, Sender
@@ -69,8 +68,9 @@ def check_sent(rank: int, world_size: int, url: str, api_key: str, checkpoint: P
     """Two tensor-parallel ranks have the actor, a third the engine."""
     TRANSPORTS.register("file", Transport(FileReader, FileWriter))
     config = Config.model_validate(sections)
-    layouts = placement_layouts(config, world_size)
-    route = find_route(config, layouts)
+    plan = plan_run(config, world_size)
+    layouts = plan.layouts
+    route = plan.route
     groups = build_groups({"actor": layouts["actor"]}, seed=0)["actor"]
     actor = make_engine(Path(config.model.path), Case(layouts["actor"]), groups, "actor") if groups.member else None
     client = EngineClient(url, api_key, timeout=60.0) if rank == route.engines[0].owner else None

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
-from megappo.placement.ranks import placement_layouts
-from megappo.placement.route import find_route
 from megappo.placement.run_plan import plan_run
 from megappo.sync.build import engine_sleeps
 from megappo.train import shared_nccl_variables
@@ -148,9 +147,10 @@ def test_an_engine_on_two_nodes_is_handed_the_weights_on_each(
 
 def test_memory_that_an_engine_on_two_nodes_cannot_reach_is_refused() -> None:
     config = config_of("0-2", "0-3", 4, "ipc")
-    layouts = placement_layouts(config, 4)
-    assert list(find_route(config, layouts, ranks_per_node=4).errors(on_gpus=False)) == []
-    [error] = find_route(config, layouts, ranks_per_node=2).errors(on_gpus=False)
+    assert plan_run(config, 4, 4).route
+    with pytest.raises(ConfigError) as refused:
+        plan_run(config, 4, 2)
+    [error] = refused.value.errors
     assert error == (
         "rollout.sync.transport is ipc, but of engine 0, which is on several nodes, ranks 3 are not the actor's (0-2): "
         "set it to auto, or place the engine there"

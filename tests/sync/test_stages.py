@@ -16,8 +16,7 @@ from megappo.config.schema import Config
 from megappo.engines.client import EngineClient
 from megappo.engines.process import Engine
 from megappo.placement.groups import build_groups
-from megappo.placement.ranks import placement_layouts
-from megappo.placement.route import find_route
+from megappo.placement.run_plan import plan_run
 from megappo.sync.build import build_sync
 from megappo.sync.proof import verified_sync
 from megappo.weights.buckets import num_bytes
@@ -28,8 +27,9 @@ SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
 def check_sent(rank: int, world_size: int, api_key: str, checkpoint: Path, sections: dict) -> None:
     """Rank 0, of the first stage, owns the engine as well: it gathers for its stage and tells of both."""
     config = Config.model_validate(sections)
-    layouts = placement_layouts(config, world_size)
-    route = find_route(config, layouts)
+    plan = plan_run(config, world_size)
+    layouts = plan.layouts
+    route = plan.route
     groups = build_groups({"actor": layouts["actor"]}, seed=0)["actor"]
     actor = make_engine(Path(config.model.path), Case(layouts["actor"], sequence=True), groups, "actor")
     client = EngineClient(config.rollout.engines[0], api_key, timeout=60.0) if rank == 0 else None

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 
 from megappo.config.schema import Config
 from megappo.models.megatron_engine import MegatronEngine
-from megappo.placement.components import trained_components
+from megappo.placement.components import components_of
 from megappo.trainer.loop import Trainer
 
 PATIENCE = timedelta(seconds=30)
@@ -47,7 +47,8 @@ def announce(engine: MegatronEngine, method: str, key: str, num_calls: int) -> N
 def step_with_one_held(rank: int, world_size: int, folder: str) -> None:
     bench = recorder_in(Path(folder))
     config = Config.model_validate(bench.merged(bench.settings(Path(folder)), APART))
-    updates = {name: one.optimizer_steps(config) // bench.STEPS for name, one in trained_components(config).items()}
+    trained = {name: spec.training for name, spec in components_of(config).items() if spec.training}
+    updates = {name: one.optimizer_steps(config) // bench.STEPS for name, one in trained.items()}
     for method in ("forward", "train_batch"):
         for first in updates:
             run = bench.build(config)

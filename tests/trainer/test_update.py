@@ -25,7 +25,7 @@ from tiny_models import hf_folder
 from megappo.architecture.parsing import read_architecture
 from megappo.batch.exchange import Exchange
 from megappo.batch.step_batch import Batch
-from megappo.placement.components import trained_components
+from megappo.placement.components import components_of
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.ppo.conventions import PRESETS
@@ -71,7 +71,7 @@ def update(component: Component, batch: Batch, method: str | None) -> dict[str, 
     names = {"log_probs": "old_log_probs"} if kind == "actor" else {"values": "values"}
     names = {"log_probs": "old_log_probs", "values": "values"} if kind == "shared" else names
     rows = scattered.gather(scattered.forward(), batch.rows, names)
-    scattered.scatter_fields(rows, trained_components(config)["critic" if kind == "critic" else "actor"].fields)
+    scattered.scatter_fields(rows, components_of(config)["critic" if kind == "critic" else "actor"].training.fields)
     (update_critic if kind == "critic" else update_actor)(scattered, config)
     steps = component.exchange.share(scattered.optimizer_steps)
     return training_metrics(merge_optimizer_steps(steps, component.name), component.name)

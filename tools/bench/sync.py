@@ -53,7 +53,7 @@ def bench(world: World, folder: Path, engine: Engine | None, transport: str, buc
     if transport != "ipc":
         rollout["engines"] = world.exchange.share(engine and [engine.url])[0]
     config = Config.model_validate(sections | {"rollout": rollout})
-    route = find_route(config, {"actor": world.groups.layout, "rollout": Layout((0,))})
+    route = find_route(config, {"actor": world.groups.layout, "rollout": Layout((0,))}, ranks_per_node=1)
     for chunk in chunks:
         chunk.requires_grad_()  # as if trained: what is frozen is sent once
     actor = SimpleNamespace(chunks=chunks, groups=world.groups)

@@ -1,35 +1,29 @@
-"""What is wrong with the keys of a run's models, without a world size and without opening a file. Without torch."""
+"""Check the keys of a run's components against each other, without a world size or a file. Without torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megappo.config.checks import longest_row, nearest_divisors
 from megappo.config.describe import counted
 from megappo.config.errors import shorten
-from megappo.config.schema import Config, Optim, Parallel
-from megappo.placement.components import ComponentSpec, Training, components_of
+from megappo.config.schema import Config, Parallel
+from megappo.placement.components import ComponentSpec, Training
 
 
-def component_errors(config: Config) -> list[str]:
-    """Every contradiction, one line each, naming the keys, their values and the remedy."""
-    errors = [error for spec in components_of(config).values() for error in _errors(config, spec)]
+def component_errors(config: Config, components: Mapping[str, ComponentSpec]) -> list[str]:
+    """Return every contradiction, one line each, with the keys, their values and the remedy."""
+    errors: list[str] = []
+    for spec in components.values():
+        errors += _batch_errors(config, spec)
+        errors += _parallel_errors(*spec.parallel)
+        errors += _optimizer_errors(config, spec.training) if spec.training else []
     return list(dict.fromkeys(errors))  # components may share keys
 
 
-def _errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
-    yield from _mini_batch(config, spec)
-    yield from _micro_batch(config, *spec.max_tokens)
-    yield from _parallel(*spec.parallel)
-    if spec.training is not None:
-        yield from _optimizer(config, spec.training)
-
-
-def _mini_batch(config: Config, spec: ComponentSpec) -> Iterator[str]:
+def _batch_errors(config: Config, spec: ComponentSpec) -> Iterator[str]:
     prompts, (key, size) = config.data.train_batch_size, spec.mini_batch_prompts(config)
     if prompts % size:
         yield f"{key} {size} does not divide data.train_batch_size {prompts}: {nearest_divisors(prompts, size)} would"
-
-
-def _micro_batch(config: Config, key: str, max_tokens: int) -> Iterator[str]:
+    key, max_tokens = spec.max_tokens
     if max_tokens < longest_row(config):
         yield (
             f"{key} {max_tokens} cannot hold one row of data.max_prompt_length {config.data.max_prompt_length} + "
@@ -37,7 +31,7 @@ def _micro_batch(config: Config, key: str, max_tokens: int) -> Iterator[str]:
         )
 
 
-def _parallel(key: str, parallel: Parallel) -> Iterator[str]:
+def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:
     split = parallel.pipeline_split
     if split is not None and len(split) != parallel.num_chunks:
         found = f"{shorten(str(list(split)))} is of {counted(len(split), 'chunk')}"
@@ -54,7 +48,8 @@ def _parallel(key: str, parallel: Parallel) -> Iterator[str]:
         yield f"{key}.sequence needs {key}.tensor > 1, found 1: raise tensor or turn sequence off"
 
 
-def _learning_rate(key: str, optim: Optim) -> Iterator[str]:
+def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
+    key, optim, steps = f"{training.key}.optim", training.section.optim, training.optimizer_steps(config)
     if optim.lr >= 1:
         yield f"{key}.lr {optim.lr} is what Adam would change every weight by in a step: lower it, to 1e-4 or less"
     if optim.min_lr > optim.lr:
@@ -64,12 +59,6 @@ def _learning_rate(key: str, optim: Optim) -> Iterator[str]:
             f"{key}.min_lr {optim.min_lr} has no effect with lr_decay_style constant: "
             "choose linear or cosine, or drop min_lr"
         )
-
-
-def _optimizer(config: Config, training: Training) -> Iterator[str]:
-    key, optim = f"{training.key}.optim", training.section.optim
-    yield from _learning_rate(key, optim)
-    steps = training.optimizer_steps(config)
     if steps and optim.lr_warmup_steps >= steps:
         yield (
             f"{key}.lr_warmup_steps {optim.lr_warmup_steps} must be below the run's "
