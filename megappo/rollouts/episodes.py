@@ -96,31 +96,28 @@ class EpisodeRunner:
 
     async def _take_turns(self, transcript: Transcript, environment: Environment, generate: Generate) -> Episode:
         parts: Counter[str] = Counter()
-        try:
-            ending = await self._until_end(transcript, environment, generate, parts)
-        except EpisodeLost as error:
-            return Episode(transcript.segments, "lost", parts, str(error))
-        return Episode(transcript.segments, ending, parts)
 
-    async def _until_end(
-        self, transcript: Transcript, environment: Environment, generate: Generate, parts: Counter[str]
-    ) -> Ending:
+        def ended(ending: Ending, lost: str = "") -> Episode:
+            return Episode(transcript.segments, ending, parts, lost)
+
         for turn in range(1, self._max_turns + 1):
             segment = transcript.segments[-1]
             generation = await generate(segment.context, transcript.room)
             text = transcript.write(generation, turn)
             if generation.finish_reason == "length":
-                return "length"
+                return ended("length")
             message = {"role": "assistant", "content": text, "token_ids": generation.tokens}
-            observation, reward, done, numbers = await environment.step(message)
+            try:
+                observation, reward, done, numbers = await environment.step(message)
+            except EpisodeLost as error:
+                return ended("lost", str(error))
             segment.reward(reward)
-            for name, number in numbers.items():
-                parts[name] += number
+            parts.update(numbers)
             if done:
-                return "done"
+                return ended("done")
             if turn < self._max_turns and not self._accepts(transcript.observe, observation):
-                return "length"
-        return "turns"
+                return ended("length")
+        return ended("turns")
 
     def _accepts(self, add: Callable[[Messages], bool], observation: Messages) -> bool:
         try:

@@ -28,7 +28,7 @@ SAMPLING_KEYS = (
 )
 EPISODE_KEYS = ("rollout.environment", "rollout.tools", "rollout.tool_call_parser", "rollout.max_turns")
 OTHER_KEYS = (
-    *("rollout.stop", "reward.function", "data.gen_batch_size"),
+    *("model.path", "rollout.stop", "reward.function", "data.gen_batch_size"),
     *("data.apply_chat_template", "data.system_prompt", "data.chat_template_kwargs"),
 )
 """A step is sampled again if any of these keys has changed. A replay needs the recorded values of the first two groups:
@@ -60,10 +60,16 @@ class Record:
         """
         rows = batch.at_rank_0(self._exchange)
         config = self._config
-        facts = self._facts(step, [prompt.index for prompt in prompts]) | {
-            "num_tokens": num_tokens,
-            "prompts_drawn": num_drawn,
+        facts = {
+            "step": step,
+            "weights_step": self._weights_step(step),
+            "model": config.model.path,
+            "sampling": _values(config, SAMPLING_KEYS),
+            "settings": self._settings(step),
+            "prompts": [prompt.index for prompt in prompts],
             "labels": [prompt.label for prompt in prompts],
+            "prompts_drawn": num_drawn,
+            "num_tokens": num_tokens,
             "compared": config.compares_responses or not config.algorithm.mask_truncated,
         }
         self._exchange.on_rank_0(lambda: _write(rows_file(self.folder, step), rows, facts))
@@ -79,8 +85,11 @@ class Record:
                 found = self._read_facts(step)
                 if not found:
                     return step - 1, num_drawn, []
-                drawn = chain.from_iterable(map(prompts.indices, range(num_drawn, found["prompts_drawn"], draw_size)))
-                changed = self._changes(step, found, list(drawn))
+                recorded, ours = found["settings"], self._settings(step)
+                changed = [name for name, value in ours.items() if recorded.get(name) != value]
+                draws = map(prompts.indices, range(num_drawn, found["prompts_drawn"], draw_size))
+                if not self._may_train_on(found["prompts"], list(chain.from_iterable(draws))):
+                    changed.append("prompts")
                 if changed:
                     return step - 1, num_drawn, changed
                 num_drawn = found["prompts_drawn"]
@@ -88,14 +97,11 @@ class Record:
 
         return self._exchange.on_rank_0(inspect)
 
-    def _changes(self, step: int, found: Mapping[str, Any], drawn: list[int]) -> list[str]:
-        """Return the names of recorded facts that differ from those of this run."""
+    def _may_train_on(self, prompts: list[int], drawn: list[int]) -> bool:
+        """Return whether a step that has drawn these prompts may have chosen those."""
         config = self._config
-        is_choice = config.data.gen_batch_size is not None or config.algorithm.filter_groups.enable
-        if is_choice and set(found["prompts"]) <= set(drawn):
-            drawn = found["prompts"]
-        recorded = _flat(found)
-        return [name for name, value in _flat(self._facts(step, drawn)).items() if recorded.get(name) != value]
+        chooses = config.data.gen_batch_size is not None or config.algorithm.filter_groups.enable
+        return set(prompts) <= set(drawn) if chooses else prompts == drawn
 
     def _read_facts(self, step: int) -> dict[str, Any]:
         """Return a step's facts; none if the file is missing or damaged, or was not written by this class."""
@@ -105,21 +111,18 @@ class Record:
         except (FileNotFoundError, RowsFileError):
             return {}
 
-    def _facts(self, step: int, indices: Sequence[int]) -> dict[str, Any]:
-        """Return what a step's rollouts depend on; `indices` are those of its prompts."""
-        config = self._config
-        data, filters = config.data, config.algorithm.filter_groups
-        return {
-            "step": step,
-            "weights_step": 0 if config.trainer.rollout_only else step - 1,
-            "model": config.model.path,
-            "sampling": _values(config, SAMPLING_KEYS),
-            "settings": _values(config, EPISODE_KEYS + OTHER_KEYS),
+    def _weights_step(self, step: int) -> int:
+        return 0 if self._config.trainer.rollout_only else step - 1
+
+    def _settings(self, step: int) -> dict[str, Any]:
+        """Return everything that a step's rollouts depend on, except its prompts."""
+        data, filters = self._config.data, self._config.algorithm.filter_groups
+        return _values(self._config, SAMPLING_KEYS + EPISODE_KEYS + OTHER_KEYS) | {
+            "weights_step": self._weights_step(step),
             "filter_groups": filters.model_dump() if filters.enable else None,
             "cut_to_tokens": data.max_prompt_length if data.too_long == "truncate_left" else None,
             "reward_file": self._reward_file,
             "environment_file": self._environment_file,
-            "prompts": list(indices),
         }
 
 
@@ -168,8 +171,7 @@ class Replay:
 
     def _errors(self, file: RowsFile) -> list[str]:
         config, facts = self._config, file.facts
-        recorded = facts["sampling"] | facts["settings"]
-        ours = _values(config, SAMPLING_KEYS + EPISODE_KEYS)
+        recorded, ours = facts["settings"], _values(config, SAMPLING_KEYS + EPISODE_KEYS)
         errors = [
             f"was sampled with {key} {show(recorded[key])}, but here it is {show(value)}: set it to the record's value"
             for key, value in ours.items()
@@ -190,12 +192,6 @@ class Replay:
             if getattr(config.algorithm.method, need) and field not in file.names
         ]
         return errors
-
-
-def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
-    groups = ("sampling", "settings")
-    others = {name: value for name, value in facts.items() if name not in groups}
-    return others | facts["sampling"] | facts["settings"]
 
 
 def _write(path: Path, rows: Rows, facts: Mapping[str, Any]) -> None:

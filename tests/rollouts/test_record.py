@@ -72,7 +72,7 @@ def test_steps_from_the_first_on_count_that_are_as_the_run_would_write_them(tmp_
 
 
 OTHERWISE = {"model": "n", "top_k": 3, "rollout_only": False}
-CHANGED = {"model": "model", "top_k": "rollout.top_k", "rollout_only": "weights_step"}
+CHANGED = {"model": "model.path", "top_k": "rollout.top_k", "rollout_only": "weights_step"}
 
 
 @pytest.mark.parametrize("key", OTHERWISE)
