@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from megappo.batch.rows import Rows
 from megappo.config.errors import ConfigError
 from megappo.data.prompts import Prompt
 from megappo.rollouts.sampler import Sample
+from megappo.rollouts.transcript import Segment
 
 
 def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
@@ -48,15 +48,6 @@ def masked_samples(samples: Sequence[Sample], *, compared: bool) -> set[tuple[in
     }
 
 
-class _Part(NamedTuple):
-    """One row: a segment of a sample's episode, or a whole sample."""
-
-    sample: Sample
-    prompt: list[int]
-    tokens: list[int]
-    number: int = 0
-
-
 def sample_rows(
     samples: Sequence[Sample],
     prompts: Sequence[Prompt],
@@ -70,32 +61,39 @@ def sample_rows(
         episodes: the run has an environment; the same on ranks without samples.
         masked: (prompt_index, sample_index) of samples that are not trained on.
     """
-    parts = [part for one in samples for part in _parts(one, prompts[one.prompt_index].tokens)]
-    lengths = _integers(len(part.tokens) for part in parts)
+    owners: list[Sample] = []
+    numbers: list[int] = []
+    segments: list[Segment] = []
+    for one in samples:
+        for number, segment in enumerate(_segments(one, prompts)):
+            owners.append(one)
+            numbers.append(number)
+            segments.append(segment)
+    lengths = _integers(len(segment.tokens) for segment in segments)
     log_probs = list(chain.from_iterable(one.log_probs for one in samples))
     is_own = torch.from_numpy(np.fromiter((log_prob is not None for log_prob in log_probs), dtype=bool))
     if masked:
-        names = [(part.sample.prompt_index, part.sample.sample_index) for part in parts]
-        is_own &= torch.tensor([name not in masked for name in names]).repeat_interleave(lengths)
+        is_kept = [(one.prompt_index, one.sample_index) not in masked for one in owners]
+        is_own &= torch.tensor(is_kept).repeat_interleave(lengths)
     fields = {
         "response_mask": _padded(is_own, lengths),
         "rollout_log_probs": _padded(_numbers(log_prob or 0.0 for log_prob in log_probs), lengths),
-        "truncated": torch.tensor([float(part.sample.finish_reason == "length") for part in parts]),
+        "truncated": _numbers(one.finish_reason == "length" for one in owners),
     }
     if episodes:
-        segments = [part.sample.episode.segments[part.number] for part in parts]
         turns = chain.from_iterable(segment.turns for segment in segments)
         rewards = chain.from_iterable(segment.rewards for segment in segments)
-        fields["episodes"] = torch.tensor([float(part.sample.sample_index) for part in parts])
-        fields["segments"] = torch.tensor([float(part.number) for part in parts])
+        fields["episodes"] = _numbers(one.sample_index for one in owners)
+        fields["segments"] = _numbers(numbers)
         fields["turns"] = _padded(_numbers(turns), lengths)
         fields["turn_rewards"] = _padded(_numbers(rewards), lengths)
-    max_segments = max((part.number + 1 for part in parts), default=1)
-    tokens = chain.from_iterable((part.prompt, part.tokens) for part in parts)
+    max_segments = max(numbers, default=0) + 1
+    ids = [one.sample_index * max_segments + number for one, number in zip(owners, numbers, strict=True)]
+    tokens = chain.from_iterable((segment.prompt, segment.tokens) for segment in segments)
     return Rows(
-        ids=_integers(part.sample.sample_index * max_segments + part.number for part in parts),
-        prompt_ids=_integers(part.sample.prompt_index for part in parts),
-        prompt_lengths=_integers(len(part.prompt) for part in parts),
+        ids=_integers(ids),
+        prompt_ids=_integers(one.prompt_index for one in owners),
+        prompt_lengths=_integers(len(segment.prompt) for segment in segments),
         response_lengths=lengths,
         input_ids=_integers(chain.from_iterable(tokens)),
         fields=fields,
@@ -130,11 +128,10 @@ def with_scores(
     return replace(rows, fields=rows.fields | fields)
 
 
-def _parts(sample: Sample, prompt: list[int]) -> list[_Part]:
-    if sample.episode is None:
-        return [_Part(sample, prompt, sample.tokens)]
-    segments = enumerate(sample.episode.segments)
-    return [_Part(sample, segment.prompt, segment.tokens, number) for number, segment in segments]
+def _segments(sample: Sample, prompts: Sequence[Prompt]) -> Sequence[Segment]:
+    if sample.episode is not None:
+        return sample.episode.segments
+    return [Segment(prompts[sample.prompt_index].tokens, "", sample.tokens)]
 
 
 def _padded(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """A run that only evaluates (`trainer.eval_only`): engines, reward functions and, for a checkpoint, the actor."""
 
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from megappo.config.schema import Config
 from megappo.engines.handle import start_engine
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
-from megappo.observe.metrics import Histogram
 from megappo.observe.observer import open_observer
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.resuming import with_own_folder
@@ -74,10 +72,9 @@ def evaluate_only(plan: RunPlan, cleanup: ExitStack) -> None:
     observer.finish()
 
 
-def _write(config: Config, weights: Path, step: int, metrics: Mapping[str, Any]) -> None:
+def _write(config: Config, weights: Path, step: int, metrics: dict[str, Any]) -> None:
     folder = Path(config.trainer.output_dir)
-    numbers = {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}
-    content = {"weights": str(weights.resolve()), "step": step, "metrics": numbers}
+    content = {"weights": str(weights.resolve()), "step": step, "metrics": metrics}
     write_durably(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")
     write_durably(folder / CONFIG_FILE, dump_config(config))
 
