@@ -11,6 +11,12 @@ HeadKind = Literal["policy", "value", "policy_value"]
 both side by side (a shared backbone)."""
 REWARD_MODELS = ("ForTokenClassification", "ForSequenceClassification")
 LANGUAGE_MODEL = "ForCausalLM"
+SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+LATENT_SCALINGS = {"default": (), "yarn": ("factor", "original_max_position_embeddings")}
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,12 @@ class ExpertFormat:
     groups: ExpertGroups | None = None
     fp32_router: bool = False
 
+    @property
+    def keys(self) -> list[str]:
+        """Keys that every config.json of the family has."""
+        shared = self.shared.keys if self.shared else ()
+        return [key for key in (self.ffn, "num_experts_per_tok", *shared, self.dense_layers, self.scaling) if key]
+
 
 @dataclass(frozen=True)
 class Family:
@@ -104,6 +116,11 @@ class Family:
     latent_attention: bool = False
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
+
+    @property
+    def rope_scalings(self) -> Mapping[str, tuple[str, ...]]:
+        """Kinds of scaled rotary positions that are computed, and the numbers that each takes."""
+        return LATENT_SCALINGS if self.latent_attention else SCALINGS
 
 
 def _deepseek(renormalizes: bool, scores: str, methods: tuple[str, ...], **experts: Any) -> Family:

@@ -50,14 +50,6 @@ ONLY_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
 }
 """The same for a mixture of experts."""
-SCALINGS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-"""Rotary scalings that are computed here, and the numbers each takes."""
-LATENT_SCALINGS = {"default": (), "yarn": ("factor", "original_max_position_embeddings")}
-"""Those that Megatron's latent attention computes."""
 COMPUTED = (
     *("architectures", "layer_types", "model_type", "rope_parameters", "rope_scaling", "rope_theta", "head_dim"),
     *("original_max_position_embeddings", "num_key_value_heads", "sliding_window", "use_sliding_window"),
@@ -99,8 +91,10 @@ def parse(found: Mapping[str, Any], file: Path, head: HeadKind = "policy") -> Ar
     named = (found.get("architectures") or ["none"])[0]
     name = language_model(named) if head == "value" else named
     if name not in FAMILIES:
-        remedy = f"this version trains {', '.join(FAMILIES)}: choose one of these"
-        raise ArchitectureError(f"{file} is of architecture {shorten(named)}; {remedy}")
+        supported = ", ".join(FAMILIES)
+        raise ArchitectureError(
+            f"{file} is of architecture {shorten(named)}; this version trains {supported}: choose one of these"
+        )
     family = FAMILIES[name]
     missing = ", ".join(_missing(found, family))
     if missing:
@@ -142,15 +136,15 @@ def _missing(found: Mapping[str, Any], family: Family) -> Iterator[str]:
         yield family.experts.count[-1]
 
 
-def _needed(found: Mapping[str, Any], family: Family) -> dict[str, None]:
-    experts = _expert_keys(found, family.experts) if family.experts else ()
-    return dict.fromkeys((*SIZES.values(), *experts, *(LATENT_SIZES.values() if family.latent_attention else ())))
-
-
-def _expert_keys(found: Mapping[str, Any], experts: ExpertFormat) -> Iterator[str]:
-    yield from (experts.ffn, "num_experts_per_tok", *(experts.shared.keys if experts.shared else ()))
-    yield from (key for key in (experts.dense_layers, experts.scaling) if key)
-    yield from ("n_group", "topk_group") if _has_groups(found, experts) else ()
+def _needed(found: Mapping[str, Any], family: Family) -> list[str]:
+    """Keys without which a model of the family is not described."""
+    keys = list(SIZES.values())
+    if family.experts:
+        keys += family.experts.keys
+        keys += ("n_group", "topk_group") if _has_groups(found, family.experts) else ()
+    if family.latent_attention:
+        keys += LATENT_SIZES.values()
+    return list(dict.fromkeys(keys))
 
 
 def _has_groups(found: Mapping[str, Any], experts: ExpertFormat) -> bool:
@@ -212,7 +206,7 @@ def _unsupported_routing(found: Mapping[str, Any], experts: ExpertFormat) -> Ite
 
 
 def _unsupported_rope(found: Mapping[str, Any], family: Family) -> Iterator[str]:
-    rope, scalings = _rope_section(found), _scalings(family)
+    rope, scalings = _rope_section(found), family.rope_scalings
     lacking = [name for name in scalings.get(_kind(rope), ()) if rope.get(name) is None]
     unknown = [*uncomputed(rope, ROPE.keys() - {"partial_rotary_factor"})]  # a kind ignores the numbers of others
     if _kind(rope) not in scalings or lacking or unknown:
@@ -241,7 +235,7 @@ def _rope_contradictions(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _rope(found: Mapping[str, Any], family: Family) -> Rope:
     rope = _rope_section(found)
-    numbers = {name: rope[name] for name in _scalings(family)[_kind(rope)]}
+    numbers = {name: rope[name] for name in family.rope_scalings[_kind(rope)]}
     if _kind(rope) == "yarn":
         scaled = bool(rope.get("mscale"))
         numbers["beta_fast"], numbers["beta_slow"] = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
@@ -256,10 +250,6 @@ def _rope_section(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _kind(rope: Mapping[str, Any]) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _scalings(family: Family) -> Mapping[str, tuple[str, ...]]:
-    return LATENT_SCALINGS if family.latent_attention else SCALINGS
 
 
 def _experts(found: Mapping[str, Any], experts: ExpertFormat) -> Experts:

@@ -1,7 +1,7 @@
-"""What of the update can be on or off: kernels of the layers, messages that go while layers compute. One table decides,
-of a model, its layout and the machine, and says why; nothing else does. Without torch.
+"""Switches of an update: kernels of the layers, and messages that go while layers compute. One table decides from a
+model, its layout and the machine, and gives the reason. Without torch.
 
-Nothing here changes what is computed, but for rounding. What is not known to be right stays off and says so.
+Switches change the rounding of results only. One that is not known to be right stays off, with that reason.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ FLASH_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Under what a component's model runs.
+class SwitchContext:
+    """The model, layout and machine of a component, by which switches are decided.
 
     Attributes:
         data: data-parallel shards.
@@ -39,9 +39,9 @@ class Setting:
 
 
 class Need(NamedTuple):
-    """What a switch cannot be on without, and why it is off where that lacks."""
+    """A condition of a switch, and the reason for which it is off where the condition is not met."""
 
-    is_met: Callable[[Setting], bool]
+    is_met: Callable[[SwitchContext], bool]
     why_off: str
 
 
@@ -52,22 +52,18 @@ class Switch:
     Attributes:
         name: TransformerConfig's or DistributedDataParallelConfig's field, or our own name for it.
         gain: why it is on.
-        concerns: whether it is about such a model and layout at all, on whatever machine.
-        needs: in the order in which the first that lacks is told.
+        needs: the reason for which it is off is the first that is not met.
+        concerns: it has a meaning for such a model and layout, on any machine.
     """
 
     name: str
     gain: str
-    concerns: Callable[[Setting], bool]
-    needs: tuple[Need, ...]
-
-    def why_off(self, setting: Setting) -> str:
-        """ "" where it is on."""
-        return next((need.why_off for need in self.needs if not need.is_met(setting)), "")
+    needs: tuple[Need, ...] = ()
+    concerns: Callable[[SwitchContext], bool] = lambda context: True
 
 
 class Decision(NamedTuple):
-    """What became of a switch, and why."""
+    """State of a switch, and the reason."""
 
     name: str
     is_on: bool
@@ -78,31 +74,26 @@ GPU = Need(lambda on: on.on_gpu, "there is no GPU")
 TE = Need(lambda on: on.has_te, "the layers are torch's, not TransformerEngine's")
 
 
-def _always(setting: Setting) -> bool:
-    return True
+def _has_experts(context: SwitchContext) -> bool:
+    return context.architecture.experts is not None
 
 
-def _has_experts(setting: Setting) -> bool:
-    return setting.architecture.experts is not None
+def _reduces(context: SwitchContext) -> bool:
+    """Several ranks have a part of the same gradient."""
+    return context.is_trained and context.data * context.parallel.context > 1
 
 
-def _reduces(setting: Setting) -> bool:
-    """Whether several ranks have a part of the same gradient."""
-    return setting.is_trained and setting.data * setting.parallel.context > 1
-
-
-def _fits_flash(setting: Setting) -> bool:
-    return setting.architecture.head_size % 8 == 0 and setting.architecture.head_size <= FLASH_HEAD_SIZE
+def _fits_flash(context: SwitchContext) -> bool:
+    return context.architecture.head_size % 8 == 0 and context.architecture.head_size <= FLASH_HEAD_SIZE
 
 
 LAYERS = (
     Switch(
         "apply_rope_fusion",
         "one kernel rotates queries, one keys",
-        concerns=_always,
         needs=(TE, Need(lambda on: on.architecture.latent is None, "latent attention's kernel rotates by YaRN alone")),
     ),
-    Switch("bias_activation_fusion", "one kernel computes an MLP's activation", concerns=_always, needs=(TE,)),
+    Switch("bias_activation_fusion", "one kernel computes an MLP's activation", needs=(TE,)),
     Switch(
         "moe_grouped_gemm",
         "one kernel multiplies by the weights of all experts",
@@ -112,19 +103,17 @@ LAYERS = (
     Switch("moe_permute_fusion", "one kernel sorts tokens by expert", concerns=_has_experts, needs=(TE,)),
     Switch(
         "use_te_activation_func",
-        "stands for the torch layers' own activation, which passes over memory few times",
+        "the torch layers' own activation, which passes over memory few times",
         concerns=lambda on: not on.has_te,
-        needs=(),
     ),
 )
-"""Fields of TransformerConfig. What is not among them stays off: fusions with biases and dropout, of which there are
-none, and of what attention keeps no more."""
+"""Fields of TransformerConfig. Others stay off: fusions with biases and dropout, of which there are
+none, and in attention, which keeps no scores."""
 OWN = (
     Switch(
         "gradient_accumulation_fusion",
         "TransformerEngine's products add up to the weights' gradients where these are kept",
         concerns=lambda on: on.is_trained and on.has_te,
-        needs=(),
     ),
     Switch(
         "varlen_attn",
@@ -141,7 +130,7 @@ OWN = (
     ),
     Switch(
         "known_shapes",
-        "stages need not tell each other the shapes of what they send",
+        "stages need not send each other the shapes of their messages",
         concerns=lambda on: on.parallel.pipeline > 1,
         needs=(
             Need(lambda on: on.parallel.virtual_pipeline == 1, "virtual stages take micro-batches in another order"),
@@ -150,7 +139,6 @@ OWN = (
     Switch(
         "pinned_copies",
         "micro-batches are copied while the GPU computes",
-        concerns=_always,
         needs=(GPU,),
     ),
 )
@@ -173,14 +161,14 @@ REDUCTION = (
 SWITCHES = (*LAYERS, *OWN, *REDUCTION)
 
 
-def decide(setting: Setting) -> frozenset[str]:
-    """The names of what is on."""
-    return frozenset(one.name for one in SWITCHES if one.concerns(setting) and not one.why_off(setting))
+def decide(context: SwitchContext) -> frozenset[str]:
+    """Return the names of the switches that are on."""
+    return frozenset(decision.name for decision in decisions(context) if decision.is_on)
 
 
-def decisions(setting: Setting) -> Iterator[Decision]:
-    """What is to be said of those that concern the model and its layout."""
-    for one in SWITCHES:
-        if one.concerns(setting):
-            why_off = one.why_off(setting)
-            yield Decision(one.name, not why_off, why_off or one.gain)
+def decisions(context: SwitchContext) -> Iterator[Decision]:
+    """Decide the switches that concern the model and its layout."""
+    for switch in SWITCHES:
+        if switch.concerns(context):
+            why_off = next((need.why_off for need in switch.needs if not need.is_met(context)), None)
+            yield Decision(switch.name, why_off is None, why_off or switch.gain)

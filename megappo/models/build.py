@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import by_name, is_trained, list_parameters
-from megappo.architecture.switches import Setting, decide
+from megappo.architecture.switches import SwitchContext, decide
 from megappo.config.schema import Model, Parallel
 from megappo.models.adapters import add_adapters
 from megappo.models.layer_specs import layer_kind, layer_spec
@@ -45,7 +45,7 @@ def build_model(
     Raises:
         ConfigError: the model does not fit the layout.
     """
-    setting = Setting(
+    setting = SwitchContext(
         architecture,
         parallel,
         data=groups.layout.data,

@@ -17,21 +17,21 @@ from megappo.runtime.variables import visible_devices
 
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "sglang", "flash-attn")
 TRIED = {"transformer-engine": "transformer_engine.pytorch.fp8", "apex": "apex.optimizers"}
-"""Packages that megatron-core does without where they cannot be imported, and what it imports of them."""
+"""Packages that megatron-core does without where they cannot be imported, and the module it imports of each."""
 
 ENGINE_CORES = "MEGAPPO_ENGINE_CORES"
-"""Environment variable: of a node without GPUs the cores, which its engines share while the trainer's ranks wait."""
+"""Environment variable: the cores of a node without GPUs, which its engines share while the trainer's ranks wait."""
 NVIDIA_SMI_SECONDS = 60.0
 LEAST_DRIVERS = {"12": 525, "13": 580}
 """CUDA's major version -> major version of the oldest driver that runs it. Source: CUDA's release notes."""
 DEVICES = Path("/dev")
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""Of glibc: take no piece of memory straight from the kernel, and give back what is free at the end beyond so many
-bytes."""
+"""Settings of glibc: take no block of memory straight from the kernel, and return free memory at the end of the heap
+beyond so many bytes."""
 
 
 def has_cuda() -> bool:
-    """Whether torch sees a CUDA device."""
+    """Return whether torch sees a CUDA device."""
     return torch.cuda.is_available()
 
 
@@ -76,8 +76,8 @@ def _check_has_gpu(local_rank: int) -> None:
 
 
 def share_cores(num_ranks: str) -> None:
-    """Set how many threads the ranks that this process starts compute with, unless OMP_NUM_THREADS says it: on a CPU
-    they share the cores; on GPUs one each, as torchrun has it where it starts several.
+    """Set the number of threads of the ranks that this process starts, unless OMP_NUM_THREADS is set: on a CPU they
+    share the cores; on GPUs each has one thread, as torchrun does where it starts several.
 
     Args:
         num_ranks: torchrun's --nproc-per-node.
@@ -93,24 +93,24 @@ def share_cores(num_ranks: str) -> None:
 
 
 def keep_freed_memory() -> None:
-    """On a CPU, have the processes that this one starts take what they have freed again, unless the environment says
-    otherwise. glibc gives pieces of 32 MiB and more back to the kernel at once, which fills each page of the next one
-    with zeros: an update of a 110M model on TP2 took 11.3 to 12.5 s so, 10.2 without; all processes together had at
-    most 2 % more memory then."""
+    """On a CPU, let the processes that this one starts reuse the memory that they free, unless the environment sets it
+    otherwise. glibc returns blocks of 32 MiB and more to the kernel at once, which fills each page of the next one with
+    zeros: an update of a 110M model on TP2 took 11.3 to 12.5 s, and 10.2 s without; all processes together had at most
+    2 % more memory then."""
     if not has_cuda():
         for name, value in KEPT_MEMORY.items():
             os.environ.setdefault(name, value)
 
 
 def num_cores() -> int:
-    """That this process may use: a container's limit, which shows in no other way, counts where it is of cgroup v2."""
+    """Return the number of cores that this process may use, by its affinity and by a container's limit (cgroup v2)."""
     cores, limit = len(os.sched_getaffinity(0)), Path("/sys/fs/cgroup/cpu.max")
     quota, period = limit.read_text().split() if limit.exists() else ("max", "")
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
 def engine_threads(num_sharing: int) -> int | None:
-    """Of an engine's rank on a CPU, where so many share the node's cores; None: as many as OMP_NUM_THREADS says."""
+    """Return the threads of an engine's rank on a CPU, where so many share the node's cores; None = OMP_NUM_THREADS."""
     cores = os.environ.get(ENGINE_CORES)
     return max(1, int(cores) // num_sharing) if cores else None
 
@@ -121,7 +121,7 @@ def gpu_bytes() -> int | None:
 
 
 def free_gpu_share() -> float:
-    """What nobody has of this process's GPU, as a share of all."""
+    """Return the free share of the memory of this process's GPU."""
     free, total = torch.cuda.mem_get_info(device())
     return free / total
 
@@ -160,8 +160,8 @@ def gpu_ids(local_ranks: list[int]) -> list[str]:
 
 
 def nvcc() -> str | None:
-    """What compiles kernels for GPUs at run time: CUDA_HOME's, else where SGLang looks, too, or pip's; of these one
-    that has CUDA's headers beside it, which a wrapper in PATH may not."""
+    """Return the compiler of kernels at run time: CUDA_HOME's, else the one that SGLang finds, too, or pip's. It must
+    have CUDA's headers beside it, which a wrapper in PATH may not."""
     if own := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return shutil.which(f"{own}/bin/nvcc")
     found = shutil.which("nvcc")
@@ -172,7 +172,7 @@ def nvcc() -> str | None:
 
 
 def cuda_libraries() -> str | None:
-    """Where pip's CUDA libraries are: torch finds them, what is loaded before it does not."""
+    """Return the folder of pip's CUDA libraries: torch finds them, libraries loaded before it do not."""
     folder = _pip_toolkit() / "lib"
     return str(folder) if folder.is_dir() else None
 
@@ -191,7 +191,7 @@ def backend(*, of_the_host: bool = True) -> str:
     """torch.distributed backend: gloo for CPU tensors everywhere, NCCL for CUDA tensors.
 
     Args:
-        of_the_host: whether CPU tensors and objects go over the group: on GPUs that takes a socket for each other rank.
+        of_the_host: CPU tensors and objects go over the group, too: on GPUs that takes a socket for each other rank.
     """
     if not has_cuda():
         return "gloo"
@@ -199,13 +199,13 @@ def backend(*, of_the_host: bool = True) -> str:
 
 
 def has_transformer_engine() -> bool:
-    """Whether TransformerEngine is installed and has a GPU to run on; `fault` says whether it can be imported."""
+    """Return whether TransformerEngine is installed and has a GPU; `fault` checks that it can be imported."""
     return has_cuda() and _version("transformer-engine") is not None
 
 
 def has_varlen_attn() -> bool:
-    """Whether torch's attention of packs takes groups of heads; that of older ones does not."""
-    from torch.nn.attention.varlen import varlen_attn  # takes seconds, which not all that imports this has use for
+    """Return whether torch's attention of packs takes groups of heads; older versions do not."""
+    from torch.nn.attention.varlen import varlen_attn  # takes seconds, and few need it
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -220,7 +220,7 @@ def raise_open_file_limit() -> None:
 
 
 def capabilities() -> dict[str, str]:
-    """What was found and which path is taken, for the table printed at start.
+    """Return the versions that were found and the paths that are taken, for the table printed at start.
 
     Returns:
         package -> version or "not installed", then device, backend, layer_spec and optimizer.
@@ -238,7 +238,7 @@ def capabilities() -> dict[str, str]:
 
 @functools.cache
 def fault(package: str) -> str | None:
-    """Why a package of TRIED, though installed, cannot be imported; None where it can, or is not installed."""
+    """Return why a package of TRIED, though installed, cannot be imported; None where it can, or is not installed."""
     if _version(package) is None:
         return None
     try:
@@ -256,7 +256,7 @@ def _version(package: str) -> str | None:
 
 
 def _adam_source() -> str:
-    """Where megatron-core takes its Adam from: it prefers TransformerEngine, then Apex, then torch."""
+    """Return the library of megatron-core's Adam: it prefers TransformerEngine, then Apex, then torch."""
     for package, adam in (("transformer-engine", "TransformerEngine FusedAdam"), ("apex", "Apex FusedAdam")):
         if _version(package) and not fault(package):
             return adam

@@ -1,4 +1,4 @@
-"""What lets transformers and SGLang import torchvision on a CPU. Imports torch only when called.
+"""Operators with which transformers and SGLang can import torchvision on a CPU. It imports torch only when called.
 
 They import it with some models and tokenizers, Llama's among them. PyPI's is built for CUDA: beside a torch built for
 the CPU its library of operators does not load, and its Python code cannot do without them.
@@ -42,7 +42,7 @@ def define_torchvision_operators() -> Any:
 
 
 def _loads(path: str | None) -> bool:
-    """Whether a library loads into this process; it then has."""
+    """Load a library into this process, and return whether that succeeded."""
     import torch
 
     try:

@@ -12,7 +12,7 @@ from tiny_shapes import QWEN2, QWEN3_MOE, V3
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import parse
-from megappo.architecture.switches import LAYERS, REDUCTION, SWITCHES, Setting, decide, decisions
+from megappo.architecture.switches import LAYERS, REDUCTION, SWITCHES, SwitchContext, decide, decisions
 from megappo.config.schema import Model, Parallel
 from megappo.models.megatron_config import transformer_config
 
@@ -27,8 +27,8 @@ def architecture(**changes: object) -> Architecture:
     return parse(QWEN2 | {"head_dim": 64} | changes, Path("config.json"))
 
 
-def setting(**changes: object) -> Setting:
-    on_gpu = Setting(architecture(), Parallel(), data=1, dtype="bf16", is_trained=True, on_gpu=True, has_te=True)
+def setting(**changes: object) -> SwitchContext:
+    on_gpu = SwitchContext(architecture(), Parallel(), data=1, dtype="bf16", is_trained=True, on_gpu=True, has_te=True)
     return replace(on_gpu, **changes)
 
 
