@@ -15,7 +15,7 @@ from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, is_adapte
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
-from megappo.models.build import ModelChunks
+from megappo.models.gpt import ModelChunks
 from megappo.models.sharding import sharded_chunks
 from megappo.placement.groups import ComponentGroups
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megappo.architecture.switches import SWITCHES, Decision, Setting, decisions
+from megappo.architecture.switches import SWITCHES, Decision, SwitchContext, decisions
 from megappo.config.describe import show
 from megappo.config.errors import shorten
 from megappo.estimate.fitting import SPARE, fits, remedies
@@ -78,7 +78,7 @@ def switch_table(plan: RunPlan, shapes: Shapes, *, on_gpu: bool, has_te: bool) -
     """
     found: dict[Decision, list[str]] = {}
     for name, spec in plan.components.items():
-        setting = Setting(
+        setting = SwitchContext(
             shapes.of(spec).architecture,
             spec.parallel.value,
             data=plan.layouts[name].data,

@@ -14,8 +14,8 @@ from megatron.core.transformer.module import Float16Module
 from megappo.batch.balance import micro_batches
 from megappo.batch.packing import PackedBatch, num_held, pack
 from megappo.batch.rows import Rows
-from megappo.models.build import ModelChunks, router_bias_kept
 from megappo.models.context_parallel import sum_of_shares
+from megappo.models.gpt import ModelChunks, router_bias_kept
 from megappo.models.output_layer import LogitFactors, output_weight
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform

@@ -48,18 +48,24 @@ class Offload:
     def rest(self, use: DeviceUse) -> None:
         """Put the kinds to sleep that are not needed."""
         unneeded = [kind for kind in self._kinds if kind not in use and kind not in self.asleep]
-        found = _storages(self._engine) if unneeded else {}
+        if not unneeded:
+            return
+        found = _storages(self._engine)
         for kind in unneeded:
             known = [memory.storage._cdata for memory in self._memories.get(kind, ())]
             if known != [storage._cdata for storage in found[kind]]:
-                self._memories.pop(kind, None)  # before the new ones, which may take its memory
-                self._saved -= {kind} - {"gradients"}
-                copies = host_copies([0 if kind in self._saved else storage.nbytes() for storage in found[kind]])
-                self._memories[kind] = list(map(_Memory, found[kind], copies))
+                self._make_copies(kind, found[kind])
             for memory in self._memories[kind]:
                 memory.sleep(save=kind not in self._saved)
             self._saved.add(kind)
             self.asleep.add(kind)
+
+    def _make_copies(self, kind: TensorKind, storages: list[torch.UntypedStorage]) -> None:
+        self._memories.pop(kind, None)  # first: the new copies may take its memory
+        if kind != "gradients":
+            self._saved.discard(kind)
+        copies = host_copies([0 if kind in self._saved else storage.nbytes() for storage in storages])
+        self._memories[kind] = [_Memory(storage, copy) for storage, copy in zip(storages, copies, strict=True)]
 
     def wake(self, use: DeviceUse) -> None:
         """Bring back the kinds that are needed."""
@@ -76,12 +82,13 @@ def host_copies(sizes: Sequence[int]) -> list[list[torch.Tensor]]:
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in block_sizes(sum(sizes))]
     copies = []
     for size in sizes:
-        copies.append(parts := list[torch.Tensor]())
+        parts = []
         while size:
-            part, rest = blocks[0].tensor_split([size])
+            part, rest = blocks[0][:size], blocks[0][size:]
             parts.append(part)
             size -= len(part)
             blocks[:1] = [rest] if len(rest) else []
+        copies.append(parts)
     return copies
 
 
@@ -99,8 +106,9 @@ class _Memory:
         self.size = storage.nbytes()
 
     def sleep(self, *, save: bool) -> None:
-        for kept, bytes_here in self._parts() if save else ():
-            kept.copy_(bytes_here, non_blocking=True)
+        if save:
+            for kept, content in self._parts():
+                kept.copy_(content, non_blocking=True)
         if platform.has_cuda():
             self.storage.resize_(0)
         else:
@@ -109,13 +117,16 @@ class _Memory:
     def wake(self) -> None:
         if platform.has_cuda():
             self.storage.resize_(self.size)
-        for kept, bytes_here in self._parts():
-            bytes_here.copy_(kept, non_blocking=True)
+        for kept, content in self._parts():
+            content.copy_(kept, non_blocking=True)
 
     def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each part of the copy, and the bytes of the storage that it is of."""
+        """Each part of the copy, and its bytes in the storage."""
         whole = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-        return zip(self.copy, whole.split([*map(len, self.copy)] or self.size), strict=bool(self.copy))
+        start = 0
+        for kept in self.copy:
+            yield kept, whole[start : start + len(kept)]
+            start += len(kept)
 
 
 def _storages(engine: MegatronEngine) -> dict[TensorKind, list[torch.UntypedStorage]]:

@@ -19,7 +19,7 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megappo.models.build import ModelChunks
+from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
 

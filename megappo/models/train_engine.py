@@ -19,7 +19,7 @@ from megatron.core.distributed import finalize_model_grads
 from megappo.batch.packing import PackedBatch, copied
 from megappo.batch.rows import Rows
 from megappo.config.schema import Optim
-from megappo.models.build import ModelChunks
+from megappo.models.gpt import ModelChunks
 from megappo.models.megatron_engine import Head, MegatronEngine, Outputs
 from megappo.models.optimizer import build_optimizer, clipped_step, data_parallel, lr_scheduler
 from megappo.models.sharding import sharded_chunks, sharded_optimizer

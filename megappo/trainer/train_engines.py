@@ -6,7 +6,7 @@ from functools import partial
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Config
-from megappo.models.build import build_model
+from megappo.models.gpt import build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine
 from megappo.models.offload import Offload

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import LORA_A, LORA_B, SECOND_HEAD, HFTensor, Parameter, hf_tensors_of, is_adapter
-from megappo.models.build import ModelChunks
+from megappo.models.gpt import ModelChunks
 from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime.heartbeat import LIFE

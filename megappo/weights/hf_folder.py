@@ -16,7 +16,7 @@ from megappo.architecture.config_json import write_model_config
 from megappo.architecture.dtypes import dtype_name
 from megappo.architecture.model_folder import companions
 from megappo.config.schema import Lora
-from megappo.models.build import ModelChunks
+from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.buckets import NamedTensors
 from megappo.weights.critic import critic_buckets

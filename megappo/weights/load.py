@@ -18,7 +18,7 @@ from megappo.architecture.parameters import (
     hf_tensors_of,
     is_adapter,
 )
-from megappo.models.build import ModelChunks
+from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime.heartbeat import LIFE
 from megappo.weights.buckets import all_finite

@@ -24,7 +24,7 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.packing import pack
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import ModelChunks, build_model
+from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.sharding import sharded_chunks
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.groups import ComponentGroups, build_groups

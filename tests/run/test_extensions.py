@@ -125,7 +125,7 @@ def assert_key_is_nowhere(*files: Path) -> None:
 def test_each_takes_part_in_a_run(config, folder):
     extension, run = folder / "mine.py", folder / "run"
     # A model's code of one's own imports megatron-core, which must be made usable before.
-    extension.write_text(f"import megappo.models.build\n{OF_ENGINES}{EXTENSION}")
+    extension.write_text(f"import megappo.models.gpt\n{OF_ENGINES}{EXTENSION}")
     overrides = (
         f"trainer.extensions={extension}",
         f"model.path={family_folder(folder / 'model', config.parent / 'model')}",

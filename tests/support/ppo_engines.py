@@ -18,7 +18,7 @@ from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
 from megappo.batch.step_batch import Batch
 from megappo.config.schema import Actor, Config, Critic, Lora, Model, Optim, Parallel
-from megappo.models.build import ModelChunks, build_model
+from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.heads import policy_head, policy_value_head, value_head
 from megappo.models.megatron_engine import Head, MegatronEngine
 from megappo.models.output_layer import output_weight

@@ -13,7 +13,7 @@ from layouts import parallel_of
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model
-from megappo.models.build import ModelChunks, build_model
+from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups
 from megappo.weights.load import load_hf
 

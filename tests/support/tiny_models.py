@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import ModelChunks, build_model
+from megappo.models.gpt import ModelChunks, build_model
 from megappo.models.output_layer import output_weight
 from megappo.models.value_head import ValueHead
 from megappo.placement.groups import ComponentGroups

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import ModelChunks, build_model
+from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import ComponentGroups, build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.critic import HEAD_MODULES, critic_architecture

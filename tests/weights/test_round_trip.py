@@ -13,7 +13,7 @@ from spawn import run_ranks
 from tiny_folders import hf_folder, load
 
 from megappo.architecture.parsing import read_architecture
-from megappo.models.build import ModelChunks
+from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.weights.export import Export

@@ -20,7 +20,7 @@ from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.fit import fit_errors
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.config.schema import Model, Parallel
-from megappo.models.build import ModelChunks, build_model
+from megappo.models.gpt import ModelChunks, build_model
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.runtime import platform

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megappo.architecture.parsing import read_architecture
 from megappo.config.schema import Model, Optim, Parallel
-from megappo.models.build import build_model
+from megappo.models.gpt import build_model
 from megappo.models.heads import policy_head
 from megappo.models.output_layer import output_weight
 from megappo.models.train_engine import TrainedEngine

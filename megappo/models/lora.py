@@ -84,24 +84,29 @@ class Adapter(MegatronModule):
         Tensor-parallel ranks exchange `rank` numbers a token in between, in one message for all matrices of the layer.
         """
         adapters: Mapping[str, Any] = dict(self.named_children())
-        low = F.linear(x, torch.cat([adapter.a for adapter in adapters.values()]))
-        parts = self._across(low).chunk(len(adapters), dim=-1)
-        added = {name: F.linear(part, adapter.b) for (name, adapter), part in zip(adapters.items(), parts, strict=True)}
-        if len(self.rows) == 1:
-            return self.scale * next(iter(added.values()))
-        for name in self.rows.keys() - added.keys():
-            added[name] = x.new_zeros(*parts[0].shape[:-1], self.rows[name])
-        grouped = [added[name].unflatten(-1, (self.num_groups, -1)) for name in self.rows]
-        return self.scale * torch.cat(grouped, dim=-1).flatten(-2)
+        low = self._across(F.linear(x, torch.cat([adapter.a for adapter in adapters.values()])))
+        parts = dict(zip(adapters, low.chunk(len(adapters), dim=-1), strict=True))
+        outputs = []
+        for name, rows in self.rows.items():
+            if name in adapters:
+                output = F.linear(parts[name], adapters[name].b)
+            else:
+                output = low.new_zeros(*low.shape[:-1], rows)
+            outputs.append(output.unflatten(-1, (self.num_groups, -1)))
+        return self.scale * torch.cat(outputs, dim=-1).flatten(-2)
 
     def _across(self, low: torch.Tensor) -> torch.Tensor:
-        """The low-rank numbers where they are multiplied by `b`, as the layer's own output comes about: summed over
-        ranks that cut the input; else of all tokens, and their gradient is summed."""
-        if self.cuts_input:
-            whole, of_sequence = reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
+        """Exchange the low-rank numbers as the layer does its own: sum them over ranks that cut the input; otherwise
+        gather all tokens, and sum their gradient."""
+        if self.config.sequence_parallel:
+            exchange = (
+                reduce_scatter_to_sequence_parallel_region if self.cuts_input else gather_from_sequence_parallel_region
+            )
         else:
-            whole, of_sequence = copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
-        return (of_sequence if self.config.sequence_parallel else whole)(low, group=self.tp_group)
+            exchange = (
+                reduce_from_tensor_model_parallel_region if self.cuts_input else copy_to_tensor_model_parallel_region
+            )
+        return exchange(low, group=self.tp_group)
 
     def add(self, linear: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: tuple) -> tuple:
         """Forward hook of the layer, which returns (output, bias)."""
