@@ -2,6 +2,9 @@
 
 Each function replaces one thing. Its docstring gives the reason, and the public way that was tried first. Functions
 import megatron.core themselves: `megatron_setup.install` must run before anything else imports it.
+
+Nothing is replaced elsewhere. `placement/groups.py` sets parallel_state's globals and torch's default group while a
+component computes, as megatron-core still reads them where it takes no group.
 """
 
 import functools
