@@ -7,9 +7,10 @@ Nothing is replaced elsewhere. `placement/groups.py` sets parallel_state's globa
 component computes, as megatron-core still reads them where it takes no group.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -56,22 +57,6 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
         return factory(*args, **kwargs)
 
     return create
-
-
-def name_cpu_tensors_as_cuda() -> None:
-    """Let `Tensor.type()` name CPU tensors as if they were on a GPU.
-
-    The optimizers compare it with names such as 'torch.cuda.FloatTensor', and raise for any other.
-    """
-    type_ = torch.Tensor.type
-
-    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = type_(self, *args, **kwargs)
-        if isinstance(found, str) and "cuda" not in found:
-            return found.replace("torch.", "torch.cuda.", 1)
-        return found
-
-    torch.Tensor.type = named
 
 
 def import_without_compiling() -> None:
@@ -166,6 +151,39 @@ def skip_collectives_of_one_rank() -> None:
 
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
         setattr(param_and_grad_buffer, name, unless_alone(getattr(param_and_grad_buffer, name)))
+
+
+def name_cpu_tensors_as_cuda() -> None:
+    """Let `Tensor.type()` name CPU tensors as if they were on a GPU, inside the optimizers alone.
+
+    They compare it with names such as 'torch.cuda.FloatTensor', and raise for any other.
+    """
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    for owner, name in (
+        (clip_grads, "clip_grad_by_total_norm_fp32"),
+        (optimizer, "clip_grad_by_total_norm_fp32"),
+        (optimizer.Float16OptimizerWithFloat16Params, "__init__"),
+        (distrib_optimizer.DistributedOptimizer, "__init__"),
+    ):
+        setattr(owner, name, _cuda_type_names()(getattr(owner, name)))
+
+
+@contextlib.contextmanager
+def _cuda_type_names() -> Iterator[None]:
+    type_ = torch.Tensor.type
+
+    def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = type_(self, *args, **kwargs)
+        if isinstance(found, str) and "cuda" not in found:
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+    torch.Tensor.type = named
+    try:
+        yield
+    finally:
+        torch.Tensor.type = type_
 
 
 # Replaced in megatron.core where TransformerEngine and Apex are missing, with or without CUDA.
