@@ -1,11 +1,10 @@
-"""Adapters alone (LoRA), for engines that have the model's other weights from model.path.
+"""Send adapters (LoRA) alone to engines that have the model's other weights from model.path.
 
 An engine takes an adapter whole, in place of the one before: its tensors come as one bucket.
 """
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -14,13 +13,13 @@ from megappo.config.schema import Lora
 from megappo.engines.client import EngineClient
 from megappo.runtime import platform
 from megappo.sync.ipc import HandleSender
-from megappo.sync.transport import Link, Receiver, Sender
+from megappo.sync.transport import FLATTENED_BUCKET, Link, Receiver, Sender
 from megappo.weights.buckets import Bucket, views
 from megappo.weights.hf_folder import peft_config, staged, write_adapters
 
 
 def adapter_shapes(shapes: Mapping[str, tuple[int, ...]], lora: Lora) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the adapters of a model, from those of its own tensors."""
+    """Return names and shapes of a model's adapters, from those of its own tensors."""
     found = {}
     for name, shape in shapes.items():
         matrix, _, kind = name.rpartition(".")
@@ -34,7 +33,7 @@ class AdapterHandles(HandleSender):
     """Hands adapters to an engine as handles, as `HandleSender` does weights.
 
     On a CPU SGLang reads some of them as late as the first request: they stay as they are until the engine has the next
-    ones, as buffers take turns. The first time it compares checksums, if rollout.sync.verify says so.
+    ones, because the two buffers take turns. With rollout.sync.verify the engine compares checksums the first time.
     """
 
     def __init__(self, link: Link, client: EngineClient | None):
@@ -44,16 +43,20 @@ class AdapterHandles(HandleSender):
         self._checksums: dict[str, str] | None = None
 
     def open(self) -> None:
-        """Nothing: the engine's other weights stay."""
+        """Do nothing: the engine's other weights stay."""
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self._checksums = _checksums(bucket, flat) if self._verify else None
         super().send(bucket, flat)
         self._verify = False
 
-    def _post(self, payloads: list[str], load_format: str) -> None:
-        body: dict[str, Any] = {"config_dict": self._config, "serialized_named_tensors": payloads}
-        body |= {"load_format": load_format, "expected_checksums": self._checksums}
+    def _post(self, payloads: list[str]) -> None:
+        body = {
+            "config_dict": self._config,
+            "serialized_named_tensors": payloads,
+            "load_format": FLATTENED_BUCKET,
+            "expected_checksums": self._checksums,
+        }
         self.client.load_adapter("/load_lora_adapter_from_tensors", body)
 
     def close(self) -> None:
@@ -62,7 +65,7 @@ class AdapterHandles(HandleSender):
 
 
 def _checksums(bucket: Bucket, flat: torch.Tensor) -> dict[str, str]:
-    """Of each tensor, as SGLang reckons them."""
+    """Return each tensor's checksum as SGLang computes it."""
     parts = flat.cpu().split([tensor.nbytes for tensor in bucket])
     return {tensor.name: hashlib.sha256(part.numpy()).hexdigest() for tensor, part in zip(bucket, parts, strict=True)}
 
@@ -79,7 +82,7 @@ class AdapterWriter(Sender):
 
 
 class AdapterReader(Receiver):
-    """Lets an engine read the folder once it is there."""
+    """Has an engine read the folder once it is complete."""
 
     def __init__(self, link: Link, client: EngineClient):
         self.folder = link.folder

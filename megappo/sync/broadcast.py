@@ -1,7 +1,7 @@
-"""Weights for engines on other GPUs, broadcast to all ranks of the engines, by a rank of each stage of the actor, or by
-one for all stages (see `Route.senders`).
+"""Broadcast weights to engines on other GPUs, from a rank of each stage of the actor, or from one for all stages (see
+`Route.senders`).
 
-Each sender has a group with the engines. An engine takes one bucket at a time: the senders take turns.
+Each sender has a group with all ranks of the engines. An engine takes one bucket at a time: the senders take turns.
 """
 
 import secrets
@@ -24,11 +24,11 @@ from megappo.weights.buckets import Bucket
 
 POLL_SECONDS = 0.1
 NOTICE_SECONDS = 30.0
-"""After which its owner knows that an engine has ended: what gloo says of it, it says at once."""
+"""Until the owner of a crashed engine knows of the crash; gloo raises at once."""
 
 
 def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
-    """Where the members of a group meet: on this rank, at a free port of `host`, this node's address."""
+    """Serve a store for a group's rendezvous, at a free port of `host`, this node's address."""
     served = listener(host, 0)
     return TCPStore(
         host,
@@ -42,45 +42,40 @@ def open_store(host: str, world_size: int, timeout: timedelta) -> TCPStore:
 
 
 def join(name: str, store: TCPStore, world_size: int, timeout: timedelta, backend: str) -> ProcessGroup:
-    """Rank 0 of a group whose other members are engines' ranks; returns when all have joined.
+    """Join a group of engines' ranks as its rank 0; return when all have joined.
 
-    torch makes groups of one torchrun world only, but for this function without a public name, by which SGLang
+    torch 2.13 makes groups of one torchrun world only, except by this function without a public name, by which SGLang
     (init_custom_process_group) makes its side.
     """
-    group, _ = distributed_c10d._new_process_group_helper(
-        world_size,
-        0,
-        [],
-        distributed_c10d.Backend(backend),
-        distributed_c10d.PrefixStore(name, store),
-        group_name=name,
-        timeout=timeout,
-    )
+    options = {"group_name": name, "timeout": timeout}
+    prefixed = distributed_c10d.PrefixStore(name, store)
+    backend = distributed_c10d.Backend(backend)
+    group, _ = distributed_c10d._new_process_group_helper(world_size, 0, [], backend, prefixed, **options)
     return group
 
 
-class Breakage:
-    """By which the owners of engines tell their sender that one has failed.
+class BrokenGroup:
+    """A flag in the run's store: an engine in this group has failed.
 
     Args:
-        group_name: of the group that is broken then.
+        name: of the group.
     """
 
-    def __init__(self, group_name: str):
-        self._store = run_store().clone()  # one that the main thread waits with would not answer
-        self._key = f"{group_name}/broken"
+    def __init__(self, name: str):
+        self._store = run_store().clone()  # the main thread may block the original while it waits
+        self._key = f"{name}/broken"
 
-    def tell(self) -> None:
+    def set(self) -> None:
         self._store.set(self._key, "")
 
-    def is_told(self) -> bool:
+    def is_set(self) -> bool:
         return self._store.check([self._key])
 
 
 class BroadcastSender(Sender):
-    """Broadcasts to the ranks of all engines that take this transport. They meet here, when first opened.
+    """Broadcasts to the ranks of all engines that take this transport; they join its group at the first `open`.
 
-    Once an engine fails it leaves off: the others then fail as well, or hang, and all get the weights another time.
+    Once an engine fails it sends nothing more: the others then fail as well, or hang, and all get the weights again.
     """
 
     def __init__(self, link: Link):
@@ -88,8 +83,8 @@ class BroadcastSender(Sender):
         self.world_size = _world_size(link)
         self._store = open_store(_own_host(link.config.rollout.engines), self.world_size, self.timeout)
         self._group: ProcessGroup | None = None
-        self._name = f"megappo_weights_{secrets.token_hex(4)}"  # of each a name of its own, as torch wants it
-        self._breakage = Breakage(self._name)
+        self._name = f"megappo_weights_{secrets.token_hex(4)}"  # torch wants a new name for each group
+        self._broken = BrokenGroup(self._name)
         self.address = self._store.host, self._store.port, self._name
 
     def open(self) -> None:
@@ -99,14 +94,19 @@ class BroadcastSender(Sender):
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
         self._unless_broken(partial(self._broadcast, flat))
 
+    def abort(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # to destroy it would wait for members that have ended
+
     def _unless_broken(self, call: Callable[[], object]) -> None:
-        """Have it done as long as all engines are well: for one that is not, it may wait for ever."""
+        """Run the call while all engines are well; for one that is not, it may wait without end."""
         done: Future[None] | None = None
-        while not self._breakage.is_told():
+        while not self._broken.is_set():
             done = done or _on_a_thread(call)
             if wait([done], POLL_SECONDS).done:
                 return done.result()
-        self.abandon()
+        self.abort()
 
     def _join(self) -> None:
         self._group = join(self._name, self._store, self.world_size, self.timeout, _backend())
@@ -118,40 +118,36 @@ class BroadcastSender(Sender):
         # On a stream of its own: the default one gathers the next bucket.
         with torch.cuda.device(flat.device), torch.cuda.stream(torch.cuda.Stream()):
             self._group.broadcast(flat, 0).wait()
-            torch.cuda.current_stream().synchronize()  # else the memory might be used again meanwhile
-
-    def abandon(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()  # to destroy it would wait for members that are gone
+            torch.cuda.current_stream().synchronize()  # before the memory is used again
 
 
 class BroadcastReceiver(Receiver):
-    """Tells an engine, on whatever GPUs, what comes."""
+    """Announces to an engine what comes."""
 
     def __init__(self, link: Link, client: EngineClient):
         self.client = client
-        ranks = link.config.rollout.tensor_parallel
-        members = {"world_size": _world_size(link), "rank_offset": 1 + link.number * ranks, "backend": _backend()}
-        self._names = [name for _, _, name in link.addresses]
-        self._breakages = [Breakage(name) for name in self._names]
-        self._groups = [
-            {"group_name": name, "master_address": host, "master_port": port, **members}
-            for host, port, name in link.addresses
-        ]
+        self._addresses = link.addresses
+        self._member = {
+            "world_size": _world_size(link),
+            "rank_offset": 1 + link.number * link.config.rollout.tensor_parallel,
+            "backend": _backend(),
+        }
+        self._broken = [BrokenGroup(name) for _, _, name in link.addresses]
         self._joined = False
 
     def open(self) -> None:
         if not self._joined:
-            for group in self._groups:
-                self.client.post("/init_weights_update_group", group)  # returns when all have joined
+            for host, port, name in self._addresses:
+                body = {"group_name": name, "master_address": host, "master_port": port, **self._member}
+                self.client.post("/init_weights_update_group", body)  # returns when all have joined
             self._joined = True
         self.client.begin_weight_update()
-        self._tell_fault()
+        self._report_fault()
 
     def send(self, bucket: Bucket) -> None:
+        _, _, group_name = self._addresses[bucket[0].sender]
         body = {
-            "group_name": self._names[bucket[0].sender],
+            "group_name": group_name,
             "names": [tensor.name for tensor in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in bucket],
             "shapes": [list(tensor.shape) for tensor in bucket],
@@ -159,19 +155,19 @@ class BroadcastReceiver(Receiver):
             "flush_cache": False,
         }
         self.client.post("/update_weights_from_distributed", body)
-        self._tell_fault()
+        self._report_fault()
 
     def close(self) -> None:
         self.client.end_weight_update()
 
-    def _tell_fault(self) -> None:
+    def _report_fault(self) -> None:
         if self.client.has_failed:
-            for breakage in self._breakages:
-                breakage.tell()
+            for group in self._broken:
+                group.set()
 
 
 def _on_a_thread(call: Callable[[], object]) -> Future[None]:
-    """Begin what may never end, on a thread that no end of the process waits for."""
+    """Start a call that may never end, on a thread for which the process does not wait at its end."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -195,6 +191,6 @@ def _backend() -> str:
 
 
 def _own_host(engines: Sequence[str]) -> str:
-    """This node's address for all ranks, and for engines elsewhere."""
+    """Return an address of this node that all ranks and the engines can reach."""
     hosts = {urlsplit(url).hostname or LOOPBACK for url in engines} - {LOOPBACK, "localhost"}
     return own_address(min(hosts)) if hosts else node_address()

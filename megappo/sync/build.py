@@ -1,4 +1,4 @@
-"""The way of the weights during a run, made from its route: what each rank has of it."""
+"""Build a rank's part of the weight sync from the run's route."""
 
 import sys
 from dataclasses import replace
@@ -24,7 +24,7 @@ from megappo.weights.load import folder_shapes
 
 
 def engine_sleeps(route: Route, engine: int) -> bool:
-    """Whether an engine gives its memory up while the models on its GPUs are trained; its weights are then lost."""
+    """Return whether an engine frees its memory, and so loses its weights, while the models on its GPUs are trained."""
     found = route.engines[engine]
     return platform.has_cuda() and found.shares_gpus and not found.stays_awake
 
@@ -37,47 +37,48 @@ def build_sync(
     client: EngineClient | None,
     exchange: Exchange,
 ) -> WeightSync:
-    """The way of the actor's weights to the engines; all ranks together, once the engines are up.
+    """Build the sync of the actor's weights to the engines, which serve; all ranks together.
 
     Args:
         architecture: the language model's.
-        actor: this rank's part. client: of the engine that this rank owns.
+        actor: this rank's part of it.
+        client: of the engine that this rank owns.
     Raises:
-        ConfigError: the route cannot be on these GPUs.
+        ConfigError: the weights cannot take this route on these GPUs.
     """
     on_gpus = platform.has_cuda()
     if errors := list(route.errors(on_gpus=on_gpus)):
         raise ConfigError(*errors)
     bucket_bytes = _bucket_bytes(config, route, on_gpus=on_gpus)
-    links = {name: Link(config, architecture, bucket_bytes, len(engines)) for name, engines in route.transports.items()}
-    export, needing = None, route.sources(on_gpus=on_gpus)
-    if actor is not None:
-        by_stage = len(route.senders) > 1
-        options = {"needing": needing, "by_stage": by_stage, "adapters": route.adapters}
-        export = Export(actor.chunks, architecture, actor.groups, **options)
-    made = {}
-    if export is not None and exchange.rank in route.senders:
-        made = {name: resolved(entry.sender)(links[name]) for name, entry in route.entries.items() if entry.sender}
-    first = export is not None and exchange.rank == route.senders[0]
-    told = exchange.share((export.tensors if first else None, {name: sender.address for name, sender in made.items()}))
-    tensors, addresses = told[route.senders[0]][0], [told[rank][1] for rank in route.senders]
-    senders: list[Sender] = [*made.values()]
+    export = None if actor is None else _export(actor, architecture, route, on_gpus=on_gpus)
+    senders: dict[str, Sender] = {}
     receivers: list[Receiver] = []
+    links = {name: Link(config, architecture, bucket_bytes, len(engines)) for name, engines in route.transports.items()}
+    if exchange.rank in route.senders:
+        senders = {name: resolved(entry.sender)(links[name]) for name, entry in route.entries.items() if entry.sender}
+    own_addresses = {name: sender.address for name, sender in senders.items()}
+    shared = exchange.share((export.tensors if exchange.rank == route.senders[0] else None, own_addresses))
+    tensors, _ = shared[route.senders[0]]
     for number, engine in enumerate(route.engines):
-        ends = route.ends(engine, on_gpus=on_gpus)
-        peers = _peers(ends, config)
-        if exchange.rank in ends:
-            name, entry = engine.transport, engine.entry
-            its_number, found = route.transports[name].index(number), [of_sender.get(name) for of_sender in addresses]
-            link = replace(links[name], number=its_number, addresses=found, peers=peers)
-            (receivers if entry.sender else senders).append(resolved(entry.engine)(link, client))
-    source = export if export is not None and export.joins else None
+        name, ranks = engine.transport, route.ends(engine, on_gpus=on_gpus)
+        peers = _peers(ranks, config)
+        if exchange.rank not in ranks:
+            continue
+        place = route.transports[name].index(number)
+        addresses = [shared[rank][1].get(name) for rank in route.senders]
+        end = resolved(engine.entry.engine)(
+            replace(links[name], number=place, addresses=addresses, peers=peers), client
+        )
+        if engine.entry.sender:
+            receivers.append(end)
+        else:
+            senders[f"engine {number}"] = end
     return WeightSync(
         tensors,
-        source,
-        senders,
+        export if export is not None and export.joins else None,
+        list(senders.values()),
         receivers,
-        _expected(config, architecture),
+        _expected_shapes(config, architecture),
         bucket_bytes=bucket_bytes,
         barrier=lambda: exchange.share(None),
         engines_keep=not any(engine_sleeps(route, engine) for engine in range(len(route.engines))),
@@ -91,15 +92,24 @@ def _bucket_bytes(config: Config, route: Route, *, on_gpus: bool) -> int:
     return config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
 
 
-def _expected(config: Config, architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """What the engines have of what is sent."""
+def _export(actor: MegatronEngine, architecture: Architecture, route: Route, *, on_gpus: bool) -> Export:
+    needing, by_stage = route.sources(on_gpus=on_gpus), len(route.senders) > 1
+    options = {"needing": needing, "by_stage": by_stage, "adapters": route.adapters}
+    return Export(actor.chunks, architecture, actor.groups, **options)
+
+
+def _expected_shapes(config: Config, architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that the engines have of what they are sent."""
     shapes = folder_shapes(config.model.path, architecture)
     return shapes if config.actor.lora is None else adapter_shapes(shapes, config.actor.lora)
 
 
 def _peers(ranks: tuple[int, ...], config: Config) -> dist.ProcessGroup | None:
-    """A group of several ranks, which all ranks make together: torch calls one that its members make alone by how many
-    groups each of them is in, so that ranks with unlike components would not find each other."""
+    """Make a group of an engine's ranks, all ranks together; None for one rank.
+
+    torch names a group that its members make alone by how many groups each of them is in, so that ranks with different
+    components would not find each other.
+    """
     if len(ranks) == 1:
         return None
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)

@@ -1,4 +1,4 @@
-"""Weights for engines through a Hugging Face folder, on a file system that all nodes share. Slow; the last resort."""
+"""Pass weights to engines through a Hugging Face folder that all nodes share. Slow; the last resort."""
 
 import contextlib
 import shutil
@@ -14,7 +14,7 @@ from megappo.weights.safetensors_io import ShardedWriter
 
 
 class DiskWriter(Sender):
-    """Writes the folder, a bucket's bytes to a file."""
+    """Writes the folder, a file for each bucket."""
 
     def __init__(self, link: Link):
         self.link = link
@@ -37,13 +37,13 @@ class DiskWriter(Sender):
 
 
 class DiskReader(Receiver):
-    """Lets an engine read the folder once it is there."""
+    """Has an engine read the folder once it is complete."""
 
     def __init__(self, link: Link, client: EngineClient):
         self.folder = link.folder
         self.client = client
 
     def close(self) -> None:
-        # A whole update of its own, which forgets cached keys and values.
+        # SGLang makes a whole update of it, and flushes cached keys and values.
         body = {"model_path": str(self.folder)}
         self.client.post("/update_weights_from_disk", body, timeout=self.client.timeout)

@@ -1,4 +1,4 @@
-"""Weights for an engine on the same GPUs, as handles to this rank's memory: CUDA IPC; on a CPU, shared memory.
+"""Hand weights to an engine on the same GPUs as handles to this rank's memory: CUDA IPC; on a CPU, shared memory.
 
 The payload is what sglang.srt.utils.MultiprocessingSerializer writes for a FlattenedTensorBucket, written here without
 SGLang: importing it takes a trainer rank seconds and patches torch. SGLang's SafeUnpickler admits SimpleNamespace.
@@ -26,11 +26,11 @@ DEVICE_ARGUMENT = 6  # position of the device among reductions.rebuild_cuda_tens
 class HandleSender(Sender):
     """Hands buckets to an engine, from the rank that owns it and, with `Link.peers`, from the engine's other ranks.
 
-    Peers have the engine's ranks read their own GPUs, or their own node's memory: to read the owner's takes each of
-    them a CUDA context there, of half a GB, and access from GPU to GPU.
+    With peers, each of the engine's ranks reads its own GPU, or its own node's memory: to read the owner's, each would
+    need a CUDA context there, of half a GB, and access from GPU to GPU.
 
     Args:
-        client: the engine's, where this rank owns it.
+        client: the engine's, on the rank that owns it.
     """
 
     def __init__(self, link: Link, client: EngineClient | None):
@@ -44,37 +44,31 @@ class HandleSender(Sender):
             self.client.begin_weight_update()
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        self._send({"flattened_tensor": flat, "metadata": _places(bucket)}, FLATTENED_BUCKET)
-
-    def _send(self, payload: object, load_format: str) -> None:
-        """As SGLang's `load_format` says."""
-        payloads = self._payloads(payload)
+        payload = {"flattened_tensor": flat, "metadata": _places(bucket)}
+        if self.peers is None:  # a handle for each rank: handles are counted
+            payloads = [_serialize(payload) for _ in range(self.num_ranks)]
+        else:
+            payloads = [""] * self.num_ranks if self.client is not None else None
+            dist.gather_object(_serialize(payload), payloads, group=self.peers, group_dst=0)
         if self.client is not None:
-            self._post(payloads, load_format)
+            self._post(payloads)
         if self.peers is not None:
-            dist.barrier(self.peers)  # the engine has read what was handed over
+            dist.barrier(self.peers)  # the engine has read all parts
 
-    def _post(self, payloads: list[str], load_format: str) -> None:
-        body = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
+    def _post(self, payloads: list[str]) -> None:
+        """Send the engine a payload for each of its ranks, in order."""
+        body = {"serialized_named_tensors": payloads, "load_format": FLATTENED_BUCKET, "flush_cache": False}
         self.client.post("/update_weights_from_tensor", body)
-
-    def _payloads(self, payload: object) -> list[str] | None:
-        """One for each of the engine's ranks, in order; where this rank owns the engine."""
-        if self.peers is None:  # a handle of its own for each: handles are counted
-            return [_serialize(payload) for _ in range(self.num_ranks)]
-        gathered = [""] * self.num_ranks if self.client is not None else None
-        dist.gather_object(_serialize(payload), gathered, group=self.peers, group_dst=0)
-        return gathered
 
     def close(self) -> None:
         if self.client is not None:
             self.client.end_weight_update()
         if platform.has_cuda():
-            torch.cuda.ipc_collect()  # free the buckets the engine has let go
+            torch.cuda.ipc_collect()  # free the buckets that the engine has let go
 
 
 def _places(bucket: Bucket) -> list[SimpleNamespace]:
-    """Where each tensor lies. Source: SGLang's FlattenedTensorMetadata."""
+    """Describe where each tensor lies. Source: SGLang's FlattenedTensorMetadata."""
     places, start = [], 0
     for tensor in bucket:
         end = start + tensor.nbytes
@@ -85,7 +79,7 @@ def _places(bucket: Bucket) -> list[SimpleNamespace]:
 
 
 def _serialize(payload: object) -> str:
-    """Base64 of a pickle in which tensors are handles to memory this process keeps."""
+    """Return base64 of a pickle in which tensors are handles to memory that this process keeps."""
     buffer = io.BytesIO()
     pickler = ForkingPickler(buffer)
     pickler.dispatch_table = {**pickler.dispatch_table, torch.Tensor: _reduce_tensor}
@@ -94,7 +88,7 @@ def _serialize(payload: object) -> str:
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """torch's own reduction, but naming a GPU by its UUID: the engine numbers its visible GPUs differently."""
+    """Reduce a tensor as torch does, but name a GPU by its UUID: the engine numbers its visible GPUs differently."""
     rebuild, arguments = reductions.reduce_tensor(tensor)
     if rebuild is reductions.rebuild_cuda_tensor:
         uuid = str(torch.cuda.get_device_properties(arguments[DEVICE_ARGUMENT]).uuid)

@@ -5,26 +5,23 @@ import torch.multiprocessing
 
 
 class SharedMemory:
-    """Two buffers, kept from sync to sync: fresh pages cost more time than the copy into them."""
+    """Two buffers that take turns, kept from sync to sync: new pages cost more time than the copy into them."""
 
     def __init__(self) -> None:
         # torch's default passes descriptors, which an unrelated process cannot take.
         torch.multiprocessing.set_sharing_strategy("file_system")
-        self._buffers: list[torch.Tensor] = []
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
 
     def buffer(self, size: int) -> torch.Tensor:
-        """uint8 [size], to gather a bucket into. At most two are in use at a time."""
-        if len(self._buffers) < 2:
-            self._buffers.insert(0, shared_bytes(size))
-        else:
-            self._buffers.reverse()
+        """Return uint8 [size] for a bucket; at most two are in use at a time."""
+        self._buffers.reverse()
         if len(self._buffers[0]) < size:
             self._buffers[0] = shared_bytes(size)
         return self._buffers[0][:size]
 
 
 def shared_bytes(size: int) -> torch.Tensor:
-    """uint8 [size], in shared memory from the start: sharing it later would copy it.
+    """Return uint8 [size], in shared memory from the start: sharing it later would copy it.
 
     Raises:
         MemoryError: /dev/shm is too small.

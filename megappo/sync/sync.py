@@ -1,8 +1,7 @@
 """Weight sync: reshard the actor's weights into the engines, bucket by bucket, each sent while the next is gathered."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,32 +14,32 @@ from megappo.weights.buckets import Bucket, TensorSpec, all_finite, in_turns, nu
 
 @dataclass(frozen=True)
 class SyncStats:
-    """What one sync moved, by this rank's clock."""
+    """Size and duration of one sync, by this rank's clock."""
 
     bytes: int = 0
     seconds: float = 0.0
 
 
 class Source(Protocol):
-    """Whole tensors of a model; see `Export`."""
+    """Gathers whole tensors of a model; see `Export`."""
 
     def gather(self, bucket: Sequence, flat: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 @dataclass
 class WeightSync:
-    """The way of one model's weights to all engines, on this rank. All ranks of the run make it, and call it, together.
+    """Sync of one model's weights to all engines, on this rank. All ranks of the run make it, and call it, together.
 
     Attributes:
         tensors: the model's, the same on every rank, in the order in which they are gathered.
-        source: gives them, on all ranks that must join in gathering.
+        source: gathers them, on all ranks that must join in.
         senders, receivers: this rank's ends of transports.
         expected: name -> shape of every tensor the engines have.
         barrier: waits for all ranks of the run.
         engines_keep: the engines keep their weights from one sync to the next.
         sender: the `sender` of the tensors that this rank gathers, and sends if it has senders.
     Raises:
-        ValueError: a tensor is unknown to the engines, of another shape there, or missing; each named.
+        ValueError: the engines do not know a tensor, have it in another shape, or miss one; each named.
     """
 
     tensors: Sequence[TensorSpec]
@@ -83,20 +82,21 @@ class WeightSync:
         self._sent = False
 
     def _stale(self, changed: bool) -> Sequence[TensorSpec]:
-        """What the engines may not have."""
+        """Return the tensors that the engines may not have."""
         if not (self._sent and self.engines_keep):
             return self.tensors
         return [tensor for tensor in self.tensors if not tensor.is_frozen] if changed else []
 
     def _send(self, tensors: Sequence[TensorSpec]) -> None:
-        """Two buckets are in flight: one is gathered while the one before is sent."""
+        """Gather each bucket while the one before is sent, so that two are in flight."""
         buckets = in_turns(tensors, self.bucket_bytes)
         largest = max(map(num_bytes, buckets), default=0)
-        if not self.receivers:  # an engine's owner tells of every bucket, whoever sends it
+        if not self.receivers:  # an engine's owner announces every bucket, whoever sends it
             buckets = [bucket for bucket in buckets if bucket[0].sender == self.sender]
-        with self._threads() as threads:
-            pending = [threads.submit(sender.open) for sender in self.senders]
-            pending += [threads.submit(receiver.open) for receiver in self.receivers]
+        ends = [*self.senders, *self.receivers]
+        threads = ThreadPoolExecutor(max_workers=max(1, len(ends)))
+        try:
+            pending = [threads.submit(end.open) for end in ends]
             if not self._sent:  # a group may be made, which nothing else of torch.distributed must cross
                 wait_for(pending)
             for bucket in buckets:
@@ -108,21 +108,15 @@ class WeightSync:
             wait_for(pending)
             for sender in self.senders:
                 sender.close()
-
-    @contextlib.contextmanager
-    def _threads(self) -> Iterator[ThreadPoolExecutor]:
-        """One for each end of a transport; where anything goes wrong, the senders are told."""
-        threads = ThreadPoolExecutor(max_workers=max(1, len(self.senders) + len(self.receivers)))
-        try:
-            yield threads
         except BaseException:
             for sender in self.senders:
                 sender.abort()
             raise
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)  # one that waits for an engine must not hold an error up
+            threads.shutdown(wait=False, cancel_futures=True)  # a thread that waits for an engine must not delay errors
 
     def _gathered(self, bucket: Bucket, largest: int) -> torch.Tensor | None:
+        """Return the bucket's memory; None where this rank does not gather it."""
         if self.source is None or bucket[0].sender != self.sender:
             return None
         buffer = self._memory.buffer(largest)[: num_bytes(bucket)] if self._memory is not None else None
@@ -133,13 +127,13 @@ class WeightSync:
 
 
 def wait_for(futures: Sequence[Future]) -> None:
-    """Wait for all, or until one fails: the others may then never end. Raises its error."""
+    """Wait for all; raise the error of the first that fails, as the others may then never end."""
     for future in wait(futures, return_when=FIRST_EXCEPTION).done:
         future.result()
 
 
 def check_tensors(tensors: Sequence[TensorSpec], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """See that these are the engines' tensors: SGLang takes a wrong name for a success.
+    """Check that these are the engines' tensors: SGLang reports success for an unknown name.
 
     Raises:
         ValueError: one is unknown, of another shape, or missing; each named.
@@ -150,19 +144,19 @@ def check_tensors(tensors: Sequence[TensorSpec], expected: Mapping[str, tuple[in
             raise ValueError(f"weight sync: the engine has no tensor {name}; was it started from another model.path?")
         if shape != tuple(expected[name]):
             raise ValueError(f"weight sync: {name} has shape {shape}, but the engine's is {tuple(expected[name])}")
-    left = sorted(expected.keys() - sent.keys())
-    if left:
-        names = ", ".join(left[:5])
+    missing = sorted(expected.keys() - sent.keys())
+    if missing:
+        names = ", ".join(missing[:5])
         raise ValueError(
-            f"weight sync: {len(left)} of the engine's {len(expected)} tensors are not the model's: {names}"
+            f"weight sync: {len(missing)} of the engine's {len(expected)} tensors are not the model's: {names}"
         )
 
 
 def check_finite(bucket: Bucket, flat: torch.Tensor) -> None:
-    """See that a bucket's values are numbers.
+    """Check that a bucket's values are finite.
 
     Raises:
-        FloatingPointError: names a tensor with values that are not.
+        FloatingPointError: they are not; a tensor is named.
     """
     # On a GPU it waits until the bucket is there, which the sender, on a thread of its own, relies on.
     if all_finite(flat.view(bucket[0].dtype)):

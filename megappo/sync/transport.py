@@ -1,7 +1,7 @@
-"""What a transport is made of: the end that has the weights, and the end that tells an engine of them.
+"""Interface of a transport: the end that has the weights, and the end that announces them to an engine.
 
-Each is three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the other, while
-the next bucket is gathered. All senders close; then, when all ranks have come so far, all receivers.
+Either end is three calls: `open`, `send` for each bucket, `close`. The first two run on a thread, one after the other,
+while the next bucket is gathered. All senders close; then, once all ranks have done so, all receivers.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,14 @@ FLATTENED_BUCKET = "flattened_bucket"
 
 @dataclass(frozen=True)
 class Link:
-    """What the ends of a transport are made from.
+    """Arguments of the ends of a transport.
 
     Attributes:
         architecture: the actor's.
-        num_engines: that take this transport. number: of this rank's among them.
-        addresses: what each of the senders gives as its `address`. address: where there is but one.
-        peers: the ranks of the engine, where each of them makes this end (gloo); else None.
+        num_engines: engines that take this transport.
+        number: of this rank's engine among them.
+        addresses: each sender's `address`.
+        peers: gloo group of the engine's ranks, where each of them makes this end; else None.
     """
 
     config: Config
@@ -42,21 +43,21 @@ class Link:
 
     @property
     def address(self) -> Any:
-        """See `addresses`."""
+        """Address of the only sender."""
         [address] = self.addresses
         return address
 
     @property
     def folder(self) -> Path:
-        """In which all ranks may leave something for others."""
+        """A folder that all ranks can write."""
         return Path(self.config.trainer.output_dir).resolve() / "sync"
 
 
 class Sender:
-    """The end that has the weights, or a pipeline stage's (see `Transport.each_stage`), on one of the actor's ranks.
+    """The end on one of the actor's ranks, with all weights or those of a pipeline stage (see `Transport.each_stage`).
 
     Attributes:
-        memory: where the engine reads them: buckets are gathered there. None = any memory will do.
+        memory: buckets are gathered into it, where the engine reads them; None = into any memory.
         address: where the receivers find this end, if they must.
     """
 
@@ -64,35 +65,32 @@ class Sender:
     address: Any = None
 
     def open(self) -> None:
-        """Before the first bucket."""
+        """Prepare for the first bucket."""
 
     def send(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Send a bucket, `flat` being its memory (see `views`), and return when that may be used again."""
+        """Send a bucket, whose memory `flat` is (see `views`); on return it may be reused."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """After the last bucket."""
+        """Finish after the last bucket."""
 
     def abort(self) -> None:
-        """Instead of `close`, when something could not be sent."""
-
-    def abandon(self) -> None:
-        """Let go of engines some of which have been restarted: another end takes this one's place."""
+        """Clean up after a failed sync, or before another sender takes this one's place."""
 
 
 class Receiver:
-    """The end of a rank that owns an engine, which gets the weights from elsewhere.
+    """The end on a rank that owns an engine, which gets the weights from elsewhere.
 
-    Of an engine that fails meanwhile nothing raises: its client answers None from then on, for `open`, `send` and
-    `close` to go on in step with other ranks, and afterwards it is restarted and all is sent once more. A sender
-    must not wait for it for ever.
+    An engine that fails meanwhile raises nothing: its client then answers None, so that `open`, `send` and `close` keep
+    in step with other ranks; it is restarted afterwards, and everything is sent again. A sender must not wait for it
+    without a timeout.
     """
 
     def open(self) -> None:
-        """Before the first bucket."""
+        """Prepare for the first bucket."""
 
     def send(self, bucket: Bucket) -> None:
-        """Tell the engine what comes, and return when it is there."""
+        """Announce a bucket to the engine; return when the engine has it."""
 
     def close(self) -> None:
-        """When all senders have closed."""
+        """Finish when all senders have closed."""

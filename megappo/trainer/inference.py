@@ -199,7 +199,7 @@ class InferenceEngines:
     def give_weights(self, make_sync: Callable[[], WeightSync]) -> None:
         """Send everything to all engines, which are awake, through a new weight sync: some have been restarted."""
         for sender in self.weight_sync.senders:
-            sender.abandon()
+            sender.abort()
         self.weight_sync = make_sync()
         platform.empty_cache()
         self.exchange.share(None)

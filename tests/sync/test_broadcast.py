@@ -44,7 +44,7 @@ def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
             sender.send(bucket, WEIGHTS)
         sender.close()
         assert time.monotonic() - started < TIMEOUT.seconds / 2, "it waited for an engine that hangs"
-        sender.abandon()
+        sender.abort()
         return
     if num_well:
         Thread(target=join, args=told[:1], daemon=True).start()
