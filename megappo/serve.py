@@ -2,8 +2,8 @@
 
     .venv/bin/python -m megappo.serve HF_FOLDER [SGLang's own arguments]
 
-It listens on 127.0.0.1:30000 unless --host and --port say otherwise. On a CPU it computes in fp32 unless --dtype says
-otherwise. Ctrl-C ends it, with its processes and their shared memory.
+It listens on 127.0.0.1:30000 by default, and computes in fp32 by default on a CPU. Ctrl-C ends it, with its processes
+and their shared memory.
 """
 
 import signal
@@ -27,7 +27,7 @@ OWN_TOKENIZER = ("--tokenizer-path", "--skip-tokenizer-init")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal, or until the server has ended; 2 where the command is at fault."""
+    """Serve until a signal, or until the server has ended; return 2 where the command is wrong."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
         return _serve(["--help"])
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
-    """Why a folder cannot be served, as far as its files' names and config.json tell; None if it can."""
+    """Return why a folder cannot be served, judged by its files' names and config.json; None if it can."""
     if not folder.is_dir():
         wanted = "a Hugging Face folder, such as the hf_actor in a run's trainer.output_dir"
         return f"no folder {folder}{looked_in(folder)}: expected {wanted}"
@@ -58,7 +58,7 @@ def folder_fault(folder: Path, *, with_tokenizer: bool) -> str | None:
 
 
 def _serve(command_line: list[str]) -> int:
-    """The exit code of SGLang's process, which parses its arguments; 128 + n when signal n ended this one."""
+    """Run SGLang's process, which parses its arguments; return its exit code, 128 + n when signal n ended this one."""
     launch.remove_stale_traces()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)

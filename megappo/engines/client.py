@@ -1,4 +1,4 @@
-"""Speaks SGLang's HTTP API: token ids in, token ids and log-probs out. Every reply is checked."""
+"""Client of SGLang's HTTP API: token ids in, token ids and log-probs out. Every reply is checked."""
 
 import asyncio
 import contextlib
@@ -23,51 +23,49 @@ from megappo.engines.generations import (
 from megappo.runtime.heartbeat import LIFE
 
 ENDING_SECONDS = 3.0
-"""How long a crashed engine may take, from the break of its connections, to end."""
+"""Limit for a crashed engine to end after its connections break."""
 CONNECT_SECONDS = 10.0
-TOO_LATE = (httpx.ReadTimeout, httpx.WriteTimeout)
-"""An engine that has been reached does not answer in time."""
+TIMEOUTS = (httpx.ReadTimeout, httpx.WriteTimeout)
+"""Errors of an engine that has been reached and does not answer in time."""
 IDLE_SECONDS = 60.0
-"""How long an engine may take to be idle."""
+"""Limit for an engine to become idle."""
 EVENT = b"data: "
 LAST_EVENT = b"data: [DONE]"
-"""Of the lines of a stream."""
 HANG_SECONDS = 300.0
-"""How long an engine that is asked for something may show no sign of life: SGLang's own watchdog_timeout."""
+"""Limit for a busy engine to show that it works; SGLang's own watchdog_timeout."""
 WATCH_SECONDS = 5.0
-"""Between two looks for one."""
+"""Between two health checks of a busy engine."""
 ABORT_SECONDS = 0.05
-"""Between two requests to abort everything: one finds what has reached the engine by then."""
-OF_GROUPS = ("/init_weights_update_group", "/update_weights_from_distributed")
-"""Requests that are in vain, too, where another member of the group has ended."""
+"""Between two requests to abort everything, each of which aborts what has reached the engine by then."""
+GROUP_PATHS = ("/init_weights_update_group", "/update_weights_from_distributed")
+"""Requests that also fail because of another member of the group."""
 ADAPTER = "actor"
-"""The name of the adapter that an engine is given."""
+"""Name of the adapter that an engine gets."""
 WEIGHTS = ("weights",)
 WORKING_MEMORY = ("kv_cache", "cuda_graph")
-"""SGLang's tags of what it frees asleep."""
+"""SGLang's tags of the memory that it frees asleep."""
 
 
 class EngineClient:
-    """One SGLang server: an `Engine`'s or one started elsewhere.
+    """Client of one SGLang server: an `Engine`'s or one started elsewhere.
 
     Args:
         url: http://host:port.
-        api_key: the server's key; "" where it asks for none.
-        timeout: seconds for which a request of `generate_async` may go without a further response, or that a read of
-            weights from a disk may take, which is a fault after that.
+        api_key: the server's key; "" where it wants none.
+        timeout: seconds that a request of `generate_async` may pass without a further response, or that the engine may
+            read weights from a disk; longer is a fault.
         check_alive: called, also repeatedly and from other threads, when the server does not answer; may raise a better
             error than "connection refused".
-        hang_seconds: that any other request may take; see also `watch`.
+        hang_seconds: limit for any other request; see also `watch`.
     Attributes:
-        adapter: what every generation asks for, which is refused where the engine does not have it; None until one has
-            been loaded.
+        adapter: name that every generation requests once an adapter has been loaded; an unknown one is refused.
     Raises:
         EngineError: (every method) the server does not answer or refuses; the message holds its reply.
     """
 
+    adapter: str | None = None
     _fault: EngineFault | None = None
     _defers_faults = False
-    adapter: str | None = None
     _aborts = False
 
     def __init__(
@@ -94,38 +92,37 @@ class EngineClient:
         self._http = httpx.Client(**self._options)
 
     def is_healthy(self) -> bool:
-        """Whether the server is up and answers."""
+        """Return whether the server is up and answers."""
         try:
             return self._http.get("/health", timeout=5.0).status_code == 200
         except httpx.TransportError:
             return False
 
     def check_health(self) -> None:
-        """See that the server is there, and no other in its place."""
-        self._kept(self._check_alive)
-        self._kept(self._get, "/health")
+        """Check that the server answers, and that no other process does in its place."""
+        self._deferring(self._check_alive)
+        self._deferring(self._request, "GET", "/health")
 
     def server_args(self) -> dict[str, Any]:
-        """What the server was started with, by SGLang's names."""
-        return self._get("/server_info")
+        """Return the server's arguments, by SGLang's names."""
+        return self._request("GET", "/server_info")
 
     def held_bytes(self) -> float:
-        """What the engine counts of weights and KV cache on each of its GPUs; 0 where a fault is kept."""
-        found = self._kept(self.server_args)
-        return (
-            sum(found["internal_states"][0]["memory_usage"][kind] for kind in ("weight", "kvcache")) * 2**30
-            if found
-            else 0.0
-        )
+        """Return the bytes of weights and KV cache on each of the engine's GPUs; 0 after a deferred fault."""
+        found = self._deferring(self.server_args)
+        if found is None:
+            return 0.0
+        usage = found["internal_states"][0]["memory_usage"]
+        return (usage["weight"] + usage["kvcache"]) * 2**30
 
     def generate(self, prompts: Sequence[list[int]], params: SamplingParams) -> list[Generation]:
-        """One response for each prompt (token ids), in order, in one request."""
+        """Return one response to each prompt (token ids), in order, from one request."""
         reply = self.post("/generate", generate_body(prompts, params, self.adapter))
         return checked_all(reply, len(prompts))
 
     def sleep(self) -> None:
-        """Free the GPU memory of weights, caches and CUDA graphs (on a CPU they stay). After wake() send the weights
-        anew."""
+        """Free the GPU memory of weights, caches and CUDA graphs (on a CPU they stay). After `wake`, send the weights
+        again."""
         self.flush_cache()  # a scheduler that still holds its last batch would end with an assertion
         self.post("/release_memory_occupation", {})
 
@@ -134,15 +131,15 @@ class EngineClient:
         self.post("/resume_memory_occupation", {"tags": list(memory)})
 
     def flush_cache(self) -> None:
-        """Forget all cached keys and values, once no request runs any more; refused after IDLE_SECONDS at most.
+        """Forget all cached keys and values once the engine is idle; it refuses after IDLE_SECONDS at most.
 
-        The answer to the last request is there before the scheduler has put its batch away.
+        The answer to the last request arrives before the scheduler has put its batch away.
         """
         self.post(f"/flush_cache?timeout={min(IDLE_SECONDS, self.hang_seconds / 2):g}", {})
 
     def freeze_garbage(self) -> None:
-        """Have its processes look for garbage among what is made from now on alone, as SGLang does after its warm-up:
-        on a CPU flush_cache looks at all that there is, which took longer than all else of it."""
+        """Exclude all present objects of its processes from garbage collection, as SGLang does after its warm-up: on a
+        CPU, flush_cache otherwise spends most of its time there."""
         self.post("/freeze_gc", {})
 
     def begin_weight_update(self) -> None:
@@ -150,27 +147,28 @@ class EngineClient:
         self.post("/begin_weight_update", {})
 
     def end_weight_update(self) -> None:
-        """Close the weight update opened before, and forget what is cached of the old weights."""
+        """Close the weight update, and forget what is cached from the old weights."""
         self.post("/end_weight_update", {})
         self.flush_cache()
 
     def load_adapter(self, path: str, body: dict[str, Any]) -> None:
         """Give the engine an adapter, in place of the one before, for all generations from now on.
 
-        What is cached of the one before is not found any more: SGLang looks by the number that each gets.
+        SGLang numbers adapters, so what is cached from the one before is not found any more.
 
         Args:
-            path: of SGLang's request that loads one. body: without its name.
+            path: of SGLang's request that loads one.
+            body: without its name.
         """
-        listed = self._kept(self._get, "/v1/models")
+        listed = self._deferring(self._request, "GET", "/v1/models")
         if listed is not None and ADAPTER in [model["id"] for model in listed["data"]]:
             self.post("/unload_lora_adapter", {"lora_name": ADAPTER})
         self.post(path, {"lora_name": ADAPTER, **body})
         self.adapter = ADAPTER
 
     def weight_checksums(self) -> list[dict[str, str]]:
-        """For each of the engine's ranks: name in SGLang's model -> checksum of its part of the weight. Nothing where
-        a fault is kept."""
+        """Return, for each of the engine's ranks, name in SGLang's model -> checksum of its part of the weight; nothing
+        after a deferred fault."""
         reply = self.post("/weights_checker", {"action": "checksum"})
         return [] if reply is None else [rank["checksums"] for rank in reply["ranks"]]
 
@@ -179,50 +177,46 @@ class EngineClient:
         self.post("/weights_checker", {"action": "reset_tensors"})
 
     def open_async(self) -> httpx.AsyncClient:
-        """Connections for `generate_async`; use as an async context manager."""
+        """Return connections for `generate_async`; use as an async context manager."""
         return httpx.AsyncClient(**self._options)
 
     async def generate_async(
         self, http: httpx.AsyncClient, prompts: Sequence[list[int]], params: SamplingParams
     ) -> AsyncIterator[tuple[int, Generation]]:
-        """As `generate`, over `http` from `open_async`, many requests at a time: each prompt's position, and the
-        response to it, as soon as it is finished. Who does not want all of them closes it."""
-        left = set(range(len(prompts)))
+        """Yield each prompt's position and its response as soon as that is finished; a caller that does not want all of
+        them closes the iterator. Many requests may run at a time over `http` from `open_async`."""
+        missing = set(range(len(prompts)))
+        body = stream_body(prompts, params, self.adapter)
         try:
             with LIFE.waiting():
-                async with http.stream(
-                    "POST", "/generate", json=stream_body(prompts, params, self.adapter)
-                ) as response:
+                async with http.stream("POST", "/generate", json=body) as response:
                     async for event in self._events("/generate", response):
                         with expecting_response(event):
                             if not event["meta_info"]["finish_reason"]:
                                 continue
                             position, generation = event["index"], checked(event, may_abort=self._aborts)
-                            left.remove(position)
+                            missing.remove(position)
                         yield position, generation
         except httpx.TransportError as error:
             raise await asyncio.to_thread(self._unreachable, "/generate", error) from error
-        if left:
-            raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(left)}")
+        if missing:
+            raise EngineFault(f"expected {len(prompts)} responses from the engine, got {len(prompts) - len(missing)}")
 
     async def abort_all(self, http: httpx.AsyncClient, is_idle: Callable[[], bool]) -> None:
-        """Have the engine leave all that it is at: `generate_async` gives what there is of it, until all is idle."""
+        """Abort all requests until the engine is idle; `generate_async` yields the partial responses."""
+        path = "/abort_request"
         self._aborts = True
         try:
             while not is_idle():
-                await self._ask_async(http, "/abort_request", {"abort_all": True})
+                self._checked(path, await http.post(path, json={"abort_all": True}))
                 await asyncio.sleep(ABORT_SECONDS)
+        except httpx.TransportError as error:
+            raise await asyncio.to_thread(self._unreachable, path, error) from error
         finally:
             self._aborts = False
 
-    async def _ask_async(self, http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Any:
-        try:
-            return self._checked(path, await http.post(path, json=body))
-        except httpx.TransportError as error:
-            raise await asyncio.to_thread(self._unreachable, path, error) from error
-
     async def _events(self, path: str, response: httpx.Response) -> AsyncIterator[Any]:
-        """The JSON of server-sent events."""
+        """Yield the JSON of server-sent events."""
         if response.status_code != 200:
             await response.aread()
             self._checked(path, response)
@@ -241,26 +235,26 @@ class EngineClient:
         return event
 
     async def watch(self, http: httpx.AsyncClient) -> NoReturn:
-        """Look after an engine that has been asked for something, until cancelled.
+        """Check an engine that works on requests, until cancelled.
 
         Raises:
-            EngineFault: it has ended, or shown no sign of life for `hang_seconds`.
+            EngineFault: it has ended, or has not answered for `hang_seconds`.
         """
         seen = time.monotonic()
         while time.monotonic() - seen < self.hang_seconds:
             await asyncio.sleep(WATCH_SECONDS)
-            self._check_alive()  # who listens at its address may be another process by now, which need not answer
-            asked = time.monotonic()
-            # Of its processes the one that serves HTTP may be well while those that compute hang. Idle, they compute a
-            # token for this; else they answer after their next batch.
+            self._check_alive()  # another process may listen at its address by now, and need not answer
+            sent = time.monotonic()
+            # The process that serves HTTP may be well while those that compute hang. Idle, they compute a token for
+            # this; else they answer after their next batch.
             with contextlib.suppress(httpx.TransportError):
                 response = await http.get("/health_generate", timeout=self.hang_seconds)
-                seen = asked if response.status_code == 200 else seen
+                seen = sent if response.status_code == 200 else seen
         raise self._hangs()
 
     @property
     def has_failed(self) -> bool:
-        """Whether a fault has been deferred; see `deferring_faults`."""
+        """True after a deferred fault; see `deferring_faults`."""
         return self._fault is not None
 
     def take_fault(self) -> EngineFault | None:
@@ -269,44 +263,41 @@ class EngineClient:
         return fault
 
     def post(self, path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
-        """Any request of SGLang's HTTP API; the reply's JSON, or None.
+        """Send any request of SGLang's HTTP API; return the reply's JSON, or None.
 
         Args:
-            timeout: of what may well take longer than `hang_seconds`.
+            timeout: of a request that may take longer than `hang_seconds`.
         """
-        return self._kept(self._ask, "POST", path, body, timeout)
+        return self._deferring(self._request, "POST", path, body, timeout)
 
-    def _kept(self, ask: Callable[..., Any], *arguments: Any) -> Any:
-        """Return the answer; None after a fault that is deferred."""
+    def _deferring(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the call's result; None where a fault has been deferred."""
         if self._fault is not None:
             return None
         try:
-            return ask(*arguments)
+            return call(*arguments)
         except EngineFault as fault:
             if not self._defers_faults:
                 raise
             self._fault = fault
             return None
 
-    def _get(self, path: str) -> Any:
-        return self._ask("GET", path)
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         limit = httpx.Timeout(timeout or self.hang_seconds, connect=CONNECT_SECONDS)
         try:
             with LIFE.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait
                 response = self._http.request(method, path, json=body, timeout=limit)
+        except TIMEOUTS as error:
+            self._check_alive()
+            raise self._hangs(path) if timeout is None else EngineFault(self._takes_long(path)) from error
         except httpx.TransportError as error:
-            if isinstance(error, TOO_LATE):
-                self._check_alive()
-                raise self._hangs(path) if timeout is None else EngineFault(self._takes_long(path)) from error
             raise self._unreachable(path, error) from error
         return self._checked(path, response)
 
     def _hangs(self, path: str = "") -> EngineFault:
         return EngineFault(
-            f"{self.url}{path} has shown no sign of life for {self.hang_seconds:g} s: if it was busy, raise "
-            "watchdog_timeout in rollout.server_args, or --watchdog-timeout of a server of yours"
+            f"{self.url}{path} has not answered for {self.hang_seconds:g} s: if it was busy, raise watchdog_timeout in "
+            "rollout.server_args, or --watchdog-timeout of a server of yours"
         )
 
     def _takes_long(self, path: str) -> str:
@@ -314,7 +305,7 @@ class EngineClient:
 
     def _unreachable(self, path: str, error: httpx.TransportError) -> EngineError:
         self._check_alive()
-        if isinstance(error, TOO_LATE):
+        if isinstance(error, TIMEOUTS):
             return EngineError(self._takes_long(path))
         deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline:
@@ -323,12 +314,12 @@ class EngineClient:
         return EngineFault(f"{self.url}{path} does not answer ({error!r}): is the engine running there?")
 
     def _checked(self, path: str, response: httpx.Response) -> Any:
-        """The reply's JSON (or None), after checking both of SGLang's ways to say no."""
+        """Return the reply's JSON (or None); SGLang refuses by status or by "success": false."""
         is_json = response.headers.get("content-type", "").startswith("application/json")
         reply = self._parsed(path, response.content) if is_json and response.content else None
-        in_vain = isinstance(reply, dict) and reply.get("success") is False
-        if response.status_code != 200 or in_vain:
-            is_fault = in_vain and path in OF_GROUPS
+        is_failure = isinstance(reply, dict) and reply.get("success") is False
+        if response.status_code != 200 or is_failure:
+            is_fault = is_failure and path in GROUP_PATHS
             raise self._refusal(path, response.status_code, response.text, is_fault=is_fault)
         return reply
 
@@ -337,10 +328,10 @@ class EngineClient:
             return json.loads(data)
         except ValueError as error:
             found = data[:500].decode(errors="replace")
-            raise EngineFault(f"{self.url}{path} answered what is no JSON ({error}): {found}") from error
+            raise EngineFault(f"{self.url}{path} did not answer with JSON ({error}): {found}") from error
 
     def _refusal(self, path: str, status: int, reply: str, *, is_fault: bool = False) -> EngineError:
-        # What is wrong with the request itself would be so another time.
+        # A request that is wrong itself would fail again after a restart.
         kind = EngineFault if is_fault or status >= 500 else EngineError
         return kind(f"{self.url}{path} refused (HTTP {status}): {reply}")
 

@@ -1,4 +1,4 @@
-"""An SGLang engine that somebody else started, and looks after."""
+"""An SGLang engine that somebody else starts, restarts and ends."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from megappo.engines.client import EngineClient, EngineError
 from megappo.runtime.heartbeat import LIFE
 
 API_KEY = "MEGAPPO_ENGINE_API_KEY"
-"""The environment variable with the key of such engines; without it they ask for none."""
+"""Environment variable with the key of such engines; unset if they want none."""
 POLL_SECONDS = 1.0
 
 
@@ -27,7 +27,8 @@ class ExternalEngine:
         """Wait until the engine serves, and return its client.
 
         Raises:
-            EngineError: it does not within rollout.start_timeout_seconds, refuses the key, or is cut differently.
+            EngineError: it does not within rollout.start_timeout_seconds, or refuses the key, or differs in its
+                tensor parallelism.
         """
         client = EngineClient(self.url, os.environ.get(API_KEY, ""), self._rollout.request_timeout_seconds)
         limit = self._rollout.start_timeout_seconds

@@ -1,4 +1,4 @@
-"""GPU memory that an engine gives back when it sleeps: the trainer waits until it is free."""
+"""Wait until an engine that sleeps has freed its GPU memory."""
 
 import time
 
@@ -46,6 +46,6 @@ class Footprint:
         processes = "; ".join(platform.gpu_processes()) or "nvidia-smi names none"
         return (
             f"WARNING: {platform.device()}: other processes hold {found / GIB:.1f} GiB {LIMIT_SECONDS:g} s after the "
-            f"engine was asked to sleep, expected at most {expected / GIB:.1f}; the models may run out of memory. "
+            f"engine went to sleep, expected at most {expected / GIB:.1f}; the models may run out of memory. "
             f"Processes there: {processes}. End those that are not of this run, or lower rollout.mem_fraction_static"
         )

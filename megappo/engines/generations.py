@@ -1,4 +1,4 @@
-"""What an engine is asked to write, as SGLang spells it, and what it answers, which is checked."""
+"""Requests for responses as SGLang spells them, and its replies, which are checked."""
 
 import contextlib
 import math
@@ -6,22 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megappo.errors import ActionableError
-
 FINISH_REASONS = ("stop", "length")
 
 
-class EngineError(ActionableError, RuntimeError):
+class EngineError(RuntimeError):
     """An SGLang engine that does not start, has ended, or refuses a request."""
 
 
 class EngineFault(EngineError):
-    """One that has ended, hangs, or answers nonsense: started anew, it may do what it was asked for."""
+    """An engine that has ended, hangs, or answers nonsense; after a restart it may answer the same request."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; rollout's keys of the same names explain each. temperature 0 = greedy (log-probs as at 1)."""
+    """Sampling settings; rollout's keys of the same names explain each. temperature 0 = greedy (log-probs as at 1)."""
 
     max_response_length: int
     temperature: float = 1.0
@@ -30,7 +28,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """SGLang's spelling."""
+        """Return the parameters in SGLang's spelling."""
         return {
             "max_new_tokens": self.max_response_length,
             "temperature": self.temperature,
@@ -44,7 +42,7 @@ class SamplingParams:
 class Generation:
     """One response.
 
-    tokens include the stop token; of an aborted one they are those so far, without log_probs. log_probs[t] is log
+    tokens include the stop token; an aborted response has its tokens so far, without log_probs. log_probs[t] is log
     p(tokens[t] | all before), after temperature, over the whole vocabulary even where top_p or top_k cut it. num_cached
     tokens of the prompt needed no computing.
     """
@@ -56,27 +54,27 @@ class Generation:
 
 
 def generate_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> dict[str, Any]:
-    """Of a request for one response to each prompt.
+    """Return the body of a request for one response to each prompt.
 
     Args:
-        adapter: the name of that which is added to the engine's model.
+        adapter: name of the adapter that is added to the engine's model.
     """
     body = {"input_ids": list(prompts), "sampling_params": params.as_json(), "return_logprob": True}
     return body | ({"lora_path": adapter} if adapter else {})
 
 
 def stream_body(prompts: Sequence[list[int]], params: SamplingParams, adapter: str | None = None) -> dict[str, Any]:
-    """For a stream of which only the first tokens and whole responses are sent."""
+    """Return the body for a stream of which only the first tokens and whole responses are sent."""
     body = generate_body(prompts, params, adapter)
     sampling = body["sampling_params"] | {"stream_interval": params.max_response_length + 1}
     return body | {"sampling_params": sampling, "stream": True}
 
 
 def checked_all(replies: Any, expected: int) -> list[Generation]:
-    """Of each reply its response.
+    """Return the response in each reply.
 
     Raises:
-        EngineError: it is none. EngineFault: by the engine's fault.
+        EngineError: a reply holds none. EngineFault: by the engine's fault.
     """
     if not isinstance(replies, list) or len(replies) != expected:
         raise EngineFault(f"expected {expected} responses from the engine, got {str(replies)[:500]}")
@@ -84,10 +82,10 @@ def checked_all(replies: Any, expected: int) -> list[Generation]:
 
 
 def checked(reply: Any, *, may_abort: bool = False) -> Generation:
-    """Of one reply, as `checked_all`.
+    """Return the response in one reply; raises as `checked_all`.
 
     Args:
-        may_abort: the engine may have been asked to leave it.
+        may_abort: the request may have been aborted.
     """
     with expecting_response(reply):
         if may_abort and reply["meta_info"]["finish_reason"]["type"] == "abort":
@@ -97,11 +95,11 @@ def checked(reply: Any, *, may_abort: bool = False) -> Generation:
 
 @contextlib.contextmanager
 def expecting_response(reply: Any) -> Iterator[None]:
-    """Takes what is not as it should be for the engine's fault."""
+    """Turn errors about the reply's structure into the engine's fault."""
     try:
         yield
     except (LookupError, TypeError) as error:
-        raise EngineFault(f"the engine's response is none ({error!r}): {str(reply)[:500]}") from error
+        raise EngineFault(f"the engine's reply is no response ({error!r}): {str(reply)[:500]}") from error
 
 
 def _checked_generation(tokens: list[int], meta: dict[str, Any]) -> Generation:

@@ -1,4 +1,4 @@
-"""What an engine's process is started with: SGLang's arguments, environment variables, a port, a temporary folder."""
+"""SGLang's arguments, environment variables, port and temporary folder for an engine's process."""
 
 import json
 import os

@@ -37,7 +37,7 @@ class Engine:
         log_path: file for the server's output.
         seed: seeds SGLang's sampling; must differ between engines.
         node_arguments: SGLang's arguments for this node's part of an engine on several nodes; empty for a whole engine.
-        num_threads: of each of its ranks on a CPU; None: as many as OMP_NUM_THREADS says, else one.
+        num_threads: of each of its ranks on a CPU; None = OMP_NUM_THREADS, or one.
         lora: of the adapters that it will get; None = it gets whole models.
     Raises:
         EngineError: SGLang is not installed.
@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def url(self) -> str:
-        """Where the engine listens (known once started)."""
+        """Address at which the engine listens, once started."""
         return f"http://{launch.HOST}:{self.port}"
 
     def start(self) -> None:
@@ -149,7 +149,7 @@ class Engine:
         tensor_parallel = self._rollout.tensor_parallel
         placement = {"index": self._index, "num_threads": self._num_threads}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # For the owner's eyes only: asked for it, SGLang logs what it receives.
+        # For the owner's eyes only: at log_level info SGLang logs what it receives.
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | self._log_mode, 0o600)
         self._log_mode = os.O_APPEND  # a restart keeps the log that explains it
         with os.fdopen(descriptor, "w") as log, unbound():

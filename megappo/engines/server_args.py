@@ -1,6 +1,6 @@
-"""The names in rollout.server_args: may they be set, and does the installed SGLang know them?
+"""Check the names in rollout.server_args: SGLang must know them, and megappo must not set them itself.
 
-They are read in SGLang's source, as importing it takes seconds.
+SGLang's names are read from its source, as importing it takes seconds.
 """
 
 import ast
@@ -24,7 +24,7 @@ FIELDS = "srt/arg_groups/fields"
 
 
 def server_args_errors(names: Iterable[str]) -> Iterator[str]:
-    """What is wrong with the names in rollout.server_args, one line each."""
+    """Yield what is wrong with the names in rollout.server_args, one line each."""
     known = known_names()
     for name in names:
         if name in RESERVED:
@@ -46,7 +46,7 @@ def parser_errors(parser: str | None) -> Iterator[str]:
 
 @cache
 def known_names() -> frozenset[str]:
-    """The fields of the installed SGLang's ServerArgs; none where it cannot be told."""
+    """Return the fields of the installed SGLang's ServerArgs; none where SGLang is not installed."""
     sglang = _sglang_folder()
     if sglang is None:
         return frozenset()

@@ -1,6 +1,6 @@
-"""Plain functions as an environment: it makes the calls that the policy writes, and ends with a turn without any.
+"""Plain functions as an environment, which makes the calls that the policy writes and ends at a turn without one.
 
-Made in the environment's worker processes, of what `rollout.tools` and `rollout.tool_call_parser` name.
+It is made in the environment's worker processes, from `rollout.tools` and `rollout.tool_call_parser`.
 """
 
 import asyncio
@@ -14,14 +14,16 @@ from megappo.userland.environment_worker import called
 from megappo.userland.forms import BadFunction
 from megappo.userland.user_code import load, named
 
-UNREADABLE = "error: the call cannot be read: it must be JSON that names a function which there is"
+UNREADABLE = "error: the call cannot be read: it must be JSON that names one of the functions"
 
 
 class ToolEnvironment:
-    """One episode's; a class of its own has what it calls.
+    """The environment of one episode; a subclass has the functions.
 
     Attributes:
-        functions: by name. tools: their JSON schemas. new_parser: of SGLang's parsers.
+        functions: by name.
+        tools: the functions' JSON schemas.
+        new_parser: makes a parser of SGLang's.
     """
 
     columns: tuple[str, ...] = ()
@@ -30,10 +32,10 @@ class ToolEnvironment:
     new_parser: Callable[[], Any]
 
     async def reset(self, row: Mapping[str, Any]) -> None:
-        """The template tells of the tools."""
+        """Do nothing: the chat template describes the tools."""
 
     async def step(self, message: Mapping[str, Any]) -> tuple[Any, float, bool, dict[str, int]]:
-        """The results of the calls, each a message; a call that fails has its error as its result."""
+        """Return the results of the calls, each a message; the result of a call that fails is its error."""
         parser = self.new_parser()
         if not parser.has_tool_call(message["content"]):
             return None, 0.0, True, {"tool_calls": 0, "tool_errors": 0}
@@ -43,7 +45,7 @@ class ToolEnvironment:
         return [{"role": "tool", "content": text} for text, _ in results], 0.0, False, counts
 
     async def _result(self, call: Any) -> tuple[str, bool]:
-        """A call's result as text, and whether it failed."""
+        """Return a call's result as text, and whether it failed."""
         try:
             found = await called(lambda: self.functions[call.name](**json.loads(call.parameters)))
             return found if isinstance(found, str) else json.dumps(found), False
@@ -52,15 +54,16 @@ class ToolEnvironment:
 
 
 def tool_environment(functions: Sequence[tuple[str, str]], parser: str) -> type[ToolEnvironment]:
-    """The environment of some functions.
+    """Return the environment of some functions.
 
     Args:
-        functions: source and name of each. parser: a name of SGLang's.
+        functions: source and name of each.
+        parser: one of SGLang's names.
     Raises:
-        BadFunction: there is no such function or parser; or its schema cannot be made of its signature and docstring.
+        BadFunction: there is no such function or parser, or signature and docstring of one do not make a schema.
     """
     sglang_patches.prepare_import()
-    # Not above: in worker processes alone.
+    # Imported here, so that only worker processes import SGLang.
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from transformers.utils import get_json_schema

@@ -1,4 +1,4 @@
-"""The proofs that the engines have the actor's weights."""
+"""Prove that the engines have the actor's weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,11 +10,11 @@ from megappo.config.schema import Config
 from megappo.engines.client import EngineClient, EngineError
 
 ROUNDING = {"bf16": 0.05, "fp32": 1e-3}
-"""model.dtype -> the mean difference of log-probs that rounding may cause."""
+"""model.dtype -> mean difference of log-probs that rounding may cause."""
 FAR = 5.0
-"""A run stops beyond so many times the tolerance. Below, experts that rounding routes elsewhere may explain it."""
+"""A run stops beyond so many times the tolerance. Below, experts to which rounding routes tokens may explain it."""
 Checksums = Sequence[Mapping[str, str]]
-"""For each of an engine's ranks: name of a weight -> checksum."""
+"""For each of an engine's ranks, name of a weight -> checksum."""
 
 
 def verified_sync(
@@ -25,29 +25,30 @@ def verified_sync(
     as_loaded: bool,
     loaded: Checksums = (),
 ) -> None:
-    """The first sync, proven by the engines' own checksums: no weight that was corrupted before may remain.
+    """Overwrite the engines' weights, sync, and compare the engines' own checksums: no corrupt weight may remain.
 
     Args:
-        client: of the engine that this rank owns. barrier: waits for all ranks.
+        client: of the engine that this rank owns.
+        barrier: waits for all ranks.
         as_loaded: the model's weights are those that the engines loaded from the same folder, so the sync must
             restore them to the bit. Otherwise only a weight that was not set at all is found.
         loaded: checksums of the weights that the engine loaded, if it has slept since; empty = it still has them.
     Raises:
         EngineError: some of an engine's weights were not set, or not to what they were; each named.
     """
-    spoiled = []
+    corrupt = []
     if client is not None:
         loaded = loaded or client.weight_checksums()
         client.reset_weights()
-        spoiled = client.weight_checksums()
+        corrupt = client.weight_checksums()
     barrier()
     sync()
     if client is None:
         return
     synced = client.weight_checksums()
-    if client.has_failed:  # nothing is proven of an engine that is to be restarted
+    if client.has_failed:  # an engine that will be restarted proves nothing
         return
-    for rank, (before, without, now) in enumerate(zip(loaded, spoiled, synced, strict=True)):
+    for rank, (before, without, now) in enumerate(zip(loaded, corrupt, synced, strict=True)):
         unset = [name for name, checksum in now.items() if checksum == without[name]]
         changed = [name for name, checksum in now.items() if as_loaded and checksum != before[name]]
         for names, what in ((unset, "were not set by"), (changed, "differ from the folder's after")):
@@ -55,18 +56,19 @@ def verified_sync(
                 raise EngineError(
                     f"{len(names)} of the {len(now)} weights of the engine's rank {rank} {what} the first weight sync: "
                     f"{', '.join(names[:5])}; the engine would not run the actor's model. If SGLang itself changes "
-                    "these weights after loading (quantization, say), set rollout.sync.verify to false"
+                    "these weights after loading (by quantization, for example), set rollout.sync.verify to false"
                 )
 
 
 def check_probe(
     rows: Rows, engine_number: int | None, config: Config, exchange: Exchange, warn: Callable[[str], object]
 ) -> dict[str, float]:
-    """`sync/log_prob_diff/{mean,max,warnings}` of what engines wrote after a sync; all ranks together.
+    """Return `sync/log_prob_diff/{mean,max,warnings}` of the probe after a sync; all ranks together.
 
     Args:
-        rows: what this rank's engine wrote, with old_log_probs, which are the actor's, and rollout_log_probs.
-        engine_number: of that engine; None without one. warn: see `check_log_probs`.
+        rows: responses of this rank's engine, with old_log_probs, which are the actor's, and rollout_log_probs.
+        engine_number: of that engine; None without one.
+        warn: see `check_log_probs`.
     Raises:
         EngineError: an engine's differ too much on average; see `check_log_probs`.
     """
@@ -82,11 +84,12 @@ def check_probe(
 
 
 def check_log_probs(tokens: str, difference: float, config: Config, warn: Callable[[str], object]) -> int:
-    """See that engine and actor agree; the number of warnings, 0 or 1.
+    """Check that engine and actor agree; return the number of warnings, 0 or 1.
 
     Args:
-        tokens: whose, for the message. difference: of the log-probs, the mean over them.
-        warn: is told of a difference above `rollout.sync.probe_tolerance`.
+        tokens: whose they are, for the message.
+        difference: of their log-probs, on average.
+        warn: prints a warning about a difference above `rollout.sync.probe_tolerance`.
     Raises:
         EngineError: it is more than FAR times that, or no number.
     """
@@ -104,7 +107,7 @@ def check_log_probs(tokens: str, difference: float, config: Config, warn: Callab
 
 
 def _cause(difference: float, dtype: str) -> str:
-    """What may be behind a difference, and what to do about it."""
+    """Return a likely cause of a difference, and what to do about it."""
     rounding = ROUNDING[dtype]
     if difference <= rounding:
         other = ", or set model.dtype to fp32" if dtype == "bf16" else ""

@@ -238,7 +238,7 @@ class InferenceEngines:
             self.sent = self.weight_sync(changed=changed)
 
     def _has_failed(self) -> bool:
-        """Whether this rank's engine has failed, in a request or between requests."""
+        """Return whether this rank's engine has failed, in a request or between requests."""
         if self.client is None:
             return False
         with deferring_faults(self.client):

@@ -159,5 +159,5 @@ def test_an_engine_that_does_not_answer_has_failed_long_before_a_rollouts_time_i
     health = (EngineClient.check_health,) if failure == "deaf" else ()
     with EngineServer(failure) as server:
         for request in (*requests, *probe, *health):
-            with pytest.raises(EngineFault, match="no sign of life for 0.6 s: .* raise watchdog_timeout in rollout"):
+            with pytest.raises(EngineFault, match="has not answered for 0.6 s: .* raise watchdog_timeout in rollout"):
                 request(server.client())

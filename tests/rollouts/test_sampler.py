@@ -69,21 +69,21 @@ def test_ranks_share_the_prompts_and_the_fast_one_takes_more(engine, client):
 
 
 FAULTS = {
-    "no list": "response is none .KeyError.'meta_info'",
+    "no list": "reply is no response .KeyError.'meta_info'",
     "too few": "expected [0-9]+ responses from the engine, got [0-9]+",
     "cut": "expected all 2 tokens of a response at once, got 1",
-    **dict.fromkeys(("twice", "unasked"), "response is none .KeyError"),
-    **dict.fromkeys(("null", "other error"), "response is none .TypeError"),
+    **dict.fromkeys(("twice", "unasked"), "reply is no response .KeyError"),
+    **dict.fromkeys(("null", "other error"), "reply is no response .TypeError"),
     "late error": "refused .HTTP 500.: .*why",
     "break": "does not answer .*incomplete",
     "other tokens": "tokens .7, 8. and those of its log-probs",
     "no numbers": "no number",
     "aborted": "expected a response to end by stop or length, got .*abort",
-    "no log-probs": "response is none .KeyError.'output_token_logprobs'",
-    "no JSON": "answered what is no JSON .*<html>",
+    "no log-probs": "reply is no response .KeyError.'output_token_logprobs'",
+    "no JSON": "did not answer with JSON .*<html>",
     "crash": "does not answer",
     "error": "refused .HTTP 500.: .*why",
-    **dict.fromkeys(("hang", "deaf"), "no sign of life for 0.6 s: .* raise watchdog_timeout in rollout.server_args"),
+    **dict.fromkeys(("hang", "deaf"), "has not answered for 0.6 s: .* raise watchdog_timeout in rollout.server_args"),
 }
 """Failure of an engine -> the message of its fault."""
 
