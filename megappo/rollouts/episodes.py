@@ -10,7 +10,7 @@ from megappo.config.schema import Config
 from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
-from megappo.rollouts.transcript import Messages, Segment, Transcript
+from megappo.rollouts.transcript import Observation, Segment, Transcript
 from megappo.userland.environment_pool import Environment, EnvironmentPool
 from megappo.userland.environment_process import EnvironmentFault, EpisodeLost
 from megappo.userland.forms import PROMPTS
@@ -119,7 +119,7 @@ class EpisodeRunner:
                 return ended("length")
         return ended("turns")
 
-    def _accepts(self, add: Callable[[Messages], bool], observation: Messages) -> bool:
+    def _accepts(self, add: Callable[[Observation], bool], observation: Observation) -> bool:
         try:
             return add(observation)
         except ValueError as error:

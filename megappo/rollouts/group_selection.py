@@ -21,7 +21,7 @@ from megappo.userland.pool import RewardError
 
 SCORE = "score"
 """The metric that is the sum of a response's scores; other metrics are numbers that reward functions return."""
-Group = tuple[int, int]
+GroupKey = tuple[int, int]
 """(round, prompt_index)."""
 
 
@@ -75,7 +75,7 @@ class StepResponses:
         greedy: a greedy response to each prompt, where the estimator needs them.
     """
 
-    def __init__(self, rounds: Sequence[Responses], groups: Sequence[Group]):
+    def __init__(self, rounds: Sequence[Responses], groups: Sequence[GroupKey]):
         self._rounds = rounds
         self.prompts = [rounds[number].prompts[index] for number, index in groups]
         self.num_dropped_tokens = 0
@@ -90,6 +90,12 @@ class StepResponses:
                 if place is not None:
                     self.samples.append(replace(sample, prompt_index=place))
                     self._positions.append((number, position))
+
+    def count_dropped_tokens(self, exchange: Exchange) -> None:
+        """Count the tokens that engines wrote for other responses; all ranks together."""
+        num_written = sum(one.usage.written_tokens for one in self._rounds)
+        num_kept = sum(one.num_policy_tokens for one in self.samples)
+        self.num_dropped_tokens = sum(exchange.share(num_written - num_kept))
 
     def graded(self) -> list[Graded]:
         """Wait for the scores of all rounds; return those of the chosen samples."""
@@ -128,8 +134,8 @@ def choose_groups(
         RewardError: a reward function failed, or returns no such metric.
     """
     rounds: list[Responses] = []
-    counted: list[Group] = []
-    others: list[Group] = []
+    counted: list[GroupKey] = []
+    others: list[GroupKey] = []
     metric, max_rounds = (filters.metric, filters.max_num_gen_batches) if filters.enable else (None, 1)
     while len(counted) < num_groups and len(rounds) < max_rounds:
         with phase("rollout"):
@@ -140,27 +146,28 @@ def choose_groups(
             (counted if index in counting else others).append((len(rounds), index))
         rounds.append(responses)
     chosen = StepResponses(rounds, (counted + others)[:num_groups])
-    num_surplus = max(0, len(counted) - num_groups)
     if filters.enable:
-        chosen.metrics |= {
-            "filter_groups/num_gen_batches": len(rounds),
-            "filter_groups/equal_groups": len(others),
-            "filter_groups/equal_groups_kept": max(0, num_groups - len(counted)),
-            "filter_groups/surplus_groups": num_surplus,
-        }
+        chosen.metrics |= _filter_metrics(len(rounds), len(counted), len(others), num_groups)
+    elif over_samples:
+        chosen.metrics["over_sampling/surplus_groups"] = max(0, len(counted) - num_groups)
     if filters.enable or over_samples:
-        num_written = sum(one.usage.written_tokens for one in rounds)
-        num_kept = sum(one.num_policy_tokens for one in chosen.samples)
-        chosen.num_dropped_tokens = sum(exchange.share(num_written - num_kept))
+        chosen.count_dropped_tokens(exchange)
     if over_samples:
         num_drawn = sum(len(one.prompts) for one in rounds)
         chosen.metrics |= {
             "over_sampling/unfinished_groups": num_drawn - len(counted) - len(others),
             "over_sampling/dropped_tokens": chosen.num_dropped_tokens,
         }
-        if not filters.enable:
-            chosen.metrics["over_sampling/surplus_groups"] = num_surplus
     return chosen
+
+
+def _filter_metrics(num_rounds: int, num_counted: int, num_others: int, num_groups: int) -> dict[str, int]:
+    return {
+        "filter_groups/num_gen_batches": num_rounds,
+        "filter_groups/equal_groups": num_others,
+        "filter_groups/equal_groups_kept": max(0, num_groups - num_counted),
+        "filter_groups/surplus_groups": max(0, num_counted - num_groups),
+    }
 
 
 def differ(graded: Sequence[Graded], metric: str) -> bool:

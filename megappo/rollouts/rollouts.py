@@ -11,7 +11,7 @@ from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
-from megappo.engines.client import EngineClient, SamplingParams
+from megappo.engines.client import EngineClient, EngineFault, SamplingParams
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets
@@ -79,7 +79,7 @@ class Rollouts:
     ) -> Responses:
         """Return this rank's share of n responses to each prompt.
 
-        Prompts that an engine left unanswered when it failed are sampled again after its restart.
+        Prompts that a failed engine left unanswered are sampled again after its restart.
 
         Args:
             label: names the progress bar.
@@ -90,7 +90,6 @@ class Rollouts:
             EngineError: an engine refused a request, or failed too often.
         """
         responses = self.new_responses(prompts, task)
-        early_stop = None if quota is None else quota.is_met
         session = partial(
             RolloutSession,
             n=n,
@@ -104,11 +103,8 @@ class Rollouts:
         )
         remaining = [(i, prompt.tokens) for i, prompt in enumerate(prompts)]
         while remaining:
-            fault, take = None, self.new_counter()
-            if self.client is not None:
-                fault = session(remaining, take=take).run(self._is_interrupted, early_stop)
-                if quota is not None:
-                    quota.wait_counted(self._is_interrupted)
+            take = self.new_counter()
+            fault = None if self.client is None else self._run(session(remaining, take=take), quota)
             raise_if_interrupted(self.exchange)
             if not self.restarts.restart_after_rollout(fault):
                 break
@@ -117,8 +113,15 @@ class Rollouts:
             finished = set().union(*self.exchange.share({one.prompt_index for one in responses.samples}))
             remaining = [prompt for prompt in remaining if prompt[0] not in finished]
         responses.end()
-        self._warn_of_lost_episodes(responses.samples)
+        self._warn_of_lost_episodes(responses)
         return responses
+
+    def _run(self, session: RolloutSession, quota: GroupQuota | None) -> EngineFault | None:
+        if quota is None:
+            return session.run(self._is_interrupted)
+        fault = session.run(self._is_interrupted, quota.is_met)
+        quota.wait_counted(self._is_interrupted)
+        return fault
 
     def _group_handler(
         self, responses: Responses, quota: GroupQuota | None, label: str
@@ -152,8 +155,8 @@ class Rollouts:
     def _workers(self, task: str) -> Workers:
         return self.restarts.own.workers.get(task, NO_WORKERS)
 
-    def _warn_of_lost_episodes(self, samples: Sequence[Sample]) -> None:
-        lost = [one.episode.lost for one in samples if one.episode is not None and one.episode.lost]
+    def _warn_of_lost_episodes(self, responses: Responses) -> None:
+        lost = [one.episode.lost for one in responses.samples if one.episode and one.episode.lost]
         if lost:
             print(f"WARNING (rank {self.exchange.rank}): {len(lost)} episodes were lost: {lost[0]}", flush=True)
 

@@ -19,7 +19,8 @@ from megappo.userland.forms import PROMPTS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[dict[str, str]]
+Observation = Sequence[dict[str, str]]
+"""Messages of an environment."""
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Transcript:
         after_prompt, total = self._limits
         return min(after_prompt - len(segment.tokens), total - len(segment.context))
 
-    def begin(self, observation: Messages) -> bool:
+    def begin(self, observation: Observation) -> bool:
         """Add the environment's first observation to the prompt; return whether there is room for a turn.
 
         Raises:
@@ -116,7 +117,7 @@ class Transcript:
             self._messages.append({"role": "assistant", "content": before + text})
         return text
 
-    def observe(self, observation: Messages) -> bool:
+    def observe(self, observation: Observation) -> bool:
         """Append an observation; return whether there is room for another turn. Without room, no token is added.
 
         Raises:
@@ -151,5 +152,5 @@ class Transcript:
         return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _text(observation: Messages) -> str:
+def _text(observation: Observation) -> str:
     return "".join(message["content"] for message in observation)
