@@ -57,21 +57,7 @@ WITHOUT_TORCH = (
     "megappo/preflight/resuming.py",
     "megappo/preflight/rehearsal.py",
     "megappo/engines/server_args.py",
-    "megappo/data/chat.py",
-    "megappo/data/entries.py",
-    "megappo/data/faults.py",
-    "megappo/data/fields.py",
-    "megappo/data/file_heads.py",
-    "megappo/data/json_lines.py",
-    "megappo/data/lost_text.py",
-    "megappo/data/order.py",
-    "megappo/data/parquet_rows.py",
-    "megappo/data/prompts.py",
-    "megappo/data/records.py",
-    "megappo/data/special_tokens.py",
-    "megappo/data/token_bounds.py",
-    "megappo/data/tokenizer.py",
-    "megappo/data/unpacking.py",
+    "megappo/data/",
 )
 ARCHITECTURE = "megappo/architecture/"
 RAW_CONFIG = ("hf_config", "HFConfig", "read_model_config", "raw_config")

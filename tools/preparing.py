@@ -11,7 +11,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.config.data_files import stem
-from megappo.data.file_heads import RecordsError
+from megappo.data.file_formats import RecordsError
 from megappo.data.records import open_records
 
 Record = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Prompts as the model sees them: texts as they are, chat messages put through the tokenizer's template."""
+"""Prompts as the model sees them: texts unchanged, chat messages rendered by the tokenizer's template."""
 
 import inspect
 import re
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[dict[str, Any]]
-Conversation = str | list[dict[str, Any]]
+PromptContent = str | list[dict[str, Any]]
 """A text, or messages."""
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{\s*['"](role|content)['"]\s*:""")
-"""The beginning of chat messages that were written into a text, as JSON or by Python's repr."""
+"""Beginning of chat messages that were written into a text, as JSON or by Python's repr."""
 
 
 class Chat:
-    """How prompts become text.
+    """Renders prompts as text.
 
     Args:
         config: apply_chat_template, system_prompt, chat_template_kwargs.
-        tools: JSON schemas of the functions that the template is to tell of.
+        tools: JSON schemas of the functions that the template lists.
     Raises:
         ConfigError: the template does not read one of these.
     """
@@ -34,13 +34,13 @@ class Chat:
         self._tools = list(tools) or None
         if tools and "tools" not in (tokenizer.get_chat_template() if tokenizer.chat_template else ""):
             keys = "rollout.tools, or eval.datasets.NAME.tools"
-            raise ConfigError(f"{keys}: the tokenizer's chat template does not tell of tools: use one that does")
+            raise ConfigError(f"{keys}: the tokenizer's chat template lists no tools: use one that does")
         self._needs_messages = config.system_prompt is not None or bool(config.chat_template_kwargs)
         if config.chat_template_kwargs:
             _refuse_unread(tokenizer, config.chat_template_kwargs)
 
-    def conversation(self, prompt: Any) -> Conversation:
-        """What a file's prompt is: a text that goes to the model as it is, or messages, with the system prompt.
+    def content_of(self, prompt: Any) -> PromptContent:
+        """Return a file's prompt as a text that goes to the model unchanged, or messages with the system prompt.
 
         Raises:
             ValueError: it is neither, or a text where there must be messages.
@@ -67,15 +67,15 @@ class Chat:
             )
         return self._with_system(prompt)
 
-    def text_of(self, conversation: Conversation, *, continues: bool = True) -> str:
-        """As the model sees it, up to where its answer begins.
+    def text_of(self, content: PromptContent, *, continues: bool = True) -> str:
+        """Render a prompt as the model sees it, up to where its answer begins.
 
         Args:
             continues: continue a last message of the assistant instead of starting a new one.
         Raises:
-            ValueError: the template refuses the messages, or makes nothing of them.
+            ValueError: the template refuses the messages, or renders an empty text.
         """
-        text = conversation if isinstance(conversation, str) else self._rendered(conversation, continues)
+        text = content if isinstance(content, str) else self._rendered(content, continues)
         if not text:
             raise ValueError("the prompt is empty")
         return text
@@ -102,7 +102,7 @@ class Chat:
 
 
 def _refuse_unread(tokenizer: "PreTrainedTokenizerBase", given: dict[str, Any]) -> None:
-    """A variable that a template does not know has no effect, and nobody would say so."""
+    """Raise ConfigError for a variable that the template does not know: it would have no effect, without an error."""
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     own = inspect.signature(tokenizer.apply_chat_template).parameters
     unread = [name for name in given if name in own or not re.search(rf"\b{re.escape(name)}\b", template)]

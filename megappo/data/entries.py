@@ -1,54 +1,154 @@
-"""A record of a data file as the program uses it: checked, its chat messages rendered, its text as tokens."""
+"""Records of data files as prompts: the fields a run reads, checked, chat messages rendered, texts as tokens."""
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megappo.config.schema import Data
-from megappo.data.chat import Chat, Conversation
-from megappo.data.faults import Check, Done
-from megappo.data.fields import Fields, look_up
-from megappo.data.lost_text import lost_text
-from megappo.data.records import Records
-from megappo.data.special_tokens import odd_tokens
-from megappo.data.token_bounds import TokenBounds
-from megappo.data.tokenizer import encode, ids_by_file
-from megappo.runtime.heartbeat import LIFE
+from megappo.config.schema import Reward
+from megappo.data.chat import Chat, PromptContent
+from megappo.data.tokenizer import encode
 from megappo.userland.builtin import check_label
-from megappo.userland.forms import PROMPTS
+from megappo.userland.forms import PROMPTS, Takes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_NESTING = 100
-"""Lists and objects within each other: Python's own limits, in reading, writing and passing on, lie above."""
-RECORDS_AT_ONCE = 1000
-LOOKED_AT_FOR_LOSS = 1000
-"""Records of a file whose tokens are made text again, where these may have lost some: it takes as long as the rest."""
-COMPARED = 100
-"""Records of a file whose tokens are compared with those that tokenizer.json gives."""
-OTHERWISE = (
-    "the prompt has other tokens by tokenizer.json alone than with tokenizer_config.json: make both say the same "
-    "(added tokens, split_special_tokens), as the tokenizer's save_pretrained does"
-)
+"""Lists and objects within each other; Python's own limits, in reading, writing and passing on, are higher."""
+MAX_NAMES = 200
+"""Characters of a list of field names in messages."""
+NO_REWARD = Reward(function=None)
 
 
 @dataclass(frozen=True)
-class Entry:
+class RequiredField:
+    """A field that every record must have.
+
+    Attributes:
+        key: of the config, that requires it.
+        name: may be dotted, see `look_up`.
+        remedy: what to do where a file lacks it.
+    """
+
+    key: str
+    name: str
+    remedy: str
+
+    @property
+    def fault(self) -> str:
+        """Fault of a record without it."""
+        return f"no field {self.name!r} ({self.key})"
+
+
+@dataclass(frozen=True)
+class RecordFields:
+    """Fields that a run reads of each record.
+
+    Attributes:
+        takes: fields of the reward function and the environment.
+        section: of the config, with the keys of these files.
+        order_by: see data.order_by.
+        reward: the section with the functions that get the label.
+    """
+
+    prompt_key: str
+    label_key: str
+    takes: Takes
+    section: str = "data"
+    order_by: str | None = None
+    reward: Reward = NO_REWARD
+
+    @cached_property
+    def required(self) -> tuple[RequiredField, ...]:
+        """Prompt, label, the field to order by, and the needs of reward function and environment."""
+        section, by_environment = self.section, self.takes.by_environment
+        keys = {f"{section}.prompt_key": self.prompt_key, f"{section}.label_key": self.label_key}
+        if self.order_by is not None:
+            keys["data.order_by"] = self.order_by.removeprefix("-")
+        found = [RequiredField(key, name, f"set {key}") for key, name in keys.items()]
+        function, environment = "reward.function", "rollout.environment"
+        remedy = "correct its columns, or add the field"
+        if section != "data":
+            function, environment = f"{section}.reward", f"{section}.environment"
+            remedy += ", or set that to none, or another one"
+        for name in self.takes.needed:
+            if name not in by_environment:
+                found.append(RequiredField(function, name, "rename its parameter, give it a default, or add the field"))
+        return *found, *(RequiredField(environment, name, remedy) for name in by_environment)
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        """All fields that may be read; None: any."""
+        if self.takes.welcome is None:
+            return None
+        return [*(field.name for field in self.required), *self.takes.welcome]
+
+    def rank_of(self, value: Any) -> float:
+        """Return the number by which a record with this value of order_by is ordered, ascending.
+
+        Raises:
+            ValueError: the value is no number.
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"expected a number for data.order_by, found {repr(value)[:80]}")
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ValueError("the number for data.order_by is too large, or none")
+        return -number if str(self.order_by).startswith("-") else number
+
+    def columns_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a record for the reward function; if it takes any field, all but the prompt."""
+        others = self.takes.welcome
+        if others is None:
+            others = tuple(name for name in record if name != self.prompt_key)
+        return {name: record[name] for name in (*self.takes.needed, *others) if name in record}
+
+
+def look_up(fields: Mapping[str, Any], name: str, within: str = "") -> Any:
+    """Return the value of the field of this very name, else of the objects that the names between its dots lead to.
+
+    Args:
+        within: the dotted name of `fields`.
+    Raises:
+        LookupError: there is none; the message has how far it got.
+    """
+    if name in fields:
+        return fields[name]
+    first, dot, rest = name.partition(".")
+    if not dot or first not in fields:
+        raise LookupError(f", as {within!r} has only {listed(fields)}" if within else "")
+    path = f"{within}.{first}".lstrip(".")
+    if not isinstance(fields[first], Mapping):
+        raise LookupError(f", as {path!r} is no object")
+    return look_up(fields[first], rest, path)
+
+
+def listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """Join names with commas, up to MAX_NAMES characters."""
+    text = ", ".join(names) or "none"
+    return text if len(text) <= MAX_NAMES else f"{text[:MAX_NAMES]}..."
+
+
+@dataclass(frozen=True)
+class PromptEntry:
     """Text and label of a record.
 
     Attributes:
         text: as the model sees it.
-        conversation: that the text was made from.
-        columns: what the reward function takes besides.
+        content: the text or messages it was made from.
+        columns: further fields for the reward function.
         rank: by which it is ordered.
-        left_out: why some fields that no function requests by name are not in columns.
+        left_out: reasons why fields that no function requests by name are not in columns.
     """
 
     text: str
-    conversation: Conversation
+    content: PromptContent
     label: Any
     columns: dict[str, Any]
     rank: float = 0.0
@@ -56,174 +156,94 @@ class Entry:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it is of chat messages, whose template brings the special tokens itself."""
-        return not isinstance(self.conversation, str)
+        """Whether the chat template has made the text, with the special tokens in it."""
+        return not isinstance(self.content, str)
 
 
-def entry_of(record: Any, fields: Fields, chat: Chat) -> Entry:
-    """A record's entry.
+def entry_of(record: Any, fields: RecordFields, chat: Chat) -> PromptEntry:
+    """Return the entry of a record.
 
     Raises:
-        ValueError: why it has none; each argument is a fault.
+        ValueError: it has none; each argument is a fault.
     """
     if isinstance(record, ValueError):
         raise record
     if not isinstance(record, dict):
         raise ValueError(f"expected a JSON object, found {type(record).__name__}")
     values, missing = [], []
-    for wanted in fields.wanted:
+    for field in fields.required:
         try:
-            values.append(look_up(record, wanted.name))
+            values.append(look_up(record, field.name))
         except LookupError as reached:
-            missing.append(f"{wanted.fault}{reached}")
+            missing.append(f"{field.fault}{reached}")
     if missing:
         raise ValueError(*missing)
     prompt, label, *more = values
     rank = 0.0 if fields.order_by is None else fields.rank_of(more[0])
-    columns = fields.columns_of(record)
     _check_value("prompt", prompt)
     _check_value("label", label)
     check_label(label, fields.reward.weights)
-    left_out = []
-    for name, value in list(columns.items()):
+    columns, left_out = _checked_columns(record, fields)
+    content = chat.content_of(prompt)
+    if fields.takes.raw_prompts:
+        columns[PROMPTS] = content
+    return PromptEntry(chat.text_of(content), content, label, columns, rank, left_out)
+
+
+def _checked_columns(record: Mapping[str, Any], fields: RecordFields) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the columns that are JSON, and why others are left out.
+
+    Raises:
+        ValueError: a column that a function requests by name is not JSON.
+    """
+    columns, left_out = {}, []
+    for name, value in fields.columns_of(record).items():
         try:
             _check_value(f"field {name!r}, which reward.function takes,", value)
+            columns[name] = value
         except ValueError as error:
             if fields.takes.welcome is not None or name in fields.takes.needed:
                 raise
             left_out.append(f"{error}, or do without: it is left out")
-            del columns[name]
-    conversation = chat.conversation(prompt)
-    if fields.takes.raw_prompts:
-        columns[PROMPTS] = conversation
-    return Entry(chat.text_of(conversation), conversation, label, columns, rank, tuple(left_out))
+    return columns, tuple(left_out)
 
 
-def tokens_of(entries: Sequence[Entry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
-    """Token ids of each entry; a single BOS where both its text (from a chat template) and the tokenizer add one."""
-    twice = [tokenizer.bos_token_id] * 2
+def tokens_of(entries: Sequence[PromptEntry], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
+    """Tokenise entries; one BOS where both the text (from a chat template) and the tokenizer add one."""
+    two_bos = [tokenizer.bos_token_id] * 2
     tokens: list[list[int]] = [[]] * len(entries)
     for is_chat in (False, True):
         places = [place for place, entry in enumerate(entries) if entry.is_chat == is_chat]
         texts = [entries[place].text for place in places]
         for place, ids in zip(places, encode(texts, tokenizer, special=not is_chat), strict=True):
-            tokens[place] = ids[1:] if ids[:2] == twice else ids
+            tokens[place] = ids[1:] if ids[:2] == two_bos else ids
     return tokens
 
 
-class Checker:
-    """Looks for what is wrong with records.
-
-    Args:
-        config: max_prompt_length, and what is done about faults.
-        vocab_size: tokens from this number on have no embedding in a model.
-    """
-
-    def __init__(self, fields: Fields, chat: Chat, tokenizer: "PreTrainedTokenizerBase", config: Data, vocab_size: int):
-        self._fields = fields
-        self._chat = chat
-        self._config = config
-        self._on_bad_row: Done = "skip" if config.on_bad_row == "skip" else "bad_row"
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._bounds = TokenBounds(tokenizer)
-        self._may_lose = self._bounds.at_most("") == math.inf
-        self._all_embedded = max(tokenizer.get_vocab().values()) < vocab_size
-
-    def check(self, records: Records, numbers: Sequence[int]) -> Check:
-        """What is wrong with the records of these numbers, from 0; of texts that the tokenizer loses, the first."""
-        check = Check(len(numbers))
-        for start in range(0, len(numbers), RECORDS_AT_ONCE):
-            LIFE.sign()
-            part = numbers[start : start + RECORDS_AT_ONCE]
-            entries: dict[int, Entry] = {}
-            for number, record in zip(part, records.at(part), strict=True):
-                try:
-                    entries[number] = entry_of(record, self._fields, self._chat)
-                    check.add(number, entries[number].left_out, "warn")
-                except ValueError as error:
-                    check.add(number, error.args, self._on_bad_row)
-            if self._fields.order_by is not None:
-                check.ranks.extend(entries[number].rank if number in entries else math.nan for number in part)
-            for number, fault, done in self._wrong_tokens(entries):
-                if done != "lost" or done not in check.found:
-                    check.add(number, [fault], done)
-        return check
-
-    def _wrong_tokens(self, entries: dict[int, Entry]) -> Iterator[tuple[int, str, Done]]:
-        """Prompts without tokens, with too many or unknown ones, and what is done about them; where a text's length
-        tells, it is not tokenised. An unknown token is always an error: it is the tokenizer that is wrong."""
-        limit, too_long = self._config.max_prompt_length, self._config.too_long
-        is_cut = too_long == "truncate_left"
-        unsure: dict[int, Entry] = {}
-        for number, entry in entries.items():
-            fewest = self._bounds.at_least(entry.text)
-            if fewest > limit and (self._all_embedded or not is_cut):
-                yield number, self._too_long(f"{len(entry.text):,} characters, so at least {fewest:,}"), too_long
-            elif self._bounds.at_most(entry.text) > limit or not self._all_embedded or number < COMPARED:
-                unsure[number] = entry
-        for number, tokens in zip(unsure, tokens_of(list(unsure.values()), self._tokenizer), strict=True):
-            entry = unsure[number]
-            if len(tokens) > limit:
-                yield number, self._too_long(f"{len(tokens)}"), too_long
-            if not tokens:
-                yield number, "the prompt is empty: it has no token", self._on_bad_row
-                continue
-            if (len(tokens) <= limit or is_cut) and (largest := max(tokens[-limit:])) >= self._vocab_size:
-                yield number, _unknown(largest, self._vocab_size), "error"
-            if self._may_lose and number < LOOKED_AT_FOR_LOSS:
-                decoded = self._tokenizer.decode(tokens)
-                if lost := lost_text(entry.text, decoded, self._tokenizer.unk_token):
-                    yield number, lost, "lost"
-            if number < COMPARED:
-                by_file = ids_by_file(entry.text, self._tokenizer, special=not entry.is_chat) or tokens
-                if by_file[-len(tokens) :] != tokens:
-                    yield number, OTHERWISE, "error"
-                for odd in odd_tokens(entry.conversation, tokens, self._tokenizer):
-                    yield number, odd, "warn"
-
-    def _too_long(self, found: str) -> str:
-        limit = f"{self._fields.section}.max_prompt_length {self._config.max_prompt_length}"
-        if self._config.too_long != "error":
-            return f"the prompt has more tokens than {limit}"  # the same of all, which are counted together
-        return f"the prompt has {found} tokens, more than {limit}: raise it, drop this, or set data.too_long"
-
-
-_WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def _check_value(name: str, value: Any) -> None:
-    """See that a value can be tokenised, passed to another process and written down."""
+    """Raise ValueError for a value that cannot be tokenised, passed to another process or written as JSON."""
+    too_deep = f"the {name} is nested more than {MAX_NESTING} deep: flatten it, or write it as text"
     try:
-        text = value if isinstance(value, str) else _WRITER.encode(value)
+        text = value if isinstance(value, str) else _ENCODER.encode(value)
         text.encode()
     except RecursionError:
-        raise ValueError(_too_deep(name)) from None
+        raise ValueError(too_deep) from None
     except UnicodeEncodeError as error:
         found = error.object[error.start]
         raise ValueError(f"the {name} holds {found!a}, half of a character: write both halves") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"the {name} is not JSON ({error}): convert it to text or a number") from None
     if text is not value and text.count("[") + text.count("{") > MAX_NESTING and _nesting(value) > MAX_NESTING:
-        raise ValueError(_too_deep(name))
+        raise ValueError(too_deep)
 
 
 def _nesting(value: Any) -> int:
-    """How many lists and objects lie within each other."""
-    level, depth = [value], 0
-    while level:
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        level = [item for items in inner for item in items]
-        depth += bool(inner)
+    """Count the lists and objects within each other."""
+    depth, level = 0, [value]
+    while level := [item for item in level if isinstance(item, dict | list)]:
+        depth += 1
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
     return depth
-
-
-def _too_deep(name: str) -> str:
-    return f"the {name} is nested more than {MAX_NESTING} deep: flatten it, or write it as text"
-
-
-def _unknown(token: int, vocab_size: int) -> str:
-    return (
-        f"the prompt has token {token}, for which a model has no embedding (the smallest vocab_size in config.json is "
-        f"{vocab_size}): drop it, or use the tokenizer that belongs to the model"
-    )

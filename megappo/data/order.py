@@ -1,5 +1,4 @@
-"""Which prompts a step takes: a pure function of the seed and of how many were taken before, so that a run needs no
-saved state to go on."""
+"""Order of prompts: a pure function of the seed and of the number drawn before, so a run needs no state to resume."""
 
 import math
 import random
@@ -14,10 +13,10 @@ class Order:
 
     Args:
         seed: of the shuffling.
-        size: how many prompts.
-        shuffle: anew for each epoch; else they stay as they are.
-        values: of each prompt, by which an epoch ascends; those with equal ones keep the order they have else.
-            Empty: by nothing.
+        size: number of prompts.
+        shuffle: shuffle each epoch; else they keep their order.
+        values: numbers, one per prompt, by which an epoch ascends; prompts with equal ones keep their order. Empty:
+            none.
     """
 
     def __init__(self, seed: str, size: int, *, shuffle: bool, values: "array[float]"):
@@ -28,7 +27,7 @@ class Order:
         self._epoch = lru_cache(maxsize=2)(self._epoch_order)
 
     def __getitem__(self, place: int) -> int:
-        """The prompt at a place, counted over all epochs; each epoch has every prompt once."""
+        """Return the prompt at a place, counted over all epochs; each epoch has every prompt once."""
         epoch, offset = divmod(place, self._size)
         return self._epoch(epoch)[offset]
 
@@ -42,8 +41,10 @@ class Order:
 
 
 class Turns:
-    """Whose turn it is, of several that share out a sequence by weights: the i-th turn, from 0, of one with weight w
-    comes at (i + 1/2) / w. So each has its share of any part of the sequence, up to a turn or so.
+    """Turns of several parts that share a sequence by weights.
+
+    The i-th turn, from 0, of a part with weight w comes at (i + 1/2) / w. So each has its share of any stretch of the
+    sequence, up to about one turn.
 
     Source: the divisor method of Webster and Sainte-Lague.
     """
@@ -54,33 +55,33 @@ class Turns:
         self._weights = [int(weight * unit) for weight in exact]
         self._whole = sum(self._weights)
 
-    def most(self, of: int, count: int) -> int:
-        """How many of `count` turns are its share, rounded up."""
-        return -(-self._weights[of] * count // self._whole)
+    def most(self, part: int, count: int) -> int:
+        """Return a part's share of `count` turns, rounded up."""
+        return -(-self._weights[part] * count // self._whole)
 
     def between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Whose turn it is at each place, and how many it had before."""
+        """Return, for each place, the part whose turn it is and the number of its turns before."""
         had = self._had(first)
         for place in range(sum(had), stop):
-            whose = min(range(len(had)), key=lambda one: (2 * had[one] + 1) * self._steps[one])
+            part = min(range(len(had)), key=lambda one: (2 * had[one] + 1) * self._steps[one])
             if place >= first:
-                yield whose, had[whose]
-            had[whose] += 1
+                yield part, had[part]
+            had[part] += 1
 
     @cached_property
     def _steps(self) -> list[int]:
-        """From one turn to the next, in whole numbers."""
+        """Distance from one turn of a part to the next, in whole numbers."""
         unit = math.lcm(*self._weights)
         return [unit // weight for weight in self._weights]
 
     def _had(self, place: int) -> list[int]:
-        """The turns of each until a time before which all of them have had no more than `place`."""
+        """Return the turns of each part until a time before which they have at most `place` turns together."""
         time = 2 * place - len(self._weights)  # in halves of a turn, with a half for each that may be rounded up
         return [max(0, (weight * time + self._whole) // (2 * self._whole)) for weight in self._weights]
 
 
 def _ascending(order: "array[int]", values: "array[float]") -> "array[int]":
-    import pyarrow  # not above: it takes as long as all else that a dry run imports
+    import pyarrow  # not above: it takes as long as all other imports of a dry run
     import pyarrow.compute
 
     def column(kind: pyarrow.DataType, numbers: array) -> pyarrow.Array:

@@ -3,8 +3,7 @@
 import bisect
 import itertools
 from array import array
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -14,14 +13,12 @@ from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING, eval_sets
 from megappo.config.schema import Config, Data, Reward
 from megappo.data.chat import Chat
-from megappo.data.entries import Checker, Entry, entry_of, tokens_of
-from megappo.data.faults import BEGINNINGS, Check, DataFile, Done, check_lines
-from megappo.data.fields import NO_REWARD, Fields
-from megappo.data.file_heads import RecordsError
+from megappo.data.entries import NO_REWARD, PromptEntry, RecordFields, entry_of, tokens_of
+from megappo.data.faults import PREFIXES, Action, Check, DataFile, fault_lines
+from megappo.data.file_formats import RecordsError, Unpack, unpacked
 from megappo.data.order import Order, Turns
+from megappo.data.prompt_checks import PromptChecker, hidden_token_warnings
 from megappo.data.records import Records, open_records
-from megappo.data.special_tokens import unseen_tokens
-from megappo.data.unpacking import Unpack, unpacked
 from megappo.userland.forms import NOTHING, Takes
 
 if TYPE_CHECKING:
@@ -38,8 +35,8 @@ class Prompt:
         index: position in the dataset (files in order, lines in order), from 0.
         tokens: token ids, at least one.
         text: the prompt as the model sees it; chat messages are rendered by the chat template.
-        label: what the reward function gets, as the file has it.
-        columns: what it takes besides, by name.
+        label: for the reward function, as the file has it.
+        columns: further fields for it, by name.
     """
 
     index: int
@@ -50,24 +47,24 @@ class Prompt:
 
 
 class PromptDataset:
-    """All prompts of some files. They are parsed and tokenised when they are asked for; `check` tells what is wrong.
+    """Prompts of some files, parsed and tokenised on request; `check` finds their faults.
 
     Args:
         files: jsonl or parquet files.
-        config: the data section, but for its files.
+        config: the data section, apart from its files.
         seed: of the order (trainer.seed).
         key: that names the files, for messages.
-        takes: what reward function and environment take besides prompt and label.
+        takes: fields for reward function and environment besides prompt and label.
         unpack: see `open_records`.
-        weights: of the files, each of which has epochs of its own then; none: they are one.
-        reward: the section, with the functions that score responses.
-        order_by: see data.order_by; in this order prompts are taken once all have been looked at.
+        weights: of the files, each of which then has its own epochs; none: they are one.
+        order_by: see data.order_by; prompts are ordered once all have been checked.
+        reward: the section with the functions that score responses.
 
     Attributes:
         kept: positions in the dataset of the prompts that a run uses: all, until some are left out.
 
     Raises:
-        ConfigError: a file is missing, empty, or of another kind; the chat template does not read what it is given.
+        ConfigError: a file is missing, empty, or of another format; the chat template does not read its arguments.
     """
 
     def __init__(
@@ -89,7 +86,7 @@ class PromptDataset:
         self._tokenizer = tokenizer
         self._chat = Chat(tokenizer, config, takes.tools)
         section = key.rpartition(".")[0]
-        self._fields = Fields(config.prompt_key, config.label_key, takes, section, order_by, reward)
+        self._fields = RecordFields(config.prompt_key, config.label_key, takes, section, order_by, reward)
         self.files = [DataFile(key, file, _open(key, file, self._fields.names, unpack)) for file in files]
         self._starts = [0, *itertools.accumulate(len(file.records) for file in self.files)]
         self.kept: Sequence[int] = range(self._starts[-1])
@@ -101,8 +98,7 @@ class PromptDataset:
         return len(self.kept)
 
     def batch(self, num_drawn: int, rank: int = 0, world_size: int = 1) -> list[Prompt]:
-        """The prompts that are drawn at a time, behind so many that were drawn before: a pure function of (seed,
-        num_drawn). Of several ranks this one's share, a part of them behind each other.
+        """Return this rank's share of the prompts drawn next after `num_drawn`: a pure function of seed and num_drawn.
 
         Each epoch is a permutation of all prompts (their own order without shuffle), or of each file's where these have
         weights; a batch at its end runs on into the next epoch, so nothing is dropped.
@@ -110,18 +106,21 @@ class PromptDataset:
         return self.at(share(self.indices(num_drawn), rank, world_size))
 
     def indices(self, num_drawn: int) -> list[int]:
-        """The positions of such a batch's prompts in the dataset."""
-        turns = self._turns.between(num_drawn, num_drawn + self.config.draw_size)
-        return [self.kept[first + order[place]] for whose, place in turns for first, order in [self._orders[whose]]]
+        """Return the positions of such a batch's prompts in the dataset."""
+        indices = []
+        for part, place in self._turns.between(num_drawn, num_drawn + self.config.draw_size):
+            first, order = self._orders[part]
+            indices.append(self.kept[first + order[place]])
+        return indices
 
     def shares(self) -> list[tuple[str, int, int]]:
-        """Of each part that has epochs of its own: what it is, its prompts of a batch at most, and in all."""
+        """Return (name, most prompts in a batch, prompts in all) of each part that has its own epochs."""
         names = [file.path for file in self.files] if self._weights else [self._key]
         most = [self._turns.most(part, self.config.draw_size) for part in range(len(names))]
         return list(zip(names, most, map(len, self._parts()), strict=True))
 
     def at(self, indices: Sequence[int]) -> list[Prompt]:
-        """The prompts of these positions in the dataset, each of which is right."""
+        """Return the prompts at these positions in the dataset, which must have no fault."""
         entries = [self._entry(index) for index in indices]
         tokens = tokens_of(entries, self._tokenizer)
         return list(map(self._prompt, indices, tokens, entries))
@@ -132,90 +131,89 @@ class PromptDataset:
         return self.at(self.kept)
 
     def check(self, vocab_size: int, chosen: Callable[[int], Sequence[int]] = range) -> list[Check]:
-        """What is wrong with the records of each file.
+        """Check the records of each file.
 
         Args:
             vocab_size: tokens below it are known to every model.
-            chosen: which records of a file, by their numbers from 0, when it has so many.
+            chosen: returns the numbers, from 0, of the records to check for the number of records of a file.
         """
-        checker = Checker(self._fields, self._chat, self._tokenizer, self.config, vocab_size)
+        checker = PromptChecker(self._fields, self._chat, self._tokenizer, self.config, vocab_size)
         return [checker.check(file.records, chosen(len(file.records))) for file in self.files]
 
     def errors(self, parts: Sequence[Sequence[Check]]) -> list[str]:
-        """What several ranks' `check` found together with which the run does not start, one line each."""
-        left_out, looked_at = _counts(parts)
-        if left_out == looked_at:
-            whole = f"{self._key}: no prompt is left: all {looked_at:,} records that were looked at are left out"
+        """Return the errors that several ranks' `check` found and that keep a run from starting, one line each."""
+        num_left_out, num_checked = _counts(parts)
+        if num_left_out == num_checked:
+            whole = f"{self._key}: no prompt remains: all {num_checked:,} records that were checked are left out"
             return [whole, *self._lines(parts, "skip")]
         return self._lines(parts, "error", "bad_row")
 
     def warnings(self, parts: Sequence[Sequence[Check]]) -> list[str]:
-        """What else several ranks' `check` found, and what reward functions do not see, one line for each reason."""
-        of_files = zip(self.files, zip(*parts, strict=True), strict=True)
-        lost = (check_lines(file, checks, self._fields.wanted, "lost") for file, checks in of_files)
-        lines = itertools.chain.from_iterable(itertools.islice(of_file, 1) for of_file in lost)
-        unseen = (f"{self._key}: {line}" for line in unseen_tokens(self._fields.reward, self._tokenizer))
-        return [*lines, *self._lines(parts, "warn"), *unseen]
+        """Return the warnings of several ranks' `check`, and of reward functions' source, one line per reason."""
+        lines: list[str] = []
+        for file, checks in self._checks_of_files(parts):
+            lost = fault_lines(file, checks, self._fields.required, "lost")
+            lines += itertools.islice(lost, 1)
+        hidden = hidden_token_warnings(self._fields.reward, self._tokenizer)
+        return [*lines, *self._lines(parts, "warn"), *(f"{self._key}: {line}" for line in hidden)]
 
     def leave_out(self, parts: Sequence[Sequence[Check]]) -> list[str]:
-        """Go on without the records that are to be left out; how many, these and prompts that are cut, one line for
-        each reason.
+        """Drop the records to leave out; report these and the prompts to cut, one line per reason.
 
         Args:
-            parts: several ranks' `check`, of which each has looked at records behind those of the one before.
+            parts: several ranks' `check`, each of records after those of the rank before.
         """
-        left_out, looked_at = _counts(parts)
+        num_left_out, num_checked = _counts(parts)
         is_kept = bytearray(b"\1") * self._starts[-1]
         for part in parts:
             for start, check in zip(self._starts[:-1], part, strict=True):
                 for number in check.left_out:
                     is_kept[start + number] = 0
-        if left_out:
+        if num_left_out:
             self.kept = array("I", itertools.compress(range(self._starts[-1]), is_kept))
-        if self._fields.order_by is None or looked_at == self._starts[-1]:
-            ranks = itertools.chain.from_iterable(check.ranks for file in zip(*parts, strict=True) for check in file)
+        if self._fields.order_by is None or num_checked == self._starts[-1]:
+            ranks = array("d")
+            for _, checks in self._checks_of_files(parts):
+                for check in checks:
+                    ranks.extend(check.ranks)
             self._orders = self._arranged(array("d", itertools.compress(ranks, is_kept)))
-        if not left_out:
-            return self._told(parts, "truncate_left")
-        whole = f"{BEGINNINGS['skip']}{self._key}: {left_out:,} of {looked_at:,} records"
-        return [whole, *self._told(parts, "skip"), *self._told(parts, "truncate_left")]
+        lines = [f"{self._key}: {num_left_out:,} of {num_checked:,} records"] if num_left_out else []
+        lines += self._lines(parts, "skip") if num_left_out else []
+        cut = self._lines(parts, "truncate_left")
+        return [PREFIXES["skip"] + line for line in lines] + [PREFIXES["truncate_left"] + line for line in cut]
 
     def _parts(self) -> list[range]:
-        """Places in `kept` of what has epochs of its own."""
+        """Return the places in `kept` of each part that has its own epochs."""
         bounds = self._starts if self._weights else [0, self._starts[-1]]
         places = [bisect.bisect_left(self.kept, bound) for bound in bounds]
         return list(map(range, places, places[1:]))
 
     def _arranged(self, ranks: "array[float]") -> list[tuple[int, Order]]:
-        """Of each of these parts, where it begins in `kept`, and its order; `ranks` are of all that are kept."""
-        return [
-            (
-                part.start,
-                Order(
-                    f"{self.seed}/{number}" if self._weights else str(self.seed),
-                    len(part),
-                    shuffle=self.config.shuffle,
-                    values=ranks[part.start : part.stop],
-                ),
-            )
-            for number, part in enumerate(self._parts())
-        ]
+        """Return the first place in `kept` and the order of each of these parts; `ranks` are of all that are kept."""
+        orders = []
+        for number, part in enumerate(self._parts()):
+            seed = f"{self.seed}/{number}" if self._weights else str(self.seed)
+            values = ranks[part.start : part.stop]
+            orders.append((part.start, Order(seed, len(part), shuffle=self.config.shuffle, values=values)))
+        return orders
 
-    def _told(self, parts: Sequence[Sequence[Check]], done: Done) -> list[str]:
-        return [BEGINNINGS[done] + line for line in self._lines(parts, done)]
+    def _checks_of_files(self, parts: Sequence[Sequence[Check]]) -> Iterator[tuple[DataFile, Sequence[Check]]]:
+        return zip(self.files, zip(*parts, strict=True), strict=True)
 
-    def _lines(self, parts: Sequence[Sequence[Check]], *done: Done) -> list[str]:
-        of_files = zip(self.files, zip(*parts, strict=True), strict=True)
-        return [line for file, checks in of_files for line in check_lines(file, checks, self._fields.wanted, *done)]
+    def _lines(self, parts: Sequence[Sequence[Check]], *actions: Action) -> list[str]:
+        lines: list[str] = []
+        for file, checks in self._checks_of_files(parts):
+            lines += fault_lines(file, checks, self._fields.required, *actions)
+        return lines
 
-    def _prompt(self, index: int, tokens: list[int], entry: Entry) -> Prompt:
+    def _prompt(self, index: int, tokens: list[int], entry: PromptEntry) -> Prompt:
         limit, text = self.config.max_prompt_length, entry.text
         if len(tokens) > limit and self.config.too_long == "truncate_left":
             tokens = tokens[-limit:]
             text = self._tokenizer.decode(tokens)
         return Prompt(index, tokens, text, entry.label, entry.columns)
 
-    def _entry(self, index: int) -> Entry:
+    def _entry(self, index: int) -> PromptEntry:
         file = bisect.bisect_right(self._starts, index) - 1
         [record] = self.files[file].records.at([index - self._starts[file]])
         return entry_of(record, self._fields, self._chat)
@@ -227,16 +225,15 @@ def open_datasets(
     takes: Mapping[str, Takes] = MappingProxyType({}),
     unpack: Unpack = unpacked,
 ) -> tuple[PromptDataset | None, dict[str, PromptDataset]]:
-    """Training prompts, None where there are only evaluations, and held-out ones by the name of each of `eval_sets`.
+    """Open the training prompts, None where there are only evaluations, and those of each of `eval_sets`, by name.
 
     Args:
-        takes: what reward function and environment of each of `played_tasks` take of a record besides prompt and label.
+        takes: fields for reward function and environment of each of `played_tasks`, besides prompt and label.
         unpack: see `open_records`.
     Raises:
-        ConfigError: a file is missing, empty, or of another kind.
+        ConfigError: a file is missing, empty, or of another format.
     """
     data, seed = config.data, config.trainer.seed
-    taken = defaultdict(lambda: NOTHING, takes)
     train = None
     if not config.trainer.eval_only:
         train = PromptDataset(
@@ -244,45 +241,49 @@ def open_datasets(
             tokenizer,
             data,
             seed,
-            takes=taken[TRAINING],
+            takes=takes.get(TRAINING, NOTHING),
             unpack=unpack,
             weights=tuple(data.shares.values()),
             order_by=data.order_by,
             reward=config.reward,
         )
-    val = {
-        name: PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken[name], unpack, reward=one.reward)
-        for name, one in eval_sets(config).items()
-    }
+    val = {}
+    for name, one in eval_sets(config).items():
+        taken = takes.get(name, NOTHING)
+        val[name] = PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken, unpack, reward=one.reward)
     return train, val
 
 
 def batch_errors(train: PromptDataset | None) -> list[str]:
-    """Whether a step takes more prompts than there are."""
-    if train is None or not len(train):  # which is told as such
+    """Return errors for a step that takes more prompts than there are."""
+    if train is None or not len(train):  # which is an error of its own
         return []
     size = train.config.draw_size
     key = f"data.{'train' if train.config.gen_batch_size is None else 'gen'}_batch_size"
-    return [
-        f"{key} {size} is more than the {there:,} prompts of data.train_files, so that a step would "
-        "hold some twice: lower it, or name more files"
-        if name == "data.train_files"
-        else f"data.train_files: {name} gives {most:,} of the {key} {size:,} prompts of a step and has "
-        f"{there:,}, so that a step would hold some twice: lower its weight, or that"
-        for name, most, there in train.shares()
-        if most > there
-    ]
+    errors = []
+    for name, most, there in train.shares():
+        if most > there and name == "data.train_files":
+            errors.append(
+                f"{key} {size} is more than the {there:,} prompts of data.train_files, so that a step would hold some "
+                "twice: lower it, or name more files"
+            )
+        elif most > there:
+            errors.append(
+                f"data.train_files: {name} gives {most:,} of the {key} {size:,} prompts of a step and has {there:,}, "
+                "so that a step would hold some twice: lower its weight, or that"
+            )
+    return errors
 
 
 def share(items: Sequence[T], rank: int, world_size: int) -> Sequence[T]:
-    """A rank's share of some items, behind each other, when all have as many."""
+    """Return a rank's share of some items: consecutive ones, as many for all ranks as they divide."""
     return items[len(items) * rank // world_size : len(items) * (rank + 1) // world_size]
 
 
 def _counts(parts: Sequence[Sequence[Check]]) -> tuple[int, int]:
-    """Records that are left out, and those that were looked at."""
+    """Return the numbers of records that are left out and that were checked."""
     checks = [check for part in parts for check in part]
-    return sum(len(check.left_out) for check in checks), sum(check.looked_at for check in checks)
+    return sum(len(check.left_out) for check in checks), sum(check.num_checked for check in checks)
 
 
 def _open(key: str, file: str, names: Sequence[str] | None, unpack: Unpack) -> Records:

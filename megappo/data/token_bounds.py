@@ -1,7 +1,7 @@
-"""How many tokens a text can have, told from its length: most prompts need not be tokenised to know that they fit.
+"""Bounds on a text's number of tokens by its length: most prompts need not be tokenised to know that they fit.
 
-Known of byte-pair encodings that lose no byte: those over bytes (GPT-2's kind: Llama 3, Qwen, DeepSeek) and those that
-fall back to bytes (Llama 2's kind: Mistral, Mixtral).
+They hold for byte-pair encodings that lose no byte: those over bytes (GPT-2's kind: Llama 3, Qwen, DeepSeek) and those
+that fall back to bytes (Llama 2's kind: Mistral, Mixtral).
 """
 
 import json
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 LONGEST_COMPOSITION = 4
 """Characters that NFC may make one of: U+1F82 and its like."""
 BLANK = "\u2581"
-"""What Llama 2's kind writes for a blank, and before a text."""
+"""Llama 2's kind writes it for a blank, and before a text."""
 BLANK_MARKS = (
     {"type": "Prepend", "prepend": BLANK},
     {"type": "Replace", "pattern": {"String": " "}, "content": BLANK},
@@ -44,21 +44,21 @@ class TokenBounds:
             self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
 
     def at_least(self, text: str) -> int:
-        """No fewer tokens than this."""
-        composed = 1 if self._is_as_it_is(text) else LONGEST_COMPOSITION
+        """Return a lower bound."""
+        composed = 1 if self._is_unchanged(text) else LONGEST_COMPOSITION
         return math.ceil(len(text) / composed / self._longest)
 
     def at_most(self, text: str) -> float:
-        """No more tokens than this: each stands for a byte or more."""
-        return len(text.encode()) + self._added if self._is_as_it_is(text) else math.inf
+        """Return an upper bound: each token stands for a byte or more."""
+        return len(text.encode()) + self._added if self._is_unchanged(text) else math.inf
 
-    def _is_as_it_is(self, text: str) -> bool:
-        """Whether the tokenizer's normalizer leaves a text, and so each part of it, alone."""
+    def _is_unchanged(self, text: str) -> bool:
+        """Return whether the tokenizer's normalizer leaves a text, and so each part of it, unchanged."""
         return not self._composes or text.isascii() or unicodedata.is_normalized("NFC", text)
 
 
 def _loses_nothing(backend: Any) -> bool:
-    """Whether every byte of a text, blanks and unknown characters too, ends up in some token of a BPE."""
+    """Return whether a BPE puts every byte of a text, of blanks and unknown characters too, into some token."""
     from tokenizers import pre_tokenizers
 
     model, vocab = backend.model, backend.get_vocab(with_added_tokens=False)
@@ -74,14 +74,14 @@ def _loses_nothing(backend: Any) -> bool:
 
 
 def _keeps_bytes(part: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer only cuts a text, or spells its bytes."""
+    """Return whether a pre-tokenizer only cuts a text, or spells its bytes."""
     if part["type"] in ("Split", "Punctuation"):
         return part["behavior"] != "Removed"
     return part["type"] == "Digits" or (part["type"] == "ByteLevel" and not part["add_prefix_space"])
 
 
 def _parts(step: Any) -> list[dict[str, Any]]:
-    """The settings of a normalizer or pre-tokenizer, or of those it is a sequence of."""
+    """Return the settings of a normalizer or pre-tokenizer, or of each one in a sequence."""
     return list(_flat(json.loads(step.__getstate__()))) if step is not None else []
 
 

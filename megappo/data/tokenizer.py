@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder: loading it, texts as tokens, the tokens that end a response."""
+"""Tokenizer of a Hugging Face folder: loading it, encoding texts, the tokens that end a response."""
 
 import copy
 import json
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 CHARACTERS_AT_ONCE = 500_000
-"""Characters of the texts in one call of the tokenizer, which takes some hundred bytes of memory for each."""
+"""Characters of the texts in one call of the tokenizer, which needs some hundred bytes of memory for each."""
 
 
 def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
-    """Tokenizer of a local Hugging Face folder; code in the folder is not run.
+    """Load the tokenizer of a local Hugging Face folder; code in the folder is not run.
 
-    Where there is a tokenizer.json, the tokenizer does what this says, whatever class tokenizer_config.json names.
-    transformers 5.19 gives some classes steps of their own instead: LlamaTokenizer, which many byte-level BPEs name
-    (DeepSeek's among them), has SentencePiece's, so that their texts lose blanks and line ends.
+    A tokenizer.json decides, whatever class tokenizer_config.json names. transformers 5.19 gives some classes steps of
+    their own instead: LlamaTokenizer, which many byte-level BPEs name (DeepSeek's among them), has SentencePiece's, so
+    their texts lose blanks and line ends.
     https://github.com/huggingface/transformers/issues/45488
 
     Raises:
@@ -37,13 +37,13 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
     """
     if not (Path(folder) / "tokenizer_config.json").is_file():
         raise ConfigError(f"model.path: no tokenizer in {folder}: expected tokenizer_config.json and tokenizer.json")
-    # Its threads share out the texts of a call. Said explicitly, or a process that forks later on is warned.
+    # Its threads share the texts of a call. Set explicitly, or a process that forks later gets a warning.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     cores = len(usable()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cores)))
     define_torchvision_operators()  # which some tokenizers need, Llama's among them
     try:
-        # Not above: it takes a second, and with torch four.
+        # Not above: the import takes a second, and with torch four.
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
         if Path(folder, TOKENIZER_FILE).is_file():
@@ -57,7 +57,7 @@ def load_tokenizer(folder: str) -> "PreTrainedTokenizerBase":
 
 
 def ids_by_file(text: str, tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[int] | None:
-    """Token ids of a text by tokenizer.json alone; None where there is none. Arguments as of `encode`."""
+    """Encode a text by tokenizer.json alone; None where there is none. Arguments as in `encode`."""
     file = Path(tokenizer.name_or_path, TOKENIZER_FILE).resolve()
     return _read(file).encode(text, add_special_tokens=special).ids if file.is_file() else None
 
@@ -86,7 +86,7 @@ def showing_special(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenize
 
 
 def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, special: bool) -> list[list[int]]:
-    """Token ids of each text.
+    """Return the token ids of each text.
 
     Args:
         special: add the tokenizer's special tokens; a chat template brings its own.
@@ -99,7 +99,7 @@ def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, specia
 
 
 def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts for one call each: one, or as many as have CHARACTERS_AT_ONCE together."""
+    """Group texts for one call each: one, or as many as have CHARACTERS_AT_ONCE together."""
     group: list[str] = []
     room = CHARACTERS_AT_ONCE
     for text in texts:
@@ -113,10 +113,10 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Tokens that end a response: the tokenizer's, and those of generation_config.json.
+    """Return the tokens that end a response: the tokenizer's, and those of generation_config.json.
 
     Raises:
-        ConfigError: there is none, so that every response would be cut off.
+        ConfigError: there is none, so every response would be cut off.
     """
     own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     try:
@@ -131,22 +131,25 @@ def end_token_ids(folder: str, tokenizer: "PreTrainedTokenizerBase") -> list[int
 
 
 def stop_token_ids(folder: str, stop: Sequence[str], tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-    """Ids that end a response: those of `end_token_ids`, and each of the stop strings, which must be one token.
+    """Return the ids that end a response: `end_token_ids`, and each of the stop strings, which must be one token.
 
     Raises:
         ConfigError: a stop string is not one token, or there is no end token.
     """
-    of_text = {text: tokenizer.encode(text, add_special_tokens=False) for text in stop}
-    errors = [
-        f"rollout.stop: {text!r} is {len(tokens)} tokens ({tokens}) to this tokenizer, and the engine works on token "
-        "ids: choose a string that is exactly one token, or leave it out"
-        for text, tokens in of_text.items()
-        if len(tokens) != 1
-    ]
+    ids: list[int] = []
+    errors: list[str] = []
     try:
-        ends = end_token_ids(folder, tokenizer)
+        ids += end_token_ids(folder, tokenizer)
     except ConfigError as error:
-        errors = [*error.errors, *errors]
+        errors += error.errors
+    for text in stop:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        ids += tokens
+        if len(tokens) != 1:
+            errors.append(
+                f"rollout.stop: {text!r} is {len(tokens)} tokens ({tokens}) to this tokenizer, and the engine works on "
+                "token ids: choose a string that is exactly one token, or leave it out"
+            )
     if errors:
         raise ConfigError(*errors)
-    return tuple(dict.fromkeys([*ends, *(token for tokens in of_text.values() for token in tokens)]))
+    return tuple(dict.fromkeys(ids))

@@ -103,9 +103,9 @@ def _look_at(dataset: PromptDataset, vocab_size: int, findings: Findings, *, eve
     findings.warnings += dataset.warnings([parts])
     left_out = dataset.leave_out([parts])
     for file, part in zip(dataset.files, parts, strict=True):
-        of_all = f"all {part.looked_at:,}"
-        if part.looked_at < len(file.records):
-            of_all = f"{part.looked_at:,} of {len(file.records):,} (with --all: every one)"
+        of_all = f"all {part.num_checked:,}"
+        if part.num_checked < len(file.records):
+            of_all = f"{part.num_checked:,} of {len(file.records):,} (with --all: every one)"
         findings.looked_at.append(f"prompts of {file.path}: {of_all}")
     findings.looked_at += left_out
 

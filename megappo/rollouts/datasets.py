@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from megappo.batch.exchange import Exchange
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
+from megappo.data.file_formats import Write, unpacked
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets, share
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
-from megappo.data.unpacking import Write, unpacked
 from megappo.placement.components import shared_vocabulary
 from megappo.userland.environment_workers import Workers
 

@@ -85,7 +85,7 @@ def test_a_variable_that_the_template_does_not_read_is_refused(folder, tokenizer
         opened(folder, tokenizer, chat_template_kwargs={name: False}, apply_chat_template=True)
 
 
-def test_plan_tells_it(folder):
+def test_plan_prints_it(folder):
     [error] = errors_of(plan_here(folder, "run.yaml", "data.chat_template_kwargs={enable_thinking: false}"))
     assert error == (
         "error: data.chat_template_kwargs: the tokenizer's chat template reads no 'enable_thinking': correct the name, "

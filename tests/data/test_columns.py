@@ -72,7 +72,7 @@ def test_verls_parquet_is_read_as_it_is(tmp_path, tokenizer):
     assert data.all[7].columns == {}
 
 
-def test_how_far_a_dotted_name_got_is_told(tmp_path, tokenizer):
+def test_how_far_a_dotted_name_got_is_reported(tmp_path, tokenizer):
     file = write_gsm8k(tmp_path / "train.parquet", 20)
     fields = "set data.label_key; the file has: data_source, prompt, ability, reward_model, extra_info"
     for key, reached in {
@@ -146,7 +146,7 @@ NO_JSON = {
 }
 
 
-def test_a_column_that_nobody_names_and_is_not_json_is_left_out_and_told(tmp_path, tokenizer):
+def test_a_column_that_nobody_names_and_is_not_json_is_left_out_and_reported(tmp_path, tokenizer):
     odd = {name: value for name, (value, _) in NO_JSON.items()}
     rows = [{"prompt": "1", "label": "1", "fine": 1, **odd}, {"prompt": "1", "label": "1", "no number": 0.5}]
     data = opened(write(tmp_path, "parquet", *rows), tokenizer, ALL)
@@ -155,9 +155,9 @@ def test_a_column_that_nobody_names_and_is_not_json_is_left_out_and_told(tmp_pat
         {"label": "1", "fine": 1},
         {"label": "1", "fine": None, "bytes": None, "a date": None, "no number": 0.5},
     ]
-    told = data.warnings([data.check(1000)])
-    assert all(line.startswith(f"data.train_files: {tmp_path}/d.parquet row 1: ") for line in told)
-    assert [re.search("field '(.*?)'.* is not JSON .*: it is left out$", line)[1] for line in told] == list(NO_JSON)
+    warnings = data.warnings([data.check(1000)])
+    assert all(line.startswith(f"data.train_files: {tmp_path}/d.parquet row 1: ") for line in warnings)
+    assert [re.search("field '(.*?)'.* is not JSON .*: it is left out$", line)[1] for line in warnings] == list(NO_JSON)
 
 
 NAMED = [Takes(("odd",)), Takes((), ("odd",)), Takes(("odd",), None)]

@@ -1,4 +1,4 @@
-"""What built-in graders need of labels, told by row when data are read."""
+"""Needs of built-in graders, checked by row when data are read."""
 
 import json
 from pathlib import Path
@@ -83,7 +83,7 @@ LINES = (
 @pytest.mark.parametrize(
     "function", ["math", "megappo.userland.graders.mathematics:math", "{think_answer: 1, math: 1}"]
 )
-def test_plan_tells_the_lines(folder, function):
+def test_plan_names_the_lines(folder, function):
     [error] = errors_of(plan_here(folder, "run.yaml", "--all", f"reward.function={function}"))
     assert error == "error: " + LINES[0].format(LINES[1])
 

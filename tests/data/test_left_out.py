@@ -1,4 +1,4 @@
-"""Prompts that are left out or cut, where the config says so: which, what is told, and what a run then uses."""
+"""Prompts that are left out or cut, where the config allows it: which, the report, and what a run then uses."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from megappo.data.prompts import PromptDataset, batch_errors
 from megappo.data.tokenizer import load_tokenizer
 
 LINES = ["1+1=", "{", "1" * 30, "2+2=", "", "2" * 31, "1+2="]
-"""Prompts of one token a character, but for a line of no JSON and an empty one."""
+"""Prompts of one token a character, a line that is no JSON and an empty one."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def dataset(folder: Path, name: str = "train.jsonl", **keys: object) -> PromptDa
 
 
 def checked(data: PromptDataset, num_ranks: int = 2, vocab_size: int = 100) -> tuple[list[str], list[str]]:
-    """What ranks that share out the look at it find: errors, and what is left out or cut; without the file's folder."""
+    """Return what ranks that share the check find: errors, and records left out or cut; without the file's folder."""
     parts = [data.check(vocab_size, lambda size, rank=rank: range(rank, size, num_ranks)) for rank in range(num_ranks)]
     folder = str(Path(data.files[0].path).parent)
     return tuple([line.replace(f"{folder}/", "") for line in found(parts)] for found in (data.errors, data.leave_out))
@@ -52,7 +52,7 @@ def test_nothing_is_left_out_unasked(folder):
     assert (len(errors), left_out, len(data)) == (4, [], 7)
 
 
-def test_bad_rows_and_long_prompts_are_left_out_and_told(folder):
+def test_bad_rows_and_long_prompts_are_left_out_and_reported(folder):
     data = dataset(folder, on_bad_row="skip", too_long="skip")
     assert checked(data) == (
         [],
@@ -116,11 +116,11 @@ def test_of_a_prompt_that_is_cut_what_is_left_must_be_known(folder):
     assert left_out == [f"cut to its last tokens: data.train_files: train.jsonl lines 1, 2: {LONG}"]
 
 
-def test_data_of_which_nothing_is_left_are_an_error_that_says_why(folder):
+def test_data_of_which_nothing_remains_are_an_error_with_the_reasons(folder):
     (folder / "train.jsonl").write_text(line_of("1" * 30) * 3 + "\n")
     errors, _ = checked(dataset(folder, too_long="skip", on_bad_row="skip"))
     assert errors == [
-        "data.train_files: no prompt is left: all 4 records that were looked at are left out",
+        "data.train_files: no prompt remains: all 4 records that were checked are left out",
         f"data.train_files: train.jsonl lines 1, 2, 3: {LONG}",
         "data.train_files: train.jsonl line 4: the line is empty",
     ]
@@ -134,7 +134,7 @@ def test_a_step_cannot_take_more_than_is_left(folder):
     assert "data.train_batch_size 4 is more than the 3 prompts" in error
 
 
-def test_plan_tells_what_a_run_would_leave_out(folder):
+def test_plan_reports_what_a_run_would_leave_out(folder):
     keys = ("data.train_batch_size=3", "actor.ppo_mini_batch_size=3", "critic.ppo_mini_batch_size=3", "rollout.n=1")
     refused = errors_of(plan_here(folder, "run.yaml", *keys))
     assert len([error for error in refused if "train.jsonl" in error]) == 4
@@ -148,8 +148,8 @@ def test_compressed_lines_are_read_as_they_are(folder):
     (folder / "train.jsonl.gz").write_bytes(gzip.compress((folder / "train.jsonl").read_bytes()))
     keys = {"on_bad_row": "skip", "too_long": "skip"}
     plain, compressed = dataset(folder, **keys), dataset(folder, "train.jsonl.gz", **keys)
-    told = checked(plain)[1]
-    assert [line.replace(".gz", "") for line in checked(compressed)[1]] == told
+    lines = checked(plain)[1]
+    assert [line.replace(".gz", "") for line in checked(compressed)[1]] == lines
     assert compressed.all == plain.all
 
 
@@ -161,7 +161,7 @@ def test_held_out_files_are_reported_without_their_endings():
 def test_prompts_of_a_dataset_that_lacks_a_field_are_not_left_out_in_silence(folder):
     data = dataset(folder, label_key="answer", on_bad_row="skip", too_long="skip")
     errors, _ = checked(data)
-    assert errors[0] == "data.train_files: no prompt is left: all 7 records that were looked at are left out"
+    assert errors[0] == "data.train_files: no prompt remains: all 7 records that were checked are left out"
     assert any(
         line.startswith("data.label_key: train.jsonl has no field 'answer' in 5 of its 7 lines: set") for line in errors
     )

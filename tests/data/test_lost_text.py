@@ -1,4 +1,4 @@
-"""A tokenizer that does not know a text's characters, told from those that only normalise."""
+"""A tokenizer that does not know a text's characters, unlike those that only normalise."""
 
 import json
 
@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megappo.config.schema import Data
-from megappo.data.lost_text import lost_text
+from megappo.data.prompt_checks import lost_text
 from megappo.data.prompts import PromptDataset
 
 TEXT = "What is 3 plus 4?"
@@ -24,7 +24,7 @@ def digits(*, unknown: str | None) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(("unknown", "seen"), [(None, "3 4"), ("<unk>", "<unk>")])
-def test_a_file_whose_text_is_lost_is_told_once(tmp_path, unknown, seen):
+def test_a_file_whose_text_is_lost_is_reported_once(tmp_path, unknown, seen):
     records = [{"prompt": prompt, "label": "7"} for prompt in ("3+4=", TEXT, "Why is that?", "Is 12 more?")]
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer = digits(unknown=unknown)

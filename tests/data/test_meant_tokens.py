@@ -1,4 +1,4 @@
-"""Prompts become the tokens that their owner means: what tokenizer.json says, one BOS, no EOS, answers that go on."""
+"""Prompts become the tokens that their owner means: as in tokenizer.json, one BOS, no EOS, answers that go on."""
 
 import json
 from pathlib import Path
@@ -252,7 +252,7 @@ def test_special_tokens_that_a_reward_function_never_sees_are_warned_of(tmp_path
     assert all("set reward.skip_special_tokens=false" in one for one in warnings)
 
 
-def test_plan_tells_it(tmp_path):
+def test_plan_prints_it(tmp_path):
     write_run(tmp_path)
     own = json.loads((tmp_path / "model" / "config.json").read_text())
     write_model(tmp_path / "model", byte_level(), adds=f"$A {EOS}")

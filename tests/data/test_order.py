@@ -1,4 +1,4 @@
-"""Which prompts a step takes: epochs, files with weights, ascending by a field."""
+"""Order of prompts: epochs, files with weights, ascending by a field."""
 
 import json
 import random
@@ -149,7 +149,7 @@ def test_what_is_left_out_has_no_place_in_the_order(folder, tokenizer):
     assert data.indices(0) == [5, 2, 7, 0]
 
 
-def test_a_field_to_order_by_that_is_not_there_or_no_number_is_told(folder):
+def test_a_field_to_order_by_that_is_missing_or_no_number_is_an_error(folder):
     write(folder, "train.jsonl", [1] * 20 + ["hard"])
     [error] = errors_of(plan_here(folder, "run.yaml", "data.order_by=level"))
     assert error.startswith("error: data.order_by: train.jsonl has no field 'level' in any of its 21 lines: set data.o")

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Data
-from megappo.data.file_heads import RecordsError
+from megappo.data.file_formats import RecordsError
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets, share
 from megappo.data.tokenizer import load_tokenizer
 from megappo.userland.forms import NOTHING, Takes
@@ -60,7 +60,7 @@ def dataset(
 
 
 def errors_of(file: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int = 100, **keys: object) -> list[str]:
-    """What is wrong with a file, found by one rank; without the file's name."""
+    """Return the errors of a file, found by one rank; without the file's name."""
     data = dataset([file], tokenizer, **keys)
     errors = data.errors([data.check(vocab_size)])
     assert all(file in error for error in errors)
@@ -159,7 +159,7 @@ NESTED = "[" * 101 + "]" * 101
 def test_bad_lines_are_named_with_their_file(tmp_path, tokenizer, line, message):
     lines = [json.dumps(x).encode() if isinstance(x, dict) else x for x in (GOOD, line, GOOD)]
     content = b"\n".join(x.encode() if isinstance(x, str) else x for x in lines)
-    (tmp_path / "d.jsonl").write_bytes(b" " * 5000 + content)  # binary files are told by their beginning
+    (tmp_path / "d.jsonl").write_bytes(b" " * 5000 + content)  # binary files are known by their beginning
     [error] = errors_of(str(tmp_path / "d.jsonl"), tokenizer, max_prompt_length=5)
     assert error.startswith("data.train_files: FILE line 2: ")
     assert message in error and "\n" not in error
@@ -172,7 +172,7 @@ def test_labels_of_any_json_value_go_to_the_reward_as_they_are(tmp_path, tokeniz
     assert [prompt.label for prompt in dataset([file], tokenizer).all] == labels
 
 
-def test_a_fault_of_many_lines_is_told_once_and_of_many_faults_ten(tmp_path, tokenizer):
+def test_a_fault_of_many_lines_is_reported_once_and_of_many_faults_ten(tmp_path, tokenizer):
     file = write(tmp_path / "d.jsonl", GOOD, *["{"] * 12, "[]", {"prompt": 1, "label": 1}, GOOD)
     first, second, third = errors_of(file, tokenizer)
     assert first.startswith("data.train_files: FILE lines 2, 3, 4 and 9 more: not valid JSON: ")
@@ -184,7 +184,7 @@ def test_a_fault_of_many_lines_is_told_once_and_of_many_faults_ten(tmp_path, tok
     assert last == "data.train_files: FILE: 20 line(s) more are wrong in other ways"
 
 
-def test_a_key_that_is_wrong_in_every_line_is_told_once(tmp_path, tokenizer):
+def test_a_key_that_is_wrong_in_every_line_is_reported_once(tmp_path, tokenizer):
     records = [{"question": str(number), "answer": number} for number in range(300)]
     file = write(tmp_path / "d.jsonl", *records)
     assert errors_of(file, tokenizer) == [
@@ -201,7 +201,7 @@ def test_a_key_that_is_wrong_in_every_line_is_told_once(tmp_path, tokenizer):
     assert error.startswith("data.label_key: FILE has no field 'label' in any of its 300 rows: set data.label_key;")
     data = dataset([file], tokenizer, prompt_key="question", label_key="nothing")
     [error, *_] = data.errors([data.check(100, lambda size: range(0, size, 4))])
-    assert "has no field 'nothing' in any of the 100 lines looked at" in error
+    assert "has no field 'nothing' in any of the 100 lines checked" in error
 
 
 def changed(config: Config, **keys: object) -> Config:
@@ -209,7 +209,7 @@ def changed(config: Config, **keys: object) -> Config:
 
 
 def check_shares(rank: int, world_size: int, folder: Path) -> None:
-    """Two ranks look at half of the lines each, and both tell all that is wrong."""
+    """Two ranks check half of the lines each, and both report all faults."""
     import torch.distributed as dist
 
     from megappo.batch.exchange import Exchange
@@ -247,7 +247,7 @@ def check_shares(rank: int, world_size: int, folder: Path) -> None:
     assert len(opened(good).train.batch(0)) == 10
 
 
-def test_ranks_share_out_the_check_and_all_tell_everything(tmp_path, tokenizer_folder):
+def test_ranks_share_the_check_and_all_report_everything(tmp_path, tokenizer_folder):
     write(tmp_path / "d.jsonl", GOOD, GOOD, "", "[]", *[GOOD] * 4, "[]", GOOD)
     run_ranks(2, check_shares, tmp_path)
 
@@ -416,7 +416,7 @@ KINDS = ("d.jsonl", "d.jsonl.gz", "d.parquet")
 
 
 @pytest.mark.parametrize("name", KINDS[1:])
-def test_a_file_that_has_no_room_where_it_is_unpacked_is_told(tmp_path, tokenizer, name):
+def test_a_file_that_has_no_room_where_it_is_unpacked_is_an_error(tmp_path, tokenizer, name):
     table = pyarrow.table({"prompt": [str(i) for i in range(3000)], "label": list(range(3000))})
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(TEXT.encode() * 3000))

@@ -48,7 +48,7 @@ def test_the_end_tokens_are_the_tokenizers_and_those_of_the_generation_config(fo
     assert stop_token_ids(str(folder), ["no", "</s>"], tokenizer) == (4, 3, 2)
 
 
-def test_what_is_wrong_with_stop_strings_and_end_tokens_is_told_together(folder, tokenizer):
+def test_errors_of_stop_strings_and_end_tokens_are_reported_together(folder, tokenizer):
     with pytest.raises(ConfigError, match=r"^rollout.stop: 'yes no' is 2 tokens \(\[1, 2\]\) to this tokenizer"):
         stop_token_ids(str(folder), ["no", "yes no"], tokenizer)
     tokenizer.eos_token = None

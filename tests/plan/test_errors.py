@@ -119,7 +119,7 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
 def test_data_of_which_nothing_is_left_are_told_of_before_the_reward_is_tried(plan, run_folder):
     keys = ("data.max_prompt_length=3", "data.too_long=skip", "data.val_files=[]", "trainer.eval_interval=null")
     assert errors_of(plan(run_folder, "run.yaml", *keys)) == [
-        "error: data.train_files: no prompt is left: all 300 records that were looked at are left out",
+        "error: data.train_files: no prompt remains: all 300 records that were checked are left out",
         "error: data.train_files: train.jsonl lines 1, 2, 3 and 297 more: the prompt has more tokens than "
         "data.max_prompt_length 3",
     ]
