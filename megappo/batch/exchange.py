@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -171,10 +171,10 @@ class Exchange:
         """
         route = self._route(rows, sources, destinations)
         lengths = table.prompt_lengths + table.response_lengths
-        tokens = taken(rows.input_ids, rows.lengths, route.outgoing).to("cpu", torch.int32)
+        tokens = taken(rows.input_ids, rows.lengths, route.positions).to("cpu", torch.int32)
         parts = [(tokens, lengths), *(_part(rows, name, table, route) for name in names)]
         arrived, *fields = self._all_to_all(route, parts)
-        input_ids = taken(arrived.long(), lengths[route.arriving], route.places)
+        input_ids = taken(arrived.long(), lengths[torch.cat(route.arriving)], route.places)
         moved = replace(empty_rows(destinations[self.rank], table), input_ids=input_ids)
         return _with_fields(moved, rows, names, fields, table, route)
 
@@ -201,11 +201,11 @@ class Exchange:
         return _Route.of(self.rank, sources, destinations)
 
     def _all_to_all(self, route: "_Route", parts: Sequence[Part]) -> list[Tensor]:
-        """Send the parts of `route.outgoing` rows in one collective; return those of `route.arriving` rows."""
+        """Send the parts of the outgoing rows in one collective; return the parts of the arriving rows."""
         if not parts:
             return []
-        to_ranks = [_sizes(sizes[route.departing], route.targets, self.world_size) for _, sizes in parts]
-        from_ranks = [_sizes(sizes[route.arriving], route.origins, self.world_size) for _, sizes in parts]
+        to_ranks = [_sizes(sizes, route.outgoing) for _, sizes in parts]
+        from_ranks = [_sizes(sizes, route.arriving) for _, sizes in parts]
         outgoing = [numbers.split(sizes) for (numbers, _), sizes in zip(parts, to_ranks, strict=True)]
         sent = torch.cat([numbers for of_rank in zip(*outgoing, strict=True) for numbers in of_rank])
         num_sent = [sum(of_rank) for of_rank in zip(*to_ranks, strict=True)]
@@ -229,12 +229,12 @@ def entries_of(rows: Rows) -> np.ndarray:
 def _part(rows: Rows, name: str, table: RowTable, route: "_Route") -> Part:
     """Return a field's numbers of the rows to send, as int32 with the same bits."""
     field = field_of(name)
-    if field.has_columns or len(rows):
-        values = rows.field(name).to("cpu", torch.float32)[route.outgoing]
+    if len(rows) or field.has_columns:
+        values = rows.field(name).to("cpu", torch.float32)[route.positions]
     else:  # a rank without rows need not have the field
-        values = torch.zeros(0, rows.max_response_length) if field.per_token else torch.zeros(0)
+        values = torch.zeros(0, 0) if field.per_token else torch.zeros(0)
     if field.per_token:
-        flat = values[is_response(rows.response_lengths[route.outgoing], values.shape[1])]
+        flat = values[is_response(rows.response_lengths[route.positions], values.shape[1])]
         return flat.view(torch.int32), table.response_lengths
     num_columns = values.shape[1] if field.has_columns else 1
     return values.flatten().view(torch.int32), torch.full((len(table),), num_columns)
@@ -243,58 +243,51 @@ def _part(rows: Rows, name: str, table: RowTable, route: "_Route") -> Part:
 def _with_fields(
     into: Rows, sent: Rows, names: Sequence[str], arrived: Sequence[Tensor], table: RowTable, route: "_Route"
 ) -> Rows:
-    """Add fields to `into`: numbers that arrived, of `route.arriving` rows; `sent` are the rows that were here."""
+    """Add fields to `into` from the numbers that arrived; `sent` are the rows that were here."""
     fields = dict(into.fields)
-    mask = is_response(table.response_lengths[route.arriving], table.max_response_length)
+    mask = is_response(table.response_lengths[torch.cat(route.arriving)], table.max_response_length)
     for name, numbers in zip(names, arrived, strict=True):
         values = numbers.view(torch.float32)
         if field_of(name).per_token:
             values = torch.zeros(mask.shape).masked_scatter_(mask, values)
         elif field_of(name).has_columns:
-            values = values.view(len(route.arriving), sent.fields[name].shape[1])
+            values = values.view(len(mask), sent.fields[name].shape[1])
         fields[name] = values[route.places]
     return replace(into, fields=fields)
 
 
 @dataclass(frozen=True)
 class _Route:
-    """One rank's part in moving rows from `sources` to `destinations`; all int64.
+    """Rows that one rank sends to each rank and receives from each, in the order in which they travel; all int64.
 
     Attributes:
-        outgoing: positions, among the rows here, of the rows to send, rank after rank; `departing` are their numbers,
-            `targets` their ranks.
-        arriving: numbers of the rows to receive, rank after rank; `origins` are the ranks.
-        places: for each row needed here, its position in `arriving`.
+        outgoing, arriving: row numbers, by rank.
+        positions: of the outgoing rows, one rank after the other, among the rows here.
+        places: of the rows needed here among the arriving ones, one rank after the other.
     """
 
-    outgoing: Tensor
-    departing: Tensor
-    targets: Tensor
-    arriving: Tensor
-    origins: Tensor
+    outgoing: tuple[Tensor, ...]
+    arriving: tuple[Tensor, ...]
+    positions: Tensor
     places: Tensor
 
     @classmethod
     @lru_cache(maxsize=8)  # a step has few routes, some of them several times
     def of(cls, rank: int, sources: RankRows, destinations: RankRows) -> "_Route":
-        held, holders = _flat(sources)
-        holder_of = torch.empty_like(held).index_copy_(0, held, holders)
-        position_of = torch.full_like(held, -1)
-        position_of[torch.tensor(sources[rank], dtype=torch.int64)] = torch.arange(len(sources[rank]))
-        needed, targets = _flat(destinations)
-        is_here = holder_of[needed] == rank
-        departing = needed[is_here]
-        needed_here = torch.tensor(destinations[rank], dtype=torch.int64)
-        origins, order = holder_of[needed_here].sort(stable=True)
-        return cls(position_of[departing], departing, targets[is_here], needed_here[order], origins, order.argsort())
+        held = [set(rows) for rows in sources]
+        outgoing = [_tensor([row for row in needed if row in held[rank]]) for needed in destinations]
+        arriving = [_tensor([row for row in destinations[rank] if row in rows]) for rows in held]
+        places = torch.empty(sum(map(len, sources)), dtype=torch.int64)
+        places[_tensor(sources[rank])] = torch.arange(len(sources[rank]))
+        positions = places[torch.cat(outgoing)]
+        places[torch.cat(arriving)] = torch.arange(len(destinations[rank]))
+        return cls(tuple(outgoing), tuple(arriving), positions, places[_tensor(destinations[rank])])
 
 
-def _flat(of_ranks: RankRows) -> tuple[Tensor, Tensor]:
-    """Return the rows of all ranks, one rank after the other, and the rank of each."""
-    rows = torch.tensor(list(chain.from_iterable(of_ranks)), dtype=torch.int64)
-    return rows, torch.arange(len(of_ranks)).repeat_interleave(torch.tensor([len(rows) for rows in of_ranks]))
+def _tensor(rows: Sequence[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
 
 
-def _sizes(sizes: Tensor, ranks: Tensor, world_size: int) -> list[int]:
-    """Sum the sizes of rows by the rank that each comes from or goes to."""
-    return torch.zeros(world_size, dtype=torch.int64).index_add(0, ranks, sizes).tolist()
+def _sizes(sizes: Tensor, rows_of_ranks: Sequence[Tensor]) -> list[int]:
+    """Sum the sizes of the rows of each rank."""
+    return [int(sizes[rows].sum()) for rows in rows_of_ranks]

@@ -16,13 +16,13 @@ class Batch:
     owners: RankRows
 
     def at_rank_0(self, exchange: Exchange) -> Rows:
-        """All rows with all of their fields on rank 0, none elsewhere; all ranks together."""
+        """Gather all rows with all fields on rank 0, none elsewhere; all ranks together."""
         destinations = (tuple(range(len(self.table))), *[()] * (exchange.world_size - 1))
         return exchange.move(self.rows, self.table, self.owners, destinations, list(self.rows.fields))
 
     @classmethod
     def read(cls, file: RowsFile, exchange: Exchange) -> "Batch":
-        """What `write_rows` wrote, at its owners, each of which reads its own."""
+        """Read a file of `write_rows`; each rank reads the rows it owns."""
         owners = file.table.split(exchange.world_size)
         mine = owners[exchange.rank]
         return cls(file.rows(mine[0], mine[-1] + 1) if mine else file.rows(0, 0), file.table, owners)

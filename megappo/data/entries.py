@@ -156,7 +156,7 @@ class PromptEntry:
 
     @property
     def is_chat(self) -> bool:
-        """Whether the chat template has made the text, with the special tokens in it."""
+        """True if the chat template made the text, with the special tokens in it."""
         return not isinstance(self.content, str)
 
 

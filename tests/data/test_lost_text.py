@@ -14,7 +14,7 @@ TEXT = "What is 3 plus 4?"
 
 
 def digits(*, unknown: str | None) -> PreTrainedTokenizerFast:
-    """Of digits alone: other characters are dropped, or become an unknown token."""
+    """A tokenizer of digits alone: other characters are dropped, or become an unknown token."""
     words = [unknown or "<unk>", "<eos>", *"0123456789+="]
     core = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
     if unknown is None:

@@ -30,7 +30,7 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def webster(weights: list[str], number: int) -> list[int]:
-    """Whose turn it is, from the first turn on: all turns of all, sorted by when they come."""
+    """The part whose turn it is, from the first turn on: all turns of all parts, sorted by when they come."""
     turns = [(Fraction(2 * i + 1, 2) / Fraction(w), k) for k, w in enumerate(weights) for i in range(number)]
     return [whose for _, whose in sorted(turns)[:number]]
 

@@ -22,7 +22,7 @@ def test_presets_are_those_the_config_names_and_verl_is_the_default():
     assert {preset.loss_agg_mode for preset in PRESETS.values()} <= set(AGGREGATIONS) == set(get_args(Aggregation))
 
 
-def test_the_docstrings_table_says_what_the_presets_set():
+def test_the_docstrings_table_is_that_of_the_presets():
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in module.__doc__.splitlines() if line[:1] == "|"]
     names = ["verl", "slime", "miles", "openrlhf", "nemo_rl"]
     columns = {row[0]: dict(zip(names, row[1:], strict=True)) for row in rows[2:]}
@@ -54,7 +54,7 @@ def test_a_convention_cannot_be_changed_by_mistake():
 @pytest.mark.parametrize(
     ("preset", "ratio"), [("verl", 20.0), ("slime", 25.0), ("miles", 20.0), ("openrlhf", 20.0), ("nemo_rl", 25.0)]
 )
-def test_the_log_ratio_is_clamped_as_the_preset_says(preset: str, ratio: float):
+def test_the_log_ratio_is_clamped_as_the_preset_sets(preset: str, ratio: float):
     one = torch.ones(1, 1)
     config = Actor(clip_ratio_c=None)
     loss, _ = policy_loss(25 * one, 0 * one, -one, one, config, conventions=PRESETS[preset])

@@ -301,12 +301,12 @@ def check_ranks(rank, world_size):
             config = RolloutCorrection(level=level, mode="mask", normalize=True, **rejections)
             weights, metrics = rollout_is_weights(old, rollout, mask, config)
             mine = slice(0, cut) if rank == 0 else slice(cut, 5)
-            of_rank, told = rollout_is_weights(old[mine], rollout[mine], mask[mine], config, group=dist.group.WORLD)
+            of_rank, found = rollout_is_weights(old[mine], rollout[mine], mask[mine], config, group=dist.group.WORLD)
             torch.testing.assert_close(of_rank, weights[mine], rtol=1e-6, atol=0)
-            of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in told.items()}))
+            of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in found.items()}))
             assert of_all == pytest.approx(numbers_of(metrics), rel=1e-12, abs=1e-15)
-    _, told = rollout_is_weights(old, rollout, torch.zeros(5, 9), config, group=dist.group.WORLD)
-    nothing = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in told.items()}))
+    _, found = rollout_is_weights(old, rollout, torch.zeros(5, 9), config, group=dist.group.WORLD)
+    nothing = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in found.items()}))
     assert math.isnan(nothing["rollout_is/mean"]) and nothing["rollout_is/ess"] == 0
 
 

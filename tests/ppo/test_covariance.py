@@ -1,4 +1,4 @@
-"""Which tokens Clip-Cov and KL-Cov choose: against a sort in Python floats, with ties, over ranks and cuts."""
+"""Selection of tokens by Clip-Cov and KL-Cov, against a sort in Python floats, with ties, over ranks and cuts."""
 
 import math
 

@@ -27,7 +27,7 @@ FORMULAE = {
 
 
 def loop_estimate(q: float, kind: str, conventions: Conventions) -> tuple[float, float]:
-    """The estimate and its derivative in log_prob, clamped as the conventions say."""
+    """The estimate and its derivative in log_prob, clamped as the conventions set."""
     value_of, slope_of = FORMULAE[kind.removesuffix("+")]
     on = kind in conventions.kl_clamped
     low = conventions.kl_input_clamp if on and conventions.kl_input_clamp is not None else math.inf

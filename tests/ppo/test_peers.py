@@ -1,4 +1,4 @@
-"""What docs/methods.md says of other systems' formulas, and how far they are from ours: a plain formula for each."""
+"""Differences from other systems' formulas in docs/methods.md, each against a plain formula."""
 
 import math
 
@@ -114,7 +114,7 @@ def test_a_position_that_one_response_alone_reaches_has_no_baseline():
 
 
 def test_nemo_rl_whitens_gdpo_over_responses():
-    """Which differs where lengths do: here over tokens, those of long responses count more."""
+    """Whitening over tokens, as here, weighs long responses more."""
     components, groups = torch.tensor([[1.0, 0.0], [0.0, 0.0], [3.0, 2.0]]), torch.zeros(3).long()
     mask = torch.tensor([[1.0, 0.0, 0.0], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
     total, _ = gdpo(components, mask, groups)

@@ -206,11 +206,11 @@ def check_ranks(rank, world_size):
             expected, metrics = shape_scores(scores, lengths, groups, config, alone, max_response_length=MAX_LENGTH)
             mine = slice(0, cut) if rank == 0 else slice(cut, 8)
             part = scores[mine], lengths[mine], groups[mine]
-            of_rank, told = shape_scores(
+            of_rank, parts = shape_scores(
                 *part, config, together, max_response_length=MAX_LENGTH, group=dist.group.WORLD
             )
             torch.testing.assert_close(of_rank, expected[mine], rtol=1e-6, atol=1e-7)
-            of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in told.items()}))
+            of_all = reduce_ranks(exchange.share({name: Metric.of(*part) for name, part in parts.items()}))
             assert of_all == pytest.approx(numbers_of(metrics), rel=1e-12)
             assert together.state_dict() == pytest.approx(alone.state_dict(), rel=1e-12)
             states = [None] * world_size

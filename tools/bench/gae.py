@@ -22,7 +22,7 @@ from megappo.ppo.gae import gae
 
 GAMMA, LAM = 0.999, 0.95
 TOLERANCE = 1e-6
-BARS = {"prefix": "at least 25", "holes": "at least 20"}
+BARS = {"prefix": "at least 8", "holes": "at least 8"}
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
