@@ -94,14 +94,6 @@ class ComponentBatch:
         _check_finite(self.component.name, outputs)
         return outputs
 
-    def gather(self, outputs: Outputs, owned: Rows, names: Mapping[str, str]) -> Rows:
-        """Return `owned` with the outputs of `forward` added: `names` maps an output to the field that it becomes."""
-        return gather([(self, outputs, names)], owned)
-
-    def scatter_fields(self, owned: Rows, names: Sequence[str]) -> None:
-        """Bring fields of the owned rows to the rows here."""
-        scatter_fields([(self, names)], owned)
-
     def mini_batches(self, *, counts_empty_rows: bool = False) -> list[tuple[Rows, int, int]]:
         """Return this rank's rows of each mini-batch, with the number of tokens with mask 1 and of rows of all shards.
 
@@ -121,7 +113,11 @@ class ComponentBatch:
 
 
 def gather(found: Iterable[tuple[ComponentBatch, Outputs, Mapping[str, str]]], owned: Rows) -> Rows:
-    """Do as `ComponentBatch.gather` for several components in one exchange."""
+    """Return `owned` with the outputs of components, all in one exchange.
+
+    Args:
+        found: rows at a component, its outputs for them, and a map from an output to the field that it becomes.
+    """
     parts = []
     for shard, outputs, names in found:
         component = shard.component
@@ -135,7 +131,7 @@ def gather(found: Iterable[tuple[ComponentBatch, Outputs, Mapping[str, str]]], o
 
 
 def scatter_fields(wanted: Iterable[tuple[ComponentBatch, Sequence[str]]], owned: Rows) -> None:
-    """Do as `ComponentBatch.scatter_fields` for several components: those on the same ranks share an exchange."""
+    """Bring fields of the owned rows to components' rows. Components on the same ranks share an exchange."""
     groups = defaultdict(list)
     for shard, names in wanted:
         groups[shard.destinations].append((shard, names))

@@ -30,11 +30,6 @@ class LocalUpdate(NamedTuple):
     steps: list[OptimizerStep]
     seconds: float
 
-    @classmethod
-    def of(cls, shard: ComponentBatch, seconds: float) -> "LocalUpdate":
-        """Return the update of the component that has these rows."""
-        return cls(shard.num_updates, shard.interrupted, shard.optimizer_steps, seconds)
-
 
 @dataclass
 class InFlight:

@@ -21,7 +21,7 @@ from megappo.runtime import platform
 from megappo.sync.build import build_sync, engine_sleeps
 from megappo.sync.proof import Checksums, check_log_probs, check_probe, verified_sync
 from megappo.sync.sync import SyncStats, WeightSync
-from megappo.trainer.component import Component
+from megappo.trainer.component import Component, gather
 from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
 
@@ -85,7 +85,7 @@ class Probe:
             generations, fault = self._generate()
         batch = probe_batch(generations, self.prompts, self.restarts.own.number, exchange)
         at_actor = self.actor.scatter(batch)
-        rows = at_actor.gather(at_actor.forward(), batch.rows, {"log_probs": "old_log_probs"})
+        rows = gather([(at_actor, at_actor.forward(), {"log_probs": "old_log_probs"})], batch.rows)
         return check_probe(rows, self.restarts.own.number, self.config, exchange, self.restarts.warn)
 
     def _generate(self) -> tuple[list[Generation], EngineFault | None]:

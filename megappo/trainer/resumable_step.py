@@ -45,10 +45,10 @@ def end_updates(run: Run, flight: InFlight) -> dict[str, Any]:
     Raises:
         Interrupted: the updates were interrupted.
     """
-    local = {
-        name: LocalUpdate.of(flight.shards[name], run.phase.seconds(f"update_{name}"))
-        for name in run.models.trained_in(flight.step)
-    }
+    local = {}
+    for name in run.models.trained_in(flight.step):
+        shard, seconds = flight.shards[name], run.phase.seconds(f"update_{name}")
+        local[name] = LocalUpdate(shard.num_updates, shard.interrupted, shard.optimizer_steps, seconds)
     updates, memory = zip(*run.exchange.share((local, run.phase.memory())), strict=True)
     if flight.add(updates):
         run.check_interrupted()

@@ -41,7 +41,7 @@ def check_work(rank: int, world_size: int, folder: Path) -> None:
         flight = InFlight(1, batch, {}, None, num_updates={"actor": resumed})
         flight.resume({"actor": scattered})
         scattered.optimizer_steps = [OptimizerStep(1.0, 1.0, {})] * steps if rank == 0 else []  # on output ranks
-        local = LocalUpdate.of(scattered, SECONDS if rank == 3 else 0.1)
+        local = LocalUpdate(0, False, scattered.optimizer_steps, SECONDS if rank == 3 else 0.1)
         mfu = run.utilisation.mfu(scattered, run.exchange.share(local))
         assert mfu * run.utilisation.peaks["actor"] * SECONDS == pytest.approx(plain_work(folder, rows))
     assert 1e8 < run.utilisation.peaks["actor"] < 1e14
