@@ -37,8 +37,8 @@ def judge(config: Config, ranks: str = "1-2") -> ComponentSpec:
 
 def fields_of(run, step: int) -> dict[str, torch.Tensor]:
     """Return the fields of this rank's rows in a step, after the forward passes."""
-    prompts = run.datasets.train.batch((step - 1) * run.config.data.train_batch_size)
-    batch, _ = run.rollouts.collect(run.rollouts.respond(prompts), prompts)
+    run.batches.num_drawn = (step - 1) * run.config.data.train_batch_size
+    batch, _ = run.batches.score(step, run.batches.sample(step, run.phase), run.phase)
     scattered = run.models.scatter(batch)
     outputs = run.models.forward("critic", scattered) | run.models.forward_others(scattered, run.phase)
     return run.models.gather(scattered, outputs, batch.rows).fields

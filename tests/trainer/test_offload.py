@@ -149,7 +149,7 @@ def test_the_same_numbers_with_and_without(layout: str, method: str, offload: st
 def used_while_asleep(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     run = bench.build(config_of(bench, folder, bench.LAYOUTS["one rank"], OFFLOADS["everything"], IN_BF16))
-    batch, _ = run.rollouts.collect(run.rollouts.respond(prompts := bench.FixedPrompts().batch(0)), prompts)
+    batch, _ = run.batches.score(1, run.batches.sample(1, run.phase), run.phase)
     scattered = run.models.scatter(batch)
     for component, phase in (("critic", "old_log_probs"), ("actor", "values")):
         if rank == 0:

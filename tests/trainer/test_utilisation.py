@@ -32,7 +32,7 @@ def check_work(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     config = Config.model_validate(bench.merged(bench.settings(folder), bench.LAYOUTS["actor cp2 dp2, critic tp2 pp2"]))
     run = bench.build(config)
-    batch, _ = run.rollouts.collect(run.rollouts.respond(prompts := bench.FixedPrompts().batch(0)), prompts)
+    batch, _ = run.batches.score(1, run.batches.sample(1, run.phase), run.phase)
     scattered = run.models.scatter(batch)["actor"]
     lengths = list(zip(batch.table.total_lengths(), batch.table.response_lengths.tolist(), strict=True))
     halves = [[lengths[row] for shard in half for row in shard] for half in scattered.split]
