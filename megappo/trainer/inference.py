@@ -107,7 +107,8 @@ def probe_batch(
         Sample(i, engine_number, one.tokens, one.log_probs, one.finish_reason) for i, one in enumerate(generations)
     ]
     rows, table, sources = exchange.table(sample_rows(samples, prompts))
-    return Batch(rows, table, sources)
+    # Pads the fields, also on ranks without an engine, to the longest response of all ranks.
+    return Batch(exchange.move(rows, table, sources, sources, list(rows.fields)), table, sources)
 
 
 @dataclass

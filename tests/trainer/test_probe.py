@@ -1,14 +1,15 @@
 """The probe after a weight sync: each engine is compared by itself."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from engine_handles import restarts_of
 from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
+from megappo.batch.rows import Rows
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.engines.client import EngineError, Generation
@@ -42,16 +43,14 @@ class Prompts:
         return [Prompt(i, [1 + i], "", None) for i in indices]
 
 
-class Actor(Component):
+class Policy:
     """Its log-probs differ from those of engine 1 by `difference`."""
 
-    difference = 0.0
+    is_output, difference = True, 0.0
 
-    def scatter(self, batch):
-        written = batch.table.policy_lengths[batch.rows.ids]
-        log_probs = -1.0 - self.difference * (written == 2).float()[:, None] * batch.rows.response_mask
-        rows = replace(batch.rows, fields=batch.rows.fields | {"old_log_probs": log_probs * batch.rows.response_mask})
-        return SimpleNamespace(forward=dict, gather=lambda outputs, owned, names: rows)
+    def forward(self, rows: Rows) -> dict[str, torch.Tensor]:
+        is_engine_1 = rows.response_mask.sum(dim=1, keepdim=True) == 2
+        return {"log_probs": (-1.0 - self.difference * is_engine_1) * rows.response_mask}
 
 
 def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
@@ -68,17 +67,18 @@ def probe_with_one_stale_engine(rank: int, world_size: int) -> None:
     own = EngineHandle(ENGINES.get(rank), engine)
     own.wait_ready()
     warnings: list[str] = []
-    actor = Actor("actor", Layout((0, 1)), None, exchange)
+    policy = Policy()
+    actor = Component("actor", Layout((0, 1)), policy if rank < 2 else None, exchange)
     probe = Probe(config, Prompts(), (), restarts_of(own, exchange, warnings.append), actor, num_engines=3)
-    actor.difference = 0.09
+    policy.difference = 0.09
     found = probe()
     names = [f"sync/log_prob_diff/{name}" for name in ("mean", "max", "warnings")]
     assert found == pytest.approx(dict(zip(names, (0.03, 0.09, 0), strict=True)))
-    actor.difference = 0.2  # of all engines together it is below the tolerance
+    policy.difference = 0.2  # of all engines together it is below the tolerance
     found = probe()
     assert found == pytest.approx(dict(zip(names, (0.2 / 3, 0.2, 1), strict=True)))
     assert ["the log-probs of engine 1's probe by 0.2 on average" in line for line in warnings] == [True]
-    actor.difference = 0.6
+    policy.difference = 0.6
     with pytest.raises(EngineError, match="the log-probs of engine 1's probe by 0.6 on average"):
         probe()
 
