@@ -43,9 +43,14 @@ class GroupQuota:
 
     def is_met(self) -> bool:
         """Count the added groups whose scores have arrived; return whether all ranks together have enough."""
-        verdicts = [(known, self._counts(known)) for known in self._pending]
-        self._pending = [known for known, verdict in verdicts if verdict is None]
-        num_new = sum(verdict is True for _, verdict in verdicts)
+        pending, num_new = [], 0
+        for known in self._pending:
+            counts = self._counts(known)
+            if counts is None:
+                pending.append(known)
+            else:
+                num_new += counts
+        self._pending = pending
         return self._take(num_new) + num_new >= self._num_groups
 
     def wait_counted(self, is_interrupted: Callable[[], bool]) -> None:
