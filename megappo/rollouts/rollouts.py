@@ -12,8 +12,10 @@ from megappo.config.schema import Config
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import showing_special
 from megappo.engines.client import EngineClient, EngineFault, SamplingParams
+from megappo.engines.handle import EngineHandle
 from megappo.engines.restarts import EngineRestarts
 from megappo.observe.observer import NullObserver, Observer
+from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import Datasets
 from megappo.rollouts.episodes import EpisodeRunner
 from megappo.rollouts.group_selection import GroupQuota
@@ -165,6 +167,15 @@ class Rollouts:
         if INTERRUPTION.reason:
             self._store.set("interrupted", INTERRUPTION.reason)
         return self._store.check(["interrupted"])
+
+
+def make_rollouts(
+    plan: RunPlan, own: EngineHandle, datasets: Datasets, exchange: Exchange, observer: Observer | NullObserver
+) -> Rollouts:
+    """Return the rollouts of a run, and with them what restarts its engines."""
+    restarts = EngineRestarts(own, exchange, observer.message, plan.config.rollout.max_engine_restarts)
+    num_engines = plan.layouts["rollout"].data
+    return Rollouts(plan.config, datasets, restarts, exchange, observer, num_engines=num_engines)
 
 
 def raise_if_interrupted(exchange: Exchange) -> None:

@@ -17,13 +17,12 @@ from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config
 from megappo.engines.handle import start_engine
-from megappo.engines.restarts import EngineRestarts
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE, EVALUATION_FILE
 from megappo.observe.observer import open_observer
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight.resuming import with_own_folder
 from megappo.rollouts.datasets import load_datasets
-from megappo.rollouts.rollouts import Rollouts
+from megappo.rollouts.rollouts import make_rollouts
 from megappo.runtime.listening import run_store
 from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import Probe, connect, start_engines
@@ -56,9 +55,8 @@ def evaluate_only(plan: RunPlan, cleanup: ExitStack) -> None:
     lines = [f"evaluating {weights}", *left_out, *config.absences]
     observer = open_observer(config, lines, 0, exchange.rank, cleanup)
     own.wait_ready()
-    num_engines = plan.layouts["rollout"].data
-    restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
-    rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
+    rollouts = make_rollouts(plan, own, datasets, exchange, observer)
+    restarts, num_engines = rollouts.restarts, rollouts.num_engines
     if models is not None and started is not None:
         phase = Phases(models)
         prompts = next(iter(datasets.val.values()))

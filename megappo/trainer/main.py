@@ -17,10 +17,9 @@ from megappo.runtime import megatron_setup
 megatron_setup.install()  # must come before the first import of megatron.core
 
 from megappo.engines.handle import EngineHandle  # noqa: E402
-from megappo.engines.restarts import EngineRestarts  # noqa: E402
 from megappo.rollouts.datasets import load_datasets  # noqa: E402
 from megappo.rollouts.record import Record, Replay  # noqa: E402
-from megappo.rollouts.rollouts import Rollouts  # noqa: E402
+from megappo.rollouts.rollouts import make_rollouts  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.eval_only import evaluate_only  # noqa: E402
 from megappo.trainer.inference import NoEngines, Probe, connect, start_engines  # noqa: E402
@@ -72,9 +71,8 @@ def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
     observer = open_observer(config, lines, resume_step, exchange.rank, cleanup)
     phase = Phases(models)
     if started is not None:
-        num_engines = plan.layouts["rollout"].data
-        restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
-        rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
+        rollouts = make_rollouts(plan, own, datasets, exchange, observer)
+        restarts, num_engines = rollouts.restarts, rollouts.num_engines
         probe = Probe(config, datasets.train, datasets.stop_token_ids, restarts, models.actor, num_engines)
         engines = connect(plan, started, restarts, models, probe, phase)
         folder = config.trainer.record_rollouts

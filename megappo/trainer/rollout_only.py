@@ -7,14 +7,13 @@ import torch.distributed as dist
 
 from megappo.batch.exchange import Exchange
 from megappo.engines.handle import EngineHandle
-from megappo.engines.restarts import EngineRestarts
 from megappo.observe.metrics import reduce_ranks
 from megappo.observe.observer import open_observer
 from megappo.observe.timers import Timers
 from megappo.placement.run_plan import RunPlan
 from megappo.rollouts.datasets import load_datasets
 from megappo.rollouts.record import Record
-from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
+from megappo.rollouts.rollouts import make_rollouts, raise_if_interrupted
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
 from megappo.trainer.progress import Progress
@@ -43,9 +42,7 @@ def rollout_only(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
     lines = [*start, *config.absences, *left_out]
     observer = open_observer(config, lines, num_valid + 1 if num_valid else 0, exchange.rank, cleanup)
     own.wait_ready()
-    restarts = EngineRestarts(own, exchange, observer.message, config.rollout.max_engine_restarts)
-    num_engines = plan.layouts["rollout"].data
-    rollouts = Rollouts(config, datasets, restarts, exchange, observer, num_engines=num_engines)
+    rollouts = make_rollouts(plan, own, datasets, exchange, observer)
     batches = SampledBatches(datasets, rollouts, sleep=lambda: None, record=record, num_drawn=num_drawn)
     timers = Timers()
     INTERRUPTION.begin_saving(deadline(settings.time_limit, settings.grace_seconds))
