@@ -3,9 +3,9 @@
     .venv/bin/python -m megappo.plan CONFIG [key=value ...] [--world-size N [--nodes N]] [--all]
                                      [--gpu h100 [--suggest] [--storage-gbps N]]
 
-Where the config alone is right, it tries tokenizer, prompts and reward function. With --gpu it reckons the memory of
-each phase on GPUs of that type, and the seconds, and tells what would be on there of what makes passes faster. Exits
-with 0 when the run could start, with 2 after printing every error, one line each.
+If the config alone is right, it tries the tokenizer, prompts and reward functions. With --gpu it estimates the memory
+and seconds of each phase on GPUs of that type, and shows which fast paths are on there. Exits with 0 if the run could
+start, with 2 after printing every error, one line each.
 """
 
 import argparse
@@ -38,10 +38,10 @@ from megappo.placement.batch_split import batch_splits
 from megappo.placement.picture import aligned, placement_picture, rank_table
 from megappo.placement.placing import leaves_world_open, smallest_world
 from megappo.placement.run_plan import RunPlan
-from megappo.preflight.arrangement import check_run
 from megappo.preflight.lock import in_use
 from megappo.preflight.rehearsal import rehearse
 from megappo.preflight.resuming import already_finished, resume_warnings
+from megappo.preflight.run_checks import check_run
 from megappo.runtime.variables import faults
 
 WIDTH = 120
@@ -86,14 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ConfigError as error:  # of a model's config.json, which may be among the errors already
             errors = errors or config.located(error.errors)
     elif args.gpu:
-        print("\nmemory: not reckoned, see the errors")
+        print("\nmemory: not estimated, see the errors")
     if not errors and (busy := in_use(Path(config.trainer.output_dir))):
         errors = config.located([busy])
     if not errors:
         sys.stdout.flush()
         findings = rehearse(config, everything=args.all)
         errors, warnings = config.located(findings.errors), warnings + findings.warnings
-        print("\nlooked at", *findings.looked_at, f"not looked at: {', '.join(_left_out(config))}", sep="\n  ")
+        print("\nchecked", *findings.checked, f"not checked: {', '.join(_unchecked(config))}", sep="\n  ")
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if errors:
@@ -128,8 +128,8 @@ def _print_estimates(
     return list(memory_errors(memory, gpu))
 
 
-def _left_out(config: Config) -> list[str]:
-    """What only the run itself can tell."""
+def _unchecked(config: Config) -> list[str]:
+    """Return what only the run itself can check."""
     unknown = ["the names in rollout.server_args (this machine's SGLang could not be read)"]
     return (unknown if config.rollout.server_args and not known_names() else []) + ["weights, memory, engines"]
 
@@ -151,7 +151,7 @@ def config_summary(config: Config) -> str:
 
 
 def evaluation_summary(config: Config) -> str:
-    """What each held-out data set is asked for."""
+    """Return the settings of each held-out data set."""
     rows = [("", "responses", "temperature", "top_p", "top_k", "tokens at most", "reward", "environment")]
     for name, one in eval_sets(config).items():
         numbers = [one.n, one.temperature, one.top_p, one.top_k, one.max_response_length]
@@ -216,7 +216,7 @@ def _world_size(config: Config) -> int:
     if leaves_world_open(config) and _is_count(of_launcher):
         return int(of_launcher)
     if named is None:
-        raise ConfigError("placement: every component is on 'all' ranks: say how many with --world-size N")
+        raise ConfigError("placement: every component is on 'all' ranks: set their number with --world-size N")
     return named
 
 
@@ -253,8 +253,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"nodes of the run (default: 1; of --gpu: as many as {GPUS_PER_NODE} GPUs on each make)",
     )
-    parser.add_argument("--all", action="store_true", help="look at every prompt (default: a sample of each file)")
-    parser.add_argument("--gpu", type=str.lower, choices=GPUS, help="reckon memory and seconds on GPUs of this type")
+    parser.add_argument("--all", action="store_true", help="check every prompt (default: a sample of each file)")
+    parser.add_argument("--gpu", type=str.lower, choices=GPUS, help="estimate memory and seconds on GPUs of this type")
     parser.add_argument("--suggest", action="store_true", help="with --gpu: layouts and offloads that fit, as YAML")
     parser.add_argument(
         "--storage-gbps",

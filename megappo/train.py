@@ -39,8 +39,8 @@ from megappo.estimate.shapes import Shapes
 from megappo.observe.console import escape_unprintable
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight import lock
-from megappo.preflight.arrangement import check_run
 from megappo.preflight.resuming import already_finished
+from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.cores import bind
 from megappo.runtime.failure import report

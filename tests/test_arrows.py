@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
     "megappo/observe/files.py",
     "megappo/preflight/lock.py",
     "megappo/preflight/files.py",
-    "megappo/preflight/arrangement.py",
+    "megappo/preflight/run_checks.py",
     "megappo/preflight/resuming.py",
     "megappo/preflight/rehearsal.py",
     "megappo/engines/server_args.py",

@@ -1,4 +1,4 @@
-"""What the config names on disk: is it there, and can this program use it with these layouts? Reads headers only."""
+"""Check the files and folders of a config: they exist and fit its layouts. Reads headers only."""
 
 import os
 import sys
@@ -22,29 +22,29 @@ from megappo.placement.components import ComponentSpec, Setting, components_of
 
 
 def file_errors(config: Config) -> list[str]:
-    """Missing or unusable files, one line each, naming the key, the path and the remedy."""
+    """Return missing or unusable files, one line each, with the key, the path and the remedy."""
     data, output_dir = config.data, config.trainer.output_dir
-    looks = [(*folder, _model_folder(config, *folder, specs)) for folder, specs in _by_folder(config).items()]
+    checks = [(*folder, _model_folder(config, *folder, specs)) for folder, specs in _by_folder(config).items()]
     held_out = ((one.key, one.files) for one in eval_sets(config).values())
     read = () if config.trainer.eval_only else (("data.train_files", data.files),)
     for key, paths in (*read, *held_out):
-        looks += [(key, path, _data_file(key, Path(path))) for path in paths]
-    looks.append(("trainer.output_dir", output_dir, _output_folder("trainer.output_dir", output_dir)))
+        checks += [(key, path, _data_file(key, Path(path))) for path in paths]
+    checks.append(("trainer.output_dir", output_dir, _output_folder("trainer.output_dir", output_dir)))
     if folder := config.trainer.record_rollouts:
-        looks.append(("trainer.record_rollouts", folder, _output_folder("trainer.record_rollouts", folder)))
-    return [error for look in looks for error in _looked_at(*look)]
+        checks.append(("trainer.record_rollouts", folder, _output_folder("trainer.record_rollouts", folder)))
+    return [error for check in checks for error in _path_errors(*check)]
 
 
 def _by_folder(config: Config) -> dict[Setting[str], list[ComponentSpec]]:
-    """The components that start from each folder; of those that share a layout the first."""
+    """Return the components of each model folder; of those that share a layout the first."""
     found: dict[Setting[str], dict[str, ComponentSpec]] = {}
     for spec in components_of(config).values():
         found.setdefault(spec.folder, {}).setdefault(spec.parallel.key, spec)
     return {folder: list(specs.values()) for folder, specs in found.items()}
 
 
-def _looked_at(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
-    """What is wrong with a path's files, or with the path itself: too long, a loop of links, not to be read."""
+def _path_errors(key: str, path: str, faults: Iterator[str]) -> Iterator[str]:
+    """Yield the errors of a path's files, or of the path itself: too long, a loop of links, no permission."""
     if "\0" in path:
         yield f"{key}: no path holds a NUL, found {shorten(repr(path))}: correct it"
         return
@@ -80,11 +80,11 @@ def _model_folder(config: Config, key: str, path: str, specs: list[ComponentSpec
     except ArchitectureError as faulty:
         yield from (f"{key}: {error}" for error in faulty.errors)
     else:
-        yield from _misfits(config, key, architecture, specs)
+        yield from _fit_errors(config, key, architecture, specs)
 
 
-def _misfits(config: Config, key: str, architecture: Architecture, specs: list[ComponentSpec]) -> Iterator[str]:
-    """What of the model does not fit layouts, engines and the length of rows."""
+def _fit_errors(config: Config, key: str, architecture: Architecture, specs: list[ComponentSpec]) -> Iterator[str]:
+    """Yield where the model does not fit layouts, engines and the length of rows."""
     for spec in specs:
         (parallel_key, parallel), training = spec.parallel, spec.training
         yield from fit_errors(architecture, parallel, f"{parallel_key}.{{}}".format)
@@ -124,7 +124,7 @@ def _data_file(key: str, path: Path) -> Iterator[str]:
 
 
 def _output_folder(key: str, folder: str) -> Iterator[str]:
-    """Whether the folder is there and can be written, or can be made."""
+    """Check that the folder can be written to, or created."""
     path = Path(folder)
     there = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
     if not there.is_dir():

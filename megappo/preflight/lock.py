@@ -12,7 +12,7 @@ from megappo.config.errors import ConfigError
 
 LOCK = ".lock"
 PATIENCE_SECONDS = 2.0
-"""How long a dry run, which looks at the lock for a moment, may stand in a run's way."""
+"""How long a run waits for a dry run, which holds the lock for a moment."""
 
 
 def take(output_dir: Path) -> IO[str]:
@@ -35,7 +35,7 @@ def take(output_dir: Path) -> IO[str]:
 
 
 def in_use(output_dir: Path) -> str:
-    """Says who has a folder; "" if nobody does."""
+    """Return an error if a run has a folder, else ""."""
     try:
         with (output_dir / LOCK).open(encoding="utf-8", errors="replace") as file:
             return "" if _locked(file, fcntl.LOCK_SH) else _busy(output_dir, file)

@@ -1,5 +1,5 @@
-"""What a run meets at its start, tried without starting it: tokenizer, prompts, one call of each reward function and of
-each environment."""
+"""Try what a run does at its start without starting it: read the tokenizer and prompts, call each reward function and
+each environment once."""
 
 import asyncio
 import re
@@ -29,25 +29,25 @@ from megappo.userland.forms import Graded
 from megappo.userland.pool import RewardError, RewardPool
 
 SAMPLE = 1000
-"""Records looked at from a file's beginning on, and as many spread over all of it."""
+"""Number of records checked from a file's beginning on, and of records spread over all of it."""
 TRACE_LINE = re.compile(r'^ *File "(?P<file>.*)", (?P<line>line \d+)', re.MULTILINE)
 
 
 @dataclass
 class Findings:
-    """What a rehearsal found wrong or odd, and what it looked at, one line each; and which workers it has tried."""
+    """Errors, warnings and parts that were checked, one line each; and the workers that were tried."""
 
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    looked_at: list[str] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
     tried: set[RewardPool | EnvironmentPool | None] = field(default_factory=set)
 
     @contextmanager
     def noting(self, key: str = "") -> Iterator[None]:
-        """Go on behind the block with its error noted.
+        """Note the block's error and continue after the block.
 
         Args:
-            key: of the reward function or environment that is called in it.
+            key: key of the reward function or environment that the block calls.
         """
         try:
             yield
@@ -58,15 +58,15 @@ class Findings:
 
 
 def rehearse(config: Config, *, everything: bool) -> Findings:
-    """Try what `trainer.preflight` leaves alone, of a config in which that found nothing wrong.
+    """Try the tokenizer, prompts, reward functions and environments of a config without errors.
 
     Args:
-        everything: look at all prompts, not at a sample of each file.
+        everything: check all prompts, not a sample of each file.
     """
     findings = Findings()
     with findings.noting(), ExitStack() as ending:
         tokenizer = load_tokenizer(config.model.path)
-        findings.looked_at.append(f"tokenizer of {config.model.path}")
+        findings.checked.append(f"tokenizer of {config.model.path}")
         with findings.noting():
             stop_token_ids(config.model.path, config.rollout.stop, tokenizer)
         single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
@@ -80,12 +80,12 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
         vocab_size = shared_vocabulary(config)
         datasets = val if train is None else {TRAINING: train} | val
         for dataset in datasets.values():
-            _look_at(dataset, vocab_size, findings, everything=everything)
+            _check_prompts(dataset, vocab_size, findings, everything=everything)
         findings.errors += batch_errors(train)
         for name, task in found.items():
             try:
                 [prompt] = datasets[name].at(datasets[name].kept[:1])
-            except ValueError:  # it is among the errors, or was not looked at
+            except ValueError:  # it is among the errors, or was not checked
                 continue
             graded = _try(config, task, workers[name], prompt, findings)
             if name == TRAINING and graded is not None:
@@ -97,7 +97,7 @@ def rehearse(config: Config, *, everything: bool) -> Findings:
     return findings
 
 
-def _look_at(dataset: PromptDataset, vocab_size: int, findings: Findings, *, everything: bool) -> None:
+def _check_prompts(dataset: PromptDataset, vocab_size: int, findings: Findings, *, everything: bool) -> None:
     parts = dataset.check(vocab_size, range if everything else _sample)
     findings.errors += dataset.errors([parts])
     findings.warnings += dataset.warnings([parts])
@@ -106,8 +106,8 @@ def _look_at(dataset: PromptDataset, vocab_size: int, findings: Findings, *, eve
         of_all = f"all {part.num_checked:,}"
         if part.num_checked < len(file.records):
             of_all = f"{part.num_checked:,} of {len(file.records):,} (with --all: every one)"
-        findings.looked_at.append(f"prompts of {file.path}: {of_all}")
-    findings.looked_at += left_out
+        findings.checked.append(f"prompts of {file.path}: {of_all}")
+    findings.checked += left_out
 
 
 def _sample(size: int) -> Sequence[int]:
@@ -115,8 +115,8 @@ def _sample(size: int) -> Sequence[int]:
 
 
 def _try(config: Config, task: Task, workers: Workers, prompt: Prompt, findings: Findings) -> Graded | None:
-    """Have what of a task has not been tried yet score a response to a prompt, and begin an episode with it. What was
-    found of the response."""
+    """Score a response to a prompt and begin an episode with it, with workers that were not tried before. Return the
+    grade."""
     rewards, environments, graded = workers.rewards, workers.environments, None
     if rewards is not None and rewards not in findings.tried:
         with findings.noting(task.reward_key):
@@ -125,36 +125,36 @@ def _try(config: Config, task: Task, workers: Workers, prompt: Prompt, findings:
                 _score_empty(rewards, prompt, findings)
     if environments is not None and environments not in findings.tried:
         with findings.noting(task.environment_key):
-            said = f"{_reset(environments, prompt)!r:.200}"
-            findings.looked_at.append(f"{environments.spec}: reset for the first prompt, {said}")
+            messages = f"{_reset(environments, prompt)!r:.200}"
+            findings.checked.append(f"{environments.spec}: reset for the first prompt, {messages}")
     findings.tried |= {rewards, environments}
     return graded
 
 
 def _score(pool: RewardPool, prompt: Prompt, findings: Findings) -> Graded:
-    """Have the reward function score a response, twice in one call: the prompt's own label, where that is a text or a
-    number. What it found."""
+    """Score a response twice in one call: the prompt's own label if that is a text or a number. Return the grade."""
     response = str(prompt.label) if isinstance(prompt.label, str | int | float) else ""
     graded, _ = pool.score([prompt.text] * 2, [response] * 2, [prompt.label] * 2, [prompt.columns] * 2)
-    told = graded.parts | ({} if graded.loss_weight is None else {"loss_weight": graded.loss_weight})
-    shown = ", ".join([" + ".join(f"{score:g}" for score in graded.scores), *(f"{k} {v:g}" for k, v in told.items())])
+    numbers = graded.parts | ({} if graded.loss_weight is None else {"loss_weight": graded.loss_weight})
+    scores = " + ".join(f"{score:g}" for score in graded.scores)
+    shown = ", ".join([scores, *(f"{name} {number:g}" for name, number in numbers.items())])
     shown += f", step_scores {[list(step) for step in chain(*graded.steps)]!s:.80}" if any(graded.steps) else ""
     given = f", given {', '.join(prompt.columns)}" if prompt.columns else ""
-    findings.looked_at.append(f"{pool.spec}: scored {response!r:.40} for the first prompt{given}, {shown}")
+    findings.checked.append(f"{pool.spec}: scored {response!r:.40} for the first prompt{given}, {shown}")
     return graded
 
 
 def _score_empty(pool: RewardPool, prompt: Prompt, findings: Findings) -> None:
-    """Warn if the reward function fails on an empty response, which models write; it is closed then."""
+    """Warn if the reward function fails on an empty response, which models write; a failure closes it."""
     try:
         pool.score([prompt.text] * 2, [""] * 2, [prompt.label] * 2, [prompt.columns] * 2)
     except RewardError as error:
         first, *_ = str(error).splitlines()
-        findings.looked_at.append(f"WARNING: of an empty response, which models write: {first}")
+        findings.checked.append(f"WARNING: of an empty response, which models write: {first}")
 
 
 def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]]:
-    """What an environment says first."""
+    """Return the first messages of an environment."""
 
     async def reset() -> list[dict[str, str]]:
         async with environments.open(), environments.environment() as environment:
@@ -168,7 +168,7 @@ def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]
 
 
 def _in_a_line(error: Exception) -> str:
-    """What happened, where in the user's code, and what to do; without the rest of the traceback."""
+    """Return an error, its place in the user's code and the remedy, without the rest of the traceback."""
     first, *rest = str(error).splitlines()
     own = (worker.__file__, user_code.__file__, forms.__file__, environment_worker.__file__)
     places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if match["file"] not in own]

@@ -1,5 +1,4 @@
-"""What a run finds in its output folder, as far as names and state.json tell. Without torch, so that the dry run tells
-it, too."""
+"""Check what a run finds in its output folder, by names and state.json alone. Without torch, for the dry run."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from megappo.placement.components import trained_in_words
 
 
 def resume_errors(config: Config) -> list[str]:
-    """Why a run cannot go on from the checkpoint that is there."""
+    """Return why a run cannot resume from its checkpoint."""
     if config.trainer.eval_only:
         return [*_unfit_to_evaluate(config.trainer.eval_checkpoint), *_other_evaluation(config)]
     try:
@@ -60,8 +59,8 @@ def _unfit_to_evaluate(checkpoint: str | None) -> Iterator[str]:
 
 
 def with_own_folder(config: Config, weights: Path) -> Config:
-    """An evaluation writes into `evaluations/NAME` of output_dir, unless that is such a folder already: the files of a
-    run that has been in output_dir stay as they are."""
+    """Return the config of an evaluation, which writes into `evaluations/NAME` of output_dir, unless that is such a
+    folder already: it leaves the files of a run in output_dir alone."""
     folder, own = Path(config.trainer.output_dir), Path(EVALUATIONS, weights.resolve().name)
     if folder.resolve().parts[-2:] == own.parts:
         return config
@@ -69,7 +68,7 @@ def with_own_folder(config: Config, weights: Path) -> Config:
 
 
 def _other_evaluation(config: Config) -> Iterator[str]:
-    """Of other weights with the same name, in the folder that this one is to write into."""
+    """Yield an error if the evaluation's folder holds the evaluation of other weights with the same name."""
     try:
         weights = Path(config.trainer.eval_checkpoint or _choice(config)[0] or config.model.path)
     except CheckpointError as error:
@@ -89,7 +88,7 @@ def _other_evaluation(config: Config) -> Iterator[str]:
 
 
 def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> str:
-    """What to say where a checkpoint, with this state, is of a run with other models; "" where it is not."""
+    """Return the error if a checkpoint with this state is of a run with other models, else ""."""
     found, wanted = state.get("models"), trained_in_words(config)
     if found == wanted:
         return ""
@@ -102,14 +101,14 @@ def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> 
 def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
     try:
         state = read_state(checkpoint)
-    except CheckpointError:  # the run takes the one before, or says that there is none
+    except CheckpointError:  # the run takes the one before, or fails because there is none
         return
     if isinstance(state.get("models"), str) and (wrong := wrong_models(config, checkpoint, state)):
         yield wrong
 
 
 def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
-    """Steps after those that have begun of which there are no rollouts to replay."""
+    """Yield an error if a step that has not begun has no rollouts to replay."""
     if config.trainer.replay_rollouts is None:
         return
     folder = Path(config.trainer.replay_rollouts)
@@ -123,8 +122,7 @@ def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:
 
 
 def already_finished(config: Config) -> str:
-    """What to say of a run that has done everything; "" if something is left to do: steps, export or report, or to
-    evaluate."""
+    """Return a message if a run has nothing to do, else "": it has all steps, export and report, and no evaluation."""
     if config.trainer.eval_only:
         return ""
     folder, total = Path(config.trainer.output_dir), config.trainer.total_steps

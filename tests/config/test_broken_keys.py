@@ -503,7 +503,9 @@ def test_keys_at_their_defaults_are_told_of_the_file(refusals, capsys):
     ]
     assert plan.main(["run.yaml"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error == "error: run.yaml: placement: every component is on 'all' ranks: say how many with --world-size N"
+    assert (
+        error == "error: run.yaml: placement: every component is on 'all' ranks: set their number with --world-size N"
+    )
 
 
 def test_servers_of_all_forms_and_the_last_ports_are_valid(accepted):

@@ -1,4 +1,4 @@
-"""What hosts and engines take, against plain counts, and GPUs by the names that CUDA gives them."""
+"""The memory of hosts and engines against plain counts, and GPUs by the names that CUDA gives them."""
 
 import contextlib
 import json
@@ -97,7 +97,7 @@ QWEN3 = {
 def test_activations_are_those_that_an_h100_measured(
     tmp_path: Path, tokens: int, predicting: int, measured_gib: float
 ) -> None:
-    """Of TransformerEngine's layers, by docs/clusters.md."""
+    """With TransformerEngine's layers, see docs/clusters.md."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     architecture = read_architecture(tmp_path)
     kept = dict(tokens=tokens, in_flight=1, recompute="none")

@@ -33,7 +33,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return lambda name, *arguments: plan_here(folder, str(REPOSITORY / "configs" / name), "--gpu", "h100", *arguments)
 
 
-def misfits(done: subprocess.CompletedProcess) -> list[str]:
+def unfit(done: subprocess.CompletedProcess) -> list[str]:
     assert "Traceback" not in done.stderr
     return [line for line in done.stderr.splitlines() if "does not fit" in line]
 
@@ -50,7 +50,7 @@ def fullest(done: subprocess.CompletedProcess) -> float:
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_fit(plan: Plan, name: str) -> None:
     done = plan(name)
-    assert misfits(done) == []
+    assert unfit(done) == []
     assert fullest(done) < 0.95 * 79.1 and "it fits: " in done.stdout
     assert re.search(r"^  pinned_copies +on +actor", done.stdout, re.MULTILINE)
     others = [line for line in done.stderr.splitlines() if not re.search("no (folder|file)|holds no", line)]
@@ -62,33 +62,33 @@ def test_what_does_not_fit_is_refused_with_what_would(plan: Plan) -> None:
     without = {"actor.offload": "[]", "critic.offload": "[]", "ref.offload": "[]"}
     refused = plan(recipe, *overrides(without))
     assert refused.returncode == 2
-    (line,) = misfits(refused)
+    (line,) = unfit(refused)
     remedies = dict(re.findall(r"'([\w.]+)=(\S+)'", line.partition("it would fit with ")[2]))
     assert {"actor.offload", "critic.offload"} <= remedies.keys() <= without.keys()
     accepted = plan(recipe, *overrides(without | remedies))
-    assert misfits(accepted) == [] and fullest(accepted) < 0.95 * 79.1 < fullest(refused)
+    assert unfit(accepted) == [] and fullest(accepted) < 0.95 * 79.1 < fullest(refused)
     for key in remedies:  # and none is too much
-        assert misfits(plan(recipe, *overrides(without | remedies | {key: "[]"})))
+        assert unfit(plan(recipe, *overrides(without | remedies | {key: "[]"})))
 
 
 def test_engines_without_room_get_more_of_the_gpu(plan: Plan) -> None:
-    (line,) = misfits(plan("qwen2.5_7b_critic_7b_8gpu.yaml", "rollout.mem_fraction_static=0.05"))
+    (line,) = unfit(plan("qwen2.5_7b_critic_7b_8gpu.yaml", "rollout.mem_fraction_static=0.05"))
     assert "the engines have room for 0 tokens" in line
     (share,) = re.findall(r"it would fit with '(rollout.mem_fraction_static=[\d.]+)'$", line)
-    assert misfits(plan("qwen2.5_7b_critic_7b_8gpu.yaml", share)) == []
+    assert unfit(plan("qwen2.5_7b_critic_7b_8gpu.yaml", share)) == []
 
 
 @pytest.mark.parametrize("key", ["rollout.max_response_length", "data.max_prompt_length"])
 def test_rows_that_no_micro_batch_holds_are_not_reckoned(plan: Plan, key: str) -> None:
     done = plan("qwen2.5_7b_critic_7b_8gpu.yaml", f"{key}=20000")
-    assert "memory: not reckoned, see the errors" in done.stdout
+    assert "memory: not estimated, see the errors" in done.stdout
     assert "max_tokens_per_micro_batch 8192 cannot hold one row" in done.stderr
 
 
 def test_auto_offloads_what_does_not_fit(plan: Plan) -> None:
     recipe = "qwen2.5_7b_critic_7b_8gpu.yaml"
     done = plan(recipe, "actor.offload=auto", "critic.offload=auto", "ref.offload=auto")
-    assert misfits(done) == []
+    assert unfit(done) == []
     assert "actor.offload auto: gradients" in done.stdout and "critic.offload auto: gradients" in done.stdout
     small = plan("qwen2.5_0.5b_gsm8k_1gpu.yaml", "actor.offload=auto")
     assert "actor.offload auto: nothing" in small.stdout
@@ -103,21 +103,21 @@ def test_a_node_has_eight_gpus_unless_the_nodes_are_counted(plan: Plan) -> None:
     assert hosts[4] == pytest.approx(hosts[8] / 2, rel=1e-3)
 
 
-def test_what_no_key_can_mend_says_so(plan: Plan) -> None:
+def test_a_run_that_no_key_makes_fit_is_refused(plan: Plan) -> None:
     done = plan("llama3.1_70b_8node.yaml", "placement.actor=0-7", "placement.critic=0-7", "placement.rollout=0-7",
                 "actor.parallel.pipeline=1", "rollout.mem_fraction_static=0.6")  # fmt: skip
-    (line,) = misfits(done)
+    (line,) = unfit(done)
     assert "more or larger GPUs" in line
 
 
 def test_thousands_of_ranks(plan: Plan) -> None:
     everywhere = [f"placement.{name}=all" for name in ("actor", "critic", "rollout")]
     done = plan("llama3.1_70b_8node.yaml", *everywhere, "--world-size", "4096", "data.train_batch_size=8192")
-    assert misfits(done) == [] and "on ranks 3072-4095" in done.stdout
+    assert unfit(done) == [] and "on ranks 3072-4095" in done.stdout
 
 
 def suggested(done: subprocess.CompletedProcess) -> list[tuple[dict, float]]:
-    """What it says to write, and GiB of the fullest GPU."""
+    """Return the suggested YAML, and GiB of the fullest GPU."""
     text = done.stdout.partition("layouts that fit, the fastest by estimate first\n")[2]
     _, *parts = re.split(r"(?m)^  # \d: .* the fullest GPU holds ([\d.]+) of .*$", text)
     return [(yaml.safe_load(text), float(gib)) for gib, text in zip(parts[::2], parts[1::2], strict=True)]
@@ -132,7 +132,7 @@ def test_suggestions_fit(plan: Plan, name: str, tmp_path: Path) -> None:
         path = tmp_path / "suggested.yaml"
         path.write_text(yaml.safe_dump({"base": str(REPOSITORY / "configs" / name)} | values))
         done = plan(path, "--world-size", ranks)
-        assert misfits(done) == [] and fullest(done) == gib < 0.95 * 79.1
+        assert unfit(done) == [] and fullest(done) == gib < 0.95 * 79.1
 
 
 def test_suggestions_need_a_gpu() -> None:
@@ -141,7 +141,7 @@ def test_suggestions_need_a_gpu() -> None:
 
 
 def test_a_registered_component_counts(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is trained as the critic's section says, with settings of its own besides."""
+    """Return a component that is trained by the critic's section, with further settings of its own."""
 
     def judge(config: Config) -> ComponentSpec:
         critic = COMPONENTS["critic"](config)
@@ -152,7 +152,7 @@ def test_a_registered_component_counts(plan: Plan, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(COMPONENTS, "judge", judge)
     done = plan(name, *values, "--suggest")
     assert fullest(done) > fullest(alone)
-    (line,) = misfits(done)
+    (line,) = unfit(done)
     assert "'critic.recompute=full'" in line and "judge" not in line.partition("it would fit with")[2]
     assert all(values.keys() <= {"placement", "actor", "critic", "ref", "rollout"} for values, _ in suggested(done))
 

@@ -257,7 +257,7 @@ def test_stages_wait_about_as_little_as_any_number_of_micro_batches_has_them(dev
         start = to_move + to_start * tensor / hidden**2
 
         def seconds(number: int, tokens: int = tokens, start: float = start) -> float:
-            """Of the schedule, in tokens of a stage: its slots, and the work and the start of each."""
+            """Return the schedule's duration in tokens of a stage: its slots, and the work and the start of each."""
             return (number + (pipeline - 1) / chunks) * (tokens / number + start)
 
         found = layout.filling(tokens, hidden, device)

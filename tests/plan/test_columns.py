@@ -11,7 +11,7 @@ from megappo.data.tokenizer import load_tokenizer
 
 @pytest.fixture
 def gsm8k(run_folder: Path) -> tuple[str, ...]:
-    """What a run of verl's GSM8K files says."""
+    """Return the arguments of a run with verl's GSM8K files."""
     tokenizer = load_tokenizer(str(run_folder / "model"))
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(run_folder / "model")
@@ -33,7 +33,7 @@ def test_verls_parquet_and_function_work_as_they_are(plan, run_folder, gsm8k):
     )
 
 
-def test_what_the_data_lack_is_told_before_a_run(plan, run_folder, gsm8k):
+def test_fields_that_the_data_lack_are_reported_before_a_run(plan, run_folder, gsm8k):
     (run_folder / "mine.py").write_text("def f(prompts, responses, difficulty):\n    open('called', 'w')\n")
     has = "the file has: data_source, prompt, ability, reward_model, extra_info"
     assert errors_of(plan(run_folder, *gsm8k, "reward.function=mine.py:f", "data.label_key=reward_model.truth")) == [
@@ -45,7 +45,7 @@ def test_what_the_data_lack_is_told_before_a_run(plan, run_folder, gsm8k):
     assert not (run_folder / "called").exists()
 
 
-def test_a_function_of_no_form_is_told_with_what_is_wrong_with_the_data(plan, run_folder, gsm8k):
+def test_a_wrong_signature_is_reported_together_with_errors_in_the_data(plan, run_folder, gsm8k):
     (run_folder / "mine.py").write_text("def f(answer):\n    return 1.0\n")
     form, label = errors_of(plan(run_folder, *gsm8k, "reward.function=mine.py:f", "data.label_key=answer"))
     assert form.startswith("error: reward.function: reward function mine.py:f takes (answer); expected f(prompts, ")

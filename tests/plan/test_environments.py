@@ -49,7 +49,7 @@ def test_what_is_tried_without_training_is_what_the_data_sets_name(plan, run_fol
     assert "exact_match: scored '1' for the first prompt, 1" in done.stdout
 
 
-def test_what_is_wrong_with_one_of_a_data_set_is_told_of_its_keys(plan, run_folder):
+def test_errors_in_the_environment_of_a_data_set_name_its_keys(plan, run_folder):
     (run_folder / "val.jsonl").write_text('{"prompt": "2", "label": 1}\n')
     (run_folder / "mine.py").write_text(ENVIRONMENT.replace('("label",)', '("size",)'))
     [error] = errors_of(plan(run_folder, "run.yaml", *GAME))
@@ -83,7 +83,7 @@ def test_what_is_wrong_with_one_of_a_data_set_is_told_of_its_keys(plan, run_fold
         ),
     ],
 )
-def test_what_is_wrong_with_it_is_told_before_a_run(plan, run_folder, old, new, error):
+def test_errors_in_an_environment_are_reported_before_a_run(plan, run_folder, old, new, error):
     (run_folder / "mine.py").write_text(ENVIRONMENT.replace(old, new))
     errors = errors_of(plan(run_folder, "run.yaml", "rollout.environment=mine.py:Own", "reward.function=null"))
     assert len(errors) == 1 and error.format(folder=run_folder) in errors[0], errors

@@ -1,5 +1,4 @@
-"""The dry run tells everything that is wrong, as far as it can be told without weights and engines, and looks at what
-a run would read."""
+"""The dry run reports every error that shows without weights and engines, and checks the files that a run reads."""
 
 import hashlib
 import json
@@ -20,7 +19,7 @@ def test_every_error_is_printed_and_the_exit_code_is_2(run_folder):
     done = start_plan(run_folder, "run.yaml", "critic.ppo_mini_batch_size=5", "placement.critic=0-2", "rollout.top_k=0")
     assert done.returncode == 2
     lines = [line.removeprefix("error: ").split(": ", 1) for line in done.stderr.splitlines()]
-    assert [(place, told.split(" ")[0]) for place, told in lines] == [
+    assert [(place, error.split(" ")[0]) for place, error in lines] == [
         ("command line", "critic.ppo_mini_batch_size"),
         ("command line", "rollout.top_k"),
         ("command line", "placement.critic:"),
@@ -43,7 +42,7 @@ def test_all_ranks_need_a_world_size(plan, run_folder):
     done = plan(run_folder, *everywhere)
     assert (done.returncode, done.stderr) == (
         2,
-        "error: command line: placement: every component is on 'all' ranks: say how many with --world-size N\n",
+        "error: command line: placement: every component is on 'all' ranks: set their number with --world-size N\n",
     )
     assert "on 8 ranks" in plan(run_folder, *everywhere, "--world-size", "8").stdout
     assert "on 6 ranks" in plan(run_folder, *everywhere, WORLD_SIZE="6").stdout
@@ -78,20 +77,20 @@ def test_a_senseless_world_size(plan, run_folder, size):
     assert f"expected a number of ranks of at least 1, at most 100000, found '{size}'" in done.stderr
 
 
-def test_what_was_looked_at_and_what_was_not_is_said(plan, run_folder):
+def test_the_plan_lists_what_it_has_checked_and_what_not(plan, run_folder):
     lines = [line.strip() for line in plan(run_folder, "run.yaml").stdout.splitlines()]
-    assert lines[lines.index("looked at") + 1 :] == [
+    assert lines[lines.index("checked") + 1 :] == [
         "tokenizer of model",
         "prompts of train.jsonl: all 300",
         "exact_match: scored '2' for the first prompt, 1",
-        "not looked at: weights, memory, engines",
+        "not checked: weights, memory, engines",
         "",
         "nothing is wrong: ready for 4 processes of megappo.train",
     ]
     assert not (run_folder / "out").exists()
 
 
-def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(plan, run_folder):
+def test_errors_in_tokenizer_data_and_reward_are_reported_together_and_soon(plan, run_folder):
     wrong = ('rollout.stop=["12", "="]', "data.label_key=answer", "data.max_prompt_length=3")
     done = start_plan(run_folder, "run.yaml", *wrong, PYTHONPROFILEIMPORTTIME="1")
     imported = set(IMPORTED.findall(done.stderr))
@@ -116,7 +115,7 @@ def test_what_is_wrong_with_tokenizer_data_and_reward_is_told_together_and_soon(
     ]
 
 
-def test_data_of_which_nothing_is_left_are_told_of_before_the_reward_is_tried(plan, run_folder):
+def test_data_without_a_usable_prompt_are_reported_before_the_reward_is_tried(plan, run_folder):
     keys = ("data.max_prompt_length=3", "data.too_long=skip", "data.val_files=[]", "trainer.eval_interval=null")
     assert errors_of(plan(run_folder, "run.yaml", *keys)) == [
         "error: data.train_files: no prompt remains: all 300 records that were checked are left out",
@@ -169,7 +168,7 @@ def test_groups_are_not_filtered_by_what_no_function_returns(plan, run_folder, f
         ("def f(p, r, l):\n    while True: pass\n", "took longer than 0.5 seconds to score its responses and was"),
     ],
 )
-def test_a_reward_function_that_cannot_score_is_told(plan, run_folder, body, message):
+def test_a_reward_function_that_cannot_score_is_reported(plan, run_folder, body, message):
     (run_folder / "reward.py").write_text(body + ("" if "f" in body.split() or "def f" in body else "f = nowhere\n"))
     [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.timeout_seconds=0.5"))
     assert error.startswith("error: reward.function: reward function reward.py:f ")
@@ -201,8 +200,8 @@ def test_several_scores_are_shown_and_one_is_refused_where_the_method_needs_seve
 
 
 def test_scores_of_steps_and_a_weight_are_shown_and_what_would_clip_their_sum_is_refused(plan, run_folder):
-    told = "{'score': 1, 'step_scores': [[1, 0.5]], 'loss_weight': 2}"
-    (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {told}\n")
+    grade = "{'score': 1, 'step_scores': [[1, 0.5]], 'loss_weight': 2}"
+    (run_folder / "reward.py").write_text(f"def f(solution_str, ground_truth):\n    return {grade}\n")
     done = plan(run_folder, "run.yaml", "reward.function=reward.py:f")
     assert done.returncode == 0 and "for the first prompt, 1, loss_weight 2, step_scores [[1, 0.5]]\n" in done.stdout
     [error] = errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", "reward.clip=5"))
@@ -262,13 +261,13 @@ def test_odd_values_are_warned_of(plan, run_folder):
         ("trainer.output_dir=nowhere", "trainer.output_dir: nowhere is a file: name a folder"),
     ],
 )
-def test_more_that_the_config_alone_tells(plan, run_folder, override, error):
+def test_further_errors_in_the_config_alone(plan, run_folder, override, error):
     (run_folder / "nowhere").symlink_to("nothing")
     [line] = errors_of(plan(run_folder, "run.yaml", override))
     assert line.startswith(f"error: {error}")
 
 
-def test_a_wrong_config_is_told_before_anything_is_tried(plan, run_folder):
+def test_a_wrong_config_is_reported_before_anything_is_tried(plan, run_folder):
     (run_folder / "reward.py").write_text("open('called', 'w')\ndef f(prompts, responses, labels): return [0.0]\n")
     assert errors_of(plan(run_folder, "run.yaml", "reward.function=reward.py:f", "rollout.top_k=0")) == [
         "error: rollout.top_k 0 keeps no token: set -1 (off) or at least 1"
@@ -338,7 +337,7 @@ def flip(file: Path, at: int) -> None:
     [("state.json", b"actor"), ("state.json", b'"step'), ("state.json", b"2,"), ("SHA256SUMS", b"  state")],
 )
 def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, find):
-    """Of the models' names, of JSON's own signs, of the step, and of the sums; nothing of it is believed."""
+    """The models' names, JSON's punctuation, the step or the sums are damaged; the run trusts none of them."""
     before, newest = with_sums(run_folder, 1), with_sums(run_folder, 2)
     assert errors_of(plan(run_folder, "run.yaml")) == []
     flip(newest / name, (newest / name).read_bytes().index(find))
@@ -353,7 +352,7 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, fi
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (Path.unlink, "latest is missing"),
         (lambda pointer: pointer.write_text("step_00000009\n"), "latest names step_00000009, which is not there"),
@@ -361,13 +360,13 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(plan, run_folder, name, fi
         (lambda pointer: pointer.write_text("newest"), "latest names no checkpoint: expected step_XXXXXXXX, found"),
     ],
 )
-def test_a_lost_pointer_is_told_with_the_checkpoint_that_is_taken(plan, run_folder, change, said):
+def test_a_lost_pointer_is_reported_with_the_checkpoint_that_is_used(plan, run_folder, change, message):
     with_sums(run_folder, 1)
     change(with_sums(run_folder, 2).with_name("latest"))
     done = plan(run_folder, "run.yaml")
     assert done.returncode == 0
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"warning: out/checkpoints/{said}")
+    assert line.startswith(f"warning: out/checkpoints/{message}")
     assert line.endswith(": the run goes on from out/checkpoints/step_00000002, the newest whole one")
 
 

@@ -1,4 +1,4 @@
-"""Everything that can be told about a run before it starts. Without torch, so that the dry run is instant."""
+"""Check everything about a run that can be checked before it starts. Without torch, so that the dry run is instant."""
 
 import os
 from collections.abc import Iterator, Mapping
