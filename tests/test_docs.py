@@ -27,7 +27,7 @@ from megappo.placement.run_plan import plan_run
 from megappo.ppo.conventions import PRESETS
 from megappo.ppo.corrections import rollout_is_weights
 from megappo.ppo.losses import entropy_loss, kl_loss, value_loss
-from megappo.userland.builtin import BUILTIN
+from megappo.userland.spec import BUILTIN
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {

@@ -28,10 +28,10 @@ from megappo.config.schema import Config, Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
 from megappo.placement.components import shared_vocabulary
-from megappo.userland.environment_process import EnvironmentFault
-from megappo.userland.environment_workers import start_workers
-from megappo.userland.forms import Takes
-from megappo.userland.pool import RewardError
+from megappo.userland.environments import EnvironmentFault
+from megappo.userland.rewards import RewardError
+from megappo.userland.signatures import InputSpec
+from megappo.userland.task_workers import start_workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -148,7 +148,7 @@ class Seen:
         return [*self._first, *more]
 
 
-def _taken(config: Config) -> dict[str, Takes]:
+def _taken(config: Config) -> dict[str, InputSpec]:
     """What is taken of a record by reward function and environment, in training and of each evaluation set."""
     single = config.changed("reward.num_workers", 1).changed("rollout.num_environment_workers", 1)
     tasks = {TRAINING: training_task(single)} | eval_sets(single)

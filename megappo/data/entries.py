@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megappo.config.schema import Reward
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.tokenizer import encode
-from megappo.userland.builtin import check_label
-from megappo.userland.forms import PROMPTS, Takes
+from megappo.userland.spec import check_label
+from megappo.userland.signatures import InputSpec, PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +56,7 @@ class RecordFields:
 
     prompt_key: str
     label_key: str
-    takes: Takes
+    takes: InputSpec
     section: str = "data"
     order_by: str | None = None
     reward: Reward = NO_REWARD
@@ -82,9 +82,9 @@ class RecordFields:
     @property
     def names(self) -> Sequence[str] | None:
         """All fields that may be read; None: any."""
-        if self.takes.welcome is None:
+        if self.takes.optional is None:
             return None
-        return [*(field.name for field in self.required), *self.takes.welcome]
+        return [*(field.name for field in self.required), *self.takes.optional]
 
     def rank_of(self, value: Any) -> float:
         """Return the number by which a record with this value of order_by is ordered, ascending.
@@ -104,7 +104,7 @@ class RecordFields:
 
     def columns_of(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a record for the reward function; if it takes any field, all but the prompt."""
-        others = self.takes.welcome
+        others = self.takes.optional
         if others is None:
             others = tuple(name for name in record if name != self.prompt_key)
         return {name: record[name] for name in (*self.takes.needed, *others) if name in record}
@@ -202,7 +202,7 @@ def _checked_columns(record: Mapping[str, Any], fields: RecordFields) -> tuple[d
             _check_value(f"field {name!r}, which reward.function takes,", value)
             columns[name] = value
         except ValueError as error:
-            if fields.takes.welcome is not None or name in fields.takes.needed:
+            if fields.takes.optional is not None or name in fields.takes.needed:
                 raise
             left_out.append(f"{error}, or do without: it is left out")
     return columns, tuple(left_out)

@@ -19,7 +19,7 @@ from megappo.data.file_formats import RecordsError, Unpack, unpacked
 from megappo.data.order import Order, Turns
 from megappo.data.prompt_checks import PromptChecker, hidden_token_warnings
 from megappo.data.records import Records, open_records
-from megappo.userland.forms import NOTHING, Takes
+from megappo.userland.signatures import InputSpec, NO_INPUT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,7 +74,7 @@ class PromptDataset:
         config: Data,
         seed: int,
         key: str = "data.train_files",
-        takes: Takes = NOTHING,
+        takes: InputSpec = NO_INPUT,
         unpack: Unpack = unpacked,
         weights: Sequence[float] = (),
         order_by: str | None = None,
@@ -222,7 +222,7 @@ class PromptDataset:
 def open_datasets(
     config: Config,
     tokenizer: "PreTrainedTokenizerBase",
-    takes: Mapping[str, Takes] = MappingProxyType({}),
+    takes: Mapping[str, InputSpec] = MappingProxyType({}),
     unpack: Unpack = unpacked,
 ) -> tuple[PromptDataset | None, dict[str, PromptDataset]]:
     """Open the training prompts, None where there are only evaluations, and those of each of `eval_sets`, by name.
@@ -241,7 +241,7 @@ def open_datasets(
             tokenizer,
             data,
             seed,
-            takes=takes.get(TRAINING, NOTHING),
+            takes=takes.get(TRAINING, NO_INPUT),
             unpack=unpack,
             weights=tuple(data.shares.values()),
             order_by=data.order_by,
@@ -249,7 +249,7 @@ def open_datasets(
         )
     val = {}
     for name, one in eval_sets(config).items():
-        taken = takes.get(name, NOTHING)
+        taken = takes.get(name, NO_INPUT)
         val[name] = PromptDataset(one.files, tokenizer, one.data, seed, one.key, taken, unpack, reward=one.reward)
     return train, val
 

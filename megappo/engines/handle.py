@@ -19,7 +19,7 @@ from megappo.placement.ranks import by_node
 from megappo.placement.run_plan import RunPlan
 from megappo.runtime import platform
 from megappo.runtime.listening import node_address
-from megappo.userland.environment_workers import Workers, start_workers
+from megappo.userland.task_workers import TaskWorkers, start_workers
 
 
 @dataclass
@@ -36,7 +36,7 @@ class EngineHandle:
 
     number: int | None = None
     engine: Engine | ExternalEngine | None = None
-    workers: Mapping[str, Workers] = field(default_factory=dict)
+    workers: Mapping[str, TaskWorkers] = field(default_factory=dict)
     part_of: int | None = None
     client: EngineClient | None = None
 

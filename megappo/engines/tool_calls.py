@@ -10,9 +10,8 @@ from typing import Any
 
 from megappo.engines import sglang_patches
 from megappo.user_modules import share_all
-from megappo.userland.environment_worker import called
-from megappo.userland.forms import BadFunction
-from megappo.userland.user_code import load, named
+from megappo.userland.environment_host import called
+from megappo.userland.user_code import BadFunction, load, named
 
 UNREADABLE = "error: the call cannot be read: it must be JSON that names one of the functions"
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 
 from megappo.config.algorithm_checks import (
     late_scores_errors,
@@ -21,12 +22,11 @@ from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datas
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
 from megappo.rollouts.episodes import row_of
-from megappo.userland import environment_worker, forms, user_code, worker
-from megappo.userland.environment_pool import EnvironmentPool
-from megappo.userland.environment_process import EnvironmentFault, EpisodeLost
-from megappo.userland.environment_workers import Workers, start_workers
-from megappo.userland.forms import Graded
-from megappo.userland.pool import RewardError, RewardPool
+from megappo.userland import user_code
+from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost
+from megappo.userland.grades import Graded
+from megappo.userland.rewards import RewardError, RewardPool
+from megappo.userland.task_workers import TaskWorkers, start_workers
 
 SAMPLE = 1000
 """Number of records checked from a file's beginning on, and of records spread over all of it."""
@@ -114,7 +114,7 @@ def _sample(size: int) -> Sequence[int]:
     return sorted({*range(min(size, SAMPLE)), *range(0, size, max(1, size // SAMPLE))})
 
 
-def _try(config: Config, task: Task, workers: Workers, prompt: Prompt, findings: Findings) -> Graded | None:
+def _try(config: Config, task: Task, workers: TaskWorkers, prompt: Prompt, findings: Findings) -> Graded | None:
     """Score a response to a prompt and begin an episode with it, with workers that were not tried before. Return the
     grade."""
     rewards, environments, graded = workers.rewards, workers.environments, None
@@ -157,7 +157,7 @@ def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]
     """Return the first messages of an environment."""
 
     async def reset() -> list[dict[str, str]]:
-        async with environments.open(), environments.environment() as environment:
+        async with environments.environment() as environment:
             return await environment.reset(row_of(prompt))
 
     try:
@@ -170,7 +170,7 @@ def _reset(environments: EnvironmentPool, prompt: Prompt) -> list[dict[str, str]
 def _in_a_line(error: Exception) -> str:
     """Return an error, its place in the user's code and the remedy, without the rest of the traceback."""
     first, *rest = str(error).splitlines()
-    own = (worker.__file__, user_code.__file__, forms.__file__, environment_worker.__file__)
-    places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if match["file"] not in own]
+    own = Path(user_code.__file__).parent
+    places = [match.groups() for match in TRACE_LINE.finditer("\n".join(rest)) if Path(match["file"]).parent != own]
     where = f" ({' '.join(places[-1])})" if places else ""
     return f"{first}{where}: {rest[-1]}" if rest else first

@@ -10,8 +10,7 @@ from megappo.engines.server_args import parser_errors, server_args_errors
 from megappo.placement.run_plan import RunPlan, plan_run
 from megappo.preflight.files import file_errors
 from megappo.preflight.resuming import resume_errors
-from megappo.userland.builtin import BUILTIN
-from megappo.userland.spec import missing_function
+from megappo.userland.spec import BUILTIN, missing_function
 
 
 def check_run(

@@ -16,7 +16,7 @@ from megappo.data.file_formats import Write, unpacked
 from megappo.data.prompts import Prompt, PromptDataset, batch_errors, open_datasets, share
 from megappo.data.tokenizer import load_tokenizer, stop_token_ids
 from megappo.placement.components import shared_vocabulary
-from megappo.userland.environment_workers import Workers
+from megappo.userland.task_workers import TaskWorkers
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Datasets:
         return self._held_out[name]
 
 
-def load_datasets(config: Config, workers: Mapping[str, Workers], exchange: Exchange) -> Datasets:
+def load_datasets(config: Config, workers: Mapping[str, TaskWorkers], exchange: Exchange) -> Datasets:
     """Open a run's data, which is not checked yet; all ranks together.
 
     Args:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,9 +10,9 @@ from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
 from megappo.rollouts.transcript import Observation, Segment, Transcript
-from megappo.userland.environment_pool import Environment, EnvironmentPool
-from megappo.userland.environment_process import EnvironmentFault, EpisodeLost
-from megappo.userland.forms import PROMPTS
+from megappo.userland.environments import Environment, EnvironmentPool
+from megappo.userland.environments import EnvironmentFault, EpisodeLost
+from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,10 +66,6 @@ class EpisodeRunner:
         self._limits = (max_response_length, longest + max_response_length)
         self._chat = Chat(tokenizer, config.data, environments.takes.tools)
         self._max_turns = config.rollout.max_turns
-
-    def open(self) -> AbstractAsyncContextManager[None]:
-        """Attach the environments to the running event loop."""
-        return self._environments.open()
 
     async def play(self, prompt_index: int, generate: Generate) -> Episode:
         """Play one episode from a prompt.

@@ -16,8 +16,8 @@ from megappo.observe.metrics import Metric, merge_metrics
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS, Sample
 from megappo.runtime.heartbeat import LIFE
-from megappo.userland.forms import Graded
-from megappo.userland.pool import RewardError
+from megappo.userland.grades import Graded
+from megappo.userland.rewards import RewardError
 
 SCORE = "score"
 """The metric that is the sum of a response's scores; other metrics are numbers that reward functions return."""

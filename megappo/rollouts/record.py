@@ -19,8 +19,7 @@ from megappo.config.describe import show
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
-from megappo.userland.builtin import BUILTIN
-from megappo.userland.spec import parse_spec
+from megappo.userland.spec import BUILTIN, parse_spec
 
 SAMPLING_KEYS = (
     *("data.train_batch_size", "rollout.n", "rollout.temperature", "rollout.top_p", "rollout.top_k"),

@@ -14,9 +14,9 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric
 from megappo.rollouts.episodes import Ending, Episode
 from megappo.rollouts.sampler import EngineUsage, Sample
-from megappo.userland.forms import Graded
-from megappo.userland.pool import RewardPool
-from megappo.userland.work import Row
+from megappo.userland.grades import Graded
+from megappo.userland.rewards import RewardPool
+from megappo.userland.signatures import Row
 
 
 class Responses:

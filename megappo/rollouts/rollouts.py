@@ -23,9 +23,9 @@ from megappo.rollouts.responses import Responses
 from megappo.rollouts.sampler import RolloutSession, Sample, store_counter
 from megappo.runtime.interruption import INTERRUPTION, Interrupted
 from megappo.runtime.listening import run_store
-from megappo.userland.environment_workers import Workers
+from megappo.userland.task_workers import TaskWorkers
 
-NO_WORKERS = Workers()
+NO_WORKERS = TaskWorkers()
 
 
 class Rollouts:
@@ -154,7 +154,7 @@ class Rollouts:
             return None
         return EpisodeRunner(prompts, environments, self.config, self.tokenizer, params.max_response_length)
 
-    def _workers(self, task: str) -> Workers:
+    def _workers(self, task: str) -> TaskWorkers:
         return self.restarts.own.workers.get(task, NO_WORKERS)
 
     def _warn_of_lost_episodes(self, responses: Responses) -> None:

@@ -18,8 +18,8 @@ from megappo.rollouts.responses import episode_metrics, extra_metrics
 from megappo.rollouts.sample_rows import check_tokens, masked_samples, sample_rows, with_scores
 from megappo.rollouts.sampler import Sample
 from megappo.rollouts.step_scores import extra_fields, extra_kinds
-from megappo.userland.forms import Graded
-from megappo.userland.pool import RewardError
+from megappo.userland.grades import Graded
+from megappo.userland.rewards import RewardError
 
 
 class RowBuilder:

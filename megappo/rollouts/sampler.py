@@ -120,8 +120,7 @@ class RolloutSession:
         """
 
         async def work() -> None:
-            environments = contextlib.nullcontext() if self._runner is None else self._runner.open()
-            async with environments, self._client.open_async() as http, asyncio.TaskGroup() as tasks:
+            async with self._client.open_async() as http, asyncio.TaskGroup() as tasks:
                 requests = tasks.create_task(self._request_all(http))
                 tasks.create_task(self._watch(http, requests, is_interrupted, early_stop))
                 health = tasks.create_task(self._client.watch(http))

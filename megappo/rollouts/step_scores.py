@@ -14,7 +14,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.rollouts.sampler import Sample
 from megappo.runtime.heartbeat import LIFE
-from megappo.userland.forms import Graded
+from megappo.userland.grades import Graded
 
 MAX_CHARACTER_TOKENS = 4
 """A character has at most so many tokens, of one byte each, so one of as many positions in a row is between two."""

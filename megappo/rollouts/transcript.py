@@ -14,7 +14,7 @@ from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.data.tokenizer import encode
 from megappo.engines.client import Generation
-from megappo.userland.forms import PROMPTS
+from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

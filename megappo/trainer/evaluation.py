@@ -21,7 +21,7 @@ from megappo.rollouts.responses import Responses, episode_metrics, named_metrics
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sampler import Sample
 from megappo.trainer.statistics import value_parts
-from megappo.userland.forms import Graded
+from megappo.userland.grades import Graded
 
 HAS_ANSWERS = "has_answers"
 """Positive if any response has an answer; without, there is no majority."""

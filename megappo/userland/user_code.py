@@ -1,64 +1,51 @@
-"""What worker processes that run users' code have in common: the standard library alone, so they start at once."""
+"""What worker processes need to load people's code and to describe its errors. Uses the standard library alone, so that
+a worker starts at once."""
 
 import importlib
 import os
 import resource
-import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from megappo.user_modules import Home, home_of
-from megappo.userland.forms import BadFunction
 
 MAX_MESSAGE_CHARACTERS = 2000
 MAX_FRAMES = 10
 MAX_FRAME_CHARACTERS = 500
-TELLING_BYTES = 2**26
-"""Beyond the limit, to say that it was reached."""
+SPARE_BYTES = 2**26
+"""Beyond the memory limit, to report that it was reached."""
 
 
-def own_connection() -> socket.socket:
-    """The socket on a descriptor of its own, which the user's processes do not inherit; they find an empty input."""
-    connection = socket.socket(fileno=os.dup(0))
-    with open(os.devnull) as null:
-        os.dup2(null.fileno(), 0)
-    return connection
+class BadFunction(Exception):
+    """People's code cannot be used, or returned something wrong. The message follows the name of the code."""
 
 
-def attempt(work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """(result, ""), or (None, what went wrong)."""
-    try:
-        return work(*arguments), ""
-    except BadFunction as error:
-        return None, str(error)
-    except BaseException as error:  # SystemExit too: user code must not end the worker without a word
-        limits = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (limits[1], limits[1]))  # what the error holds may be all it may take
-        reason = told(error)
-        traceback.clear_frames(error.__traceback__)  # which hold what has been taken
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
-        return None, reason
+def describe(error: BaseException) -> str:
+    """Return what went wrong and where, cut to a readable length."""
+    if isinstance(error, BadFunction):
+        return str(error)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (limits[1], limits[1]))  # the error's frames may hold all that is allowed
+    frames = [cut(frame, MAX_FRAME_CHARACTERS) for frame in traceback.format_tb(error.__traceback__, -MAX_FRAMES)]
+    lines = [f"raised {named(error)}", *(frame.rstrip() for frame in frames)]
+    if cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+        lines.append(f"It came of {named(cause)}")
+    traceback.clear_frames(error.__traceback__)
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+    return "\n".join(lines)
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Have the kernel refuse this process and those that it starts more memory of their own than so much each."""
+    """Limit the memory of this process, and of each that it starts."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     if most != resource.RLIM_INFINITY:  # whoever started the run has set it: it can only be lowered
-        num_bytes = min(num_bytes, most - TELLING_BYTES)
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes + TELLING_BYTES))
-
-
-def told(error: BaseException) -> str:
-    """An exception, where it was raised and what it came of, at a length that can be read."""
-    frames = [cut(frame, MAX_FRAME_CHARACTERS) for frame in traceback.format_tb(error.__traceback__, -MAX_FRAMES)]
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    origin = [f"It came of {named(cause)}"] if cause else []
-    return "\n".join([f"raised {named(error)}", *(frame.rstrip() for frame in frames), *origin])
+        num_bytes = min(num_bytes, most - SPARE_BYTES)
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes + SPARE_BYTES))
 
 
 def named(error: BaseException) -> str:
-    """An exception's type and message, whatever its own code does."""
+    """Return an exception's type and message, whatever its own code does."""
     try:
         message = str(error)
     except Exception as another:
@@ -67,7 +54,7 @@ def named(error: BaseException) -> str:
 
 
 def cut(text: str, length: int) -> str:
-    """The beginning of a text that is too long, and how long it is."""
+    """Return the beginning of a long text with its number of characters."""
     return text if len(text) <= length else f"{text[:length]} ... ({len(text)} characters)"
 
 
@@ -80,15 +67,19 @@ def home(source: str) -> Home | None:
     return here if here.find_spec(source.partition(".")[0]) else None
 
 
-def load(source: str, name: str) -> Any:
-    """What a file (FILE.py) or a module defines under a name."""
+def load(source: str, name: str) -> Callable[..., Any]:
+    """Return the function or class of a file (FILE.py) or a module.
+
+    Raises:
+        BadFunction: it defines no such name.
+    """
     folder = home(source)
     if folder is not None:
         folder.enter()
     module = folder.load(source) if source.endswith(".py") else importlib.import_module(source)
-    function = getattr(module, name, None)
-    if not callable(function):
+    found = getattr(module, name, None)
+    if not callable(found):
         own = (key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__)
         known = sorted(key for key in own if callable(vars(module)[key]) and not key.startswith("_"))
         raise BadFunction(f"does not exist: the file defines {cut(', '.join(known), 1000) or 'no function'}")
-    return function
+    return found

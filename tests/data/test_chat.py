@@ -11,7 +11,7 @@ from megappo.config.errors import ConfigError
 from megappo.config.schema import Data
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.userland.forms import Takes
+from megappo.userland.signatures import InputSpec
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -39,7 +39,7 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def opened(folder: Path, tokenizer: PreTrainedTokenizerBase, **keys: object) -> PromptDataset:
     file = str(folder / "train.jsonl")
-    takes = Takes((), (), raw_prompts=True)
+    takes = InputSpec((), (), raw_prompts=True)
     return PromptDataset([file], tokenizer, Data(train_files=(file,), max_prompt_length=99, **keys), 0, takes=takes)
 
 

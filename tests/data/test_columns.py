@@ -15,10 +15,10 @@ from verl_style import CHAT_TEMPLATE, record, write_gsm8k
 from megappo.config.schema import Data
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.userland.forms import NOTHING, Takes
+from megappo.userland.signatures import NO_INPUT, InputSpec
 
 KINDS = pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-ALL = Takes((), None)
+ALL = InputSpec((), None)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def write(folder: Path, kind: str, *records: dict) -> str:
 
 
 def opened(
-    file: str, tokenizer: PreTrainedTokenizerBase, takes: Takes = NOTHING, label_key: str = "label", **keys: object
+    file: str, tokenizer: PreTrainedTokenizerBase, takes: InputSpec = NO_INPUT, label_key: str = "label", **keys: object
 ) -> PromptDataset:
     return PromptDataset([file], tokenizer, Data(train_files=(file,), label_key=label_key, **keys), 0, takes=takes)
 
@@ -100,12 +100,12 @@ ROWS = [{"prompt": "1", "label": 1, "level": 3, "tags": ["x"]}, {"prompt": "2", 
 @pytest.mark.parametrize(
     ("takes", "columns"),
     [
-        (NOTHING, {}),
-        (Takes(("level",)), {"level": 3}),
-        (Takes((), ("tags", "nowhere")), {"tags": ["x"]}),
-        (Takes(("tags",), ("level", "prompt")), {"tags": ["x"], "level": 3, "prompt": "1"}),
+        (NO_INPUT, {}),
+        (InputSpec(("level",)), {"level": 3}),
+        (InputSpec((), ("tags", "nowhere")), {"tags": ["x"]}),
+        (InputSpec(("tags",), ("level", "prompt")), {"tags": ["x"], "level": 3, "prompt": "1"}),
         (ALL, {"label": 1, "level": 3, "tags": ["x"]}),
-        (Takes((), (), raw_prompts=True), {"prompts": "1"}),
+        (InputSpec((), (), raw_prompts=True), {"prompts": "1"}),
     ],
 )
 def test_only_what_the_function_takes_goes_with_a_prompt(tmp_path, tokenizer, kind, takes, columns):
@@ -116,7 +116,7 @@ def test_only_what_the_function_takes_goes_with_a_prompt(tmp_path, tokenizer, ki
 
 def test_the_prompt_as_the_file_has_it_goes_with_it(tmp_path, tokenizer):
     file = write_gsm8k(tmp_path / "train.parquet", 2)
-    takes = Takes((), ("ability",), raw_prompts=True)
+    takes = InputSpec((), ("ability",), raw_prompts=True)
     [_, prompt] = opened(file, tokenizer, takes, label_key="reward_model.ground_truth").all
     assert prompt.columns == {"ability": "math", "prompts": record(1)["prompt"]}
 
@@ -124,7 +124,7 @@ def test_the_prompt_as_the_file_has_it_goes_with_it(tmp_path, tokenizer):
 @KINDS
 def test_a_column_that_the_function_needs_and_the_file_lacks(tmp_path, tokenizer, kind):
     unit = "rows" if kind == "parquet" else "lines"
-    assert errors_of(opened(write(tmp_path, kind, *ROWS), tokenizer, Takes(("level", "subject")))) == [
+    assert errors_of(opened(write(tmp_path, kind, *ROWS), tokenizer, InputSpec(("level", "subject")))) == [
         f"reward.function: FILE has no field 'subject' in any of its 2 {unit}: rename its parameter, give it a "
         "default, or add the field; the file has: prompt, label, level, tags"
     ]
@@ -132,10 +132,10 @@ def test_a_column_that_the_function_needs_and_the_file_lacks(tmp_path, tokenizer
 
 def test_a_column_that_one_line_lacks(tmp_path, tokenizer):
     file = write(tmp_path, "jsonl", *ROWS, {"prompt": "3", "label": 3}, ROWS[0])
-    assert errors_of(opened(file, tokenizer, Takes(("level",)))) == [
+    assert errors_of(opened(file, tokenizer, InputSpec(("level",)))) == [
         "data.train_files: FILE line 3: no field 'level' (reward.function)" + REMEDY
     ]
-    data = opened(file, tokenizer, Takes((), ("level",)))
+    data = opened(file, tokenizer, InputSpec((), ("level",)))
     assert errors_of(data) == [] and [prompt.columns for prompt in data.all][2] == {}
 
 
@@ -160,10 +160,10 @@ def test_a_column_that_nobody_names_and_is_not_json_is_left_out_and_reported(tmp
     assert [re.search("field '(.*?)'.* is not JSON .*: it is left out$", line)[1] for line in warnings] == list(NO_JSON)
 
 
-NAMED = [Takes(("odd",)), Takes((), ("odd",)), Takes(("odd",), None)]
+NAMED = [InputSpec(("odd",)), InputSpec((), ("odd",)), InputSpec(("odd",), None)]
 
 
-@pytest.mark.parametrize("takes", NAMED, ids=["needed", "welcome", "needed among all"])
+@pytest.mark.parametrize("takes", NAMED, ids=["needed", "optional", "needed among all"])
 @pytest.mark.parametrize(("value", "reason"), NO_JSON.values(), ids=NO_JSON)
 def test_a_column_that_is_taken_and_not_json(tmp_path, tokenizer, takes, value, reason):
     file = write(tmp_path, "parquet", {"prompt": "1", "label": "1", "odd": value})
@@ -179,7 +179,7 @@ def test_columns_that_are_not_taken_are_not_read(tmp_path, tokenizer):
     years = pyarrow.array([2**52], pyarrow.timestamp("s"))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "label": ["1"], "year": years}), tmp_path / "d.parquet")
     file = str(tmp_path / "d.parquet")
-    assert errors_of(opened(file, tokenizer, Takes((), ("month",)))) == []
-    for takes in (ALL, Takes((), ("year",))):
+    assert errors_of(opened(file, tokenizer, InputSpec((), ("month",)))) == []
+    for takes in (ALL, InputSpec((), ("year",))):
         [error] = errors_of(opened(file, tokenizer, takes))
         assert error.startswith("data.train_files: FILE row 1: cannot be read: ")

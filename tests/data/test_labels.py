@@ -9,7 +9,7 @@ from planning import errors_of, plan_here, write_run
 from megappo.config.schema import Data, Reward
 from megappo.data.prompts import PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.userland.builtin import check_label
+from megappo.userland.spec import check_label
 
 CHECK = "def check(candidate):\n    assert candidate(2) == 4\n"
 GOOD = {

@@ -14,7 +14,7 @@ from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer, showing_special
 from megappo.engines.client import Generation
 from megappo.rollouts.transcript import Transcript
-from megappo.userland.forms import PROMPTS
+from megappo.userland.signatures import PROMPTS
 
 TEXT = "  answer\n\nin  f(x):\n\treturn \u00e9\u4e2d 12"
 BOS, EOS = "<s>", "<|end|>"

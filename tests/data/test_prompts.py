@@ -22,7 +22,7 @@ from megappo.config.schema import Config, Data
 from megappo.data.file_formats import RecordsError
 from megappo.data.prompts import PromptDataset, batch_errors, open_datasets, share
 from megappo.data.tokenizer import load_tokenizer
-from megappo.userland.forms import NOTHING, Takes
+from megappo.userland.signatures import NO_INPUT, InputSpec
 
 WORDS = {word: i for i, word in enumerate(["[UNK]", "[BOS]", "user", "says", "go", "1", "2", "3", "+", "="])}
 TEMPLATE = (
@@ -54,7 +54,7 @@ def write(path: Path, *records: object) -> str:
 
 
 def dataset(
-    files: list[str], tokenizer: PreTrainedTokenizerBase, seed: int = 0, takes: Takes = NOTHING, **keys: object
+    files: list[str], tokenizer: PreTrainedTokenizerBase, seed: int = 0, takes: InputSpec = NO_INPUT, **keys: object
 ) -> PromptDataset:
     return PromptDataset(files, tokenizer, Data(train_files=tuple(files), **keys), seed, takes=takes)
 
@@ -438,7 +438,7 @@ def test_any_record_of_a_large_file_is_found(tmp_path, tokenizer, name):
     table = pyarrow.Table.from_pylist(records)
     table = table.set_column(1, "label", table["label"].dictionary_encode())  # each row group has one of its own
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet", row_group_size=700)
-    keys = {"takes": Takes(("tags",)), "max_prompt_length": 7, "too_long": "skip"}
+    keys = {"takes": InputSpec(("tags",)), "max_prompt_length": 7, "too_long": "skip"}
     data = dataset([str(tmp_path / name)], tokenizer, **keys)
     parts = [data.check(100, lambda size, rank=rank: share(range(size), rank, 3)) for rank in range(3)]
     assert data.errors(parts) == []

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from megappo.userland.environment_pool import EnvironmentPool
-from megappo.userland.environment_process import EnvironmentFault
+from megappo.userland.environments import EnvironmentFault, EnvironmentPool
 
 FUNCTIONS = '''
 def add(a: int, b: int = 1) -> int:
@@ -58,7 +57,7 @@ def test_calls_are_made_until_there_are_none(tmp_path):
     }
 
     async def play(pool):
-        async with pool.open(), pool.environment() as environment:
+        async with pool.environment() as environment:
             assert await environment.reset({}) == []
             return [await environment.step({"content": text, "token_ids": []}) for text in turns]
 

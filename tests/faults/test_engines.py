@@ -42,7 +42,7 @@ def scores(responses, fault):
     return [0.0] * len(responses)
 """
 ENDS = {
-    "hangs": "took longer than 5 seconds to score its responses and was stopped",
+    "hangs": "took longer than 5 seconds and was stopped",
     "dies": "ended its process (killed by SIGKILL)",
     "eats": "raised MemoryError: ",
 }

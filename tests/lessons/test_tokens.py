@@ -20,8 +20,8 @@ from megappo.placement.layout import Layout
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.row_builder import RowBuilder
 from megappo.rollouts.sampler import Sample
-from megappo.userland.forms import Graded
-from megappo.userland.work import Row
+from megappo.userland.grades import Graded
+from megappo.userland.signatures import Row
 
 MERGES = [("l", "l"), ("ll", "o"), ("h", "e"), ("he", "llo")]
 VOCAB = {word: i for i, word in enumerate(["h", "e", "l", "o", *map("".join, MERGES)])}

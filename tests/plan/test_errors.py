@@ -165,7 +165,7 @@ def test_groups_are_not_filtered_by_what_no_function_returns(plan, run_folder, f
             "takes (p, r); expected f(prompts, responses, labels, **columns), or comp",
         ),
         ("def f(p, r, l):\n    return 'ab'\n", "returned str; expected a list of 2 numbers: fix it"),
-        ("def f(p, r, l):\n    while True: pass\n", "took longer than 0.5 seconds to score its responses and was"),
+        ("def f(p, r, l):\n    while True: pass\n", "took longer than 0.5 seconds and was"),
     ],
 )
 def test_a_reward_function_that_cannot_score_is_reported(plan, run_folder, body, message):

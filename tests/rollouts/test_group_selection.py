@@ -18,10 +18,9 @@ from megappo.observe.metrics import Metric
 from megappo.rollouts.group_selection import GroupQuota, choose_groups
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sampler import EngineUsage, Sample, store_counter
-from megappo.userland.forms import Graded
-from megappo.userland.pool import RewardError
-from megappo.userland.work import Scoring
-from megappo.userland.work import Unit as Item
+from megappo.userland.grades import Graded
+from megappo.userland.rewards import RewardError
+from megappo.userland.scoring import RowReference, Scoring
 
 SIZE, NUM_ROUNDS, N = 6, 4, 3
 PROMPTS = [Prompt(i, [1], "", None) for i in range(SIZE)]
@@ -142,8 +141,8 @@ class Tokenizer:
 class Workers:
     """Stands where those of a reward function are: tests settle what they find."""
 
-    def put(self, units: Sequence[Item]) -> None:
-        pass
+    def put(self, rows: Sequence[RowReference]) -> int:
+        return len(rows)
 
     def check(self) -> None:
         pass
@@ -162,7 +161,7 @@ def known(rank: int, world_size: int) -> None:
 
         def settle(row: int, score: float, scoring: Scoring = scoring) -> None:
             for function in range(len(scoring._functions)):
-                scoring.settle(Item(scoring, row), function, Graded([score], {"acc": score} if function else {}))
+                scoring.settle(row, function, Graded([score], {"acc": score} if function else {}))
 
         assert not quota.is_met()
         for row, score in ((0, 0.0), (1, 1.0), (2, 0.5)):

@@ -14,7 +14,7 @@ from megappo.rollouts.episodes import Episode
 from megappo.rollouts.group_selection import GroupQuota
 from megappo.rollouts.sampler import store_counter
 from megappo.rollouts.transcript import Segment
-from megappo.userland.forms import Graded
+from megappo.userland.grades import Graded
 
 N = 2
 LONG, SHORT = 110, 4

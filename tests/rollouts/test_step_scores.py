@@ -20,7 +20,7 @@ from megappo.rollouts.sample_rows import sample_rows, total_scores, with_scores
 from megappo.rollouts.sampler import Sample
 from megappo.rollouts.step_scores import completing_tokens, extra_fields, extra_kinds, step_rewards
 from megappo.rollouts.transcript import Segment
-from megappo.userland.forms import Graded
+from megappo.userland.grades import Graded
 
 TEXTS = (
     "hello",

@@ -9,7 +9,7 @@ from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
 from megappo.rollouts.transcript import Transcript
-from megappo.userland.forms import PROMPTS
+from megappo.userland.signatures import PROMPTS
 
 TEMPLATE = (
     "{% for m in messages %}[{{m.role}}]{{m.content}}<|eot_id|>{% endfor %}"

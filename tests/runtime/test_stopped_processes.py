@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from megappo.runtime.keeper import ask_to_end
-from megappo.userland.environment_pool import EnvironmentPool
-from megappo.userland.environment_process import EpisodeLost
-from megappo.userland.pool import RewardError, load_reward
-from megappo.userland.work import Row
+from megappo.userland.environments import EnvironmentPool, EpisodeLost
+from megappo.userland.rewards import RewardError, load_reward
+from megappo.userland.signatures import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 USER_CODE = """
@@ -104,7 +103,7 @@ def test_a_reward_function(user_code: Path, kind: str, moment: str):
 @pytest.mark.parametrize("kind", ["worker", "keeper"])
 def test_an_environment(user_code: Path, kind: str):
     async def episode(pool: EnvironmentPool, started: list[psutil.Process]) -> None:
-        async with pool.open(), pool.environment() as environment:
+        async with pool.environment() as environment:
             await environment.reset({})
             stop(started, kind)
             await environment.step({"content": "x", "token_ids": [1]})
@@ -115,7 +114,7 @@ def test_an_environment(user_code: Path, kind: str):
             started = [process for process in descendants() if process not in before]
             begun = time.monotonic()
             if kind == "worker":
-                with pytest.raises(EpisodeLost, match="blocked its process"):
+                with pytest.raises(EpisodeLost, match="took longer than 0.5 seconds and was stopped"):
                     asyncio.run(episode(pool, started))
             else:
                 asyncio.run(episode(pool, started))

@@ -13,8 +13,8 @@ from slow import slow_ones
 from megappo.engines.launch import inherited_environment
 from megappo.runtime.interruption import deadline
 from megappo.runtime.variables import faults, for_python, proxy_for, visible_devices
-from megappo.userland.pool import load_reward
-from megappo.userland.process import environment
+from megappo.userland.rewards import load_reward
+from megappo.userland.worker_process import worker_variables
 
 ROOT = Path(__file__).parents[2]
 HIDING = ("math", "token", "copy", "statistics", "random", "json", "httpx", "yaml", "pydantic")
@@ -82,7 +82,7 @@ def test_no_proxy_leads_to_this_machine_or_its_cluster(no_proxies, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    "variables_of", [lambda: environment(os.environ, ()), lambda: inherited_environment(Path("/t"))]
+    "variables_of", [lambda: worker_variables(os.environ, ()), lambda: inherited_environment(Path("/t"))]
 )
 @pytest.mark.parametrize(("given", "direct"), [("", []), ("a.example,10.0.0.0/8", ["a.example", "10.0.0.0/8"])])
 def test_workers_and_engines_ask_loopback_without_a_proxy(no_proxies, monkeypatch, variables_of, given, direct):

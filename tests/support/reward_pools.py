@@ -4,8 +4,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from megappo.userland.forms import Graded
-from megappo.userland.pool import RewardPool, load_reward
+from megappo.userland.grades import Graded
+from megappo.userland.rewards import RewardPool, load_reward
 
 
 def load(

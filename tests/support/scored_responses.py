@@ -7,7 +7,7 @@ from megappo.observe.metrics import Metric
 from megappo.rollouts.group_selection import StepResponses
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sampler import EngineUsage, Sample
-from megappo.userland.forms import Graded
+from megappo.userland.grades import Graded
 
 
 class ScoredResponses(Responses):

@@ -29,9 +29,9 @@ from megappo.rollouts.sample_rows import check_tokens
 from megappo.rollouts.sampler import Sample
 from megappo.rollouts.transcript import Segment
 from megappo.trainer.batches import SampledBatches
-from megappo.userland.forms import Graded
-from megappo.userland.pool import RewardError
-from megappo.userland.work import Row
+from megappo.userland.grades import Graded
+from megappo.userland.rewards import RewardError
+from megappo.userland.signatures import Row
 
 
 def test_tokens_that_the_critic_does_not_know_are_refused():

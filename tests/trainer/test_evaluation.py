@@ -19,9 +19,9 @@ from megappo.rollouts.responses import Responses
 from megappo.rollouts.rollouts import Rollouts
 from megappo.rollouts.sampler import Sample
 from megappo.trainer.evaluation import evaluate, prompt_statistics
-from megappo.userland.environment_workers import Workers
-from megappo.userland.forms import Graded
-from megappo.userland.work import Row
+from megappo.userland.grades import Graded
+from megappo.userland.signatures import Row
+from megappo.userland.task_workers import TaskWorkers
 
 ANSWERS = [[1, 1, 2, 0], [2, 2, 2, 1], [1, 2, 0, 0], [0, 0, 0, 0], [3, 1, 1, 1]]
 """Of the four responses to each prompt, in their order, as a token each; 0 is none, and 1 is right."""
@@ -107,7 +107,9 @@ class Shown(NullObserver):
 
 def evaluate_on(rank: int, world_size: int) -> None:
     pools = {"greedy": Answers("silent"), "own": Answers("gsm8k")} if rank else {}
-    own = EngineHandle(rank, None, {name: Workers(pool) for name, pool in pools.items()}) if rank else EngineHandle()
+    own = (
+        EngineHandle(rank, None, {name: TaskWorkers(pool) for name, pool in pools.items()}) if rank else EngineHandle()
+    )
     datasets = Datasets(Tokenizer(), (1,), 30, None, {"greedy": Held(), "own": Held()})
     exchange, observer = Exchange(dist.group.WORLD), Shown()
     rollouts = FewSampled(CONFIG, datasets, restarts_of(own, exchange), exchange, observer, num_engines=2)

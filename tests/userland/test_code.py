@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megappo.userland.graders.code import code, program_in, trials_of
-from megappo.userland.pool import load_reward
+from megappo.userland.rewards import load_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 DOUBLE = {"inputs": ["3\n", "-4"], "outputs": ["6", "-8\n"]}

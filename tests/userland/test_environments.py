@@ -7,9 +7,8 @@ import time
 import psutil
 import pytest
 
-from megappo.userland import environment_process as process
-from megappo.userland.environment_pool import EnvironmentPool
-from megappo.userland.environment_process import EnvironmentFault, EpisodeLost
+from megappo.userland import worker_process
+from megappo.userland.environments import EnvironmentFault, EnvironmentPool, EpisodeLost
 
 TURN = {"role": "assistant", "content": "x", "token_ids": [1, 2]}
 
@@ -30,8 +29,7 @@ async def episode(pool: EnvironmentPool, number: int = 3) -> list:
 
 def play(pool: EnvironmentPool, count: int) -> list:
     async def all_of_them():
-        async with pool.open():
-            return await asyncio.gather(*(episode(pool) for _ in range(count)), return_exceptions=True)
+        return await asyncio.gather(*(episode(pool) for _ in range(count)), return_exceptions=True)
 
     return asyncio.run(all_of_them())
 
@@ -79,14 +77,14 @@ def test_what_is_wrong_with_an_environment_is_said(environments, name, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Hangs", "step took longer than 0.5 s"),
-        ("HangsInAThread", "step took longer than 0.5 s"),
-        ("Blocks", "step blocked its process for more than 0.5 s"),
-        ("Dies", "its process ended"),
+        ("Hangs", "step took longer than 0.5 seconds"),
+        ("HangsInAThread", "step took longer than 0.5 seconds"),
+        ("Blocks", "step took longer than 0.5 seconds and was stopped"),
+        ("Dies", "step ended its process (exit code 3)"),
     ],
 )
 def test_an_environment_that_does_not_answer_loses_its_episode_alone(environments, name, message, monkeypatch):
-    monkeypatch.setattr(process, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(worker_process, "GRACE_SECONDS", 1.0)
     with pool_of(environments, name, 2) as pool:
         for _ in range(2):  # the second time in processes started anew, where these had to end
             found = play(pool, 4)
@@ -97,9 +95,8 @@ def test_an_environment_that_does_not_answer_loses_its_episode_alone(environment
 
 def test_a_process_that_ends_takes_the_episodes_that_it_hosts_and_no_others(environments):
     async def all_of_them():
-        async with pool.open():
-            one = await asyncio.gather(*(episode(pool, number) for number in (100, 2)), return_exceptions=True)
-            return [*one, *await asyncio.gather(*(episode(pool, 100) for _ in range(4)), return_exceptions=True)]
+        one = await asyncio.gather(*(episode(pool, number) for number in (100, 2)), return_exceptions=True)
+        return [*one, *await asyncio.gather(*(episode(pool, 100) for _ in range(4)), return_exceptions=True)]
 
     with pool_of(environments, "DiesOfAHundred", 2, seconds=60.0) as pool:
         descriptors = psutil.Process().num_fds()
@@ -113,13 +110,12 @@ def test_a_process_that_ends_takes_the_episodes_that_it_hosts_and_no_others(envi
 
 def test_an_environment_that_is_left_while_it_is_made_is_closed(environments):
     async def leave():
-        async with pool.open():
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1), pool.environment() as environment:
-                    await environment.reset({"number": 1})
-            await asyncio.sleep(1.0)
-            async with pool.environment() as environment:
-                return await environment.reset({"number": 1})
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1), pool.environment() as environment:
+                await environment.reset({"number": 1})
+        await asyncio.sleep(1.0)
+        async with pool.environment() as environment:
+            return await environment.reset({"number": 1})
 
     with pool_of(environments, "Slow", seconds=60.0) as pool:
         assert asyncio.run(leave()) == [{"role": "user", "content": "2 made, 1 closed"}]
@@ -129,14 +125,13 @@ def test_an_environment_that_is_left_in_a_step_is_closed_when_that_has_ended(env
     """And its worker serves on in another event loop."""
 
     async def leave():
-        async with pool.open():
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.5), pool.environment() as environment:
-                    await environment.reset({"number": 1})
-                    await environment.step(TURN)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5), pool.environment() as environment:
+                await environment.reset({"number": 1})
+                await environment.step(TURN)
 
     async def look():
-        async with pool.open(), pool.environment() as environment:
+        async with pool.environment() as environment:
             [said] = await environment.reset({"number": 1})
             return said["content"]
 
@@ -149,10 +144,9 @@ def test_an_environment_that_is_left_in_a_step_is_closed_when_that_has_ended(env
 
 
 async def leave_after(pool: EnvironmentPool, seconds: float, count: int) -> None:
-    async with pool.open():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await asyncio.gather(*(episode(pool) for _ in range(count)))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*(episode(pool) for _ in range(count)))
 
 
 @pytest.mark.parametrize("name", ["ClosesSlowly", "MadeSlowly", "NotCancelled"])
@@ -184,7 +178,7 @@ def test_answers_that_have_come_in_part_are_lost_to_no_other_event_loop(environm
 def workers() -> set[int]:
     """The pids of worker processes."""
     found = psutil.Process().children(recursive=True)
-    return {one.pid for one in found if "megappo.userland.environment_worker" in one.cmdline()}
+    return {one.pid for one in found if "megappo.userland.worker" in one.cmdline()}
 
 
 @pytest.mark.parametrize(

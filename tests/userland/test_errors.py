@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from reward_pools import load
 
-from megappo.userland.pool import RewardError, load_reward
-from megappo.userland.work import Row, Scoring
+from megappo.userland.rewards import RewardError, load_reward
+from megappo.userland.scoring import Scoring
+from megappo.userland.signatures import Row
 
 HARMFUL = """
 import os, time
@@ -136,9 +137,9 @@ def test_an_async_function_that_blocks_its_process_is_stopped(tmp_path: Path):
 
 def wait_until_scored(scoring: Scoring) -> None:
     deadline = time.monotonic() + 10
-    while scoring.num_left and time.monotonic() < deadline:
+    while scoring.num_pending and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not scoring.num_left
+    assert not scoring.num_pending
 
 
 def test_rows_are_scored_as_they_come_and_functions_of_lists_get_them_all(tmp_path: Path):

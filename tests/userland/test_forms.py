@@ -11,8 +11,8 @@ from verl_style import CHAT_TEMPLATE, record, write_compute_score, write_gsm8k
 from megappo.config.schema import Data
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.data.tokenizer import load_tokenizer
-from megappo.userland.forms import Takes
-from megappo.userland.pool import RewardError, RewardPool, load_reward
+from megappo.userland.rewards import RewardError, RewardPool, load_reward
+from megappo.userland.signatures import InputSpec
 
 COLUMNS = [{"level": 1, "tags": ["a"]}, {"level": 2}, {"level": 3, "tags": None}]
 
@@ -23,28 +23,28 @@ def score(pool: RewardPool, columns: list[dict] = COLUMNS) -> list[float]:
 
 
 TAKES = {
-    "def f(prompts, responses, labels): pass": Takes(),
-    "def f(responses): pass": Takes(),
-    "def f(p, r, l): pass": Takes(),
-    "def f(p, r, l, x=1): pass": Takes(),
-    "def f(*args): pass": Takes(),
-    "f = lambda p, r, l, /: None": Takes(),
-    "class C:\n    def __call__(self, prompts, responses, labels, level): pass\nf = C()": Takes(("level",)),
-    "def f(prompts, responses, level, tags=None): pass": Takes(("level",), ("tags",)),
-    "def f(prompts, responses, *, level, **columns): pass": Takes(("level",), None),
-    "def f(data_source, solution_str, ground_truth, extra_info=None, **kwargs): pass": Takes(
+    "def f(prompts, responses, labels): pass": InputSpec(),
+    "def f(responses): pass": InputSpec(),
+    "def f(p, r, l): pass": InputSpec(),
+    "def f(p, r, l, x=1): pass": InputSpec(),
+    "def f(*args): pass": InputSpec(),
+    "f = lambda p, r, l, /: None": InputSpec(),
+    "class C:\n    def __call__(self, prompts, responses, labels, level): pass\nf = C()": InputSpec(("level",)),
+    "def f(prompts, responses, level, tags=None): pass": InputSpec(("level",), ("tags",)),
+    "def f(prompts, responses, *, level, **columns): pass": InputSpec(("level",), None),
+    "def f(data_source, solution_str, ground_truth, extra_info=None, **kwargs): pass": InputSpec(
         ("data_source",), ("extra_info",)
     ),
-    "def f(solution_str, ground_truth, method='strict', score=1.0): pass": Takes(),
-    "async def f(solution_str, **kwargs): pass": Takes((), ("data_source", "extra_info")),
-    "def f(solution_str, ground_truth, level): pass": Takes(("level",)),
-    "def f(prompts, completions, **kwargs): pass": Takes((), None, raw_prompts=True),
-    "def f(completions, answer, level=0): pass": Takes(("answer",), ("level",), raw_prompts=True),
+    "def f(solution_str, ground_truth, method='strict', score=1.0): pass": InputSpec(),
+    "async def f(solution_str, **kwargs): pass": InputSpec((), ("data_source", "extra_info")),
+    "def f(solution_str, ground_truth, level): pass": InputSpec(("level",)),
+    "def f(prompts, completions, **kwargs): pass": InputSpec((), None, raw_prompts=True),
+    "def f(completions, answer, level=0): pass": InputSpec(("answer",), ("level",), raw_prompts=True),
 }
 
 
 @pytest.mark.parametrize(("body", "takes"), TAKES.items())
-def test_the_signature_tells_what_a_function_takes(tmp_path: Path, body: str, takes: Takes):
+def test_the_signature_tells_what_a_function_takes(tmp_path: Path, body: str, takes: InputSpec):
     with load(tmp_path, body) as pool:
         assert pool.takes == takes
 
@@ -149,7 +149,7 @@ def test_a_function_of_no_form_is_told_the_forms_at_once(tmp_path: Path, body: s
 RESULTS = {
     "no score": ("{'reward': 1.0}", "returned a dictionary without 'score': {'reward': 1.0}"),
     "text": ("{'score': 'right'}", r"returned 'right' \(value 0\), a str; expected a number"),
-    "no number": ("float('nan')", r"returned nan \(value 0\); expected finite"),
+    "no number": ("float('nan')", r"returned nan \(value 0, scores 0\); expected a finite number"),
     "a fault": ("{}[solution_str]", r"raised KeyError: 'r0'\n(?s:.*)reward.py\", line 2, in f"),
 }
 
@@ -162,7 +162,7 @@ def test_a_broken_result_of_verls_form_is_told(tmp_path: Path, word: str, result
         score(pool)
 
 
-def prompts_of(file: str, folder: Path, takes: Takes) -> list[Prompt]:
+def prompts_of(file: str, folder: Path, takes: InputSpec) -> list[Prompt]:
     tokenizer = load_tokenizer(str(write_run(folder) / "model"))
     tokenizer.chat_template = CHAT_TEMPLATE
     config = Data(train_files=(file,), label_key="reward_model.ground_truth")

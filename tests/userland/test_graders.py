@@ -13,11 +13,11 @@ import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from reward_pools import scores_of
 
-from megappo.userland.graders.forms import repetition, think_answer
+from megappo.userland.graders.formats import repetition, think_answer
 from megappo.userland.graders.gsm8k import gsm8k
 from megappo.userland.graders.mathematics import last_boxed, math
 from megappo.userland.graders.texts import exact_match, multiple_choice, regex_match
-from megappo.userland.pool import load_reward
+from megappo.userland.rewards import load_reward
 
 GRADED = [json.loads(line) for line in (Path(__file__).parent / "graded.jsonl").read_text().splitlines()]
 GRADERS = {"gsm8k": gsm8k, "math": math}

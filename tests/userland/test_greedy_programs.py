@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megappo.userland.graders.code import code
-from megappo.userland.jail import MAX_CREATED, MAX_OPEN_FILES, MAX_THREADS
+from megappo.userland.graders.jail import MAX_CREATED, MAX_OPEN_FILES, MAX_THREADS
 
 TRIES = """
 def taken(take, most):

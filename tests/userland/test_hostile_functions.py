@@ -12,7 +12,8 @@ import psutil
 import pytest
 from reward_pools import load, score, scores_of
 
-from megappo.userland.pool import RewardError, load_reward
+from megappo.userland.grades import Graded
+from megappo.userland.rewards import RewardError, load_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFINE = "import json, os, signal, stat, struct, subprocess, sys, time\n\n"
@@ -22,16 +23,18 @@ SOCKETS += "sockets = [d for d in sockets if stat.S_ISSOCK(os.fstat(d).st_mode)]
 
 
 def write(data: str, then: str = "time.sleep(54321)") -> str:
-    return SOCKETS + f"assert len(sockets) == 1\nos.write(sockets[0], {data})\n{then}"
+    return SOCKETS + f"os.write(sockets[0], {data})\n{then}"
 
 
 def frame(body: str) -> str:
     return f"struct.pack('!Q', len({body})) + {body}"
 
 
-def graded(of_row: str, count: int = 3) -> str:
-    """Write an answer with this for each row."""
-    return f"import json\nanswer = json.dumps({{'graded': [{of_row}] * {count}}}).encode()\n" + write(frame("answer"))
+def graded(of_row: str, count: int = 3, then: str = "time.sleep(54321)") -> str:
+    """Write a reply to the first call of a function, with these fields of `Graded` for each row."""
+    fields = f"dict(zip({Graded._fields}, {of_row}))"
+    reply = f"{{'call': 1, 'result': [{fields}] * {count}}}"
+    return f"import json\nanswer = json.dumps({reply}).encode()\n" + write(frame("answer"), then)
 
 
 def function(lines: str) -> str:
@@ -63,67 +66,52 @@ def test_what_a_function_does_to_its_lists_has_no_effect(tmp_path: Path):
     assert labels == [0, 1, 2]
 
 
+GRADED = {
+    "text as scores": ("[['1'], {}, None]", r"returned '1' \(value 0, scores 0\); expected a valid number"),
+    "no scores": ("[[], {}, None]", r"returned \[\] \(value 0, scores\); List should have at least 1 item"),
+    "NaN": ("[[float('nan')], {}, None]", "returned nan .*; expected a finite number"),
+    "NaN as a part": (
+        "[[1.0], {'acc': float('nan')}, None]",
+        r"returned nan \(value 0, parts acc\); expected",
+    ),
+    "a score beyond float32": ("[[1e39], {}, None]", r"1e\+39 is too large for a float32"),
+    "too many scores": ("[[1.0] * 65, {}, None]", "List should have at most 64 items"),
+    "too many parts": ("[[1.0], dict.fromkeys(map(str, range(33)), 1.0), None]", "should have at most 32 items"),
+    "a long name": ("[[1.0], {'x' * 65: 1.0}, None]", "expected a name of at most 64 printable characters"),
+    "a name that is no text": ("[[1.0], {'\\ud800': 1.0}, None]", "expected a name of at most 64 printable characters"),
+    "an answer that is no text": ("[[1.0], {}, '\\ud800']", "expected a valid string"),
+    "a long answer": ("[[1.0], {}, 'x' * 201]", "String should have at most 200 characters"),
+    "an answer that is a number": ("[[1.0], {}, 7]", r"returned 7 \(value 0, answer\); expected a valid string"),
+    "a failure": ("[[1.0], {}, None, True]", "returned 3 values for 3 responses; expected one grade each"),
+    "a negative weight": (
+        "[[1.0], {}, None, False, -1.0]",
+        r"returned -1.0 \(value 0, loss_weight\); ",
+    ),
+    "a step behind the end": ("[[1.0], {}, None, False, None, [[[3, 1.0]]]]", "a step that ends at 3 .* at most 2"),
+    "steps that do not ascend": (
+        "[[1.0], {}, None, False, None, [[[2, 1.0], [2, 1.0]]]]",
+        "a step that ends at 2 .*; expected an end above 2",
+    ),
+    "steps of characters": ("[[1.0], {}, None, False, None, [['12']]]", r"returned '12' \(value 0, steps 0 0\)"),
+    "parts that are a list": ("[[1.0], [], None]", r"returned \[\] \(value 0, parts\); expected a valid dictionary"),
+}
 SENDS = {
-    "garbage": (write("b'garbage' * 20"), r"sent something else than scores .*: announced \d+ bytes, expected at most"),
+    "garbage": (
+        write("b'garbage' * 20"),
+        r"sent something else than .* results .*: announced \d+ bytes, expected at most",
+    ),
     "a frame of many GB": (write("struct.pack('!Q', 2**40)"), "announced 1099511627776 bytes, expected at most"),
     "no JSON": (write(frame("b'{no json'")), "b'{no json' is not JSON"),
     "deep JSON": (write(frame("b'[' * 20000")), "is not JSON"),
     "no object": (write(frame("b'[1.0]'")), r"b'\[1.0\]' is no JSON object"),
-    "text as scores": (graded("[['1'], {}, None, False, None, []]"), "something else than scores of 3 responses"),
-    "too few scores": (graded("[[1.0], {}, None, False, None, []]", 1), "something else than scores of 3 responses"),
-    "no scores": (graded("[[], {}, None, False, None, []]"), "something else than scores of 3 responses"),
-    "numbers": (graded("1.0"), "something else than scores of 3 responses"),
-    "NaN": (graded("[[float('nan')], {}, None, False, None, []]"), "something else than scores of 3 responses"),
-    "NaN as a part": (
-        graded("[[1.0], {'acc': float('nan')}, None, False, None, []]"),
-        "something else than scores of 3 responses",
+    "an answer to no call": (write(frame("b'{}'")), "sent something else than .* results .*: {} answers no call"),
+    "an answer to any call": (write(frame("b'{\"call\": [1]}'")), r"{'call': \[1\]} answers no call"),
+    "numbers": (
+        write(frame('b\'{"call": 1, "result": [1.0, 1.0, 1.0]}\'')),
+        r"returned 1.0 \(value 0\); expected a tuple, list",
     ),
-    "a score beyond float32": (
-        graded("[[1e39], {}, None, False, None, []]"),
-        "something else than scores of 3 responses",
-    ),
-    "too many scores": (graded("[[1.0] * 65, {}, None, False, None, []]"), "something else than scores of 3 responses"),
-    "too many parts": (
-        graded("[[1.0], dict.fromkeys(range(33), 1.0), None, False, None, []]"),
-        "something else than scores of 3",
-    ),
-    "a long name": (
-        graded("[[1.0], {'x' * 65: 1.0}, None, False, None, []]"),
-        "something else than scores of 3 responses",
-    ),
-    "a name that is no text": (
-        graded("[[1.0], {'\\ud800': 1.0}, None, False, None, []]"),
-        "something else than scores of 3 responses",
-    ),
-    "an answer that is no text": (
-        graded("[[1.0], {}, '\\ud800', False, None, []]"),
-        "something else than scores of 3 responses",
-    ),
-    "a long answer": (graded("[[1.0], {}, 'x' * 201, False, None, []]"), "something else than scores of 3 responses"),
-    "an answer that is a number": (
-        graded("[[1.0], {}, 7, False, None, []]"),
-        "something else than scores of 3 responses",
-    ),
-    "a negative weight": (
-        graded("[[1.0], {}, None, False, -1.0, []]"),
-        "something else than scores of 3 responses",
-    ),
-    "a step behind the end": (
-        graded("[[1.0], {}, None, False, None, [[[3, 1.0]]]]"),
-        "something else than scores of 3 responses",
-    ),
-    "steps that do not ascend": (
-        graded("[[1.0], {}, None, False, None, [[[2, 1.0], [2, 1.0]]]]"),
-        "something else than scores of 3 responses",
-    ),
-    "steps of characters": (
-        graded("[[1.0], {}, None, False, None, [['12']]]"),
-        "something else than scores of 3 responses",
-    ),
-    "parts that are a list": (
-        graded("[[1.0], [], None, False, None, []]"),
-        "something else than scores of 3 responses",
-    ),
+    "too few scores": (graded("[[1.0], {}, None]", 1), "returned 1 values for 3 responses"),
+    **{name: (graded(of_row), message) for name, (of_row, message) in GRADED.items()},
     "closes everything": ("os.closerange(3, 64)\nreturn [0.0] * 3", "ended its process"),
     "closes everything and hangs": ("os.closerange(3, 64)\ntime.sleep(54321)", r"\(closed its connection\)"),
 }
@@ -148,7 +136,7 @@ PARTS = {
 def test_a_partial_answer_ends_with_the_timeout(tmp_path: Path, data: str, message: str):
     pool = load(tmp_path, function(write(data)), num_workers=2, timeout_seconds=1)
     start = time.monotonic()
-    with pytest.raises(RewardError, match=rf"took longer than 1 seconds to score its responses .*\({message}\)"):
+    with pytest.raises(RewardError, match=rf"took longer than 1 seconds and was stopped .*\({message}\)"):
         score(pool)
     assert time.monotonic() - start < 6
 
@@ -168,17 +156,17 @@ def test_a_worker_that_does_not_read_ends_with_the_timeout(tmp_path: Path):
     score(pool)
     time.sleep(0.8)
     start = time.monotonic()
-    with pytest.raises(RewardError, match=r"took longer than 1 seconds .*\(it did not read its rows\)"):
+    with pytest.raises(RewardError, match=r"took longer than 1 seconds .*\(it did not read its input\)"):
         pool.score(["p" * 10_000_000], ["r"], [0])
     assert time.monotonic() - start < 6
 
 
 def test_an_answer_too_many_is_not_taken_for_the_next_one(tmp_path: Path):
-    lines = graded("[[9.0], {}, None, False, None, []]").replace("time.sleep(54321)", "return [0.0] * 3")
+    lines = graded("[[9.0], {}, None]", then="return [0.0] * 3")
     pool = load(tmp_path, function(lines))
-    score(pool)
+    assert score(pool) == [9.0] * 3
     time.sleep(0.3)
-    with pytest.raises(RewardError, match="sent something else than scores .* between two calls"):
+    with pytest.raises(RewardError, match="sent something else than .* results .*'call': 1.* answers no call"):
         score(pool)
 
 
@@ -340,7 +328,7 @@ def test_detached_processes_end_with_their_worker(tmp_path: Path, ending: str):
 
 PARENT = """
 import sys
-from megappo.userland.pool import load_reward
+from megappo.userland.rewards import load_reward
 pool = load_reward(sys.argv[1], num_workers=2, timeout_seconds=1000)
 pool.score([""] * 2, [""] * 2, [0, 0])
 print("ready", flush=True)
@@ -365,24 +353,25 @@ def test_detached_processes_end_with_a_killed_owner(tmp_path: Path, ending: sign
 
 def test_garbage_while_the_file_is_imported_is_told(tmp_path: Path):
     (tmp_path / "reward.py").write_text("import os, stat, struct\n" + write("b'garbage' * 9", "") + "\ndef f(): ...\n")
-    with pytest.raises(RewardError, match="sent something else than scores"):
+    with pytest.raises(RewardError, match="sent something else than its results"):
         load_reward(f"{tmp_path}/reward.py:f", num_workers=1, timeout_seconds=20)
 
 
-TOLD = (
+DESCRIPTIONS = (
     '{"ready": true}',
-    '{"takes": {"needed": "ab", "welcome": null, "raw_prompts": false}}',
-    '{"takes": {"needed": [1], "welcome": [], "raw_prompts": false}}',
-    '{"takes": {"needed": [], "welcome": 3, "raw_prompts": false}}',
-    '{"takes": {"needed": []}}',
-    '{"graded": [[[1.0], {}, null]]}',
+    '{"inputs": {"needed": "ab", "optional": null, "raw_prompts": false}, "modes": ["row"]}',
+    '{"inputs": {"needed": [1], "optional": [], "raw_prompts": false}, "modes": ["row"]}',
+    '{"inputs": {"needed": [], "optional": 3, "raw_prompts": false}, "modes": ["row"]}',
+    '{"inputs": {"needed": []}, "modes": ["column"]}',
+    "[[[1.0], {}, null]]",
 )
 
 
-@pytest.mark.parametrize("answer", TOLD)
+@pytest.mark.parametrize("answer", DESCRIPTIONS)
 def test_what_a_file_says_that_its_function_takes_is_not_believed(tmp_path: Path, answer: str):
-    body = "import os, stat, struct, time\n" + write(frame(f"{answer.encode()!r}")) + "\ndef f(): ...\n"
-    with pytest.raises(RewardError, match="answered with something else than what it takes"):
+    reply = f'{{"call": 0, "result": {answer}}}'.encode()
+    body = "import os, stat, struct, time\n" + write(frame(f"{reply!r}")) + "\ndef f(): ...\n"
+    with pytest.raises(RewardError, match="answered with something else than its signature"):
         load(tmp_path, body)
 
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from megappo.userland.graders.remote import SCORE
-from megappo.userland.pool import RewardError, RewardPool, load_reward
+from megappo.userland.rewards import RewardError, RewardPool, load_reward
 
 
 class Server(ThreadingHTTPServer):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from reward_pools import load, score, scores, scores_of
 
-from megappo.userland.pool import RewardError, load_reward
+from megappo.userland.rewards import RewardError, load_reward
 from megappo.userland.spec import missing_function, parse_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,18 +106,21 @@ BROKEN = {
         "    import numpy\n    return numpy.zeros((3, 2))",
         r"returned a ndarray \(value 0\) .* no single number",
     ),
-    "NaN": ("    return [0, float('nan'), 0]", r"returned nan \(value 1\); expected finite"),
+    "NaN": ("    return [0, float('nan'), 0]", r"returned nan \(value 1, scores 0\); expected a finite number"),
     "a set": ("    return {1, 2, 3}", "returned set; expected a list of 3 numbers"),
     "a generator": ("    return (0 for _ in responses)", "returned generator; expected a list"),
     "more than it says": (
         "    class Scores(list):\n        __len__ = lambda self: 3\n    return Scores([1.0])",
-        "returned a Scores that says it has 3 values and gives 1",
+        "returned 1 values for 3 responses",
     ),
     "tensors": (
         "    import torch\n    return torch.zeros(3, 2)",
         r"returned a Tensor \(value 0\) that is no single number",
     ),
-    "too large": ("    return [0, 1e39, 0]", r"returned 1e\+39 \(value 1\), which is too large for a float32"),
+    "too large": (
+        "    return [0, 1e39, 0]",
+        r"returned 1e\+39 \(value 1, scores 0\); 1e\+39 is too large",
+    ),
     "another number of scores": (
         "    return [[1, 2], [1, 2], [1, 2, 3]]",
         r"returned 2 scores \(value 0\) and 3 \(value 2\); expected as many for each",
@@ -126,18 +129,21 @@ BROKEN = {
         "    return [[1, 2], 3, [1, 2]]",
         r"returned 2 scores \(value 0\) and 1 \(value 1\); expected as many for each",
     ),
-    "no scores": ("    return [[]] * 3", r"returned a list of 0 scores \(value 0\); expected 1 to 64"),
-    "too many scores": ("    return [[0] * 65] * 3", r"returned a list of 65 scores \(value 0\); expected 1 to 64"),
+    "no scores": ("    return [[]] * 3", r"returned \[\] \(value 0, scores\); List should have at least 1 item"),
+    "too many scores": (
+        "    return [[0] * 65] * 3",
+        r"\(value 0, scores\); List should have at most 64 items",
+    ),
     "a nested list": ("    return [[1, [2]]] * 3", r"returned \[2\] \(value 0, score 1\), a list; expected a number"),
     "NaN among scores": (
         "    return [[0, 1], [0, float('nan')], [0, 1]]",
-        r"returned nan \(value 1, score 1\); expected finite",
+        r"returned nan \(value 1, scores 1\); expected a finite number",
     ),
     "a sum too large": (
         "    return [[3e38, 3e38]] * 3",
         r"returned 6e\+38 \(value 0, the sum of its scores\), which is too large for a float32",
     ),
-    "infinity": ("    return [0, 0, float('inf')]", r"returned inf \(value 2\); expected finite"),
+    "infinity": ("    return [0, 0, float('inf')]", r"returned inf \(value 2, scores 0\); expected a finite number"),
     "dies": ("    import os; os._exit(5)", r"ended its process \(exit code 5\)"),
     "is killed": ("    import os; os.kill(os.getpid(), 9)", r"ended its process \(killed by SIGKILL\)"),
 }
@@ -167,7 +173,7 @@ def test_a_hanging_function_is_stopped_with_all_it_started(tmp_path: Path, hang:
     body = f"def f(prompts, responses, labels):\n    if 1 not in labels: return [0] * len(labels)\n    {hang}\n"
     pool = load(tmp_path, body, num_workers=3, timeout_seconds=1.0)  # one of three workers hangs
     start = time.monotonic()
-    with pytest.raises(RewardError, match="took longer than 1 seconds to score its responses and was stopped") as late:
+    with pytest.raises(RewardError, match="took longer than 1 seconds and was stopped") as late:
         score(pool)
     assert time.monotonic() - start < 5
     assert str(late.value).splitlines()[-1].startswith("fix it, or raise reward.timeout_seconds (1), or set reward.on")
@@ -277,7 +283,7 @@ def test_close_ends_the_workers_and_what_they_started_and_may_be_repeated(tmp_pa
 
 PARENT = """
 import sys
-from megappo.userland.pool import load_reward
+from megappo.userland.rewards import load_reward
 pool = load_reward(sys.argv[1], num_workers=2, timeout_seconds=1000)
 print("ready", flush=True)
 pool.score([""] * 2, [""] * 2, [0, 0])

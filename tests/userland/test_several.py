@@ -8,8 +8,8 @@ from planning import errors_of, plan_here, write_run
 
 from megappo.config.errors import ConfigError
 from megappo.config.loading import load_config
-from megappo.userland.builtin import BUILTIN
-from megappo.userland.pool import RewardError, load_reward
+from megappo.userland.rewards import RewardError, load_reward
+from megappo.userland.spec import BUILTIN
 
 FUNCTIONS = """
 def short(responses):
@@ -35,6 +35,9 @@ def told_of_some(responses):
 
 def fails(responses):
     raise ValueError("no")
+
+def large(responses):
+    return [1e30 for _ in responses]
 
 def wrong(responses):
     return 1.0
@@ -62,8 +65,8 @@ def test_scores_stand_side_by_side_each_with_its_weight(file):
 
 
 def test_a_weight_may_not_make_a_score_too_large(file):
-    with pytest.raises(RewardError, match=r"returned 1e\+40 \(exact_match\), which is too large for a float32"):
-        scores_of({"exact_match": 1e40, f"{file}:short": 1})
+    with pytest.raises(RewardError, match=r"\(large\) returned 1e\+40 .*; 1e\+40 is too large for a float32"):
+        scores_of({f"{file}:large": 1e10, f"{file}:short": 1})
 
 
 def test_each_gets_its_own_fields(file):
@@ -76,8 +79,8 @@ def test_what_they_take_is_what_any_takes(file):
             return pool.takes
 
     of_two = takes("compute_score", "both")
-    assert (of_two.needed, of_two.welcome, of_two.raw_prompts) == (("data_source", "level"), ("extra_info",), True)
-    assert takes("both", "names").welcome is None
+    assert (of_two.needed, of_two.optional, of_two.raw_prompts) == (("data_source", "level"), ("extra_info",), True)
+    assert takes("both", "names").optional is None
     assert takes("short", "short").needed == ()
 
 
@@ -132,19 +135,25 @@ def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        ("{'score': 1.0, 'acc': float('nan')}", "returned nan \\(value 0, 'acc'\\); expected finite numbers"),
+        ("{'score': 1.0, 'acc': float('nan')}", "returned nan \\(value 0, parts acc\\); expected a finite number"),
         ("{'acc': 1.0}", "returned a dictionary without 'score': {'acc': 1.0}"),
         (
             "{'score': 1.0, 5: 1.0}",
-            "returned 1 numbers beside 'score' .value 0.: 5; expected at most 32, with names of",
+            r"returned a number beside 'score' whose name is no text .value 0.: \[5\]",
         ),
-        ("{'score': 1.0, 'half \\ud800': 1.0}", "with names of at most 64 printable characters"),
-        ("dict.fromkeys(map(str, range(33)), 1) | {'score': 1.0}", "returned 33 numbers beside 'score'"),
+        ("{'score': 1.0, 'half \\ud800': 1.0}", "expected a name of at most 64 printable characters"),
+        (
+            "dict.fromkeys(map(str, range(33)), 1) | {'score': 1.0}",
+            r"\(value 0, parts\); Dictionary should have at most 32",
+        ),
         ("{'score': {'score': 1.0}}", "returned {'score': 1.0} .value 0., a dict; expected a number"),
-        ("{'score': 1, 'loss_weight': -0.5}", r"returned -0.5 \(value 0, 'loss_weight'\); expected 0 or more"),
+        (
+            "{'score': 1, 'loss_weight': -0.5}",
+            r"returned -0.5 \(value 0, loss_weight\); expected greater than",
+        ),
         (
             "{'score': 1, 'loss_weight': float('nan')}",
-            r"returned nan \(value 0, 'loss_weight'\); expected finite numbers",
+            r"returned nan \(value 0, loss_weight\); expected a finite number",
         ),
         (
             "{'score': 1, 'loss_weight': None}",
@@ -172,15 +181,15 @@ def test_weights_of_losses_multiply_and_scores_of_steps_have_the_weight_of_their
         ),
         (
             "{'score': 1, 'step_scores': [[1, float('inf')]]}",
-            r"returned inf \(value 0, 'step_scores', step 0\); expected fin",
+            r"returned inf \(value 0, steps 0 0 1\); expected a finite",
         ),
         (
             "{'score': 3e38, 'step_scores': [[1, 3e38]]}",
-            r"returned 6e\+38 .*their sum with the score\), which is too large",
+            r"returned 6e\+38 .*the sum of its scores\), which is too large",
         ),
         (
             "{'score': [1, 2], 'step_scores': []}",
-            r"a list of 2 scores beside steps \(value 0, 'step_scores'\); expected one",
+            r"a list of 2 scores beside 'step_scores' \(value 0\); expected one",
         ),
     ],
 )

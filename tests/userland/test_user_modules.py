@@ -10,7 +10,7 @@ import pytest
 from reward_pools import scores_of as firsts
 from slow import slow_ones
 
-from megappo.userland.pool import load_reward
+from megappo.userland.rewards import load_reward
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from timed import Row, medians, parser_of, report
 
 from megappo.userland import work
-from megappo.userland.pool import RewardPool, load_reward
+from megappo.userland.rewards import RewardPool, load_reward
 
 FUNCTION = """
 import time

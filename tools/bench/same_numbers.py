@@ -58,7 +58,7 @@ from megappo.trainer.progress import Progress  # noqa: E402
 from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.train_engines import architecture_of  # noqa: E402
 from megappo.trainer.utilisation import Utilisation  # noqa: E402
-from megappo.userland.forms import Graded  # noqa: E402
+from megappo.userland.grades import Graded  # noqa: E402
 from megappo.weights.export import Export  # noqa: E402
 
 WORLD_SIZE, STEPS, VOCABULARY = 4, 2, 61

@@ -134,7 +134,7 @@ def _tried(job: Mapping[str, Any], seconds: float) -> list[dict[str, Any]]:
     folder = tempfile.mkdtemp(prefix="megappo_trial_")
     try:
         done = subprocess.run(
-            [*PYTHON, "-s", "-m", "megappo.userland.trial"],
+            [*PYTHON, "-s", "-m", "megappo.userland.graders.trial"],
             input=json.dumps({**job, "folder": folder}).encode(),
             env=environment,
             capture_output=True,

@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from megappo.userland.graders.labels import as_text
+from megappo.userland.graders.texts import as_text
 
 MARK = "####"
 NUMBER = re.compile(

@@ -7,7 +7,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from megappo.userland.graders.labels import as_text
+from megappo.userland.graders.texts import as_text
 
 BOX = re.compile(r"\\f?boxed\b|\\fbox\b|\\boxed(?=\d)")
 """What comes before a boxed answer; \\fbox is in MATH's own solutions, too."""

@@ -1,6 +1,7 @@
 """Answers that are texts: the label itself, a regular expression, the letter of a choice."""
 
 import re
+from decimal import Decimal
 from typing import Any
 
 LETTER = r"""
@@ -105,3 +106,12 @@ def multiple_choice_label(label: Any) -> str:
     if match is None:
         raise ValueError(f"multiple_choice needs letters from A to J as labels, found {label!r:.80}")
     return match["letter"]
+
+
+def as_text(label: Any) -> str:
+    """Return a label that is a text as it is, and a number written out, as 1e-07 would be a product in LaTeX; "" for
+    others."""
+    if isinstance(label, str):
+        return label
+    is_number = isinstance(label, int | float) and not isinstance(label, bool)
+    return format(Decimal(str(label)), "f") if is_number else ""

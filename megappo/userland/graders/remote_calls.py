@@ -8,7 +8,6 @@ never compares a value of the test's own. The standard library alone.
 import ast
 import builtins
 import io
-import json
 import operator
 import socket
 import sys
@@ -22,7 +21,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from megappo.userland.frames import receive, send
+from megappo.userland.channel import receive, send
 
 MAX_BYTES = 2**30
 """Largest message."""
@@ -116,10 +115,10 @@ class Peer:
         self._send(*reply, written.getvalue())
 
     def _send(self, *message: Any) -> None:
-        send(self._connection, json.dumps(self._encoded(message)).encode())
+        send(self._connection, self._encoded(message))
 
     def _next(self) -> Any:
-        return self._decoded(json.loads(receive(self._connection, MAX_BYTES)))
+        return self._decoded(receive(self._connection, MAX_BYTES))
 
     def _encoded(self, value: Any) -> Any:
         """A value as JSON; what JSON does not have, as a list of its kind and its content."""

@@ -1,4 +1,4 @@
-"""Tries a program on tests, each in a process of its own that can do little: `python -m megappo.userland.trial`.
+"""Tries a program on tests, each in a confined process of its own: `python -m megappo.userland.graders.trial`.
 
 Reads from its input, as JSON, a `Job`. Writes lines of JSON: {"unprotected": why} alone, or {} and then what each test
 gave: {"output": what the program wrote}, {"result": what its function returned, as JSON in a text}, {"passed": true} or
@@ -27,9 +27,9 @@ from types import ModuleType
 from typing import IO, Any, NamedTuple
 
 from megappo.runtime.lifetime import die_with
-from megappo.userland.frames import receive, send
-from megappo.userland.jail import answer, confine, limit, supervise
-from megappo.userland.remote_calls import MAX_BYTES, run_test, serve_names
+from megappo.userland.channel import receive, send
+from megappo.userland.graders.jail import answer, confine, limit, supervise
+from megappo.userland.graders.remote_calls import MAX_BYTES, run_test, serve_names
 
 MAX_OUTPUT_BYTES = 2**22
 FILE_BYTES = MAX_OUTPUT_BYTES + 1
@@ -92,12 +92,12 @@ def _run_programs(asked: socket.socket) -> None:
     listener = None
     with suppress(EOFError):
         while True:
-            job = Job(*json.loads(receive(asked, MAX_BYTES)))
+            job = Job(*receive(asked, MAX_BYTES))
             _, descriptors, _, _ = socket.recv_fds(asked, 1, RESULT + 1)
             if job.is_protected and listener is None:
                 listener = supervise()
             program = partial(_child, descriptors, job, partial(_ending, job.code, job.tests[0]))
-            send(asked, json.dumps(_run(program, job.test_seconds, listener)).encode())
+            send(asked, _run(program, job.test_seconds, listener))
             for descriptor in descriptors:
                 os.close(descriptor)
     os._exit(0)
@@ -140,7 +140,7 @@ def _outcome(runner: socket.socket, job: Job, test: dict[str, Any], deadline: fl
         descriptors = [file.fileno() for file in files]
         shown = {name: test[name] for name in ("stdin", "function", "arguments") if name in test}
         one = job._replace(tests=[shown], test_seconds=seconds, folder=folder)
-        send(runner, json.dumps(one).encode())
+        send(runner, one)
         socket.send_fds(runner, [b"."], [*descriptors[:RESULT], theirs.fileno() if "test" in test else descriptors[-1]])
         theirs.close()
         examined = 0
@@ -148,7 +148,7 @@ def _outcome(runner: socket.socket, job: Job, test: dict[str, Any], deadline: fl
             its_own = [descriptors[STDIN], descriptors[RESULT], descriptors[RESULT], ours.fileno()]
             examined = _run(partial(_child, its_own, one, partial(_examine, test)), seconds)
         ours.close()
-        ended = json.loads(receive(runner, MAX_BYTES))
+        ended = receive(runner, MAX_BYTES)
         if None in (examined, ended):
             return {"failed": f"took longer than {seconds:.3g} seconds"}
         return _told(files, ended or examined, test)

@@ -1,0 +1,260 @@
+"""Worker processes for people's code, seen from their owner, which believes nothing of what they send."""
+
+import asyncio
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Collection, Coroutine, Mapping
+from contextlib import AbstractContextManager, suppress
+from threading import Thread
+from typing import Any
+
+from megappo.runtime.cores import unbound
+from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
+from megappo.runtime.variables import PYTHON, for_python
+from megappo.userland.channel import MAX_BYTES, Channel
+
+START_TIMEOUT_SECONDS = 120.0
+"""How long a worker may take to import people's files."""
+GRACE_SECONDS = 5.0
+"""Beyond the time limit of a coroutine, for the worker to report that it is over: one that does not is blocked."""
+EXIT_SECONDS = 2.0
+"""How long a worker may take to exit that has closed its connection, or whose owner has."""
+SECRETS = re.compile(
+    r"((TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|KEY|CREDENTIAL|AUTH|JWT)S?|(^|_)(?!^PWD$)(PASS|PWD|PAT))(_|$)",
+    re.IGNORECASE,
+)
+"""Found in the names of environment variables that hold secrets; TOKENIZERS_PARALLELISM, PATH and PWD do not match."""
+
+
+class CallError(Exception):
+    """A call of people's code failed. The message follows the name of the code.
+
+    Attributes:
+        is_late: the call took longer than it may.
+    """
+
+    def __init__(self, reason: str, *, is_late: bool = False):
+        super().__init__(reason)
+        self.is_late = is_late
+
+
+class WorkerProcess:
+    """A worker and its keeper, in a session of their own, so that Ctrl-C does not reach them. The keeper ends when the
+    worker does, or the thread that has started it, and ends whatever people's code has started by then.
+
+    Attributes:
+        is_up: it can be called.
+    """
+
+    def __init__(self, memory_limit_gib: float | None, pass_env: Collection[str]):
+        self._connection, theirs = socket.socketpair()
+        keeper = [*PYTHON, "-m", "megappo.runtime.keeper", str(os.getpid())]
+        with theirs, unbound():
+            self._process = subprocess.Popen(
+                [*keeper, *PYTHON, "-m", "megappo.userland.worker"],
+                stdin=theirs,
+                env=worker_variables(os.environ, pass_env),
+                start_new_session=True,
+            )
+        self._memory_bytes = None if memory_limit_gib is None else int(memory_limit_gib * 2**30)
+        self._channel = Channel(self._receive, self._lose, MAX_BYTES)
+        self._numbers = itertools.count()
+        self._replies: dict[int, asyncio.Future[dict[str, Any] | None]] = {}
+        self._fault = ""
+        self.is_up = True
+
+    async def load(self, arguments: Mapping[str, Any]) -> Any:
+        """Return the host's description of the code that it has loaded.
+
+        Raises:
+            CallError: it has not loaded it.
+        """
+        await self._channel.connect(asyncio.get_running_loop(), self._connection)
+        arguments = {"memory_bytes": self._memory_bytes, **arguments}
+        return await self.call("load", arguments, START_TIMEOUT_SECONDS)
+
+    async def call(self, method: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+        """Return the result of a method of the host that is a coroutine.
+
+        Raises:
+            CallError: it failed.
+        """
+        return await self.result(self.begin(method, arguments, seconds), seconds, GRACE_SECONDS)
+
+    def begin(self, method: str, arguments: Mapping[str, Any], seconds: float) -> asyncio.Future:
+        """Send a call, whose reply `result` waits for. Calls of plain functions are run in their order."""
+        number = next(self._numbers)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        if self.is_up:
+            self._channel.send({"call": number, "method": method, "arguments": arguments, "seconds": seconds})
+        else:
+            reply.set_result(None)
+        return reply
+
+    async def result(self, reply: asyncio.Future, seconds: float, grace_seconds: float = 0.0) -> Any:
+        """Return the result of a call that was begun; stop the process if there is none in time.
+
+        Raises:
+            CallError: the call failed; the process may have ended.
+        """
+        try:
+            async with asyncio.timeout(seconds + grace_seconds):
+                found = await reply
+        except TimeoutError as error:
+            progress = self._channel.progress
+            self.stop()
+            detail = f" ({progress})" if progress else ""
+            raise CallError(f"took longer than {seconds:g} seconds and was stopped{detail}", is_late=True) from error
+        if found is None:
+            raise CallError(self._fault or f"ended its process ({await asyncio.to_thread(self._exit)})")
+        if "error" in found:
+            raise CallError(str(found["error"]))
+        if "late" in found:
+            raise CallError(f"took longer than {seconds:g} seconds", is_late=True)
+        return found.get("result")
+
+    def stop(self) -> None:
+        """Have the process end at once; calls in progress fail."""
+        self._lose("was stopped")
+        ask_to_end(self._process)
+
+    def hang_up(self) -> None:
+        """Close the connection, at which an idle process exits; calls in progress fail."""
+        self._lose("was stopped")
+
+    async def end(self, timeout_seconds: float = 0.0) -> None:
+        """Make sure that the process has ended, with all that it has started.
+
+        Args:
+            timeout_seconds: how long it may take to exit by itself.
+        """
+        self.hang_up()
+        await asyncio.to_thread(end_keeper, self._process, timeout_seconds)
+
+    def _receive(self, reply: dict[str, Any]) -> None:
+        number = reply.get("call")
+        waiting = self._replies.pop(number, None) if isinstance(number, int) else None
+        if waiting is None:
+            self._lose(f"{str(reply)[:80]} answers no call")
+        elif not waiting.done():  # else nobody waits for it any more
+            waiting.set_result(reply)
+
+    def _lose(self, reason: str) -> None:
+        if not self.is_up:
+            return
+        self.is_up = False
+        if reason and reason != "was stopped":
+            remedy = "does it write to a descriptor that it has not opened?"
+            reason = f"sent something else than its results to the trainer: {reason}; {remedy}"
+        self._fault = reason
+        self._channel.close()
+        for waiting in self._replies.values():
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def _exit(self) -> str:
+        """Return how the process exited."""
+        try:
+            code = self._process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        with suppress(ValueError):  # not a signal, but the code's own exit code
+            return f"killed by {signal.Signals(code - 128).name}"
+        return f"exit code {code}"
+
+
+def end_keeper(process: subprocess.Popen, timeout_seconds: float) -> None:
+    """Let a keeper end by itself, then have it end with all that it keeps."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout_seconds)
+    ask_to_end(process)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(2 * KILL_TIMEOUT_SECONDS)
+    process.kill()
+    process.wait()
+
+
+def worker_variables(variables: Mapping[str, str], pass_env: Collection[str]) -> dict[str, str]:
+    """Return the environment variables of a worker: its owner's without secrets, unless pass_env names them. Scripts
+    that it starts import their neighbours, as anywhere."""
+    passed = {name: value for name, value in variables.items() if name in pass_env or not SECRETS.search(name)}
+    passed.pop("PYTHONSAFEPATH", None)
+    return for_python(passed)
+
+
+class WorkerPool(AbstractContextManager):
+    """Workers that have loaded the same code, and the thread whose event loop talks to them. The kernel ends them
+    together with that thread, so that they never outlive the trainer.
+
+    Args:
+        host: what the workers host, see `worker`. arguments: of the host.
+        timeout_seconds: of a call.
+        memory_limit_gib: memory that a process may take; None: any.
+        pass_env: variables that the workers get although their names are those of secrets.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        arguments: Mapping[str, Any],
+        *,
+        num_workers: int,
+        timeout_seconds: float,
+        memory_limit_gib: float | None,
+        pass_env: Collection[str],
+    ):
+        self.num_workers, self.timeout_seconds = num_workers, timeout_seconds
+        self._load = {"host": host, **arguments}
+        self._limits = memory_limit_gib, pass_env
+        self._workers: set[WorkerProcess] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name=f"{host} workers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all workers and what they started. May be called again."""
+        if self._loop.is_closed():
+            return
+        self._run(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine, which has time limits of its own, in the pool's thread, and return its result."""
+        with LIFE.waiting():
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    async def _start(self) -> tuple[WorkerProcess, Any]:
+        """Start a worker; return it with the description of its code.
+
+        Raises:
+            CallError: it has not loaded the code.
+        """
+        worker = WorkerProcess(*self._limits)
+        self._workers.add(worker)
+        try:
+            return worker, await worker.load(self._load)
+        except BaseException:
+            await self._end(worker)
+            raise
+
+    async def _end(self, worker: WorkerProcess, timeout_seconds: float = 0.0) -> None:
+        await worker.end(timeout_seconds)
+        self._workers.discard(worker)
+
+    async def _close(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(worker, EXIT_SECONDS) for worker in self._workers))
+        await self._loop.shutdown_default_executor()
