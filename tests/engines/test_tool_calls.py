@@ -35,9 +35,9 @@ def no_docstring(a: int) -> int:
 def pool_of(folder, *names: str, parser: str = "qwen25") -> EnvironmentPool:
     file = folder / "functions.py"
     file.write_text(FUNCTIONS)
-    arguments = json.dumps([[(str(file), name) for name in names], parser])
-    words = ["megappo.engines.tool_calls", "tool_environment", arguments]
-    return EnvironmentPool("of tools", words, num_workers=1, timeout_seconds=60.0)
+    functions = [(str(file), name) for name in names]
+    code = ["megappo.engines.tool_calls", "tool_environment", functions, parser]
+    return EnvironmentPool("of tools", code, num_workers=1, timeout_seconds=60.0)
 
 
 def call(name: str, **arguments) -> str:
