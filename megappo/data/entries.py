@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megappo.config.schema import Reward
 from megappo.data.chat import Chat, PromptContent
 from megappo.data.tokenizer import encode
+from megappo.userland.signatures import PROMPTS, InputSpec
 from megappo.userland.spec import check_label
-from megappo.userland.signatures import InputSpec, PROMPTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

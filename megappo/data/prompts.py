@@ -19,7 +19,7 @@ from megappo.data.file_formats import RecordsError, Unpack, unpacked
 from megappo.data.order import Order, Turns
 from megappo.data.prompt_checks import PromptChecker, hidden_token_warnings
 from megappo.data.records import Records, open_records
-from megappo.userland.signatures import InputSpec, NO_INPUT
+from megappo.userland.signatures import NO_INPUT, InputSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

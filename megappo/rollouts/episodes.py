@@ -10,8 +10,7 @@ from megappo.data.chat import Chat
 from megappo.data.prompts import Prompt
 from megappo.engines.client import Generation
 from megappo.rollouts.transcript import Observation, Segment, Transcript
-from megappo.userland.environments import Environment, EnvironmentPool
-from megappo.userland.environments import EnvironmentFault, EpisodeLost
+from megappo.userland.environments import Environment, EnvironmentFault, EnvironmentPool, EpisodeLost
 from megappo.userland.signatures import PROMPTS
 
 if TYPE_CHECKING:
