@@ -79,7 +79,7 @@ def _fuse_gradient_accumulation(chunk: GPTModel) -> None:
     """Have TransformerEngine's layers add their weights' gradients to `main_grad` themselves.
 
     TransformerConfig's field of that name does so, too, but then Megatron's own output layer, whose product the heads
-    compute, asks for Apex (megatron-core 0.16.1, tensor_parallel/layers.py).
+    compute, needs Apex (megatron-core 0.16.1, tensor_parallel/layers.py).
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):

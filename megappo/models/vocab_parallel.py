@@ -42,7 +42,7 @@ def vocab_parallel_log_probs_and_entropy(
         vocab_size: true vocabulary; words from there on are padding, have no probability and get gradient 0.
         temperature: divides the logits.
         at_a_time: logits worked on at a time, those of all tokens for as many words; LOGITS_AT_A_TIME of the device by
-            default. It does not change the result but for rounding.
+            default. It changes the rounding of the result only.
     Returns:
         log_probs [T] and entropy [T], float32 (float64 for float64), in nats, the same on every rank. A target outside
         [0, vocab_size) has log-prob NaN.
@@ -77,7 +77,7 @@ def vocab_parallel_kl(
         ref_hidden: [T, H'] and ref_weight [V/tp, H'], the reference's, sharded in the same way; without a gradient.
         group, vocab_size, temperature, at_a_time: as in `vocab_parallel_log_probs_and_entropy`; for both distributions.
     Returns:
-        kl [T], float32 (float64 for float64), in nats, the same on every rank; not below 0 but for rounding.
+        kl [T], float32 (float64 for float64), in nats, the same on every rank; not below 0, up to rounding.
     Raises:
         ValueError: the shapes do not fit each other or the vocabulary.
     Source: KL = sum p (log p - log q), with p the policy's and q the reference's; d KL / dx = p (log p - log q - KL).
@@ -267,7 +267,7 @@ class _Vocabulary:
             yield slice(start, min(start + self.block, self.num_words))
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, words: slice) -> torch.Tensor:
-        """Of a block of words, divided by the temperature, [T, block] float32 (float64 stays); the caller's own."""
+        """New logits of a block of words, divided by the temperature, [T, block] float32 (float64 stays)."""
         return _divided(torch.mm(hidden, weight[words].T), self.temperature)
 
     def columns(self, words: slice, targets: torch.Tensor) -> torch.Tensor:
@@ -294,14 +294,14 @@ def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
-    """Of logits x [T, block], which it overwrites, and s = x - max x: max x, sum exp(s), sum exp(s) s; [3, T]."""
+    """Return max x, sum exp(s) and sum exp(s) s for logits x [T, block] and s = x - max x; [3, T]. Overwrites x."""
     maximum = x.amax(-1)
     exp = x.sub_(maximum[:, None]).exp()
     return torch.stack([maximum, exp.sum(-1), x.mul_(exp).sum(-1)])
 
 
 def _joined(sums: torch.Tensor) -> torch.Tensor:
-    """What `_sums` returned for several blocks, [n, 3, T], as for one block of all of their words, [3, T]."""
+    """Join the `_sums` of several blocks, [n, 3, T], to those of one block of all their words, [3, T]."""
     maxima, exp_sums, exp_shifted_sums = sums.unbind(1)
     maximum = maxima.amax(0)
     shift = maxima - maximum
@@ -310,8 +310,8 @@ def _joined(sums: torch.Tensor) -> torch.Tensor:
 
 
 def _kl_sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of logits x and the reference's y [T, block], which it overwrites, with s = x - max x and u = y - max y: max x,
-    sum exp(s), sum exp(s) (s - u), max y, sum exp(u); [5, T]."""
+    """Return max x, sum exp(s), sum exp(s) (s - u), max y and sum exp(u), [5, T], for logits x and the reference's y
+    [T, block], with s = x - max x and u = y - max y. Overwrites both."""
     maximum, ref_maximum = x.amax(-1), y.amax(-1)
     exp = x.sub_(maximum[:, None]).exp()
     ref_exp_sum = y.sub_(ref_maximum[:, None]).exp().sum(-1)
@@ -319,7 +319,7 @@ def _kl_sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _kl_joined(sums: torch.Tensor) -> torch.Tensor:
-    """What `_kl_sums` returned for several blocks, [n, 5, T], as for one block of all of their words, [5, T]."""
+    """Join the `_kl_sums` of several blocks, [n, 5, T], to those of one block of all their words, [5, T]."""
     maxima, exp_sums, exp_ratio_sums, ref_maxima, ref_exp_sums = sums.unbind(1)
     maximum, ref_maximum = maxima.amax(0), ref_maxima.amax(0)
     shift, ref_shift = maxima - maximum, ref_maxima - ref_maximum
@@ -340,7 +340,7 @@ def _add_product(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) ->
 
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """What sums over its numbers are kept in: float32, or float64 for float64."""
+    """Return the dtype of sums over its numbers: float32, or float64 for float64."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

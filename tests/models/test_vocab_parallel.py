@@ -53,7 +53,7 @@ def check(case: tuple, vocab_size: int, temperature: float, at_a_time: int, tol:
     close = {"rtol": tol, "atol": tol}
     torch.testing.assert_close(log_probs.double(), expected[0], **close)
     torch.testing.assert_close(entropy.double(), expected[1], **close)
-    # The first column's gradient is the offset times a sum that is 0 but for rounding.
+    # The first column's gradient is the offset times a sum that is 0 up to rounding.
     torch.testing.assert_close(shard[0].grad[:, 1:].double(), whole[0].grad[:, 1:], **close)
     torch.testing.assert_close(shard[1].grad.double(), whole[1].grad[mine()], **close)
     assert torch.equal(shard[0].detach(), hidden) and torch.equal(shard[1].detach(), weight[mine()])
