@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megappo.architecture.dtypes import DTYPES
@@ -27,7 +27,7 @@ from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
 from megappo.engines.server_args import known_names
 from megappo.estimate.fitting import fits, resolve_offload
-from megappo.estimate.gpus import GIB, GPU, GPUS
+from megappo.estimate.gpus import GIB, GPUS
 from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
 from megappo.estimate.report import memory_errors, memory_table, resume_line, switch_table, time_table
 from megappo.estimate.seconds import TimeEstimate
@@ -48,7 +48,7 @@ WIDTH = 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan; the process's exit code."""
+    """Print the plan; return the process's exit code."""
     parser = _parser()
     args = parser.parse_intermixed_args(arguments)
     if args.suggest and not args.gpu:
@@ -62,27 +62,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with config.locating():
             world_size = args.world_size or _world_size(config)
     except ConfigError as error:
-        return _fail(error)
+        return _fail(error.errors)
     if args.nodes and world_size % args.nodes:
         parser.error(f"--nodes {args.nodes} does not divide the {counted(world_size, 'rank')}: each has as many")
-    ranks_per_node = world_size // (args.nodes or 1)
     print(f"plan of {printable(args.config)} on {counted(world_size, 'rank')}\n\n{config_summary(config)}")
+    errors, warnings = _check(config, world_size, args)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if errors:
+        return _fail(errors)
+    ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
+    print(f"\n{already_finished(config) or ready}")
+    return 0
+
+
+def _check(config: Config, world_size: int, args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Print every part of the plan that can be made; return errors and warnings."""
+    ranks_per_node = world_size // (args.nodes or 1)
     plan, errors = check_run(config, world_size, ranks_per_node, on_gpus=bool(args.gpu))
-    if plan is not None:
-        notes = "\n  ".join([plan.route.describe(), *config.absences])
-        print(f"\nplacement\n{placement_picture(plan)}\n  {notes}\n\n{rank_table(plan)}")
-        if not config.trainer.eval_only:
-            print(f"\nbatch, per PPO step\n{batch_summary(plan)}")
-        if config.evaluates:
-            print(f"\nevaluation\n{evaluation_summary(config)}")
     warnings = [*config_warnings(config), *(() if errors else resume_warnings(config)), *faults(os.environ)]
+    if plan is not None:
+        _print_placement(plan)
     if plan is not None and not errors:
         print(f"\nweights, in {config.model.dtype}\n{weights_summary(plan)}")
     if args.gpu and plan is not None:
         try:
-            gpu, of_node = GPUS[args.gpu], ranks_per_node if args.nodes else GPUS_PER_NODE
-            cluster = Cluster(gpu.memory, of_node)
-            errors += config.located(_print_estimates(plan, cluster, gpu, args.suggest, args.storage_gbps))
+            errors += config.located(_print_estimates(plan, args))
         except ConfigError as error:  # of a model's config.json, which may be among the errors already
             errors = errors or config.located(error.errors)
     elif args.gpu:
@@ -94,19 +99,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         findings = rehearse(config, everything=args.all)
         errors, warnings = config.located(findings.errors), warnings + findings.warnings
         print("\nchecked", *findings.checked, f"not checked: {', '.join(_unchecked(config))}", sep="\n  ")
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if errors:
-        return _fail(ConfigError(*errors))
-    ready = f"nothing is wrong: ready for {counted(world_size, 'process')} of megappo.train"
-    print(f"\n{already_finished(config) or ready}")
-    return 0
+    return errors, warnings
 
 
-def _print_estimates(
-    plan: RunPlan, cluster: Cluster, gpu: GPU, suggests: bool, storage_gbps: float | None
-) -> list[str]:
+def _print_placement(plan: RunPlan) -> None:
+    notes = "\n  ".join([plan.route.describe(), *plan.config.absences])
+    print(f"\nplacement\n{placement_picture(plan)}\n  {notes}\n\n{rank_table(plan)}")
+    if not plan.config.trainer.eval_only:
+        print(f"\nbatch, per PPO step\n{batch_summary(plan)}")
+    if plan.config.evaluates:
+        print(f"\nevaluation\n{evaluation_summary(plan.config)}")
+
+
+def _print_estimates(plan: RunPlan, args: argparse.Namespace) -> list[str]:
     """Print memory, seconds and layouts of a run on GPUs; return why it does not fit them."""
+    gpu = GPUS[args.gpu]
+    cluster = Cluster(gpu.memory, plan.ranks_per_node if args.nodes else GPUS_PER_NODE)
     plan = resolve_offload(plan, cluster)
     memory = MemoryEstimate(plan, cluster)
     for line in plan.decisions():
@@ -122,8 +130,8 @@ def _print_estimates(
     seconds = time_table(TimeEstimate(memory, gpu))
     print(f"\nseconds of a step in which every row is as long as may be, estimated\n{seconds}")
     if memory.checkpoint_bytes:
-        print(resume_line(memory, storage_gbps))
-    if suggests:
+        print(resume_line(memory, args.storage_gbps))
+    if args.suggest:
         print(f"\nlayouts that fit, the fastest by estimate first\n{suggestions(plan, cluster, gpu)}")
     return list(memory_errors(memory, gpu))
 
@@ -135,19 +143,13 @@ def _unchecked(config: Config) -> list[str]:
 
 
 def config_summary(config: Config) -> str:
-    """Every key's value, a paragraph per section."""
-    lines = [
-        textwrap.fill(
-            "  ".join(f"{key}={show(value)}" for key, value in leaves(section)),
-            WIDTH,
-            initial_indent=f"  {name:<11}",
-            subsequent_indent=" " * 13,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, section in config.model_dump(mode="json").items()
-    ]
-    return "\n".join(["config", *lines])
+    """Return every key's value, a paragraph per section."""
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False)
+    lines = ["config"]
+    for name, section in config.model_dump(mode="json").items():
+        wrapper.initial_indent = f"  {name:<11}"
+        lines.append(wrapper.fill("  ".join(f"{key}={show(value)}" for key, value in leaves(section))))
+    return "\n".join(lines)
 
 
 def evaluation_summary(config: Config) -> str:
@@ -162,24 +164,25 @@ def evaluation_summary(config: Config) -> str:
 
 def batch_summary(plan: RunPlan) -> str:
     """Return the step's totals, then each component's split of them."""
-    config, splits, num_engines = plan.config, batch_splits(plan), plan.layouts["rollout"].data
-    prompts, n = config.data.train_batch_size, config.rollout.n
-    drawn = config.data.draw_size
-    totals = [
-        f"  {prompts:,} prompts x {counted(n, 'response')} = {prompts * n:,} trajectories"
-        + (f", those that are finished first of {drawn:,} prompts" if drawn > prompts else ""),
-        f"  at most {longest_row(config):,} tokens each ({config.data.max_prompt_length:,} prompt + "
-        f"{config.rollout.max_response_length:,} response): {prompts * n * longest_row(config):,} tokens at worst",
-        f"  {num_engines} engine(s): about {drawn * n / num_engines:,.4g} trajectories each, "
-        f"{config.rollout.max_running_requests:,} at once",
+    data, rollout, total_steps = plan.config.data, plan.config.rollout, plan.config.trainer.total_steps
+    num_engines, row, drawn = plan.layouts["rollout"].data, longest_row(plan.config), data.draw_size
+    trajectories = data.train_batch_size * rollout.n
+    limit = f", those that are finished first of {drawn:,} prompts" if drawn > data.train_batch_size else ""
+    steps = [f"{name} {training.optimizer_steps(plan.config):,}" for name, training in plan.training.items()]
+    splits = batch_splits(plan)
+    rows = [["", *splits]]
+    for title, cell in _BATCH_ROWS.items():
+        rows.append([title, *map(cell, splits.values())])
+    prompts, longest = f"{data.max_prompt_length:,} prompt", f"{rollout.max_response_length:,} response"
+    share = f"{drawn * rollout.n / num_engines:,.4g} trajectories each, {rollout.max_running_requests:,} at once"
+    lines = [
+        f"  {data.train_batch_size:,} prompts x {counted(rollout.n, 'response')} = {trajectories:,} trajectories{limit}",
+        f"  at most {row:,} tokens each ({prompts} + {longest}): {trajectories * row:,} tokens at worst",
+        f"  {num_engines} engine(s): about {share}",
+        aligned(rows),
+        f"  whole run: {total_steps:,} steps; optimizer steps: {', '.join(steps)}",
     ]
-    rows = [["", *splits]] + [
-        [title, *(cell(split) for split in splits.values())] for title, cell in _BATCH_ROWS.items()
-    ]
-    run = f"  whole run: {config.trainer.total_steps:,} steps; optimizer steps: "
-    steps = {name: training.optimizer_steps(config) for name, training in plan.training.items()}
-    run += ", ".join(f"{name} {count:,}" for name, count in steps.items())
-    return "\n".join([*totals, aligned(rows), run])
+    return "\n".join(lines)
 
 
 def weights_summary(plan: RunPlan) -> str:
@@ -210,7 +213,7 @@ def _range(bounds: tuple[int, int]) -> str:
 
 
 def _world_size(config: Config) -> int:
-    """Ranks the plan is for: torchrun's, where `all` leaves it open, else the fewest that the placement names."""
+    """Return the ranks of the plan: torchrun's if `all` leaves them open, else the fewest that the placement needs."""
     named = smallest_world(config)
     of_launcher = os.environ.get("WORLD_SIZE", "")
     if leaves_world_open(config) and _is_count(of_launcher):
@@ -220,9 +223,9 @@ def _world_size(config: Config) -> int:
     return named
 
 
-def _fail(error: ConfigError) -> int:
+def _fail(errors: Iterable[str]) -> int:
     sys.stdout.flush()
-    for line in error.errors:
+    for line in errors:
         print(f"error: {line}", file=sys.stderr)
     return 2
 
