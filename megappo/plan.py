@@ -27,12 +27,12 @@ from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
 from megappo.engines.server_args import known_names
 from megappo.estimate.fitting import fits, resolve_offload
+from megappo.estimate.gpu_memory import GPUS_PER_NODE, Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPUS
-from megappo.estimate.memory import GPUS_PER_NODE, Cluster, MemoryEstimate
-from megappo.estimate.report import memory_errors, memory_table, resume_line, switch_table, time_table
 from megappo.estimate.seconds import TimeEstimate
 from megappo.estimate.shapes import Shapes
 from megappo.estimate.suggest import suggestions
+from megappo.estimate.tables import memory_errors, memory_table, resume_line, switch_table, time_table
 from megappo.observe.console import escape_unprintable
 from megappo.placement.batch_split import batch_splits
 from megappo.placement.picture import aligned, placement_picture, rank_table
@@ -174,9 +174,10 @@ def batch_summary(plan: RunPlan) -> str:
     for title, cell in _BATCH_ROWS.items():
         rows.append([title, *map(cell, splits.values())])
     prompts, longest = f"{data.max_prompt_length:,} prompt", f"{rollout.max_response_length:,} response"
+    responses = counted(rollout.n, "response")
     share = f"{drawn * rollout.n / num_engines:,.4g} trajectories each, {rollout.max_running_requests:,} at once"
     lines = [
-        f"  {data.train_batch_size:,} prompts x {counted(rollout.n, 'response')} = {trajectories:,} trajectories{limit}",
+        f"  {data.train_batch_size:,} prompts x {responses} = {trajectories:,} trajectories{limit}",
         f"  at most {row:,} tokens each ({prompts} + {longest}): {trajectories * row:,} tokens at worst",
         f"  {num_engines} engine(s): about {share}",
         aligned(rows),

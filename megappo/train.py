@@ -33,9 +33,9 @@ from megappo.engines.handle import EngineHandle, start_engine
 from megappo.engines.launch import nccl_variables, socket_dir
 from megappo.errors import EXIT_CONFIG
 from megappo.estimate.fitting import resolve_offload
-from megappo.estimate.memory import Cluster
-from megappo.estimate.report import switch_table
+from megappo.estimate.gpu_memory import Cluster
 from megappo.estimate.shapes import Shapes
+from megappo.estimate.tables import switch_table
 from megappo.observe.console import escape_unprintable
 from megappo.placement.run_plan import RunPlan
 from megappo.preflight import lock

@@ -52,7 +52,7 @@ WITHOUT_TORCH = (
     "megappo/checkpoint/folders.py",
     "megappo/observe/files.py",
     "megappo/preflight/lock.py",
-    "megappo/preflight/files.py",
+    "megappo/preflight/file_checks.py",
     "megappo/preflight/run_checks.py",
     "megappo/preflight/resuming.py",
     "megappo/preflight/rehearsal.py",

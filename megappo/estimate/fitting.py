@@ -6,7 +6,7 @@ from typing import Any
 from megappo.config.checks import longest_request, longest_row
 from megappo.config.loading import leaves
 from megappo.config.schema import Config
-from megappo.estimate.memory import Cluster, MemoryEstimate
+from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.placement.components import AUTO
 from megappo.placement.run_plan import RunPlan
 

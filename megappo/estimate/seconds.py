@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from megappo.architecture.dtypes import DTYPES
 from megappo.config.checks import longest_row
+from megappo.estimate.gpu_memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, RankKind
 from megappo.estimate.gpus import GPU
-from megappo.estimate.memory import ROLLOUT, SAVE, SYNC, MemoryEstimate, Place
 from megappo.estimate.placed_model import PlacedModel
 from megappo.placement.uses import DeviceUse
 
@@ -152,7 +152,7 @@ class TimeEstimate:
         experts = self._policy.architecture.experts
         return 1 - self._policy.expert_share * (1 - experts.top_k / experts.count) ** tokens if experts else 1.0
 
-    def _moved(self, place: Place) -> float:
+    def _moved(self, place: RankKind) -> float:
         """Return the bytes that a rank moves in a step between its GPU and the host."""
         moved = 0.0
         steps = [use for phase, use in self.memory.uses.items() if phase not in BETWEEN_STEPS]

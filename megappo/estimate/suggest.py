@@ -11,10 +11,10 @@ from megappo.architecture.fit import engine_fit_errors, fit_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import differences, fits, resolve_offload
+from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPU
-from megappo.estimate.memory import Cluster, MemoryEstimate
-from megappo.estimate.report import written_seconds
 from megappo.estimate.seconds import TimeEstimate
+from megappo.estimate.tables import written_seconds
 from megappo.placement.components import AUTO
 from megappo.placement.run_plan import RunPlan, plan_run
 

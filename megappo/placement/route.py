@@ -49,7 +49,7 @@ class EngineRoute:
 
 
 @dataclass(frozen=True)
-class Route:
+class SyncRoute:
     """The route from the actor to every engine, by the engine's number.
 
     Attributes:
@@ -145,7 +145,7 @@ class Route:
                 )
 
 
-def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int) -> Route:
+def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: int) -> SyncRoute:
     """Return the route to each engine: by rollout.sync.transport, or with auto, or if that one cannot send adapters
     alone, by the first transport of the table that reaches the engine."""
     rollout, is_external = layouts["rollout"], bool(config.rollout.engines)
@@ -161,7 +161,7 @@ def find_route(config: Config, layouts: Mapping[str, Layout], ranks_per_node: in
         routes = {name: EngineRoute(name, entry, *facts) for name, entry in entries.items() if entry is not None}
         chosen = routes.get(config.rollout.sync.transport)
         engines.append(chosen or next(route for route in routes.values() if _is_open(route, layouts["actor"])))
-    return Route(layouts["actor"].stages, tuple(engines), has_adapters)
+    return SyncRoute(layouts["actor"].stages, tuple(engines), has_adapters)
 
 
 def _is_open(route: EngineRoute, actor: Layout) -> bool:

@@ -11,7 +11,7 @@ from megappo.placement.component_errors import component_errors
 from megappo.placement.components import AUTO, ComponentSpec, Training, components_of
 from megappo.placement.layout import Layout
 from megappo.placement.placing import node_errors, place
-from megappo.placement.route import Route, find_route
+from megappo.placement.route import SyncRoute, find_route
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RunPlan:
     layouts: Mapping[str, Layout]
 
     @cached_property
-    def route(self) -> Route:
+    def route(self) -> SyncRoute:
         """The route of the actor's weights to each engine."""
         return find_route(self.config, self.layouts, self.ranks_per_node)
 

@@ -8,7 +8,7 @@ from megappo.config.eval_sets import tasks
 from megappo.config.schema import Config
 from megappo.engines.server_args import parser_errors, server_args_errors
 from megappo.placement.run_plan import RunPlan, plan_run
-from megappo.preflight.files import file_errors
+from megappo.preflight.file_checks import file_errors
 from megappo.preflight.resuming import resume_errors
 from megappo.userland.spec import BUILTIN, missing_function
 

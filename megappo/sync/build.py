@@ -13,7 +13,7 @@ from megappo.config.schema import Config
 from megappo.config.transports import CPU_BUCKET_BYTES, GPU_BUCKET_BYTES
 from megappo.engines.client import EngineClient
 from megappo.models.megatron_engine import MegatronEngine
-from megappo.placement.route import Route
+from megappo.placement.route import SyncRoute
 from megappo.runtime import platform
 from megappo.sync.adapters import adapter_shapes
 from megappo.sync.sync import WeightSync
@@ -23,7 +23,7 @@ from megappo.weights.export import Export
 from megappo.weights.load import folder_shapes
 
 
-def engine_sleeps(route: Route, engine: int) -> bool:
+def engine_sleeps(route: SyncRoute, engine: int) -> bool:
     """Return whether an engine frees its memory, and so loses its weights, while the models on its GPUs are trained."""
     found = route.engines[engine]
     return platform.has_cuda() and found.shares_gpus and not found.stays_awake
@@ -31,7 +31,7 @@ def engine_sleeps(route: Route, engine: int) -> bool:
 
 def build_sync(
     config: Config,
-    route: Route,
+    route: SyncRoute,
     architecture: Architecture,
     actor: MegatronEngine | None,
     client: EngineClient | None,
@@ -86,13 +86,13 @@ def build_sync(
     )
 
 
-def _bucket_bytes(config: Config, route: Route, *, on_gpus: bool) -> int:
+def _bucket_bytes(config: Config, route: SyncRoute, *, on_gpus: bool) -> int:
     if route.adapters:
         return sys.maxsize  # an engine takes them all at once
     return config.rollout.sync.bucket_bytes or (GPU_BUCKET_BYTES if on_gpus else CPU_BUCKET_BYTES)
 
 
-def _export(actor: MegatronEngine, architecture: Architecture, route: Route, *, on_gpus: bool) -> Export:
+def _export(actor: MegatronEngine, architecture: Architecture, route: SyncRoute, *, on_gpus: bool) -> Export:
     needing, by_stage = route.sources(on_gpus=on_gpus), len(route.senders) > 1
     options = {"needing": needing, "by_stage": by_stage, "adapters": route.adapters}
     return Export(actor.chunks, architecture, actor.groups, **options)

@@ -14,8 +14,8 @@ from megappo.architecture.parsing import read_architecture
 from megappo.config.loading import load_config
 from megappo.config.schema import Config, Parallel
 from megappo.estimate.fitting import SPARE, _has_room, fits, remedies, resolve_offload
+from megappo.estimate.gpu_memory import START, Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, GPUS, find_gpu
-from megappo.estimate.memory import START, Cluster, MemoryEstimate
 from megappo.estimate.model_memory import activation_bytes, head_bytes
 from megappo.estimate.seconds import BUCKET_SECONDS, TimeEstimate
 from megappo.placement.run_plan import plan_run

@@ -9,8 +9,8 @@ from planning import REPOSITORY
 from published_models import published_folders
 
 from megappo.config.loading import load_config
+from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB
-from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.models import offload
 from megappo.models.offload import SMALLEST_BLOCK, Offload, block_sizes, host_copies
 from megappo.placement.run_plan import plan_run

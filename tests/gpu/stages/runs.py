@@ -12,8 +12,8 @@ from common import CUDA, REPOSITORY
 from program import ONE_RANK_EACH
 
 from megappo.config.loading import load_config
+from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
 from megappo.estimate.gpus import GIB, find_gpu
-from megappo.estimate.memory import Cluster, MemoryEstimate
 from megappo.observe.metrics import read_metrics
 from megappo.placement.run_plan import plan_run
 

@@ -6,8 +6,8 @@ from megappo.architecture.switches import SWITCHES, Decision, SwitchContext, dec
 from megappo.config.describe import show
 from megappo.config.errors import shorten
 from megappo.estimate.fitting import SPARE, fits, remedies
+from megappo.estimate.gpu_memory import MemoryEstimate, RankKind
 from megappo.estimate.gpus import GIB, GPU
-from megappo.estimate.memory import MemoryEstimate, Place
 from megappo.estimate.seconds import TimeEstimate, resume_seconds
 from megappo.estimate.shapes import Shapes
 from megappo.placement.picture import aligned
@@ -34,7 +34,7 @@ def memory_table(estimate: MemoryEstimate) -> str:
     return "\n".join(lines)
 
 
-def _ranks(estimate: MemoryEstimate, place: Place) -> str:
+def _ranks(estimate: MemoryEstimate, place: RankKind) -> str:
     text = shorten(format_ranks(estimate.places[place]))
     return f"{'rank' if text.isdigit() else 'ranks'} {text}"
 

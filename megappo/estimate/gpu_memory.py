@@ -49,8 +49,8 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A kind of rank: the pipeline stage of each model that is there, and an engine or none."""
+class RankKind:
+    """Ranks that hold the same: the pipeline stage of each model that is there, and an engine or none."""
 
     stages: tuple[tuple[str, int], ...]
     has_engine: bool
@@ -87,7 +87,7 @@ class MemoryEstimate:
         forward = [spec.forward.phase for spec in plan.components.values() if spec.forward]
         self.phases = [START, ROLLOUT, *forward, *(f"update_{name}" for name in plan.training), SYNC, PROBE, SAVE]
         self.places = self._places()
-        self.ledgers: dict[Place, dict[str, Ledger]] = {
+        self.ledgers: dict[RankKind, dict[str, Ledger]] = {
             place: {phase: dict(self._entries(place, phase)) for phase in self.phases} for place in self.places
         }
 
@@ -99,7 +99,7 @@ class MemoryEstimate:
         if errors:
             raise ConfigError(*errors)
 
-    def _places(self) -> dict[Place, list[int]]:
+    def _places(self) -> dict[RankKind, list[int]]:
         has_engines = not self.config.rollout.engines
         engines = set(self.plan.layouts["rollout"].ranks if has_engines else ())
         stages = defaultdict[int, list[tuple[str, int]]](list)
@@ -107,9 +107,9 @@ class MemoryEstimate:
             for stage, ranks in enumerate(model.layout.stages):
                 for rank in ranks:
                     stages[rank].append((name, stage))
-        places = defaultdict[Place, list[int]](list)
+        places = defaultdict[RankKind, list[int]](list)
         for rank in range(self.plan.world_size):
-            places[Place(tuple(stages[rank]), rank in engines)].append(rank)
+            places[RankKind(tuple(stages[rank]), rank in engines)].append(rank)
         return dict(places)
 
     @property
@@ -134,11 +134,11 @@ class MemoryEstimate:
         return 4 * largest * min(self.cluster.gpus_per_node, self.plan.world_size)
 
     @property
-    def fullest(self) -> Place:
+    def fullest(self) -> RankKind:
         """The place with the highest peak."""
         return max(self.places, key=self.peak)
 
-    def peak(self, place: Place) -> tuple[float, str]:
+    def peak(self, place: RankKind) -> tuple[float, str]:
         """Return the most bytes that a GPU holds, and in which phase."""
         return max((sum(ledger.values()), phase) for phase, ledger in self.ledgers[place].items())
 
@@ -163,7 +163,7 @@ class MemoryEstimate:
         fullest = max(nodes, key=lambda number: sum(nodes[number].values()))
         return dict(nodes[fullest])
 
-    def _entries(self, place: Place, phase: str) -> Iterator[tuple[str, float]]:
+    def _entries(self, place: RankKind, phase: str) -> Iterator[tuple[str, float]]:
         if phase == START:
             yield from self._building(place).items()
         else:
@@ -179,7 +179,7 @@ class MemoryEstimate:
         yield "CUDA contexts", CONTEXT_BYTES + place.has_engine * ENGINE_CONTEXT_BYTES
         yield "NCCL communicators", communicators * COMMUNICATOR_BYTES
 
-    def _building(self, place: Place) -> Ledger:
+    def _building(self, place: RankKind) -> Ledger:
         """Return the fullest moment of building: each model is built whole, then offloaded before the next one."""
         stages, resident, moments = dict(place.stages), Ledger(), [Ledger()]
         for name in build_order(self.plan.components):
@@ -196,7 +196,7 @@ class MemoryEstimate:
             resident |= {entry: size for entry, size in built.items() if entry not in offloaded}
         return max(moments, key=lambda held: sum(held.values()))
 
-    def _model_entries(self, place: Place, phase: str) -> Iterator[tuple[str, float]]:
+    def _model_entries(self, place: RankKind, phase: str) -> Iterator[tuple[str, float]]:
         uses = self.uses.get(SYNC if phase == PROBE else phase, {})
         response_share = self.config.rollout.max_response_length / longest_row(self.config)
         for name, stage in place.stages:
@@ -210,7 +210,7 @@ class MemoryEstimate:
                 if stage == model.layout.pipeline - 1 and model.spec.head != "value":
                     yield f"{name} head", model.head(response_share, trains=trains)
 
-    def _engine_entries(self, place: Place, phase: str) -> Iterator[tuple[str, float]]:
+    def _engine_entries(self, place: RankKind, phase: str) -> Iterator[tuple[str, float]]:
         """Yield the memory of an engine, which sleeps while models on its GPUs are trained or saved."""
         stays_awake = not place.stages or self.config.rollout.sleep == "never"
         if stays_awake or phase in (ROLLOUT, SYNC, PROBE):
