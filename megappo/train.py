@@ -51,7 +51,7 @@ from megappo.runtime.watchdog import Watchdog
 from megappo.table import resolved
 
 SET_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TRAIN = "megappo.trainer.main:train"
+EXECUTE = "megappo.trainer.main:execute"
 """Imported only by a run that has something to do: megatron-core and transformers take seconds on every rank."""
 
 
@@ -160,11 +160,11 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
     if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation starts its own
         own = start_engine(plan, rank, store, cleanup)
     with without_collector():
-        train = resolved(TRAIN)
+        execute = resolved(EXECUTE)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)
     Watchdog(store, rank, plan.world_size, config.hang_timeout_seconds)
-    train(plan, own, cleanup)
+    execute(plan, own, cleanup)
 
 
 def shared_nccl_variables(plan: RunPlan) -> dict[str, str]:

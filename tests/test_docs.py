@@ -144,7 +144,9 @@ def test_the_extension_that_is_shown_is_the_one_that_runs():
 
 def test_the_algorithm_that_is_shown_is_the_one_that_runs():
     source = (ROOT / "megappo" / "trainer" / "loop.py").read_text("utf-8")
-    [step] = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "step"]
+    [step] = [
+        node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and node.name == "ppo_step"
+    ]
     lines = source.splitlines()[step.lineno - 1 : step.end_lineno]
     assert len(lines) <= 40
     assert code_blocks(PAGES["docs/algorithm.md"])[0] == textwrap.dedent("\n".join(lines)) + "\n"

@@ -35,7 +35,7 @@ def evaluate_only(plan: RunPlan, cleanup: ExitStack) -> None:
     and evaluation.json into an output folder of its own.
 
     Args:
-        cleanup: see `train`.
+        cleanup: see `execute`.
     """
     exchange = Exchange(dist.group.WORLD)
     checkpoint = _find_checkpoint(plan.config, exchange)

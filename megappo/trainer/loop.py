@@ -1,88 +1,75 @@
-"""PPO's training loop. Every rank runs the same lines; a model that is not on a rank is a null object there."""
+"""PPO's training loop. Every rank runs the same lines; a model that is not on a rank is a null object there.
+
+Steps are counted from 1; step 0 is the model before training.
+"""
 
 from typing import Any
 
-from megappo.config.schema import Config
 from megappo.engines.restarts import EngineLost, EngineLostElsewhere
 from megappo.runtime.interruption import Interrupted
-from megappo.trainer.evaluation import evaluate
 from megappo.trainer.experience import add_advantages
 from megappo.trainer.resumable_step import begin_updates, end_updates, resume_step
 from megappo.trainer.run import Run
 
 
-class Trainer:
-    """PPO with a Megatron actor and critic and SGLang engines.
+def train(run: Run) -> None:
+    """Train from the newest checkpoint, or from the beginning, to the last step; then save and export.
 
-    Steps are counted from 1; step 0 is the model before training.
+    Raises:
+        Interrupted: a signal to any rank, or the time limit, stops the run. Everything is saved.
+        EngineLost, EngineLostElsewhere: an engine failed too often. Everything is saved.
     """
+    with run.phase("sync"):
+        run.first_sync()
+    if run.is_new and run.config.eval_interval:
+        run.observer.log(0, run.evaluate(0))
+    run.begin_training()
+    try:
+        for step in range(run.progress.start_step + 1, run.config.trainer.total_steps + 1):
+            run.check_interrupted()
+            metrics = ppo_step(run, step)
+            run.log(step, metrics)
+            run.save_if_due(step)
+    except (Interrupted, EngineLost, EngineLostElsewhere):
+        run.save_if_needed()
+        raise
+    run.finish()
 
-    def __init__(self, config: Config, run: Run):
-        self.config = config
-        self.run = run
 
-    def train(self) -> None:
-        """Train from the newest checkpoint, or from the beginning, to the last step; then save and export.
-
-        Raises:
-            Interrupted: a signal to any rank, or the time limit, stops the run. Everything is saved.
-            EngineLost, EngineLostElsewhere: an engine failed too often. Everything is saved.
-        """
-        run, total_steps = self.run, self.config.trainer.total_steps
-        with run.phase("sync"):
-            run.first_sync()
-        if run.is_new and self.config.eval_interval:
-            run.observer.log(0, self.evaluate(0))
-        run.begin_training()
-        try:
-            for step in range(run.progress.start_step + 1, total_steps + 1):
-                run.check_interrupted()
-                metrics = self.step(step)
-                run.log(step, metrics)
-                run.save_if_due(step)
-        except (Interrupted, EngineLost, EngineLostElsewhere):
-            run.save_if_needed()
-            raise
-        run.finish()
-
-    def step(self, step: int) -> dict[str, Any]:
-        """Run one step of PPO and return its metrics, the same on every rank."""
-        run, models, phase = self.run, self.run.models, self.run.phase
-        experience = resume_step(run)  # None, unless the run was interrupted in this step's updates
-        if experience is None:
-            responses = run.batches.sample(step, phase)  # phase "rollout"
-            batch, metrics = run.batches.score(step, responses, phase)  # phase "reward"
-            with phase("scatter"):
-                shards = models.scatter(batch)
-            with phase("old_log_probs"):
-                log_probs = models.forward("actor", shards)
-            with phase("values"):
-                values = models.forward("critic", shards)
-            with phase("ref_log_probs"):
-                ref_log_probs = models.forward("ref", shards)
-            others = models.forward_others(shards, phase)  # models of extensions, each in a phase of its own
-            with phase("gather"):
-                rows = models.gather(shards, log_probs | values | ref_log_probs | others, batch.rows)
-            with phase("advantages"):
-                result = add_advantages(run, rows)
-            experience = begin_updates(run, step, batch, shards, metrics, result)
-        with phase("scatter_fields"):
-            models.scatter_fields(experience.shards, experience.batch.rows, step)
-        with phase("update_critic"):
-            models.update("critic", experience.shards, step)
-        with phase("update_actor"):
-            models.update("actor", experience.shards, step)
-        models.update_others(experience.shards, step, phase)
-        with phase("gather_metrics"):
-            metrics = end_updates(run, experience)
-        with phase("sync"):
-            metrics |= run.engines.sync(changed=models.is_trained("actor", step))
-        if run.is_due(step, self.config.eval_interval):
-            with phase("evaluate"):
-                metrics |= self.evaluate(step)
-        run.progress.finish(experience)
-        return metrics
-
-    def evaluate(self, step: int) -> dict[str, Any]:
-        """Return `val/<dataset>/*` of every held-out prompt, and log a few samples."""
-        return evaluate(self.run.rollouts, self.run.datasets, self.run.observer, step)
+def ppo_step(run: Run, step: int) -> dict[str, Any]:
+    """Run one step of PPO and return its metrics, the same on every rank."""
+    models, phase = run.models, run.phase
+    experience = resume_step(run)  # None, unless the run was interrupted in this step's updates
+    if experience is None:
+        responses = run.batches.sample(step, phase)  # phase "rollout"
+        batch, metrics = run.batches.score(step, responses, phase)  # phase "reward"
+        with phase("scatter"):
+            shards = models.scatter(batch)
+        with phase("old_log_probs"):
+            log_probs = models.forward("actor", shards)
+        with phase("values"):
+            values = models.forward("critic", shards)
+        with phase("ref_log_probs"):
+            ref_log_probs = models.forward("ref", shards)
+        others = models.forward_others(shards, phase)  # models of extensions, each in a phase of its own
+        with phase("gather"):
+            rows = models.gather(shards, log_probs | values | ref_log_probs | others, batch.rows)
+        with phase("advantages"):
+            result = add_advantages(run, rows)
+        experience = begin_updates(run, step, batch, shards, metrics, result)
+    with phase("scatter_fields"):
+        models.scatter_fields(experience.shards, experience.batch.rows, step)
+    with phase("update_critic"):
+        models.update("critic", experience.shards, step)
+    with phase("update_actor"):
+        models.update("actor", experience.shards, step)
+    models.update_others(experience.shards, step, phase)
+    with phase("gather_metrics"):
+        metrics = end_updates(run, experience)
+    with phase("sync"):
+        metrics |= run.engines.sync(changed=models.is_trained("actor", step))
+    if run.is_due(step, run.config.eval_interval):
+        with phase("evaluate"):
+            metrics |= run.evaluate(step)
+    run.progress.finish(experience)
+    return metrics

@@ -20,10 +20,10 @@ from megappo.engines.handle import EngineHandle  # noqa: E402
 from megappo.rollouts.datasets import load_datasets  # noqa: E402
 from megappo.rollouts.record import Record, Replay  # noqa: E402
 from megappo.rollouts.rollouts import make_rollouts  # noqa: E402
+from megappo.trainer import loop  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.eval_only import evaluate_only  # noqa: E402
 from megappo.trainer.inference import NoEngines, Probe, connect, start_engines  # noqa: E402
-from megappo.trainer.loop import Trainer  # noqa: E402
 from megappo.trainer.models import build_models  # noqa: E402
 from megappo.trainer.phases import Phases  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
@@ -32,7 +32,7 @@ from megappo.trainer.run import Run  # noqa: E402
 from megappo.trainer.utilisation import Utilisation  # noqa: E402
 
 
-def train(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
+def execute(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
     """Train, or only sample or evaluate; all ranks together, after the default process group exists.
 
     Args:
@@ -48,11 +48,11 @@ def train(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
         run = build_run(plan, own, cleanup)
         if run.exchange.rank == 0:  # not before: a folder that is refused stays as it was
             _write_config(plan.requested, run)
-        Trainer(plan.requested, run).train()
+        loop.train(run)
 
 
 def build_run(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> Run:
-    """Build the parts of a run on this rank; all ranks together. Arguments as for `train`."""
+    """Build the parts of a run on this rank; all ranks together. Arguments as for `execute`."""
     exchange = Exchange(dist.group.WORLD)
     config = plan.config
     progress = Progress(plan.requested, exchange)

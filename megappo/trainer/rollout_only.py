@@ -24,7 +24,7 @@ def rollout_only(plan: RunPlan, own: EngineHandle, cleanup: ExitStack) -> None:
     """Record the rollouts of all steps that are not recorded yet, with the weights of model.path; all ranks together.
 
     Args:
-        own, cleanup: see `train`.
+        own, cleanup: see `execute`.
     Raises:
         Interrupted: a signal on any rank, or the time limit, ends the run.
     """

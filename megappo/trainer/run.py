@@ -15,6 +15,7 @@ from megappo.rollouts.record import Replay
 from megappo.rollouts.rollouts import Rollouts, raise_if_interrupted
 from megappo.runtime.interruption import INTERRUPTION, deadline
 from megappo.trainer.batches import SampledBatches
+from megappo.trainer.evaluation import evaluate
 from megappo.trainer.inference import InferenceEngines, NoEngines
 from megappo.trainer.models import Models
 from megappo.trainer.phases import Phases
@@ -57,6 +58,10 @@ class Run:
         # Servers that were already running may hold the weights of an earlier run.
         as_loaded = self.is_new and not self.config.rollout.engines
         self.engines.first_sync(verify=self.config.proves_weights, as_loaded=as_loaded)
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Return `val/<dataset>/*` of every held-out prompt, and log a few samples."""
+        return evaluate(self.rollouts, self.datasets, self.observer, step)
 
     def begin_training(self) -> None:
         """Begin the first step: from here on a signal or the time limit ends the run with a checkpoint."""

@@ -13,7 +13,7 @@ STORE = "megappo.checkpoint.store"
 STEP = "megappo.models.train_engine"
 POINTS: dict[str, dict[str, Point]] = {
     "to the advantages": {
-        "step": Point("megappo.trainer.loop:Trainer.step"),
+        "step": Point("megappo.trainer.loop:ppo_step"),
         "replay": Point("megappo.rollouts.record:Replay.score"),
         "scatter": Point("megappo.trainer.models:Models.scatter", after=True),
         "old_log_probs": Point("megappo.trainer.component:ComponentBatch.forward"),

@@ -14,7 +14,7 @@ from megappo.engines.restarts import EngineRestarts
 from megappo.placement.run_plan import plan_run
 from megappo.sync.sync import SyncStats
 from megappo.trainer.inference import InferenceEngines, StartedEngines, start_engines
-from megappo.trainer.loop import Trainer
+from megappo.trainer.loop import train
 from megappo.trainer.phases import Phases
 from megappo.trainer.resumable_step import resume_step
 from megappo.trainer.run import Run
@@ -158,15 +158,8 @@ def test_of_an_engine_that_fails_as_it_falls_asleep_no_part_keeps_its_memory():
     run_ranks(3, fall_asleep)
 
 
-class Steps(Trainer):
-    """Does nothing in a step."""
-
-    def step(self, step):
-        return {"rollout/num_tokens": 1}
-
-
 @pytest.mark.parametrize("servers", [(), ("http://10.0.0.7:30000",)])
-def test_engines_sleep_while_a_checkpoint_is_written(events, servers):
+def test_engines_sleep_while_a_checkpoint_is_written(events, servers, monkeypatch):
     steps = {"total_steps": 3, "save_interval": 2, "async_save": True, "time_limit": None, "grace_seconds": 0.0}
     config = SimpleNamespace(
         rollout=SimpleNamespace(engines=servers),
@@ -194,7 +187,8 @@ def test_engines_sleep_while_a_checkpoint_is_written(events, servers):
     )
     first_syncs = []
     run.engines.first_sync = lambda **given: first_syncs.append(given)
-    Steps(config, run).train()
+    monkeypatch.setattr("megappo.trainer.loop.ppo_step", lambda run, step: {"rollout/num_tokens": 1})
+    train(run)
     assert first_syncs == [{"verify": True, "as_loaded": not servers}], "a run before may have left them other weights"
     asleep = ["flush_cache", "release_memory_occupation", "save"]
     requests = [line for line in events if line not in ("empty_cache", "barrier")]

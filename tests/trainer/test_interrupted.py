@@ -15,7 +15,7 @@ from megappo.models.train_engine import TrainedEngine
 from megappo.runtime import interruption
 from megappo.runtime.interruption import INTERRUPTION, Interrupted, deadline
 from megappo.trainer import update
-from megappo.trainer.loop import Trainer
+from megappo.trainer.loop import ppo_step, train
 from megappo.trainer.run import Run
 from megappo.trainer.train_engines import architecture_of
 from megappo.weights.export import Export
@@ -66,40 +66,39 @@ class After:
         INTERRUPTION._reason = ""
 
 
-def resumed(bench: ModuleType, config: Config) -> Trainer:
+def resumed(bench: ModuleType, config: Config) -> Run:
     run = bench.build(config)
     run.progress.restore(run.models)
     run.batches.num_drawn = run.progress.num_drawn
-    return Trainer(config, run)
+    return run
 
 
 def interrupted_after(
     rank: int, world_size: int, folder: Path, layout: str, method: str, updates: tuple[int, ...]
 ) -> None:
     bench = recorder_in(folder)
-    whole = Trainer(config_of(bench, folder, layout, method, "whole"), None)
-    whole.run = bench.build(whole.config)
+    whole = bench.build(config_of(bench, folder, layout, method, "whole"))
     expected = []
     for step in (1, 2):
-        metrics = whole.step(step)
-        expected.append(numbers_of(bench, whole.run, metrics))
+        metrics = ppo_step(whole, step)
+        expected.append(numbers_of(bench, whole, metrics))
     for after in updates:
         config = config_of(bench, folder, layout, method, f"after {after}")
-        trainer = Trainer(config, bench.build(config))
+        run = bench.build(config)
         with After(after), pytest.raises(Interrupted, match="the test"):
-            trainer.step(1)
-        trainer.run.save_if_needed()
-        name = trainer.run.progress.checkpoint.name
+            ppo_step(run, 1)
+        run.save_if_needed()
+        name = run.progress.checkpoint.name
         assert name.startswith("step_00000000_") and (layout == OTHER or name.endswith(f"_{after:04d}"))
-        trainer = resumed(bench, config)
-        assert trainer.run.progress.is_saved
+        run = resumed(bench, config)
+        assert run.progress.is_saved
         for step, numbers in enumerate(expected, 1):
-            metrics = trainer.step(step)
-            found = numbers_of(bench, trainer.run, metrics)
+            metrics = ppo_step(run, step)
+            found = numbers_of(bench, run, metrics)
             assert found.keys() == numbers.keys(), (after, step)
             different = {key: (found[key], numbers[key]) for key in numbers if found[key] != numbers[key]}
             assert not different, (after, step, different)
-            trainer.run.save()
+            run.save()
 
 
 slow = pytest.mark.slow
@@ -121,16 +120,16 @@ def test_interrupted_after_any_update_a_run_goes_on_there(
     run_ranks(4, interrupted_after, tmp_path, layout, method, updates, timeout=280)
 
 
-class Watched(Trainer):
-    """Notes what it does around its steps, and is interrupted in an evaluation and in a save.
+class Watched:
+    """Notes what a run does around its steps, and interrupts it in an evaluation and in a save.
 
     Args:
         evaluation, save: after which step; None for none.
     """
 
-    def __init__(self, config: Config, run: Run, evaluation: int | None = None, save: int | None = None):
-        super().__init__(config, run)
-        self.seen, self.logged, self.evaluation = [], {}, evaluation
+    def __init__(self, run: Run, evaluation: int | None = None, save: int | None = None):
+        self.run, self.seen, self.logged, self.evaluation = run, [], {}, evaluation
+        run.evaluate = self.evaluate
         run.engines.first_sync = lambda *, verify, as_loaded: self.seen.append("sync" + " as loaded" * as_loaded)
         run.observer.log = lambda step, metrics: self.logged.update({step: metrics})
         run.observer.message = lambda text: save is not None and self.ask_to_end(run.progress.step == save)
@@ -149,18 +148,19 @@ class Watched(Trainer):
 
 def evaluating(bench: ModuleType, folder: Path, output: str) -> Config:
     config = config_of(bench, folder, LAYOUT, "kl", output)
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"eval_interval": 1})})
+    data = config.data.model_copy(update={"val_files": ["held_out.jsonl"]})
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update={"eval_interval": 1}), "data": data})
 
 
 def in_its_first_step(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     config = evaluating(bench, folder, "run")
-    trainer = Watched(config, bench.build(config))
+    trainer = Watched(bench.build(config))
     with After(2), pytest.raises(Interrupted):
-        trainer.train()
+        train(trainer.run)
     assert trainer.seen == ["sync as loaded", "evaluate 0"] and trainer.logged.keys() == {0}
-    trainer = Watched(config, resumed(bench, config).run)
-    trainer.train()
+    trainer = Watched(resumed(bench, config))
+    train(trainer.run)
     assert trainer.seen == ["sync", "evaluate 1", "evaluate 2", "finish"] and trainer.logged.keys() == {1, 2}
 
 
@@ -171,18 +171,18 @@ def test_one_that_is_interrupted_in_its_first_step_is_not_new(tmp_path: Path) ->
 
 def around_steps(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
-    whole = Watched(config := evaluating(bench, folder, "whole"), bench.build(config))
-    whole.train()
+    whole = Watched(bench.build(evaluating(bench, folder, "whole")))
+    train(whole.run)
     run, logged = bench.build(config := evaluating(bench, folder, "run")), {}
     for ending in ({"evaluation": 1}, {"evaluation": 2}, {"save": 2}):
-        trainer = Watched(config, run, **ending)
+        trainer = Watched(run, **ending)
         with After(99), pytest.raises(Interrupted, match="the test"):
-            trainer.train()
+            train(trainer.run)
         assert "finish" not in trainer.seen
         logged |= trainer.logged
-        run = resumed(bench, config).run
-    last = Watched(config, run)
-    last.train()
+        run = resumed(bench, config)
+    last = Watched(run)
+    train(last.run)
     assert last.seen == ["sync", "finish"] and last.logged == {}
     assert run.progress.kl.value == whole.run.progress.kl.value
     assert [untimed(bench, metrics) for metrics in logged.values()] == [
@@ -201,16 +201,16 @@ def test_what_is_left_around_a_step_is_done_when_the_run_goes_on(tmp_path: Path)
 def in_another_layout(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     config = config_of(bench, folder, LAYOUT, "kl", "one")
-    trainer = Trainer(config, bench.build(config))
+    run = bench.build(config)
     with After(3), pytest.raises(Interrupted):
-        trainer.step(1)
-    trainer.run.save_if_needed()
+        ppo_step(run, 1)
+    run.save_if_needed()
     same = resumed(bench, config)
-    metrics = same.step(1)
-    expected = numbers_of(bench, same.run, metrics)
+    metrics = ppo_step(same, 1)
+    expected = numbers_of(bench, same, metrics)
     other = resumed(bench, config_of(bench, folder, OTHER, "kl", "one"))
-    metrics = other.step(1)
-    found = [part for part in other.run.exchange.share(numbers_of(bench, other.run, metrics)) if part]
+    metrics = ppo_step(other, 1)
+    found = [part for part in other.exchange.share(numbers_of(bench, other, metrics)) if part]
     for key, number in expected.items():
         apart = min(bench.difference(number, part[key]) for part in found if key in part)
         assert apart < 1e-5, (key, apart)

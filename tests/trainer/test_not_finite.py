@@ -27,7 +27,7 @@ from megappo.models.train_engine import LossFn, OptimizerStep, TrainedEngine
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout
 from megappo.trainer.component import Component
-from megappo.trainer.loop import Trainer
+from megappo.trainer.loop import ppo_step
 from megappo.trainer.objectives import ActorLoss, critic_loss
 from megappo.trainer.run import Run
 
@@ -204,11 +204,11 @@ def _in_a_row(rank: int, world_size: int, folder: Path) -> None:
     changes = {"trainer": {"output_dir": str(folder), "max_bad_steps": 2}}
     layout = bench.LAYOUTS["actor tp2, critic pp2"]
     config = Config.model_validate(bench.merged(bench.settings(folder), layout, changes))
-    trainer = Trainer(config, bench.build(config))
+    run = bench.build(config)
     in_the_way = folder / "bad_steps" / "step_00000001_actor_0003_rank_0.safetensors"
     in_the_way.mkdir(parents=True, exist_ok=True)  # what cannot be kept ends no run
     with patch.object(TrainedEngine, "train_batch", poisoned_calls(rank, (2, 3, 6, 7, 8))):
-        metrics = trainer.step(1)
+        metrics = ppo_step(run, 1)
         assert (metrics["actor/skipped_rows_not_kept"], metrics["critic/skipped_rows_not_kept"]) == (1, 0)
         assert (metrics["actor/skipped_steps"], metrics["actor/num_optimizer_steps"]) == (2, 2)
         assert metrics["critic/skipped_steps"] == 0 and math.isfinite(metrics["actor/pg_loss"])
@@ -216,11 +216,11 @@ def _in_a_row(rank: int, world_size: int, folder: Path) -> None:
         assert [file.name for file in files] == [f"step_00000001_actor_000{i}_rank_0.safetensors" for i in (2, 3)]
         with RowsFile(files[0]) as file:
             assert "advantages" in file.names and "nan" in file.facts["reason"]
-        check_the_count_goes_on(bench, trainer.run)
+        check_the_count_goes_on(bench, run)
         # Ranks 2 and 3 have no actor; they would wait for the others.
         expected = (FloatingPointError, OtherRankError, ZeroDivisionError, ZeroDivisionError)[rank]
         with patch("megappo.trainer.loop.end_updates", side_effect=ZeroDivisionError), pytest.raises(expected) as error:
-            trainer.step(2)
+            ppo_step(run, 2)
         assert rank or "(3 times in a row, trainer.max_bad_steps is 2)" in str(error.value)
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from megappo.config.schema import Config
 from megappo.models import packed_attention
 from megappo.observe.metrics import reduce_ranks
-from megappo.trainer.loop import Trainer
+from megappo.trainer.loop import ppo_step
 from megappo.trainer.run import Run
 from megappo.trainer.train_engines import architecture_of
 from megappo.weights.export import Export
@@ -110,7 +110,7 @@ def numbers_of(bench: ModuleType, run: Run) -> dict[str, object]:
     for step in range(1, 4):
         bias = unwatched(packed_attention.causal_lower_right)
         with patch.object(packed_attention, "causal_lower_right", bias), Watch(run):
-            metrics = Trainer(run.config, run).step(step)
+            metrics = ppo_step(run, step)
             run.save()
         ours = {name: value for name, value in metrics.items() if not bench.OF_TIME.search(name)}
         found |= {f"{step}/{name}": value for name, value in ours.items()}
@@ -178,7 +178,7 @@ def fifty_steps(rank: int, world_size: int, folder: Path) -> None:
     run = bench.build(config_of(bench, folder, bench.LAYOUTS["actor tp2, critic pp2"], OFFLOADS["everything"]))
     found = []
     for step in range(1, 51):
-        Trainer(run.config, run).step(step)
+        ppo_step(run, step)
         found.append([offload.host_bytes for offload in run.phase.offloads.values()])
     assert all(found[1]) and bool(found[1]) == (rank < 2)
     assert all(sizes == found[1] for sizes in found[2:])  # the optimizer has its states after a step

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from megappo.config.schema import Config
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.placement.components import components_of
-from megappo.trainer.loop import Trainer
+from megappo.trainer.loop import ppo_step
 
 PATIENCE = timedelta(seconds=30)
 APART = {"placement": {"actor": "0-1", "critic": "2-3"}, "critic": {"parallel": {"tensor": 2}}}
@@ -58,7 +58,7 @@ def step_with_one_held(rank: int, world_size: int, folder: str) -> None:
                     announce(engine, method, key, updates[first] if method == "train_batch" else 1)
                 elif engine:
                     hold(engine, method, key)
-            metrics = Trainer(config, run).step(1)
+            metrics = ppo_step(run, 1)
             found = {name: metrics[f"{name}/num_optimizer_steps"] for name in updates}
             assert found == updates
 

@@ -10,7 +10,7 @@ from spawn import run_ranks
 from megappo.batch.exchange import OtherRankError
 from megappo.checkpoint.errors import CheckpointError
 from megappo.config.schema import Config
-from megappo.trainer.loop import Trainer
+from megappo.trainer.loop import ppo_step
 
 
 def limit_files(size: int) -> None:
@@ -22,7 +22,7 @@ def failing_saves(rank: int, world_size: int, folder: Path) -> None:
     bench = recorder_in(folder)
     changes = {"trainer": {"output_dir": str(folder / "run")}}
     layout = bench.LAYOUTS["actor dp2, critic elsewhere tp2 sp"]
-    run = bench.build(config := Config.model_validate(bench.merged(bench.settings(folder), layout, changes)))
+    run = bench.build(Config.model_validate(bench.merged(bench.settings(folder), layout, changes)))
     lines = []
     run.observer.message = lines.append
     for failing, size in ((3, 2000), (0, 2000)):
@@ -39,7 +39,7 @@ def failing_saves(rank: int, world_size: int, folder: Path) -> None:
     assert run.progress.failed_saves == 2 and len(lines) == 2
     assert all(line.startswith("WARNING: ") and "it is tried again" in line for line in lines)
     assert "cannot save critic to " in lines[0] and "cannot save actor to " in lines[1]
-    metrics = Trainer(config, run).step(1)
+    metrics = ppo_step(run, 1)
     run.save(may_fail=True)
     assert not run.progress.is_overdue and run.progress.is_saved and metrics
     assert lines[2].endswith("checkpoints/step_00000001")

@@ -18,7 +18,7 @@ from megappo.models.megatron_engine import MegatronEngine
 from megappo.models.offload import Offload, _storages
 from megappo.placement.run_plan import plan_run
 from megappo.trainer import train_engines
-from megappo.trainer.loop import Trainer
+from megappo.trainer.loop import ppo_step
 from megappo.trainer.run import Run
 
 ALL = ["weights", "gradients", "optimizer"]
@@ -94,7 +94,7 @@ def start(rank: int, world_size: int, folder: Path, layout: str, method: dict, o
     planned = planned_bytes(config)
     # Padded buffers and the head's row of biases are not in the plan.
     assert built.bytes == pytest.approx(planned, rel=0.05) and resident <= built.bytes
-    Trainer(config, run).step(1)
+    ppo_step(run, 1)
     run.save()
     with (loaded := Peak()).watched():
         resumed = bench.build(config)

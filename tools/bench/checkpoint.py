@@ -31,7 +31,7 @@ from timed import seconds, write_llama
 
 from megappo.batch.exchange import Exchange
 from megappo.config.schema import Config
-from megappo.trainer.loop import Trainer
+from megappo.trainer.loop import ppo_step
 from megappo.trainer.run import Run
 
 HIDDEN, VOCABULARY = 512, 4096
@@ -40,7 +40,7 @@ COMPONENTS = 2
 IN_BACKGROUND = ("the first", "a later")
 
 
-def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, list[float]]:
+def measure(run: Run, repeats: int) -> dict[str, list[float]]:
     """Seconds of a step alone, of one beside a save, of a save at once, and of what each of `IN_BACKGROUND` holds up at
     its beginning and at its end."""
     found: dict[str, list[float]] = defaultdict(list)
@@ -49,10 +49,10 @@ def measure(run: Run, trainer: Trainer, repeats: int) -> dict[str, list[float]]:
     def step() -> float:
         nonlocal number
         number += 1
-        return seconds(lambda: trainer.step(number))
+        return seconds(lambda: ppo_step(run, number))
 
     step()
-    gc.freeze()  # as Trainer.train
+    gc.freeze()  # as Run.begin_training
     for _ in range(repeats):
         found["step"].append(step())
         found["at once"].append(seconds(run.save))
@@ -117,11 +117,8 @@ def main() -> None:
         ranks = f"0-{exchange.world_size - 1}"
         given = settings(folder) | {"placement": {"actor": ranks, "critic": ranks, "rollout": ranks}}
         given["trainer"] |= {"keep_checkpoints": 1, "total_steps": 1000}
-        run = build(config := Config.model_validate(given))
-        if args.resume:
-            lines = list(resumed(run, args.repeats))
-        else:
-            lines = list(told(measure(run, Trainer(config, run), args.repeats)))
+        run = build(Config.model_validate(given))
+        lines = list(resumed(run, args.repeats) if args.resume else told(measure(run, args.repeats)))
         size = sum(file.stat().st_size for file in run.progress.checkpoint.rglob("*") if file.is_file())
     if exchange.rank == 0:
         print(f"{size / 2**20:.0f} MiB", *lines, sep="\n")

@@ -51,7 +51,7 @@ from megappo.rollouts.rollouts import Rollouts  # noqa: E402
 from megappo.rollouts.sampler import Sample  # noqa: E402
 from megappo.trainer.batches import SampledBatches  # noqa: E402
 from megappo.trainer.inference import NoEngines  # noqa: E402
-from megappo.trainer.loop import Trainer  # noqa: E402
+from megappo.trainer.loop import ppo_step  # noqa: E402
 from megappo.trainer.models import build_models  # noqa: E402
 from megappo.trainer.phases import Phases  # noqa: E402
 from megappo.trainer.progress import Progress  # noqa: E402
@@ -218,10 +218,9 @@ def build(config: Config) -> Run:
 def numbers_of(config: Config) -> dict[str, object]:
     """Metrics of the steps by `step/name`, and of each trained weight [sum, norm, hash]; of the ranks that know."""
     run = build(config)
-    trainer = Trainer(config, run)
     found: dict[str, object] = {}
     for step in range(1, STEPS + 1):
-        metrics = {name: value for name, value in trainer.step(step).items() if not OF_TIME.search(name)}
+        metrics = {name: value for name, value in ppo_step(run, step).items() if not OF_TIME.search(name)}
         found |= {f"{step}/{name}": float(value) for name, value in metrics.items() if isinstance(value, float | int)}
     for component, engine in run.models.trained.items():
         if engine is None:
