@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megappo.checkpoint.durable import sync
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import STATE
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from megappo.batch.exchange import Exchange
@@ -164,7 +164,7 @@ def _text(sums: dict[str, str]) -> str:
 
 
 def _sum(path: Path, durable: bool = False) -> str:
-    LIFE.sign()
+    heartbeat.beat()
     with path.open("rb") as file:
         if durable:
             os.fsync(file.fileno())

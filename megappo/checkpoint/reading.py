@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.metadata import read_metadata
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 
 class SafeReader(FileSystemReader):
@@ -41,7 +41,7 @@ class SafeReader(FileSystemReader):
         for name, items in groupby(sorted(plan.items, key=file_name), key=file_name):
             with Path(self.path, name).open("rb") as file:
                 for item in items:
-                    LIFE.sign()
+                    heartbeat.beat()
                     stored = self._slice_file(file, self.storage_data[item.storage_index])
                     if item.type == LoadItemType.BYTE_IO:
                         planner.load_bytes(item, _empty_objects(stored, item))

@@ -39,7 +39,7 @@ from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.host_copies import HostCopies
 from megappo.checkpoint.reading import SafeCommon
 from megappo.runtime import platform
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 # Megatron's own queue of results is one for all saves, and lives in a further process of each rank, which would import
 # the whole program again: seconds, and several hundred MiB. Here each save has its own, in this process.
@@ -296,7 +296,7 @@ class _Stream(io.BufferedWriter):
         self.sum = new_sum()
 
     def write(self, data: Any) -> int:
-        LIFE.sign()
+        heartbeat.beat()
         self.sum.update(data)
         try:
             return super().write(data)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from typing import BinaryIO
 
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 HEAD_BYTES = 4096
 """Bytes at the beginning of a file by which its format is known."""
@@ -87,6 +87,6 @@ def gunzip(file: str, target: BinaryIO) -> None:
         with gzip.open(file) as content:
             while part := content.read(BUFFER_BYTES):
                 target.write(part)
-                LIFE.sign()
+                heartbeat.beat()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecordsError(f"is not a readable gzip file ({first_line(error)}): write it again") from error

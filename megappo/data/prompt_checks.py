@@ -15,7 +15,7 @@ from megappo.data.faults import Action, Check
 from megappo.data.records import Records
 from megappo.data.token_bounds import TokenBounds
 from megappo.data.tokenizer import ids_by_file
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.spec import parse_spec
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PromptChecker:
         """Check the records of these numbers, from 0; of texts that the tokenizer loses, note the first."""
         check = Check(len(numbers))
         for start in range(0, len(numbers), RECORDS_AT_ONCE):
-            LIFE.sign()
+            heartbeat.beat()
             part = numbers[start : start + RECORDS_AT_ONCE]
             entries: dict[int, PromptEntry] = {}
             for number, record in zip(part, records.at(part), strict=True):

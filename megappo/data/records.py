@@ -24,7 +24,7 @@ from megappo.data.file_formats import (
     refuse_other_formats,
     unpacked,
 )
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     import pyarrow
@@ -84,7 +84,7 @@ def _line_starts(file: BinaryIO, start: int) -> "array[int]":
     starts = array("q", [start])
     while lengths := array("q", map(len, itertools.islice(file, LINES_AT_ONCE))):
         starts.extend(itertools.islice(itertools.accumulate(lengths, initial=starts[-1]), 1, None))
-        LIFE.sign()
+        heartbeat.beat()
     return starts
 
 
@@ -213,7 +213,7 @@ def _write_blocks(file: str, columns: Sequence[str], target: BinaryIO) -> None:
                 with pyarrow.ipc.new_stream(block, batch.schema) as stream:
                     stream.write_batch(batch)
                 target.write(block.getvalue())  # not by pyarrow, whose errors hide that the disk is full
-                LIFE.sign()
+                heartbeat.beat()
     pyarrow.default_memory_pool().release_unused()
 
 

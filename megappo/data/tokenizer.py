@@ -12,7 +12,7 @@ from megappo.architecture.config_json import end_tokens
 from megappo.config.errors import ConfigError
 from megappo.config.text_files import TextFileError
 from megappo.runtime.cores import usable
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.torchvision_on_cpu import define_torchvision_operators
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def encode(texts: Sequence[str], tokenizer: "PreTrainedTokenizerBase", *, specia
     """
     tokens: list[list[int]] = []
     for part in _groups(texts):
-        LIFE.sign()
+        heartbeat.beat()
         tokens += tokenizer(part, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
     return tokens
 

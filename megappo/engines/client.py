@@ -20,7 +20,7 @@ from megappo.engines.generations import (
     generate_body,
     stream_body,
 )
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 ENDING_SECONDS = 3.0
 """Limit for a crashed engine to end after its connections break."""
@@ -188,7 +188,7 @@ class EngineClient:
         missing = set(range(len(prompts)))
         body = stream_body(prompts, params, self.adapter)
         try:
-            with LIFE.waiting():
+            with heartbeat.waiting():
                 async with http.stream("POST", "/generate", json=body) as response:
                     async for event in self._events("/generate", response):
                         with expecting_response(event):
@@ -285,7 +285,7 @@ class EngineClient:
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         limit = httpx.Timeout(timeout or self.hang_seconds, connect=CONNECT_SECONDS)
         try:
-            with LIFE.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait
+            with heartbeat.waiting():  # nobody watches the engine meanwhile, and all other ranks may wait
                 response = self._http.request(method, path, json=body, timeout=limit)
         except TIMEOUTS as error:
             self._check_alive()

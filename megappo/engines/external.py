@@ -5,7 +5,7 @@ import time
 
 from megappo.config.schema import Rollout
 from megappo.engines.client import EngineClient, EngineError
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 API_KEY = "MEGAPPO_ENGINE_API_KEY"
 """Environment variable with the key of such engines; unset if they want none."""
@@ -39,7 +39,7 @@ class ExternalEngine:
                     f"rollout.engines: {self.url} has not answered within {limit:g} s (rollout.start_timeout_seconds): "
                     "is an SGLang server running there?"
                 )
-            LIFE.sign()
+            heartbeat.beat()
             time.sleep(POLL_SECONDS)
         server_args = client.server_args()
         client.hang_seconds = float(server_args["watchdog_timeout"])

@@ -3,7 +3,7 @@
 import time
 
 from megappo.runtime import platform
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 GIB = 2**30
 RETURNED = 0.8
@@ -39,7 +39,7 @@ class Footprint:
             if time.monotonic() > deadline:
                 print(self._still_held(found, expected), flush=True)  # of this rank, which may have no observer
                 return
-            LIFE.sign()
+            heartbeat.beat()
             time.sleep(POLL_SECONDS)
 
     def _still_held(self, found: float, expected: float) -> str:

@@ -16,7 +16,7 @@ from megappo.engines.client import HANG_SECONDS, EngineClient, EngineError, Engi
 from megappo.engines.server_keeper import remove_traces
 from megappo.runtime import platform
 from megappo.runtime.cores import unbound
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.keeper import ask_to_end
 
 LOG_TAIL_LINES = 25
@@ -102,7 +102,7 @@ class Engine:
                     f"the SGLang engine did not start within {self._rollout.start_timeout_seconds:g} s: raise "
                     f"rollout.start_timeout_seconds, or see why in {self.log_path}, which ends:\n{self._log_tail()}"
                 )
-            LIFE.sign()
+            heartbeat.beat()
             time.sleep(POLL_SECONDS)
         self._guard.close()
         client.freeze_garbage()

@@ -19,7 +19,7 @@ from megappo.models.gpt import ModelChunks, router_bias_kept
 from megappo.models.output_layer import LogitFactors, output_weight
 from megappo.placement.groups import ComponentGroups
 from megappo.runtime import platform
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.megatron_patches import expect_shapes
 
 Outputs = dict[str, torch.Tensor]
@@ -177,7 +177,7 @@ class MegatronEngine:
         context = self.groups.collection.cp
         share = {"context": context.size(), "context_rank": context.rank(), "is_pinned": self._is_pinned}
         for part, on_output in parts:
-            LIFE.sign()
+            heartbeat.beat()
             packed = pack(rows.select(part), self._multiple, platform.device(), **share)
             yield packed, partial(on_output, packed)
 

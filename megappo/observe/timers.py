@@ -9,7 +9,7 @@ import torch
 
 from megappo.observe.memory import PhaseMemory
 from megappo.observe.metrics import Metric
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 
 class Timers:
@@ -33,7 +33,7 @@ class Timers:
         name = "/".join(self._open)
         if name == phase:
             self._memory.start(phase)
-        LIFE.enter(name)
+        heartbeat.enter(name)
         start = time.perf_counter()
         try:
             yield
@@ -41,7 +41,7 @@ class Timers:
         finally:
             self._seconds[name] += time.perf_counter() - start
             self._open.pop()
-            LIFE.enter(f"what follows {name}")
+            heartbeat.enter(f"what follows {name}")
             if name == phase:
                 self._memory.stop()
 

@@ -15,7 +15,7 @@ from megappo.data.prompts import Prompt
 from megappo.observe.metrics import Metric, merge_metrics
 from megappo.rollouts.responses import Responses
 from megappo.rollouts.sampler import EARLY_STOP_POLL_SECONDS, Sample
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import Graded
 from megappo.userland.rewards import RewardError
 
@@ -57,7 +57,7 @@ class GroupQuota:
         """Wait until all of this rank's groups are counted, or the quota is met. Other engines, which may still be
         sampling, need the count to stop in time."""
         while not self.is_met() and self._pending and not is_interrupted():
-            with LIFE.waiting():
+            with heartbeat.waiting():
                 time.sleep(EARLY_STOP_POLL_SECONDS)
 
     def _counts(self, known: Callable[[], list[Graded] | None]) -> bool | None:

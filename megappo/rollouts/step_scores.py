@@ -13,7 +13,7 @@ from megappo.config.algorithm_checks import step_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.rollouts.sampler import Sample
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import Graded
 
 MAX_CHARACTER_TOKENS = 4
@@ -66,7 +66,7 @@ def step_rewards(sample: Sample, graded: Graded, tokenizer: PreTrainedTokenizerB
     steps = sorted(chain.from_iterable(graded.steps))
     if not steps:
         return rewards
-    LIFE.sign()
+    heartbeat.beat()
     ends, scores = zip(*steps, strict=True)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     own = [i for i, log_prob in enumerate(sample.log_probs) if log_prob is not None]

@@ -1,51 +1,50 @@
-"""A process's heartbeats, by which a watchdog sees that the run makes progress."""
+"""Heartbeats of a process: a watchdog sees by them that the run makes progress."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Life:
-    """What a process has done so far. Any thread may call.
+class Heartbeat:
+    """Progress of a process. Any thread may call its methods.
 
     Attributes:
-        signs: how often it has shown that it gets on. Two threads at once may count as one.
-        phase: where in a step it is.
-        num_phases: how often it has entered or left one: the same on every rank that has come as far.
+        num_beats: heartbeats so far. Two threads at once may count as one.
+        phase: where in a step the process is.
+        num_phases: number of phases entered or left so far: the same on every rank that has come as far.
     """
 
     def __init__(self) -> None:
-        self.signs = 0
+        self.num_beats = 0
         self.phase = "the set-up"
         self.num_phases = 0
         self._waits: set[object] = set()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for something that has a time limit of its own."""
+        """Whether the process waits for something that has a timeout of its own."""
         return bool(self._waits)
 
-    def sign(self) -> None:
-        """Say that some work is done which may take its time."""
-        self.signs += 1
+    def beat(self) -> None:
+        """Note progress in work that may take long."""
+        self.num_beats += 1
 
     def enter(self, phase: str) -> None:
-        """Say where in a step it is from now on."""
+        """Note where in a step the process is from now on."""
         self.phase = phase
         self.num_phases += 1
-        self.sign()
+        self.beat()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, the process waits for another one's answer and ends the wait itself after a time limit: meanwhile it
-        needs to give no sign."""
+        """Wait, without heartbeats, for another process whose answer has a timeout."""
         wait = object()
         self._waits.add(wait)
         try:
             yield
         finally:
             self._waits.discard(wait)
-            self.sign()
+            self.beat()
 
 
-LIFE = Life()
-"""Of this process."""
+heartbeat = Heartbeat()
+"""The heartbeat of this process."""

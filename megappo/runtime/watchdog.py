@@ -23,7 +23,7 @@ import psutil
 import torch.distributed as dist
 
 from megappo.runtime.failure import name_ranks, report_message
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 
 POLL_SECONDS = 10.0
 ANSWER_SECONDS = 5.0
@@ -61,7 +61,7 @@ class Watchdog:
 
     def _wait_for_request(self) -> bool:
         """Add heartbeats until a rank requests stacks; return whether this rank was the first."""
-        num_added, total, silence, stopped = LIFE.signs, 0, 0.0, 0.0
+        num_added, total, silence, stopped = heartbeat.num_beats, 0, 0.0, 0.0
         while total < REQUEST:
             time.sleep(self._poll_seconds)
             if psutil.Process(os.getppid()).status() in STOPPED:  # the launcher, whose store would not answer
@@ -70,8 +70,8 @@ class Watchdog:
                     self._end_without_launcher()
                 continue
             stopped = 0.0
-            num_beats, before = LIFE.signs, total
-            total = self._store.add(HEARTBEATS, num_beats - num_added or int(LIFE.is_waiting))
+            num_beats, before = heartbeat.num_beats, total
+            total = self._store.add(HEARTBEATS, num_beats - num_added or int(heartbeat.is_waiting))
             num_added = num_beats
             # Counted in polls: by the clock, a run that was suspended as a whole would have been silent.
             silence = silence + self._poll_seconds if total == before else 0.0
@@ -110,7 +110,7 @@ class RankState:
     """State of a rank that hangs.
 
     Attributes:
-        num_phases, phase: see `Life`.
+        num_phases, phase: see `Heartbeat`.
         call: function in which it waits for other ranks; "" if it does not.
         stacks: of its threads, the main one first.
     """
@@ -136,7 +136,7 @@ def rank_state() -> RankState:
         stack = "".join(traceback.format_stack(frames[thread]))
         stacks.append(f"{names.get(thread, 'a native thread')}:\n{stack}")
         calls.append(_waiting_call(frames[thread]))
-    return RankState(LIFE.num_phases, LIFE.phase, next(filter(None, calls), ""), "".join(stacks))
+    return RankState(heartbeat.num_phases, heartbeat.phase, next(filter(None, calls), ""), "".join(stacks))
 
 
 def _waiting_call(frame: FrameType) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from megappo.config.rollout_section import Rollout
 from megappo.config.schema import Reward
 from megappo.errors import ActionableError
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.signatures import InputSpec
 from megappo.userland.spec import parse_spec
 from megappo.userland.worker_process import CallError, WorkerPool, WorkerProcess
@@ -118,7 +118,7 @@ class EnvironmentPool(WorkerPool):
     async def in_thread(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Return the result of a coroutine that the pool's thread runs, with time limits of its own, to any other
         event loop."""
-        with LIFE.waiting():
+        with heartbeat.waiting():
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     @asynccontextmanager

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megappo.config.schema import Reward
 from megappo.errors import ActionableError
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.userland.grades import Graded, checked
 from megappo.userland.scoring import Retry, RowQueue, RowReference, Scoring, WorkItem, queue_for, shown
 from megappo.userland.signatures import CallMode, InputSpec, Row
@@ -162,7 +162,7 @@ class RewardPool(WorkerPool):
         Raises:
             RewardError: a function failed, or the pool is closed.
         """
-        with LIFE.waiting(), self._changed:
+        with heartbeat.waiting(), self._changed:
             self._changed.wait_for(lambda: is_done() or self._is_closed)
             error, self._error = self._error, None
         if error is not None:

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 from megappo.runtime.cores import unbound
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.runtime.keeper import KILL_TIMEOUT_SECONDS, ask_to_end
 from megappo.runtime.variables import PYTHON, for_python
 from megappo.userland.channel import MAX_BYTES, Channel
@@ -230,7 +230,7 @@ class WorkerPool(AbstractContextManager):
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine, which has time limits of its own, in the pool's thread, and return its result."""
-        with LIFE.waiting():
+        with heartbeat.waiting():
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _start(self) -> tuple[WorkerProcess, Any]:

@@ -14,7 +14,7 @@ from megappo.architecture.parameters import LORA_A, LORA_B, SECOND_HEAD, HFTenso
 from megappo.models.gpt import ModelChunks
 from megappo.models.megatron_config import TORCH_DTYPES
 from megappo.placement.groups import ComponentGroups
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.weights.buckets import NamedTensors, TensorSpec, into_buckets, num_bytes, views
 from megappo.weights.shards import check_parameters, cut_over, decompose, global_parameters, table_of
 
@@ -118,7 +118,7 @@ class Export:
             `flat`, of copies in the parameters' dtype, padding of the vocabulary left out; see `views`. On a rank
             that is not among those `needing` them its values mean nothing.
         """
-        LIFE.sign()
+        heartbeat.beat()
         if flat is None:
             flat = torch.empty(num_bytes(bucket), dtype=torch.uint8, device=self._device)
         elements = flat.view(bucket[0].dtype)

@@ -20,7 +20,7 @@ from megappo.architecture.parameters import (
 )
 from megappo.models.gpt import ModelChunks
 from megappo.placement.groups import ComponentGroups
-from megappo.runtime.heartbeat import LIFE
+from megappo.runtime.heartbeat import heartbeat
 from megappo.weights.buckets import all_finite
 from megappo.weights.critic import has_value_bias, name_value_head
 from megappo.weights.safetensors_io import HFFolder, WeightsError
@@ -83,7 +83,7 @@ def load_hf(
             _check_tied(source)
         has_values = VALUE_HEAD in source.names()
         for name, parameter in parameters.items():
-            LIFE.sign()
+            heartbeat.beat()
             progress(name)
             hf_tensors = table[name].hf_tensors
             if hf_tensors[0].name == VALUE_HEAD and not has_values:

@@ -36,8 +36,8 @@ def watch():
     Watchdog(store, rank, world_size, 2.0)
 def greet(): os.write(1, f"rank {rank} is there\\n".encode())
 def generate():
-    from megappo.runtime.heartbeat import LIFE
-    with LIFE.waiting(): time.sleep(5)
+    from megappo.runtime.heartbeat import heartbeat
+    with heartbeat.waiting(): time.sleep(5)
 def save():
     signal.signal(signal.SIGUSR1, lambda *_: (time.sleep(0.7 * (rank + 1)), os._exit(75)))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])

@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 from megappo.observe.timers import Timers
-from megappo.runtime.heartbeat import Life
+from megappo.runtime.heartbeat import Heartbeat
 from megappo.runtime.watchdog import RankState, describe_hang, rank_state
 
 NAMES = [f"rank {rank} (pid {100 + rank}, host)" for rank in range(8)]
@@ -39,15 +39,15 @@ def test_whom_to_look_at_first():
 
 
 def test_where_a_process_is(monkeypatch):
-    life = Life()
+    beats = Heartbeat()
     for module in ("megappo.observe.timers", "megappo.runtime.watchdog"):
-        monkeypatch.setattr(f"{module}.LIFE", life)
+        monkeypatch.setattr(f"{module}.heartbeat", beats)
     timers = Timers()
     with timers("sync"), timers("open"), ThreadPoolExecutor(1) as watchdog:
         place = watchdog.submit(rank_state).result()
         assert (place.phase, place.num_phases, place.call) == ("sync/open", 2, "")
         assert place.stacks.startswith("MainThread:\n") and "test_where_a_process_is" in place.stacks
-    assert (life.phase, life.num_phases, life.signs) == ("what follows sync", 4, 4)
-    with life.waiting():
-        assert life.is_waiting
-    assert not life.is_waiting
+    assert (beats.phase, beats.num_phases, beats.num_beats) == ("what follows sync", 4, 4)
+    with beats.waiting():
+        assert beats.is_waiting
+    assert not beats.is_waiting
