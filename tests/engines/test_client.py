@@ -87,7 +87,7 @@ def test_it_sleeps_once_what_it_writes_is_written(client):
     client.generate(PROMPTS, SamplingParams(1))
 
 
-def test_an_engine_that_does_not_get_idle_is_told(client, monkeypatch):
+def test_an_engine_that_stays_busy_refuses_to_sleep(client, monkeypatch):
     monkeypatch.setattr("megappo.engines.client.IDLE_SECONDS", 0.1)
     with ThreadPoolExecutor(1) as threads:
         writing = threads.submit(client.generate, PROMPTS * 16, SamplingParams(100))
@@ -98,7 +98,7 @@ def test_an_engine_that_does_not_get_idle_is_told(client, monkeypatch):
 
 
 def test_the_context_holds_two_tokens_less_and_prompts_seven_less(client):
-    """What config.checks.engine_context relies on; the checkpoint has 128 positions."""
+    """The facts behind config.checks.engine_context; the checkpoint has 128 positions."""
     [whole, cut] = [client.generate([[5] * 100], SamplingParams(number))[0] for number in (26, 27)]
     assert (len(whole.tokens), len(cut.tokens)) == (26, 26)
     assert len(client.generate([[5] * 121], SamplingParams(1))[0].tokens) == 1

@@ -1,4 +1,4 @@
-"""Engines that somebody else started: what is looked at before they are used."""
+"""Engines that somebody else started: checks before they are used."""
 
 import pytest
 from engine_server import EngineServer
@@ -8,7 +8,7 @@ from megappo.engines.client import EngineError
 from megappo.engines.external import ExternalEngine
 
 
-def test_it_must_be_cut_as_the_config_says():
+def test_its_tensor_parallelism_must_be_the_configs():
     with EngineServer() as server:
         url = f"http://127.0.0.1:{server.server_port}"
         client = ExternalEngine(url, Rollout(tensor_parallel=2)).wait_ready()

@@ -1,4 +1,4 @@
-"""What an engine's process is started with."""
+"""Arguments and environment of an engine's process."""
 
 import importlib.util
 import json
@@ -136,12 +136,12 @@ def test_threads_of_an_engine_on_a_cpu(policy, spins, monkeypatch):
     assert second["SGLANG_CPU_OMP_THREADS_BIND"] == "5|7", "the first engine has cores of its own"
 
 
-@pytest.mark.parametrize("said, found", [(None, "1"), ("8,2", "8,2")])
-def test_threads_that_the_user_asks_for_are_the_engines(said, found, monkeypatch):
+@pytest.mark.parametrize("set_to, found", [(None, "1"), ("8,2", "8,2")])
+def test_threads_that_the_user_sets_are_the_engines(set_to, found, monkeypatch):
     monkeypatch.delenv(platform.ENGINE_CORES, raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    if set_to is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_to)
     variables = launch.environment([], 1, Path("/tmp/x"), num_threads=platform.engine_threads(1))
     assert variables["OMP_NUM_THREADS"] == found
 

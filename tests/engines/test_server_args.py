@@ -1,4 +1,4 @@
-"""What is passed to SGLang, against SGLang's own source."""
+"""Arguments and variables for SGLang, compared with SGLang's own source."""
 
 import importlib.util
 import json
@@ -32,8 +32,7 @@ ARGUMENTS = [{}, {"enable_nccl_nvls": True}, {"enable_symm_mem": True}]
 
 @pytest.fixture(scope="module")
 def of_sglang(tmp_path_factory) -> dict:
-    """Of SGLang, as an engine's process sees it: the names of its arguments and variables, what it sets for ARGUMENTS,
-    and where its caches are."""
+    """SGLang as an engine's process sees it: names of arguments and variables, NCCL's variables, folders of caches."""
     variables = environment([], 1, tmp_path_factory.mktemp("engine"))
     variables = {name: value for name, value in variables.items() if not name.startswith("NCCL_")}
     command = [sys.executable, "-c", OWN, json.dumps(ARGUMENTS)]
@@ -46,7 +45,7 @@ def test_the_names_read_in_the_source_are_those_of_sglang(of_sglang):
     assert known_names() == set(of_sglang["names"])
 
 
-def test_what_engines_on_gpus_are_told_is_known_to_sglang(of_sglang):
+def test_sglang_knows_all_arguments_of_engines_on_gpus(of_sglang):
     assert GPU_ARGUMENTS.keys() <= set(of_sglang["names"])
     assert GPU_VARIABLES.keys() <= set(of_sglang["variables"])
 
@@ -66,7 +65,7 @@ def test_an_engine_wakes_whatever_sglang_frees():
     assert sorted(WEIGHTS + WORKING_MEMORY) == sorted(runpy.run_path(str(source))["GPU_MEMORY_ALL_TYPES"])
 
 
-def test_reserved_and_unknown_names_are_told_with_the_remedy():
+def test_reserved_and_unknown_names_are_reported_with_the_remedy():
     assert list(
         server_args_errors({"schedule_policy": "lpm", "host": "0.0.0.0", "chunked_prefil_size": 1, "zzz": 1})
     ) == [
@@ -83,7 +82,7 @@ def forgotten():
     known_names.cache_clear()
 
 
-def test_without_sglang_only_reserved_names_are_told(monkeypatch, forgotten):
+def test_without_sglang_only_reserved_names_are_reported(monkeypatch, forgotten):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else find_spec(name))
     assert known_names() == frozenset()

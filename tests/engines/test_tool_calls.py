@@ -64,12 +64,12 @@ def test_calls_are_made_until_there_are_none(tmp_path):
     with pool_of(tmp_path, "add", "fails") as pool:
         assert [tool["function"]["name"] for tool in pool.takes.tools] == ["add", "fails"]
         assert pool.takes.tools[0]["function"]["parameters"]["required"] == ["a"]
-        for (texts, calls, errors), (messages, reward, done, told) in zip(
+        for (texts, calls, errors), (messages, reward, done, counts) in zip(
             turns.values(), asyncio.run(play(pool)), strict=True
         ):
             assert all(one["content"].startswith(text) for one, text in zip(messages, texts, strict=True)), messages
             assert {one["role"] for one in messages} <= {"tool"} and reward == 0 and done == (not texts)
-            assert told == {"tool_calls": calls, "tool_errors": errors}
+            assert counts == {"tool_calls": calls, "tool_errors": errors}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_calls_are_made_until_there_are_none(tmp_path):
         ("absent", "qwen25", "does not exist: the file defines add, fails, no_docstring"),
     ],
 )
-def test_what_is_wrong_is_said_at_the_start(tmp_path, name, parser, message):
+def test_errors_are_reported_at_the_start(tmp_path, name, parser, message):
     if message is None:
         pool_of(tmp_path, name, parser=parser).close()
         return

@@ -61,7 +61,7 @@ def drawn(shapes: dict[str, tuple[int, ...]], seed: int) -> NamedTensors:
 
 
 def merged_log_probs(checkpoint: Path, adapters: NamedTensors, tokens: list[int] = SEQUENCE) -> list[float]:
-    """Of the model whose matrices have them added: W + alpha / r B A."""
+    """Log-probs of the model whose matrices have the adapters added: W + alpha / r B A."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     weights, added = dict(model.named_parameters()), dict(adapters)
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_an_engine_adds_the_adapters_that_it_got_last(client, checkpoint, engine
             adapters = drawn(engine_shapes, seed)
             sync.source.become(adapters)
             assert sync().bytes == sum(tensor.nbytes for _, tensor in adapters) == num_bytes(sync.tensors)
-            if seed != 3:  # of those it is asked nothing
+            if seed != 3:  # those get no request
                 expected = merged_log_probs(checkpoint, adapters)
                 assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(expected, abs=1e-4)
                 [generation] = client.generate([SEQUENCE], SamplingParams(4))
@@ -134,9 +134,7 @@ def test_responses_that_nobody_waits_for_do_not_hold_up_a_sync(client, checkpoin
     assert engine_log_probs(client, [SEQUENCE])[0] == pytest.approx(merged_log_probs(checkpoint, adapters), abs=1e-4)
 
 
-def test_an_engine_that_is_started_anew_refuses_until_it_has_them(
-    lora_engine, client, checkpoint, engine_shapes, tmp_path
-):
+def test_a_restarted_engine_refuses_until_it_has_them(lora_engine, client, checkpoint, engine_shapes, tmp_path):
     sync = sync_of(client, tmp_path, engine_shapes)
     sync()
     lora_engine.restart()

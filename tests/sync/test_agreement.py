@@ -1,4 +1,4 @@
-"""What is said when engine and trainer disagree."""
+"""Messages when engine and trainer disagree."""
 
 import pytest
 
@@ -46,15 +46,15 @@ def test_a_difference_that_rounding_explains_accuses_nobody(dtype, tolerance, di
 
 
 def test_a_run_is_warned_before_it_is_stopped():
-    told: list[str] = []
-    assert check_log_probs("a probe", 0.05, config("bf16", 0.05), told.append) == 0 and not told
-    assert check_log_probs("a probe", 0.2, config("bf16", 0.05), told.append) == 1
-    [warning] = told
+    warnings: list[str] = []
+    assert check_log_probs("a probe", 0.05, config("bf16", 0.05), warnings.append) == 0 and not warnings
+    assert check_log_probs("a probe", 0.2, config("bf16", 0.05), warnings.append) == 1
+    [warning] = warnings
     assert warning.startswith("WARNING: trainer and SGLang engine disagree about the log-probs of a probe by 0.2")
     assert warning.endswith("the run stops beyond 5 times the tolerance")
     with pytest.raises(EngineError):
-        check_log_probs("a probe", 0.26, config("bf16", 0.05), told.append)
+        check_log_probs("a probe", 0.26, config("bf16", 0.05), warnings.append)
 
 
-def test_the_key_says_when_a_run_stops():
+def test_the_key_describes_when_a_run_stops():
     assert f"more than {FAR:g} times this" in Sync.model_fields["probe_tolerance"].description

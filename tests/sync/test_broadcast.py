@@ -35,8 +35,8 @@ def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
     sections = SECTIONS | {"trainer": {"output_dir": "o", "process_group_timeout_seconds": TIMEOUT.seconds}}
     link = {"config": Config.model_validate(sections), "architecture": None, "bucket_bytes": 1, "num_engines": 1}
     sender = BroadcastSender(Link(**link)) if rank == 0 else None
-    told: list[tuple[str, int, str] | None] = [None, None]
-    dist.all_gather_object(told, sender.address if sender is not None else None)
+    addresses: list[tuple[str, int, str] | None] = [None, None]
+    dist.all_gather_object(addresses, sender.address if sender is not None else None)
     bucket, started = specs([("weights", WEIGHTS)]), time.monotonic()
     if sender is not None:
         sender.open()
@@ -47,10 +47,10 @@ def lose_an_engine(rank: int, world_size: int, num_well: int) -> None:
         sender.abort()
         return
     if num_well:
-        Thread(target=join, args=told[:1], daemon=True).start()
+        Thread(target=join, args=addresses[:1], daemon=True).start()
     with EngineServer("hang", num_well) as server:
         client = server.client()
-        receiver = BroadcastReceiver(Link(**link, addresses=told[:1]), client)
+        receiver = BroadcastReceiver(Link(**link, addresses=addresses[:1]), client)
         with deferring_faults(client):
             receiver.open()
             for _ in range(2):

@@ -59,7 +59,7 @@ print(json.dumps(found))
 
 
 class Recorder:
-    """Notes what it is asked."""
+    """Records requests."""
 
     def __init__(self):
         self.posted = []

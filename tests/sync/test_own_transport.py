@@ -54,13 +54,13 @@ class FileReader(Receiver):
     def __init__(self, link: Link, client: EngineClient):
         self.folder = link.address
         self.client = client
-        self.told: list[str] = []
+        self.names: list[str] = []
 
     def send(self, bucket: Bucket) -> None:
-        self.told += [tensor.name for tensor in bucket]
+        self.names += [tensor.name for tensor in bucket]
 
     def close(self) -> None:
-        assert len(self.told) > 10
+        assert len(self.names) > 10
         self.client.post("/update_weights_from_disk", {"model_path": str(self.folder)})
 
 

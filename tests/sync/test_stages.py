@@ -25,7 +25,7 @@ SEQUENCE = [5, 6, 7, 3, 2, 9, 30, 12]
 
 
 def check_sent(rank: int, world_size: int, api_key: str, checkpoint: Path, sections: dict) -> None:
-    """Rank 0, of the first stage, owns the engine as well: it gathers for its stage and tells of both."""
+    """Rank 0, of the first stage, owns the engine as well: it gathers for its stage and announces both stages."""
     config = Config.model_validate(sections)
     plan = plan_run(config, world_size)
     layouts = plan.layouts

@@ -1,4 +1,4 @@
-"""Which weights an engine may be sent, and when; that it computes with them is tested with real engines in
+"""The weights that an engine gets, and when; that it computes with them is tested with real engines in
 tests/sync/test_weight_update.py and test_sync.py."""
 
 import threading
@@ -40,7 +40,7 @@ class Recorder(Sender):
 
 
 class Notified(Receiver):
-    """Tells a recorder of its closing."""
+    """Records its closing in a recorder."""
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
@@ -52,8 +52,8 @@ class Notified(Receiver):
         self.recorder.calls.append("received")
 
 
-class Told(Receiver):
-    """Keeps the names of what it is told of."""
+class Announced(Receiver):
+    """Keeps the names of the tensors that are announced."""
 
     def __init__(self) -> None:
         self.buckets: list[list[str]] = []
@@ -95,13 +95,13 @@ def test_of_several_senders_each_sends_its_own_in_turns():
     turns = [["0", "1"], ["2", "5"], ["3", "4"], ["7"], ["6"]]
     options = {"bucket_bytes": 80, "barrier": lambda: None, "engines_keep": False}
     for number, own in enumerate((turns[::2], turns[1::2])):
-        recorder, told = Recorder(), Told()
-        for receivers in ([], [told]):
+        recorder, announced = Recorder(), Announced()
+        for receivers in ([], [announced]):
             recorder.buckets.clear()
             source, shapes = Given(list(weights.items())), dict.fromkeys(weights, (10,))
             WeightSync(tensors, source, [recorder], receivers, shapes, sender=number, **options)()
             assert [list(bucket) for bucket in recorder.buckets] == own
-        assert told.buckets == turns, "an engine's owner tells of all"
+        assert announced.buckets == turns, "an engine's owner announces all"
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ class Checked(Recorder):
 
 @pytest.fixture
 def on_a_gpu(monkeypatch, events):
-    """A rank whose GPU's other processes have what `others` says, one number a look."""
+    """A rank on whose GPU other processes have `others`, in GiB, one number for each measurement."""
 
     def of(others: list[float], *, sleeps: bool = True) -> None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
@@ -311,7 +311,7 @@ def test_an_engine_that_keeps_its_memory_is_reported_with_who_holds_it(events, o
 
 
 def test_memory_that_comes_back_late_is_waited_for(monkeypatch, capsys):
-    """What the trainer itself has taken since makes no difference: it is counted again at each waking."""
+    """Memory that the trainer has taken since makes no difference: it is counted again at each waking."""
     numbers = iter([45.0, 45.0, 45.0, 9.0, 50.0, 30.0, 17.0, 16.0])
     monkeypatch.setattr("megappo.runtime.platform.bytes_of_others", lambda: next(numbers) * 2**30)
     footprint = Footprint(40 * 2**30)

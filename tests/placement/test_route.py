@@ -1,4 +1,4 @@
-"""The way of the weights to each engine, from the placement."""
+"""The route of the weights to each engine, from the placement."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def test_each_engine_takes_the_way_that_is_open_to_it(config: Config, expected: 
     assert [engine.transport for engine in route.engines] == expected
 
 
-def test_the_plan_says_which_way_from_which_rank() -> None:
+def test_the_plan_names_transport_and_sending_rank() -> None:
     config = config_of("2-3", "0-7")
     route = plan_run(config, 8).route
     assert route.describe() == "weights: broadcast from rank 2 to engine 0-1,4-7; ipc to engine 2-3"
@@ -109,7 +109,7 @@ def test_a_broadcast_on_gpus_that_has_no_gpu_to_come_from_is_refused() -> None:
 
 
 def test_an_engine_elsewhere_is_on_nobodys_gpus() -> None:
-    """Whatever rank speaks to it."""
+    """Its owner, the rank that sends its requests, does not matter."""
     engines = {"engines": ["http://a:1", "http://b:1"], "tensor_parallel": 4}
     config = Config.model_validate(SECTIONS | {"placement": {"actor": "0-3", "critic": "0-3"}, "rollout": engines})
     route = plan_run(config, 4).route
