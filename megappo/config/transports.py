@@ -1,4 +1,4 @@
-"""The ways of the actor's weights into an engine. One entry each; the values of rollout.sync.transport follow from it.
+"""Transports of the actor's weights to an engine, an entry each; the values of rollout.sync.transport follow from it.
 
 Without torch: each names what makes its ends, which stand in megappo.sync.
 """
