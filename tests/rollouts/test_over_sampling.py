@@ -28,11 +28,6 @@ class Turns:
         self.cut: list[int] = []
         self.long = long
 
-    def open(self):
-        import contextlib
-
-        return contextlib.nullcontext()
-
     async def play(self, prompt_index, generate):
         segment = Segment([prompt_index - 98], "")
         ended = False

@@ -187,9 +187,6 @@ class Playing:
     def __init__(self):
         self.num_open = self.most = 0
 
-    def open(self):
-        return contextlib.nullcontext()
-
     async def play(self, prompt_index, generate):
         self.num_open += 1
         self.most = max(self.most, self.num_open)
