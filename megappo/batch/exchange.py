@@ -195,12 +195,12 @@ class Exchange:
             into = _with_fields(into, rows, names, fields, table, route)
         return into
 
-    def _route(self, rows: Rows, sources: RankRows, destinations: RankRows) -> "_Route":
+    def _route(self, rows: Rows, sources: RankRows, destinations: RankRows) -> "_RowRoute":
         if rows.ids.tolist() != list(sources[self.rank]):
             raise ValueError(f"expected rows {sources[self.rank]} here, in this order; found {rows.ids.tolist()}")
-        return _Route.of(self.rank, sources, destinations)
+        return _RowRoute.of(self.rank, sources, destinations)
 
-    def _all_to_all(self, route: "_Route", parts: Sequence[Part]) -> list[Tensor]:
+    def _all_to_all(self, route: "_RowRoute", parts: Sequence[Part]) -> list[Tensor]:
         """Send the parts of the outgoing rows in one collective; return the parts of the arriving rows."""
         if not parts:
             return []
@@ -226,7 +226,7 @@ def entries_of(rows: Rows) -> np.ndarray:
     return torch.stack(columns, dim=1).int().numpy()
 
 
-def _part(rows: Rows, name: str, table: RowTable, route: "_Route") -> Part:
+def _part(rows: Rows, name: str, table: RowTable, route: "_RowRoute") -> Part:
     """Return a field's numbers of the rows to send, as int32 with the same bits."""
     field = field_of(name)
     if len(rows) or field.has_columns:
@@ -241,7 +241,7 @@ def _part(rows: Rows, name: str, table: RowTable, route: "_Route") -> Part:
 
 
 def _with_fields(
-    into: Rows, sent: Rows, names: Sequence[str], arrived: Sequence[Tensor], table: RowTable, route: "_Route"
+    into: Rows, sent: Rows, names: Sequence[str], arrived: Sequence[Tensor], table: RowTable, route: "_RowRoute"
 ) -> Rows:
     """Add fields to `into` from the numbers that arrived; `sent` are the rows that were here."""
     fields = dict(into.fields)
@@ -257,7 +257,7 @@ def _with_fields(
 
 
 @dataclass(frozen=True)
-class _Route:
+class _RowRoute:
     """Rows that one rank sends to each rank and receives from each, in the order in which they travel; all int64.
 
     Attributes:
@@ -273,7 +273,7 @@ class _Route:
 
     @classmethod
     @lru_cache(maxsize=8)  # a step has few routes, some of them several times
-    def of(cls, rank: int, sources: RankRows, destinations: RankRows) -> "_Route":
+    def of(cls, rank: int, sources: RankRows, destinations: RankRows) -> "_RowRoute":
         held = [set(rows) for rows in sources]
         outgoing = [_tensor([row for row in needed if row in held[rank]]) for needed in destinations]
         arriving = [_tensor([row for row in destinations[rank] if row in rows]) for rows in held]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megappo.ppo.advantages import Estimates
 from megappo.ppo.gae import gae
 from megappo.ppo.reductions import (
     PromptGroups,
@@ -24,8 +25,6 @@ from megappo.ppo.reductions import (
     check_has_tokens,
     sum_over_ranks,
 )
-
-Estimates = tuple[Tensor, Tensor]
 
 
 def grpo(

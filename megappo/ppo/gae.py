@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from megappo.ppo.reductions import check_finite
 
-BLOCK = 32
+BLOCK = 16
 """Tokens whose discounted sums are one product with a triangular matrix; a Python loop goes from block to block."""
 
 
@@ -40,23 +40,25 @@ def gae(
     lam = torch.as_tensor(lam, dtype=torch.float64, device=values.device)
     valid = response_mask.bool()
     lengths = valid.sum(dim=1)
-    num_blocks = int(lengths.max()) // BLOCK + 1 if len(lengths) else 1
-    is_packed = torch.arange(num_blocks * BLOCK, device=values.device) < lengths[:, None]
-    places, packed_places = (mask.flatten().nonzero().squeeze(1) for mask in (valid, is_packed))
-    rewards, baselines = (x.flatten()[places].double() for x in (token_level_rewards, values))
+    places = valid.flatten().nonzero().squeeze(1)
+    rewards, baselines = (x.flatten().index_select(0, places).double() for x in (token_level_rewards, values))
     # returns[t] = rewards[t] + gamma * targets[t + 1], where targets = (1 - lam) * values + lam * returns, and so
     # targets[t] = (1 - lam) * values[t] + lam * rewards[t] + gamma * lam * targets[t + 1].
     terms = torch.lerp(baselines, rewards, lam.repeat_interleave(lengths) if lam.dim() else lam)
-    packed = terms.new_zeros(is_packed.shape)
-    packed.view(-1)[packed_places] = terms
+    packed = terms.new_zeros(len(lengths), (int(lengths.max()) // BLOCK + 1) * BLOCK if len(lengths) else BLOCK)
+    rows = torch.arange(len(lengths), device=values.device)
+    first_places = rows * packed.shape[1] - lengths.cumsum(0) + lengths
+    packed_places = first_places.repeat_interleave(lengths).add_(torch.arange(len(places), device=values.device))
+    packed.view(-1).index_copy_(0, packed_places, terms)
     if bootstrap_values is not None:
-        packed[torch.arange(len(lengths), device=values.device), lengths] = bootstrap_values.double()
-    targets = _discounted_sums(packed, gamma * lam)
-    found = rewards + gamma * targets.flatten()[packed_places + 1]
+        packed[rows, lengths] = bootstrap_values.double()
+    targets = _discounted_sums(packed, gamma * lam).flatten()
+    found = rewards.add_(targets[1:].index_select(0, packed_places), alpha=gamma)
     advantages, returns = torch.zeros(2, *values.shape, device=values.device)
-    returns.view(-1)[places] = found.float()
-    advantages.view(-1)[places] = (found - baselines).float()
-    check_finite("rewards, values or bootstrap_values", advantages, valid)
+    returns.view(-1).index_copy_(0, places, found.float())
+    advantages.view(-1).index_copy_(0, places, found.sub_(baselines).float())
+    if not found.float().sum().isfinite():  # or their sum overflows
+        check_finite("rewards, values or bootstrap_values", advantages, valid)
     return advantages, returns
 
 
@@ -70,7 +72,7 @@ def _discounted_sums(x: Tensor, decay: Tensor) -> Tensor:
     sums = x.unflatten(1, (x.shape[1] // BLOCK, BLOCK)) @ powers.tril()
     to_next_block = decay[..., None] ** (BLOCK - offsets)
     for block in reversed(range(sums.shape[1] - 1)):
-        sums[:, block] += sums[:, block + 1, :1] * to_next_block
+        sums[:, block].addcmul_(sums[:, block + 1, :1], to_next_block)
     return sums
 
 
