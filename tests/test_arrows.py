@@ -48,7 +48,7 @@ WITHOUT_TORCH = (
     "megappo/placement/route.py",
     "megappo/placement/run_plan.py",
     "megappo/checkpoint/checksums.py",
-    "megappo/checkpoint/errors.py",
+    "megappo/checkpoint/folders.py",
     "megappo/checkpoint/folders.py",
     "megappo/observe/files.py",
     "megappo/preflight/lock.py",

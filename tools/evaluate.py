@@ -21,8 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megappo.architecture.config_json import CONFIG_FILE
-from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import candidates, checkpoints_in, is_checkpoint
+from megappo.checkpoint.folders import CheckpointError, candidates, checkpoints_in, is_checkpoint
 from megappo.checkpoint.metadata import is_component
 from megappo.config.errors import ConfigError, looked_in
 from megappo.config.loading import load_config

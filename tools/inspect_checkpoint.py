@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megappo.architecture.config_json import named_architecture
 from megappo.architecture.dtypes import BY_SAFETENSORS, DTYPES
 from megappo.checkpoint.checksums import refuse_altered
-from megappo.checkpoint.errors import CheckpointError, no_folder
-from megappo.checkpoint.folders import STATE, candidates, read_state
+from megappo.checkpoint.folders import STATE, CheckpointError, candidates, no_folder, read_state
 from megappo.checkpoint.metadata import METADATA, TensorInfo, components_of, is_component, read_component
 from megappo.config.text_files import TextFileError
 from megappo.weights.safetensors_io import INDEX, SINGLE, HFFolder, WeightsError

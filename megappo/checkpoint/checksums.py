@@ -1,4 +1,4 @@
-"""SHA256SUMS of a checkpoint, as sha256sum writes and checks it: errors name what a disk or a copy has changed.
+"""SHA256SUMS of a checkpoint, in the format of sha256sum. Errors name the files that a disk or a copy has changed.
 
 Imports no torch: the dry run checks state.json.
 """
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megappo.checkpoint.durable import sync
-from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import STATE
-from megappo.runtime.heartbeat import heartbeat
+from megappo.checkpoint.folders import STATE, CheckpointError
+from megappo.runtime import heartbeat
 
 if TYPE_CHECKING:
     from megappo.batch.exchange import Exchange
@@ -25,15 +24,15 @@ _SHOWN = 3
 
 
 def new_sum() -> Any:
-    """Of hashlib's kind, of what a file will hold."""
+    """Return a new hashlib object for a file's bytes."""
     return hashlib.sha256()
 
 
 def write_sums(checkpoint: Path, exchange: "Exchange", known: Mapping[str, str]) -> None:
-    """See that every file of a checkpoint is on the disk, and write their sums; all ranks share the files out.
+    """Flush every file of a checkpoint to the disk and write their sums. All ranks call; they share the files.
 
     Args:
-        known: path -> sum of files that this rank has written and knows to be on the disk.
+        known: path -> sum of the files that this rank wrote and flushed.
     Raises:
         OSError, OtherRankError: a file cannot be read, or SHA256SUMS not written.
     """
@@ -51,10 +50,10 @@ def write_sums(checkpoint: Path, exchange: "Exchange", known: Mapping[str, str])
 
 
 def damage(checkpoint: Path, exchange: "Exchange", under: str = "") -> str:
-    """What of a checkpoint is not as it was written, by name; "" if all is. All ranks share the files out.
+    """Describe the files of a checkpoint that differ from their sums; "" if none does. All ranks share the files.
 
     Args:
-        under: the component to look at; "" for all.
+        under: the component to check; "" for all.
     """
     sums, faults = exchange.share(_listed(checkpoint, under) if exchange.rank == 0 else None)[0]
     names = list(sums)[exchange.rank :: exchange.world_size]
@@ -64,10 +63,10 @@ def damage(checkpoint: Path, exchange: "Exchange", under: str = "") -> str:
 
 
 def refuse_damaged(folder: Path, exchange: "Exchange") -> None:
-    """See that a checkpoint, or one component of it, is as it was written; other folders have no sums to tell.
+    """Check a checkpoint, or one component of it, against its sums. Folders without sums are accepted.
 
     Raises:
-        CheckpointError: it is not; the message says what is wrong.
+        CheckpointError: a file differs; the message names it.
     """
     folder = folder.resolve()
     for checkpoint, under in ((folder, ""), (folder.parent, f"{folder.name}/")):
@@ -78,7 +77,7 @@ def refuse_damaged(folder: Path, exchange: "Exchange") -> None:
 
 
 def refuse_altered(checkpoint: Path, name: str) -> None:
-    """The same of one file of a checkpoint, in this process alone."""
+    """Check one file of a checkpoint against its sum, in this process alone."""
     if _has_sums(checkpoint):
         sums = read_sums(checkpoint)
         fault = altered(checkpoint, sums, [name]) if name in sums else [f"{name} is not listed in {SUMS}"]
@@ -87,8 +86,8 @@ def refuse_altered(checkpoint: Path, name: str) -> None:
 
 
 def altered(checkpoint: Path, sums: dict[str, str], names: Iterable[str]) -> list[str]:
-    """What is wrong with each of these files that is not as its sum says. Runs in this process alone, in a thread for
-    each core that it may have: one sums a file more slowly than storage gives it."""
+    """Describe each of these files that differs from its sum. Uses one thread per core: a single one sums more slowly
+    than storage reads."""
 
     def fault(name: str) -> str:
         try:
@@ -112,7 +111,7 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is missing, without which nothing tells whether the others are as they were written; if you trust "
+            f"{path} is missing, so the other files cannot be checked; if you trust "
             f"them: cd {checkpoint} && find * -type f -exec sha256sum {{}} + > {SUMS}"
         ) from error
     except OSError as error:
@@ -121,20 +120,20 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} is altered") from error
     lines = [_LINE.fullmatch(line) for line in text.split("\n")[:-1]]
     sums = {line[2]: line[1] for line in lines if line}
-    if _text(sums) != text:  # something in it is no line of ours
+    if _text(sums) != text:  # a line has another format
         raise CheckpointError(f"{path} is altered or cut off")
     return sums
 
 
 def files_of(checkpoint: Path) -> list[str]:
-    """All files but SHA256SUMS, the largest first: shared out in turn, every rank has about as much to read."""
+    """List all files except SHA256SUMS, largest first: dealt out in turn, every rank reads about as much."""
     found = [path for path in checkpoint.rglob("*") if not path.is_dir() and path != checkpoint / SUMS]
     found.sort(key=lambda path: (-path.lstat().st_size, path))
     return [path.relative_to(checkpoint).as_posix() for path in found]
 
 
 def _listed(checkpoint: Path, under: str) -> tuple[dict[str, str], list[str]]:
-    """Sums of the files that are there, and which are missing or too many."""
+    """Return the sums of the files that exist, and the faults: files that are missing or not listed."""
     try:
         sums = read_sums(checkpoint)
     except CheckpointError as error:
@@ -155,7 +154,7 @@ def _over_ranks(exchange: "Exchange", mine: Mapping[str, str]) -> dict[str, str]
 
 
 def _has_sums(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, and SHA256SUMS its own."""
+    """Return whether a folder is a checkpoint with sums of its own."""
     return (folder / STATE).is_file() and (folder / SUMS).exists()
 
 

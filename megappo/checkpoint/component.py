@@ -1,4 +1,4 @@
-"""A model in a component's folder, without the trainer around it: saved, loaded, and cut anew for another layout."""
+"""A model in a component's folder, without the trainer: saved, loaded, and resharded for another layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # of any rank;
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parameters import OUTPUT_LAYER, SECOND_HEAD, is_adapter, padded_vocab_size
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.metadata import EMBEDDING, EXTRA_STATE, OPTIMIZER_PREFIX, ComponentInfo
 from megappo.checkpoint.sharded import load_sharded, reason, save_sharded
 from megappo.models.gpt import ModelChunks
@@ -21,7 +21,7 @@ from megappo.placement.groups import ComponentGroups
 
 
 def head_of(info: ComponentInfo) -> HeadKind:
-    """What reads the model's last hidden states."""
+    """Return the kind of head that the model has."""
     if f"{SECOND_HEAD}.weight" in info.tensors:
         return "policy_value"
     output_layer = info.tensors.get(f"{OUTPUT_LAYER}.weight")
@@ -29,7 +29,7 @@ def head_of(info: ComponentInfo) -> HeadKind:
 
 
 def has_value_bias(info: ComponentInfo) -> bool:
-    """Whether the model's value head has a bias."""
+    """Return whether the model's value head has a bias."""
     return bool({f"{SECOND_HEAD}.bias", f"{OUTPUT_LAYER}.bias"} & info.tensors.keys())
 
 
@@ -58,7 +58,7 @@ def load_model(
 def reshard(
     chunks: ModelChunks, groups: ComponentGroups, source: Path, info: ComponentInfo, target: Path, vocab_size: int
 ) -> dict[str, str]:
-    """Write everything `source` holds, an optimizer's state included, cut for the layout of `chunks`.
+    """Write everything that `source` holds, including optimizer state, sharded for the layout of `chunks`.
 
     Args:
         chunks: built in the new layout; their weights are overwritten.
@@ -66,7 +66,7 @@ def reshard(
         target: an existing folder.
         vocab_size: true vocabulary, without padding.
     Returns:
-        path -> sum of each file that this rank has written.
+        path -> sum of each file that this rank wrote.
     Raises:
         CheckpointError: as `load_model`, or the target cannot be written.
     """
@@ -76,7 +76,7 @@ def reshard(
     first = torch.distributed.get_rank(groups.collection.intra_dist_opt) == 0
     state["model"] |= {name: ShardedObject.empty_from_unique_key(name) for name in info.objects if first}
     loaded = _load(state, groups, source, ignored="")
-    # Besides the parts asked for, the result has what is not sharded: learning-rate schedule, optimizer settings.
+    # The result also has the unsharded state: learning-rate schedule and optimizer settings.
     filled = {
         part: {key: replace(leaf, data=loaded[part][key]) for key, leaf in leaves.items()}
         for part, leaves in state.items()
@@ -85,7 +85,7 @@ def reshard(
 
 
 def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The sharded tensors of all chunks."""
+    """Return the sharded tensors of all chunks, without objects."""
     return {
         f"{chunk}.{key}": leaf
         for chunk, leaves in state.items()
@@ -95,7 +95,7 @@ def _tensors(state: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _optimizer_tensors(shards: dict[str, Any], info: ComponentInfo) -> dict[str, Any]:
-    """For every parameter here the optimizer's tensors that have its shape, cut as it is."""
+    """Return the optimizer's tensors of every parameter on this rank, sharded like the parameter."""
     states: dict[str, list[str]] = {}
     for name in info.tensors.keys() - info.model.keys():
         for key in info.model:
@@ -111,14 +111,14 @@ def _optimizer_tensors(shards: dict[str, Any], info: ComponentInfo) -> dict[str,
 
 
 def _check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vocab_size: int) -> None:
-    """The one dimension dist_checkpointing does not check, as its padding depends on the layout."""
+    """Check the vocabulary, the one dimension that dist_checkpointing leaves: its padding depends on the layout."""
     found = info.tensors.get(EMBEDDING)
     if found is None and any(map(is_adapter, info.tensors)):
         if any(parameter.is_base for parameter in chunks[0].parameters()):
             return
         raise CheckpointError(
-            f"{folder} holds adapters (LoRA) alone, without the model beside which they were trained: set actor.lora "
-            "as it was, or take the run's hf_actor, in which they are merged"
+            f"{folder} holds only adapters (LoRA), without the model that they were trained for: set actor.lora "
+            "as in that run, or use the run's hf_actor, which has them merged"
         )
     if found is None:
         raise CheckpointError(f"{folder} holds no {EMBEDDING}: it is no language model of this program")
@@ -131,7 +131,7 @@ def _check_vocabulary(chunks: ModelChunks, folder: Path, info: ComponentInfo, vo
 
 
 def _load(state: dict[str, Any], groups: ComponentGroups, folder: Path, ignored: str) -> dict[str, Any]:
-    """`state` from the folder, which may hold objects, and tensors whose name starts with `ignored`, besides."""
+    """Load `state` from the folder. The folder may also hold objects, and tensors whose names start with `ignored`."""
     try:
         loaded, extra, absent = load_sharded(
             state, folder, groups.as_world(), StrictHandling.RETURN_ALL, groups.collection.dp_cp

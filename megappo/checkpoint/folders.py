@@ -1,11 +1,11 @@
-"""Which checkpoints a run's folder has, as far as names and state.json tell: without torch, for the dry run as well."""
+"""The checkpoints in a run's folder, by their names and state.json. Without torch: the dry run reads them too."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from megappo.checkpoint.errors import CheckpointError
+from megappo.errors import ActionableError
 
 LATEST = "latest"
 STATE = "state.json"
@@ -14,37 +14,41 @@ PARTIAL = ".partial"
 _NAME = re.compile(r"step_(\d{8,})(?:_(\d{4,}))?")
 
 
+class CheckpointError(ActionableError, RuntimeError):
+    """A checkpoint cannot be used or written; the message has the reason and the remedy."""
+
+
 def step_folder(folder: Path, step: int, num_updates: int | None = None) -> Path:
-    """Where the checkpoint lies of a finished step, and of so many updates of the next one."""
+    """Return the folder of a checkpoint after a finished step and `num_updates` updates of the next one."""
     return folder / (f"step_{step:08d}" + ("" if num_updates is None else f"_{num_updates:04d}"))
 
 
 def step_of(checkpoint: Path) -> int:
-    """The last finished step, from a checkpoint's name."""
+    """Return the last finished step, from a checkpoint's name."""
     return position_of(checkpoint)[0]
 
 
 def position_of(checkpoint: Path) -> tuple[int, int]:
-    """That step, and the updates of the next one; -1 where it has not begun."""
+    """Return the last finished step, and the updates of the next one; -1 if that has not begun."""
     step, num_updates = _NAME.fullmatch(checkpoint.name).groups()
     return int(step), -1 if num_updates is None else int(num_updates)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, whether whole or not."""
+    """List the checkpoints of a run, oldest first, whether complete or not."""
     found = folder.iterdir() if folder.is_dir() else ()
     return sorted((path for path in found if _NAME.fullmatch(path.name) and path.is_dir()), key=position_of)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, by its names."""
+    """Return whether a folder is a checkpoint, by its names."""
     return _NAME.fullmatch(folder.resolve().name) is not None and (folder / STATE).is_file()
 
 
 def candidates(folder: Path) -> tuple[list[Path], str]:
-    """The checkpoints a run may go on from, the best one first, and what is wrong with `latest`: "" if nothing is.
+    """Return the checkpoints that a run may resume from, best first, and what is wrong with `latest` ("" if nothing).
 
-    The best is the one that `latest` names; those before it follow. Where it names none, the newest is.
+    The best is the one that `latest` names, or the newest if it names none. Older ones follow.
 
     Raises:
         CheckpointError: there is a `latest`, but no checkpoint.
@@ -53,7 +57,8 @@ def candidates(folder: Path) -> tuple[list[Path], str]:
     pointer = folder / LATEST
     if not newest_first and pointer.exists():
         raise CheckpointError(
-            f"{pointer} is there, but no checkpoint beside it: put them back, or remove {pointer} to start anew"
+            f"{pointer} is there, but no checkpoint beside it: restore them, or remove {pointer} to start from the "
+            "beginning"
         )
     if problem or not newest_first:
         return newest_first, problem if newest_first else ""
@@ -61,10 +66,10 @@ def candidates(folder: Path) -> tuple[list[Path], str]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The trainer's state in a checkpoint.
+    """Return the trainer's state in a checkpoint.
 
     Raises:
-        CheckpointError: state.json is missing, damaged, or says no step.
+        CheckpointError: state.json is missing, damaged, or has no step.
     """
     path = checkpoint / STATE
     try:
@@ -82,7 +87,7 @@ _REMEDY = "use another checkpoint"
 
 
 def _problem(folder: Path) -> str:
-    """What is wrong with `latest`; "" if it names a checkpoint."""
+    """Describe what is wrong with `latest`; "" if it names a checkpoint."""
     pointer = folder / LATEST
     try:
         name = pointer.read_text("utf-8").strip()
@@ -95,3 +100,10 @@ def _problem(folder: Path) -> str:
     if not _NAME.fullmatch(name):
         return f"{pointer} names no checkpoint: expected step_XXXXXXXX, found {name[:60]!r}"
     return "" if (folder / name).is_dir() else f"{pointer} names {name}, which is not there"
+
+
+def no_folder(folder: Path) -> str:
+    """Return an error message that names the folders that exist where `folder` should be."""
+    parent = next(path for path in folder.resolve().parents if path.is_dir())
+    found = sorted(path.name for path in parent.iterdir() if path.is_dir())
+    return f"no folder {folder}; {parent} has {', '.join(found[:20]) or 'none'}{', ...' if len(found) > 20 else ''}"

@@ -1,4 +1,4 @@
-"""What is in a component's checkpoint folder, from its metadata alone: no tensor is read, and no code of it is run."""
+"""The contents of a component's checkpoint folder, from its metadata alone: reads no tensor and runs no code of it."""
 
 import pickle
 from dataclasses import dataclass, is_dataclass
@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 
 METADATA = ".metadata"
 OPTIMIZER_PREFIX = "optimizer."
 EMBEDDING = "embedding.word_embeddings.weight"
 LAYERS = "decoder.layers."
 EXTRA_STATE = "._extra_state"  # objects of modules that have nothing to keep
-# The metadata is a pickle: it may name these, which only describe tensors and where they lie, and nothing else. Of the
-# modules, what holds data: dataclasses and enumerations.
+# The metadata is a pickle. It may name only these, which describe tensors and their places; of the modules only
+# dataclasses and enumerations.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _NAMES = {
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
@@ -45,7 +45,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class ComponentInfo:
-    """A component's tensors by name, and the names of what is no tensor."""
+    """A component's tensors by name, and the names of its other objects."""
 
     tensors: dict[str, TensorInfo]
     objects: tuple[str, ...]
@@ -68,7 +68,7 @@ class ComponentInfo:
 
 
 def is_component(folder: Path) -> bool:
-    """Whether a folder is what a checkpoint holds of one component, or a converted model."""
+    """Return whether a folder is a component of a checkpoint, or a converted model."""
     return (folder / "metadata.json").is_file() or (folder / METADATA).is_file()
 
 
@@ -161,7 +161,7 @@ def _tensor(entry: Any, files: dict[int, frozenset[str]]) -> TensorInfo:
 
 
 def _check_files(folder: Path, places: dict[Any, Any]) -> None:
-    """See that all data the metadata speaks of is there."""
+    """Check that all data that the metadata describes exists."""
     ends: dict[str, int] = {}
     for place in places.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)

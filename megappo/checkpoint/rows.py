@@ -8,9 +8,9 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import Checkpoin
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.metadata import ComponentInfo
-from megappo.checkpoint.reading import SafeReader
+from megappo.checkpoint.safe_reading import SafeReader
 from megappo.checkpoint.sharded import reason
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint on its way to the disk."""
+"""A checkpoint that is being written."""
 
 import threading
 from collections.abc import Sequence
@@ -20,21 +20,21 @@ class Saving:
     def __init__(self, path: Path, partial: Path, writings: Sequence[Writing | None]):
         self.path, self.partial, self.writings = path, partial, writings
         self.error: Exception | None = None
-        # No process waits for it at its end: what it leaves has no name to go on from.
+        # A process that exits does not wait for it: an incomplete checkpoint has no name to resume from.
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
 
     @property
     def in_background(self) -> bool:
-        """Whether the thread was to write."""
+        """Return whether a thread writes."""
         return self._thread.ident is not None
 
     def start(self) -> None:
-        """Have the thread write."""
+        """Start the thread that writes."""
         self._thread.start()
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's files are, or why they cannot be is known."""
+        """Return whether this rank has written its files or failed to."""
         return not self._thread.is_alive()
 
     def join(self) -> None:
@@ -44,7 +44,7 @@ class Saving:
 
     @property
     def sums(self) -> dict[str, str]:
-        """Path -> sum of each file that this rank has written."""
+        """Path -> sum of each file that this rank wrote."""
         found = [writing.sums for writing in self.writings if writing is not None]
         return {path: digest for sums in found for path, digest in sums.items()}
 

@@ -35,9 +35,9 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megappo.checkpoint.checksums import new_sum
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.host_copies import HostCopies
-from megappo.checkpoint.reading import SafeCommon
+from megappo.checkpoint.safe_reading import SafeCommon
 from megappo.runtime import platform
 from megappo.runtime.heartbeat import heartbeat
 
@@ -45,7 +45,7 @@ from megappo.runtime.heartbeat import heartbeat
 # the whole program again: seconds, and several hundred MiB. Here each save has its own, in this process.
 filesystem_async._results_queue = queue.Queue()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_CUT_SHORT = ("unexpected pos", "iostream error")  # what torch's file writers say when bytes they wrote are not there
+_CUT_SHORT = ("unexpected pos", "iostream error")  # in the errors of torch's file writers when bytes are missing
 
 
 AsWorld = Callable[[], AbstractContextManager]
@@ -72,7 +72,7 @@ class Writing:
         self._give_back = give_back
 
     def write(self) -> None:
-        """Write this rank's files; any thread may. What goes wrong `finish` tells. The state is let go."""
+        """Write this rank's files and release the state. Any thread may call; `finish` raises the errors."""
         if self._request.async_fn is not None:
             self._request.async_fn(*self._request.async_fn_args)
             for _, _, (objects, tensors) in _buckets(self._request):
@@ -141,7 +141,7 @@ def save_sharded(state: dict[str, Any], folder: Path, as_world: AsWorld) -> dict
 
 
 def _buckets(request: AsyncRequest) -> list[WriteBucket]:
-    """What goes into each file of this rank."""
+    """Return the contents of each file of this rank."""
     return [] if request.async_fn is None else request.async_fn_args[1]
 
 
@@ -152,8 +152,8 @@ def load_sharded(
     strict: StrictHandling,
     replicas: dist.ProcessGroup | None = None,
 ) -> Any:
-    """What `dist_checkpointing.load` returns for a component's folder, without running code of it; all its ranks
-    together. Tensors are loaded in place.
+    """Load a component's folder like `dist_checkpointing.load`, without running its code; all its ranks together.
+    Tensors are loaded in place.
 
     Args:
         replicas: a group whose ranks share out the reading of what several of them need; None: all of the component's.
@@ -204,14 +204,14 @@ class _ReadOnce(TorchDistLoadShardedStrategy):
 
 
 def reason(error: BaseException) -> str:
-    """The error in words, without torch's tracebacks of all ranks."""
+    """Return the error as text, without torch's tracebacks of all ranks."""
     causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-    return "; ".join(dict.fromkeys(_said(cause) for cause in causes))
+    return "; ".join(dict.fromkeys(_describe(cause) for cause in causes))
 
 
-class _CommonAtLast(TorchCommonSaveStrategy):
-    """Megatron's way to write what all ranks have alike, which the first does alone: an error is kept until all are
-    through, as the others would wait for it."""
+class _DeferringCommonSave(TorchCommonSaveStrategy):
+    """Megatron's writer of unsharded state, which only the first rank calls. It keeps an error until all ranks are
+    done: they would wait for this one."""
 
     error: Exception | None = None
 
@@ -223,17 +223,17 @@ class _CommonAtLast(TorchCommonSaveStrategy):
             self.error = error
 
 
-_COMMON = _CommonAtLast("torch", 1)
+_COMMON = _DeferringCommonSave("torch", 1)
 register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _COMMON)  # `save` takes no other
 
 
 class _InThisProcess(TorchDistSaveShardedStrategy):
-    """Megatron's way to save, but threads write the files. The processes it forks for that would outlive a killed rank,
-    with a copy of its shared memory, and a rank would wait for ever for one that is killed.
+    """Megatron's strategy to save, with threads that write the files. The processes that it forks instead outlive a
+    killed rank, with a copy of its shared memory, and a rank waits for ever for one that is killed.
 
     Attributes:
         sums: path -> sum of each file that is written.
-        error: of what the first rank writes alone; kept until all are through, as the others would wait for it.
+        error: of the files that only the first rank writes; kept until all ranks are done.
     """
 
     def __init__(self, backend: str, version: int):
@@ -260,16 +260,17 @@ class _InThisProcess(TorchDistSaveShardedStrategy):
 def _write_files(
     write: Callable[[WriteBucket], list[WriteResult]], rank: int, buckets: list[WriteBucket], results: queue.Queue
 ) -> None:
-    """What Megatron would have run elsewhere; it takes results by bucket, or an exception, from the queue."""
+    """Write the files that Megatron would write in other processes. Megatron reads the results, by bucket, or an
+    exception from the queue."""
     try:
         with ThreadPoolExecutor(len(buckets)) as threads:
             results.put(dict(enumerate(threads.map(write, buckets))))
     except Exception as error:
-        results.put(CheckpointError(_said(error)))
+        results.put(CheckpointError(_describe(error)))
 
 
 def _write_file(transforms: Any, sums: dict[str, str], bucket: WriteBucket) -> list[WriteResult]:
-    """Write objects and tensors into a file, and see that it is on the disk."""
+    """Write objects and tensors into a file and flush it to the disk."""
     path, name, (objects, tensors) = bucket
     with _Stream(io.FileIO(path, "wb")) as stream:
         try:
@@ -286,8 +287,7 @@ def _write_file(transforms: Any, sums: dict[str, str], bucket: WriteBucket) -> l
 
 
 class _Stream(io.BufferedWriter):
-    """Sums what is written, and remembers why the disk took no more: torch's file writer only says that bytes are not
-    there."""
+    """Sums the bytes and keeps the error of a write: torch's file writer only reports that bytes are missing."""
 
     error: OSError | None = None
 
@@ -306,7 +306,7 @@ class _Stream(io.BufferedWriter):
 
 
 def _of_all_ranks(error: CheckpointException) -> str:
-    """Why a save failed on every rank; Megatron tells only the first."""
+    """Return why a save failed, on every rank; Megatron reports it to the first only."""
     reasons: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, reason(error))
     return "; ".join(dict.fromkeys(filter(None, reasons)))
@@ -320,14 +320,14 @@ def _was_cut_short(text: str) -> bool:
     return any(phrase in text for phrase in _CUT_SHORT)
 
 
-def _said(cause: BaseException) -> str:
+def _describe(cause: BaseException) -> str:
     if isinstance(cause, OSError):
         place = f"{cause.filename}: " if cause.filename else ""
         return f"{place}{cause.strerror or cause}" + ("; make room there" if cause.errno in _FULL else "")
     if isinstance(cause, pickle.UnpicklingError):
-        return "it holds a pickle of something else than tensors, which is not read: it is damaged, or an attack"
-    text = str(cause).removeprefix("Worker failure: ")  # Megatron's, of what `_write_files` has said
+        return "it holds a pickle of something other than tensors, which is refused: it is damaged, or an attack"
+    text = str(cause).removeprefix("Worker failure: ")  # Megatron's prefix to the error of `_write_files`
     if _was_cut_short(text):
         return "a file could not be written to its end: the disk is full, or files may not grow this large"
-    told = isinstance(cause, CheckpointError) or text != str(cause)
-    return " ".join((text if told else f"{type(cause).__name__}: {text}").split())
+    is_described = isinstance(cause, CheckpointError) or text != str(cause)
+    return " ".join((text if is_described else f"{type(cause).__name__}: {text}").split())

@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.api import CheckpointException  # of any rank;
 from megappo.batch.exchange import Exchange, OtherRankError
 from megappo.checkpoint.checksums import damage, write_sums
 from megappo.checkpoint.durable import sync, write_durably
-from megappo.checkpoint.errors import CheckpointError
 from megappo.checkpoint.folders import (
     LATEST,
     PARTIAL,
     STATE,
+    CheckpointError,
     candidates,
     checkpoints_in,
     position_of,
@@ -43,7 +43,7 @@ from megappo.checkpoint.sharded import Writing, begin_sharded, load_sharded, rea
 
 
 class Checkpointed(Protocol):
-    """What a checkpoint stores of one component on this rank."""
+    """The part of a component that a checkpoint stores on this rank."""
 
     def sharded_state_dict(self, is_loading: bool) -> dict[str, Any]: ...
 
@@ -61,7 +61,7 @@ class CheckpointStore:
     Args:
         folder: `<output_dir>/checkpoints`.
         keep: newest checkpoints to keep; 0 keeps all. keep_every: those of every so many steps stay, too; 0 for none.
-        warn: told, on rank 0, why a run goes on from another checkpoint than it should.
+        warn: called on rank 0 with the reason why a run resumes from another checkpoint than `latest` names.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class CheckpointStore:
         self._removal: threading.Thread | None = None
 
     def latest(self) -> Path | None:
-        """The checkpoint to go on from, each of its files as it was written; None in a folder without any.
+        """Return the checkpoint to resume from, with all files verified; None in a folder without checkpoints.
 
-        That is the one `latest` names or, if it is damaged, the newest before it that is not.
+        It is the one that `latest` names or, if that is damaged, the newest older one that is not.
 
         Raises:
-            CheckpointError: there are checkpoints, but all that may be used are damaged.
+            CheckpointError: there are checkpoints, but all candidates are damaged.
         """
         found, problem = self.exchange.on_rank_0(lambda: candidates(self.folder))
         faults = [problem] if problem else []
@@ -97,7 +97,7 @@ class CheckpointStore:
             fault = damage(path, self.exchange)
             if not fault:
                 if faults:
-                    self.warn(f"WARNING: {'; '.join(faults)}; going on from {path}")
+                    self.warn(f"WARNING: {'; '.join(faults)}; resuming from {path}")
                 return path
             self._damaged.add(path)
             faults.append(f"{path} is damaged: {fault}")
@@ -116,12 +116,12 @@ class CheckpointStore:
         in_background: bool = True,
     ) -> None:
         """Begin to write a checkpoint of `components` (None where this rank is not a member) and the trainer's `state`,
-        as they are now. None may be on its way.
+        as they are now. No other save may be in progress.
 
         Args:
-            step: the last that is finished. num_updates: of the next one; None if that has not begun.
-            write_more: called on all ranks with the folder, to write what else belongs there.
-            in_background: a copy is written, by a thread; else it is on the disk when this returns.
+            step: the last finished step. num_updates: of the next step; None if that has not begun.
+            write_more: called on all ranks with the folder, to write further files.
+            in_background: a thread writes a copy; otherwise it is on the disk when this returns.
         Raises:
             CheckpointError, OtherRankError: as `finish`.
         """
@@ -131,11 +131,11 @@ class CheckpointStore:
         with self._removed_if_it_fails(path, partial):
             self.exchange.on_rank_0(lambda: self._prepare(partial, components))
             writings = []
-            # Kept while saves are in the background; one at once, the last, does without that memory.
+            # Kept between background saves. A synchronous save, such as the last, needs no copies.
             self._copies = (self._copies or HostCopies()) if in_background else None
             for name, component in components.items():
                 writings.append(_begin(component, partial / name, self._copies))
-                if not in_background:  # before the next one's state takes room
+                if not in_background:  # before the next one's state takes memory
                     self._write_now(writings[-1])
             write_more(partial)
             self.exchange.on_rank_0(lambda: (partial / STATE).write_text(text))
@@ -145,19 +145,19 @@ class CheckpointStore:
 
     @property
     def is_saving(self) -> bool:
-        """Whether there is a checkpoint for `finish`; the same on every rank."""
+        """Return whether a checkpoint awaits `finish`; the same on every rank."""
         return self._saving is not None
 
     def is_written(self) -> bool:
-        """Whether there is a checkpoint for `finish` that it need not wait for."""
+        """Return whether a checkpoint awaits `finish` and all ranks have written their files."""
         return self._saving is not None and all(self.exchange.share(self._saving.is_written))
 
     def finish(self) -> Path | None:
-        """Complete what `begin` has begun, if anything; returns its folder.
+        """Complete the checkpoint that `begin` began, if any, and return its folder.
 
         Raises:
-            CheckpointError, OtherRankError: it cannot be written; those before it are untouched, and nothing is left of
-                it. On all ranks.
+            CheckpointError, OtherRankError: it cannot be written, raised on all ranks. Older checkpoints are
+                untouched, and the incomplete one is removed.
         """
         saving, self._saving = self._saving, None
         if saving is None:
@@ -177,7 +177,7 @@ class CheckpointStore:
             yield
         except (OSError, CheckpointError, OtherRankError) as error:
             if self.exchange.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)  # its room may be what is wanted
+                shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
             if not isinstance(error, OSError):
                 raise
             raise CheckpointError(f"cannot save {path.name} to {self.folder}: {reason(error)}") from error
@@ -213,7 +213,7 @@ class CheckpointStore:
                 writing.finish()
             except CheckpointError as failure:
                 error = failure
-        self.exchange.raise_together(error)  # of which the ranks of other components know nothing
+        self.exchange.raise_together(error)  # ranks of other components have not seen it
 
     def _publish(self, saving: Saving) -> None:
         """Give the checkpoint its name, then name it in `latest`, then remove what is old; a kill in between loses
@@ -231,14 +231,14 @@ class CheckpointStore:
             pointer.rename(pointer.with_name(f"{LATEST}.{path.name}"))
         write_durably(pointer, path.name + "\n")
         old += [_set_aside(checkpoint) for checkpoint in self._old(path)]
-        # Takes long where files are large; what it leaves, the next save removes.
+        # Slow for large files. The next save removes what remains.
         self._removal = threading.Thread(target=_remove, name="checkpoint-removal", args=old, daemon=True)
         self._removal.start()
         if not saving.in_background:
             self._removal.join()
 
     def _old(self, newest: Path) -> list[Path]:
-        """What need not be kept beside the newest."""
+        """List the checkpoints to remove after the newest was saved."""
         if not self.keep:
             return []
         # Newer ones are there after going back to an older one; they must not push out what was just saved.
@@ -251,11 +251,11 @@ class CheckpointStore:
         return bool(self.keep_every) and step % self.keep_every == 0 and num_updates < 0
 
     def _none_left(self, faults: list[str], found: list[Path]) -> str:
-        """What to say when no checkpoint can be used."""
+        """Return the error message when no checkpoint can be used."""
         others = [path.name for path in checkpoints_in(self.folder) if path not in found]
         remedy = f"write one of {', '.join(others)} into {self.folder / LATEST}, " if others else ""
         return (
-            f"no checkpoint to go on from in {self.folder}: {'; '.join(faults)}. Copy one there again, {remedy}"
+            f"no usable checkpoint in {self.folder}: {'; '.join(faults)}. Copy one there, {remedy}"
             "or choose another trainer.output_dir"
         )
 
@@ -264,14 +264,14 @@ def _begin(component: Checkpointed | None, folder: Path, copies: HostCopies | No
     if component is None:
         return None
     try:
-        # In no variable: one component's state must go before the next one's is made.
+        # Not in a variable: one component's state must be freed before the next one's is made.
         return begin_sharded(component.sharded_state_dict(is_loading=False), folder, component.as_world, copies)
-    except OSError as error:  # the component's other ranks wait for this one: it must end, and they with it
+    except OSError as error:  # the component's other ranks wait for this one: end the run
         raise RuntimeError(f"cannot begin to save to {folder}: {reason(error)}") from error
 
 
 def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:
-    """What `load_state_dict` takes, from a checkpoint."""
+    """Return a component's state from a checkpoint, for `load_state_dict`."""
     wanted = component.sharded_state_dict(is_loading=True)
     try:
         return load_sharded(wanted, path / name, component.as_world(), StrictHandling.RAISE_ALL, component.replicas)
@@ -283,13 +283,13 @@ def _loaded(component: Checkpointed, path: Path, name: str) -> dict[str, Any]:
 
 
 def _remove(*folders: Path) -> None:
-    """As far as it goes: somebody else may be at it, too."""
+    """Remove folders, ignoring errors: another process may be removing them too."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _set_aside(checkpoint: Path) -> Path:
-    """Take its name from a checkpoint, as half of it would look whole under that; returns where it is then."""
+    """Rename a checkpoint before it is removed, as half of it would look complete; return its new path."""
     partial = checkpoint.with_name(f"{checkpoint.name}.old{PARTIAL}")
     checkpoint.rename(partial)
     return partial

@@ -7,8 +7,16 @@ from typing import Any
 
 from megappo.batch.recorded_steps import recorded_steps
 from megappo.checkpoint.checksums import refuse_altered
-from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import LATEST, STATE, candidates, is_checkpoint, position_of, read_state, step_of
+from megappo.checkpoint.folders import (
+    LATEST,
+    STATE,
+    CheckpointError,
+    candidates,
+    is_checkpoint,
+    position_of,
+    read_state,
+    step_of,
+)
 from megappo.config.errors import looked_in
 from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, EVALUATION_FILE, EVALUATIONS, REPORT_FILE, has_exported

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megappo.batch.exchange import Exchange
-from megappo.checkpoint.errors import CheckpointError
-from megappo.checkpoint.folders import LATEST, STATE, position_of, read_state, step_of
+from megappo.checkpoint.folders import LATEST, STATE, CheckpointError, position_of, read_state, step_of
 from megappo.checkpoint.store import CheckpointStore
 from megappo.config.loading import dump_config
 from megappo.config.schema import Config

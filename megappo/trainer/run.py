@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megappo.batch.exchange import Exchange, OtherRankError
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.config.schema import Config
 from megappo.observe.observer import NullObserver, Observer
 from megappo.rollouts.datasets import Datasets

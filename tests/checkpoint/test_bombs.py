@@ -15,7 +15,7 @@ from spawn import run_ranks
 from tiny_models import hf_folder
 
 from megappo.batch.exchange import Exchange
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
 from megappo.placement.groups import build_groups
 from megappo.placement.layout import Layout

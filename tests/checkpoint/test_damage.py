@@ -19,7 +19,7 @@ from tiny_models import hf_folder
 
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint import checksums
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.store import CheckpointStore
 from megappo.placement.layout import Layout
 
@@ -71,7 +71,7 @@ def check_damages(rank: int, world_size: int, folders: dict[str, Path], whole: P
         if rank == 0:
             [warning] = warnings
             assert re.fullmatch(
-                f"WARNING: .*step_00000002 is damaged: .*{called}.*; going on from .*_00000001", warning
+                f"WARNING: .*step_00000002 is damaged: .*{called}.*; resuming from .*_00000001", warning
             )
             shutil.rmtree(folder / "step_00000001")
         exchange.share(None)

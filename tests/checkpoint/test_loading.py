@@ -21,7 +21,7 @@ from tiny_shapes import EXPERTS
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megappo.batch.exchange import Exchange
-from megappo.checkpoint.reading import _numbers
+from megappo.checkpoint.safe_reading import _numbers
 from megappo.checkpoint.store import CheckpointStore
 from megappo.models.sharding import boxes
 from megappo.models.train_engine import TrainedEngine

@@ -22,7 +22,7 @@ from spawn import run_ranks
 from torch.multiprocessing import ProcessExitedException
 
 from megappo.batch.exchange import Exchange, OtherRankError
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.saving import Saving
 from megappo.checkpoint.store import CheckpointStore
 from megappo.models.train_engine import TrainedEngine
@@ -220,7 +220,7 @@ def check_pointers(rank: int, world_size: int, folders: dict[str, Path], whole: 
         store = CheckpointStore(folder, 0, exchange, warnings.append)
         assert store.latest() == folder / "step_00000002"
         [warning] = warnings
-        assert re.fullmatch(f"WARNING: .*{said}; going on from .*step_00000002", warning)
+        assert re.fullmatch(f"WARNING: .*{said}; resuming from .*step_00000002", warning)
         save_checkpoint(store, 3, engines, {})
         assert (folder / "latest").read_text() == "step_00000003\n"
     shutil.rmtree(whole / "step_00000001")

@@ -136,5 +136,5 @@ def test_a_run_whose_two_newest_checkpoints_are_damaged(series: Series, whole):
         assert program.wait() == 0, program.output
     assert f"{checkpoints}/step_00000004 is damaged: " in program.output
     assert f"; {checkpoints}/step_00000003 is damaged: " in program.output
-    assert f"; going on from {checkpoints}/step_00000002\n" in program.output
+    assert f"; resuming from {checkpoints}/step_00000002\n" in program.output
     series.check_same(whole)

@@ -162,7 +162,7 @@ def test_checkpoints_that_are_all_damaged(config, run, folder):
     lost.unlink()
     os.truncate(checkpoints / "step_00000009" / "critic" / "common.pt", 100)
     [line] = refused(folder, config, "trainer.total_steps=20")
-    assert f"): no checkpoint to go on from in {checkpoints}: " in line  # of either rank
+    assert f"): no usable checkpoint in {checkpoints}: " in line  # of either rank
     assert f"step_00000010 is damaged: actor/{lost.name} is missing; " in line
     assert "step_00000009 is damaged: critic/common.pt is altered or cut off" in line
     assert line.endswith("Copy one there again, or choose another trainer.output_dir")

@@ -41,7 +41,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_whole(config, run, fol
     [warning] = [line for line in program.output.splitlines() if "is damaged" in line]
     damaged = f"{checkpoints}/step_00000010 is damaged: critic/__"
     assert warning.startswith(f"WARNING: {checkpoints}/latest is missing; {damaged}")
-    assert warning.endswith(f"; going on from {checkpoints}/step_00000009")
+    assert warning.endswith(f"; resuming from {checkpoints}/step_00000009")
     assert "changed since then: trainer.total_steps: 10 -> 11" in program.output
     assert [metrics["step"] for metrics in logged(folder / "run")] == list(range(12))
     assert (checkpoints / "latest").read_text() == "step_00000011\n"

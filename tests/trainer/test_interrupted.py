@@ -9,7 +9,7 @@ import pytest
 from recorder import recorder_in
 from spawn import run_ranks
 
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.config.schema import Config
 from megappo.models.train_engine import TrainedEngine
 from megappo.runtime import interruption

@@ -8,7 +8,7 @@ from recorder import recorder_in
 from spawn import run_ranks
 
 from megappo.batch.exchange import OtherRankError
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.config.schema import Config
 from megappo.trainer.loop import ppo_step
 

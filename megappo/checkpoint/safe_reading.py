@@ -1,4 +1,4 @@
-"""A component's folder read without running code of it: torch and Megatron would unpickle what they find there."""
+"""Reading a component's folder without running its code: torch and Megatron would unpickle what they find."""
 
 import io
 from collections.abc import Sequence
@@ -13,14 +13,14 @@ from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
-from megappo.checkpoint.errors import CheckpointError
+from megappo.checkpoint.folders import CheckpointError
 from megappo.checkpoint.metadata import read_metadata
 from megappo.runtime.heartbeat import heartbeat
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader without pickles: metadata may name only what describes tensors, and objects must be empty. Of a
-    stored tensor it reads only the numbers that are requested; torch's reads and holds all of them."""
+    """torch's reader without pickles: metadata may name only descriptions of tensors, and objects must be empty. It
+    reads only the requested numbers of a stored tensor; torch's reader reads and holds all of them."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -33,7 +33,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Everything the plan asks for, file by file."""
+        """Read everything in the plan, file by file."""
 
         def file_name(item: ReadItem) -> str:
             return self.storage_data[item.storage_index].relative_path
@@ -54,7 +54,7 @@ class SafeReader(FileSystemReader):
 
 
 def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Read a box of a tensor that torch.save wrote into a part of a file, without what lies before and after.
+    """Read a box of a tensor that torch.save wrote into a part of a file, without the numbers around it.
 
     Raises:
         CheckpointError: the part is too short for the tensor that it describes.
@@ -63,7 +63,7 @@ def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> tor
     steps = list(zip(offsets, lengths, meta.stride(), strict=True))
     first = meta.storage_offset() + sum(offset * stride for offset, _, stride in steps)
     numbers = torch.empty(1 + sum((length - 1) * stride for _, length, stride in steps), dtype=meta.dtype)
-    # On the meta device torch.load notes where a tensor's numbers lie.
+    # On the meta device torch.load records the position of a tensor's numbers.
     stored.seek(meta.untyped_storage()._checkpoint_offset + first * meta.itemsize)
     if stored.readinto(numbers.view(torch.uint8).numpy()) != numbers.nbytes:
         raise CheckpointError("a tensor is larger than the part of the file that holds it, which is damaged")
@@ -71,13 +71,12 @@ def _numbers(stored: Any, offsets: Sequence[int], lengths: Sequence[int]) -> tor
 
 
 def _empty_objects(stored: Any, item: ReadItem) -> io.BytesIO:
-    """Objects of a file, checked first: torch itself reads tensors with `weights_only`, but not these."""
+    """Return the objects of a file after checking them: torch reads tensors with `weights_only`, but not these."""
     objects = torch.load(io.BytesIO(stored.read()), weights_only=True)
     # TransformerEngine keeps the scales of FP8 in a pickle of its own here, and would unpickle it.
     if not isinstance(objects, list) or not all(map(_is_empty, objects)):
         raise CheckpointError(
-            f"{item.storage_index.fqn} is not empty: this version keeps no such states of modules, and does not load "
-            "them"
+            f"{item.storage_index.fqn} is not empty: this program saves no such module states and does not load them"
         )
     written = io.BytesIO()
     torch.save(objects, written)
@@ -90,7 +89,7 @@ def _is_empty(found: object) -> bool:
 
 
 class SafeCommon(TorchCommonLoadStrategy):
-    """Megatron's reader of what is not sharded, which leaves it to torch's environment variables what it may hold."""
+    """Megatron's reader of unsharded state, with `weights_only`, which Megatron leaves to an environment variable."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Learning-rate schedule and optimizer settings."""
