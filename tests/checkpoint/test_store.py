@@ -225,7 +225,7 @@ def check_pointers(rank: int, world_size: int, folders: dict[str, Path], whole: 
         assert (folder / "latest").read_text() == "step_00000003\n"
     shutil.rmtree(whole / "step_00000001")
     shutil.rmtree(whole / "step_00000002")
-    with pytest.raises(CheckpointError, match="latest is there, but no checkpoint beside it: put them back, or remove"):
+    with pytest.raises(CheckpointError, match="latest is there, but no checkpoint beside it: restore them, or remove"):
         CheckpointStore(whole, 0, exchange).latest()
 
 

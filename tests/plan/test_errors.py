@@ -314,7 +314,7 @@ def test_what_is_in_the_output_folder(plan, run_folder):
     (run_folder / "out" / "checkpoints" / "latest").write_text("step_00000003\n")
     (run_folder / "out" / "checkpoints" / "step_00000007").rmdir()
     done = plan(run_folder, *finished)
-    assert "latest is there, but no checkpoint beside it: put them back, or remove" in done.stderr
+    assert "latest is there, but no checkpoint beside it: restore them, or remove" in done.stderr
 
 
 def with_sums(folder: Path, step: int, **state: object) -> Path:
