@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megappo.checkpoint.durable import sync
 from megappo.checkpoint.folders import STATE, CheckpointError
-from megappo.runtime import heartbeat
+from megappo.runtime.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from megappo.batch.exchange import Exchange
