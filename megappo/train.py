@@ -44,7 +44,7 @@ from megappo.preflight.run_checks import check_run
 from megappo.runtime import megatron_setup, platform
 from megappo.runtime.cores import bind
 from megappo.runtime.failure import report
-from megappo.runtime.imports import without_collector
+from megappo.runtime.imports import gc_disabled
 from megappo.runtime.listening import stay_on_this_node
 from megappo.runtime.threads import report_failures
 from megappo.runtime.watchdog import Watchdog
@@ -159,7 +159,7 @@ def _train(plan: RunPlan, store: dist.Store, rank: int, cleanup: ExitStack) -> N
     own = EngineHandle()
     if config.trainer.replay_rollouts is None and not config.trainer.eval_only:  # an evaluation starts its own
         own = start_engine(plan, rank, store, cleanup)
-    with without_collector():
+    with gc_disabled():
         execute = resolved(EXECUTE)
     timeout = timedelta(seconds=config.trainer.process_group_timeout_seconds)
     dist.init_process_group(platform.backend(), store=store, rank=rank, world_size=plan.world_size, timeout=timeout)

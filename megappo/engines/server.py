@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from megappo.engines import sglang_patches
-from megappo.runtime.imports import without_collector
+from megappo.runtime.imports import gc_disabled
 from megappo.runtime.lifetime import die_with
 from megappo.runtime.listening import bind_stores
 
@@ -37,7 +37,7 @@ def main() -> None:
     """Run SGLang's `sglang serve` until killed."""
     settings = json.load(sys.stdin)
     try:
-        with without_collector():
+        with gc_disabled():
             arguments = server_arguments(settings)
             if arguments.enable_lora or arguments.lora_paths:
                 sglang_patches.pin_no_memory()

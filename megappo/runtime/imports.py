@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collector() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Import in the block without the garbage collector: it would take up to a quarter of the time, and find nothing.
 
     It leaves alone later, too, what was made in it: modules stay.
