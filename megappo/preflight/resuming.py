@@ -1,9 +1,8 @@
 """Check what a run finds in its output folder, by names and state.json alone. Without torch, for the dry run."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megappo.batch.recorded_steps import recorded_steps
 from megappo.checkpoint.checksums import refuse_altered
@@ -95,24 +94,18 @@ def _other_evaluation(config: Config) -> Iterator[str]:
         yield f"trainer.output_dir: {file} is of {found}, and {remedy}"
 
 
-def wrong_models(config: Config, checkpoint: Path, state: Mapping[str, Any]) -> str:
-    """Return the error if a checkpoint with this state is of a run with other models, else ""."""
-    found, wanted = state.get("models"), trained_in_words(config)
-    if found == wanted:
-        return ""
-    return (
-        f"{checkpoint} holds {found}, but this run trains {wanted}: set algorithm.adv_estimator, "
-        "algorithm.shared_backbone, actor.lora and critic.lora as they were, or choose another trainer.output_dir"
-    )
-
-
 def _wrong_models(config: Config, checkpoint: Path) -> Iterator[str]:
+    """Yield an error if the checkpoint is of a run with other models."""
     try:
-        state = read_state(checkpoint)
+        found = read_state(checkpoint).get("models")
     except CheckpointError:  # the run takes the one before, or fails because there is none
         return
-    if isinstance(state.get("models"), str) and (wrong := wrong_models(config, checkpoint, state)):
-        yield wrong
+    wanted = trained_in_words(config)
+    if isinstance(found, str) and found != wanted:
+        yield (
+            f"{checkpoint} holds {found}, but this run trains {wanted}: set algorithm.adv_estimator, "
+            "algorithm.shared_backbone, actor.lora and critic.lora as they were, or choose another trainer.output_dir"
+        )
 
 
 def _missing_rollouts(config: Config, begun: int) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Progress of a run: the checkpoint that it resumes from, and what it saves besides its models."""
 
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from megappo.batch.exchange import Exchange
 from megappo.checkpoint.folders import LATEST, STATE, CheckpointError, position_of, read_state, step_of
@@ -11,14 +12,22 @@ from megappo.config.schema import Config
 from megappo.observe.files import CHECKPOINTS, CONFIG_FILE
 from megappo.observe.metrics import METRICS_FILE
 from megappo.placement.components import trained_in_words
-from megappo.ppo.kl import AdaptiveKLController, FixedKLController, kl_controller
+from megappo.ppo.kl import kl_controller
 from megappo.ppo.reward_shaping import RunningMoments
-from megappo.preflight.resuming import wrong_models
 from megappo.trainer.in_flight import InFlight, read_in_flight, write_in_flight
 from megappo.trainer.models import Models
 
-Stateful = FixedKLController | AdaptiveKLController | RunningMoments
-"""Objects that a checkpoint holds as plain numbers."""
+
+class TrainerState(BaseModel, strict=True):
+    """Content of a checkpoint's state.json. The attributes as for `Progress` and `Models`."""
+
+    step: int
+    prompts_drawn: int
+    kl: dict[str, int | float]
+    reward_moments: dict[str, int | float]
+    models: str
+    optimizer_steps: dict[str, list[int]]
+    skipped_in_a_row: dict[str, int]
 
 
 class Progress:
@@ -51,28 +60,22 @@ class Progress:
         self.kl = kl_controller(config.algorithm.kl_ctrl)
         self.reward_moments = RunningMoments()
 
-    @property
-    def _parts(self) -> dict[str, Stateful]:
-        return {"kl": self.kl, "reward_moments": self.reward_moments}
-
     def restore(self, models: Models) -> None:
         """Restore the checkpoint, if there is one."""
         if self.checkpoint is None:
             return
-        state = _checked_state(self.checkpoint, self._parts)
-        if wrong := wrong_models(self.config, self.checkpoint, state):
-            raise CheckpointError(wrong)
+        state = read_trainer_state(self.checkpoint)
         for name, engine in models.trained.items():
             with models.loading(name):
                 self.store.load(self.checkpoint, {name: engine})
-        self._check_optimizer_steps(state["optimizer_steps"], models)
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+        self._check_optimizer_steps(state.optimizer_steps, models)
+        self.kl.load_state_dict(state.kl)
+        self.reward_moments.load_state_dict(state.reward_moments)
         for name, engine in models.trained.items():
             if engine is not None:
-                engine.skipped_in_a_row = state["skipped_in_a_row"][name]
-        self.start_step = self.step = state["step"]
-        self.num_drawn = state["prompts_drawn"]
+                engine.skipped_in_a_row = state.skipped_in_a_row[name]
+        self.start_step = self.step = state.step
+        self.num_drawn = state.prompts_drawn
         self.in_flight = read_in_flight(self.checkpoint, self.exchange)
         if self.in_flight is not None:
             self._check_mini_batches(self.in_flight, models)
@@ -103,17 +106,19 @@ class Progress:
         """
         step, num_updates = self._position
         self.is_overdue = False
+        state = TrainerState(
+            step=step,
+            prompts_drawn=self.num_drawn,
+            kl=self.kl.state_dict(),
+            reward_moments=self.reward_moments.state_dict(),
+            models=trained_in_words(self.config),
+            optimizer_steps=models.num_steps(self.exchange),
+            skipped_in_a_row=models.skipped_in_a_row(self.exchange),
+        )
         self.store.begin(
             step,
             models.trained,
-            {
-                "step": step,
-                "prompts_drawn": self.num_drawn,
-                **{name: part.state_dict() for name, part in self._parts.items()},
-                "models": trained_in_words(self.config),
-                "optimizer_steps": models.num_steps(self.exchange),
-                "skipped_in_a_row": models.skipped_in_a_row(self.exchange),
-            },
+            state.model_dump(),
             num_updates=None if self.in_flight is None else num_updates,
             write_more=self._write_more,
             in_background=in_background,
@@ -177,24 +182,20 @@ class Progress:
         return ""
 
 
-def _checked_state(checkpoint: Path, parts: dict[str, Stateful]) -> dict[str, Any]:
-    """Return state.json, which has everything that `Progress.begin_save` writes.
+def read_trainer_state(checkpoint: Path) -> TrainerState:
+    """Return the trainer's state in a checkpoint.
 
     Raises:
         CheckpointError: something is missing, or the step is not the one in the folder's name.
     """
-    state = read_state(checkpoint)
-    wrong = [] if state["step"] == step_of(checkpoint) else [f"step {state['step']}"]
-    kinds = {"models": str, "optimizer_steps": dict, "prompts_drawn": int, "skipped_in_a_row": dict}
-    wrong += [name for name, kind in kinds.items() if not isinstance(state.get(name), kind)]
-    wrong += [name for name, part in parts.items() if not _has_numbers(state.get(name), part.state_dict())]
+    try:
+        state = TrainerState.model_validate(read_state(checkpoint))
+        wrong = [] if state.step == step_of(checkpoint) else [f"step {state.step}"]
+    except ValidationError as error:
+        wrong = [str(one["loc"][0]) for one in error.errors()]
     if wrong:
         raise CheckpointError(
-            f"{checkpoint / STATE} is not what a run saved there (see {', '.join(wrong)}): write the name of another "
-            f"checkpoint into {checkpoint.parent / LATEST}, or choose another trainer.output_dir"
+            f"{checkpoint / STATE} is not what a run saved there (see {', '.join(dict.fromkeys(wrong))}): write the "
+            f"name of another checkpoint into {checkpoint.parent / LATEST}, or choose another trainer.output_dir"
         )
     return state
-
-
-def _has_numbers(found: object, expected: dict[str, float]) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(name), int | float) for name in expected)

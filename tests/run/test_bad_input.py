@@ -186,7 +186,7 @@ def test_a_state_that_no_run_has_saved(config, run, folder):
     (step / "state.json").write_text('{"step": 10, "models": 1, "kl": {"value": null}}')
     renew_sums(step)
     [line] = refused(folder, config, "trainer.total_steps=20")
-    missing = "models, optimizer_steps, kl, reward_moments"
+    missing = "prompts_drawn, kl, reward_moments, models, optimizer_steps, skipped_in_a_row"
     assert f"{step / 'state.json'} is not what a run saved there (see {missing}): write the" in line
 
 
