@@ -16,15 +16,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megappo.architecture.dtypes import DTYPES
-from megappo.config.checks import longest_row
-from megappo.config.describe import counted, show
-from megappo.config.errors import ConfigError, printable, shorten
-from megappo.config.eval_sets import eval_sets
-from megappo.config.help import config_parser
-from megappo.config.kinds import MOST_RANKS
+from megappo.config.checks import config_warnings
+from megappo.config.describe import config_parser
+from megappo.config.errors import ConfigError, counted, printable, shorten, show
+from megappo.config.eval_sets import eval_sets, longest_row
 from megappo.config.loading import leaves, load_config
-from megappo.config.plausibility import config_warnings
 from megappo.config.schema import Config
+from megappo.config.values import MOST_RANKS
 from megappo.engines.server_args import known_names
 from megappo.estimate.fitting import fits, resolve_offload
 from megappo.estimate.gpu_memory import GPUS_PER_NODE, Cluster, MemoryEstimate

@@ -16,11 +16,11 @@ from policy_oracles import policy_loss
 from megappo.architecture.families import FAMILIES
 from megappo.batch.metrics import ROW_METRICS
 from megappo.config.describe import keys
-from megappo.config.kinds import Aggregation, KLKind, Rejection
 from megappo.config.loading import load_config
 from megappo.config.methods import ESTIMATORS, LENGTH_PENALTIES, POLICY_LOSSES
 from megappo.config.schema import Actor, Algorithm, Config, Critic
 from megappo.config.transports import AUTO, TRANSPORTS
+from megappo.config.values import Aggregation, KLKind, Rejection
 from megappo.placement.components import components_of
 from megappo.placement.placing import smallest_world
 from megappo.placement.run_plan import plan_run

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator
 
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.parameters import adapted_modules
-from megappo.config.checks import nearest_divisors
-from megappo.config.errors import shorten
+from megappo.config.errors import nearest_divisors, shorten
 from megappo.config.schema import Lora, Parallel
 
 KeyOf = Callable[[str], str]

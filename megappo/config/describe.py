@@ -1,18 +1,16 @@
-"""What the schema says about each key, as text: for `--help` and for error messages."""
+"""Keys of the schema as text: for `--help` and for error messages."""
 
+import argparse
 import difflib
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megappo.config.kinds import OneOf
+from megappo.config.errors import show
 from megappo.config.schema import Config
 from megappo.config.section import Section
 
@@ -20,10 +18,17 @@ REQUIRED = PydanticUndefined
 """`Key.default` of a key that must be set."""
 NAME = "NAME"
 """Stands in a key for a name that the user gives, as in eval.datasets.NAME.n."""
-
 UNREACHED = 10**6
-"""Limits of at least this much exclude what no machine has memory for; only errors show them."""
-WORDS: dict[object, str] = {bool: "true | false", str: "text", int: "int", float: "float", Any: "any value"}
+"""Limits of at least this much exclude nothing that a machine has memory for; only errors show them."""
+WIDEST_VALUES = 46
+"""Characters of the help's column of values."""
+WORDS = {"boolean": "true | false", "string": "text", "integer": "int", "number": "float", "null": "null"}
+LIMITS = (
+    ("minimum", ">=", "["),
+    ("exclusiveMinimum", ">", "("),
+    ("maximum", "<=", "]"),
+    ("exclusiveMaximum", "<", ")"),
+)
 
 
 @dataclass(frozen=True)
@@ -32,173 +37,145 @@ class Key:
 
     Attributes:
         path: dotted, as an override writes it.
-        values: what its value may be, in words.
-        default: REQUIRED where there is none.
+        values: its possible values, in words.
+        default: REQUIRED if there is none.
         section: the type of the keys below it; None for a plain value.
     """
 
     path: str
     values: str
     default: object
-    description: str
+    meaning: str
     section: type[Section] | None
 
 
 @cache
 def keys() -> tuple[Key, ...]:
-    """Every key, a section before the keys in it, in the schema's order."""
-    return tuple(_keys(Config, "", REQUIRED))
+    """Return every key, a section before the keys in it, in the schema's order."""
+    return tuple(_keys(Config, ""))
 
 
-def _keys(model: type[Section], prefix: str, defaults: object) -> Iterator[Key]:
+def _keys(model: type[Section], prefix: str) -> Iterator[Key]:
+    schema = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
-        default = getattr(defaults, name) if isinstance(defaults, Section) else field.get_default()
-        section = _section(field.annotation)
-        yield Key(prefix + name, describe(field), default, field.description or "", section)
+        path, section = prefix + name, _section_in(field.annotation)
+        is_table = get_origin(field.annotation) is dict
+        own = None if is_table else section
+        yield Key(path, describe(schema[name]), field.default, field.description or "", own)
+        if section and is_table:
+            path += f".{NAME}"
+            yield Key(path, "section", REQUIRED, section.__doc__ or "", section)
         if section:
-            yield from _keys(section, f"{prefix}{name}.", default)
-        if named := _named_section(field.annotation):
-            path = f"{prefix}{name}.{NAME}"
-            yield Key(path, "section", REQUIRED, named.__doc__ or "", named)
-            yield from _keys(named, f"{path}.", REQUIRED)
+            yield from _keys(section, f"{path}.")
+
+
+def _section_in(annotation: object) -> type[Section] | None:
+    for option in (annotation, *get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, Section):
+            return option
+    return None
 
 
 def declared(path: Sequence[str]) -> str:
-    """A key as the schema has it: with NAME for a name that the user has given."""
+    """Return a key as the schema has it: with NAME for a name that the user has given."""
     known, found = {key.path for key in keys()}, ""
     for name in path:
-        found += f".{NAME}" if f"{found}.{NAME}" in known else f".{name}" if found else name
+        above = f"{found}." if found else ""
+        found = above + (NAME if above + NAME in known else name)
     return found
 
 
 def nearest_key(path: str) -> str:
-    """Advice on an unknown key: the key probably meant, else what its section holds."""
-    as_declared = declared(path.split("."))
-    if as_declared != path:
-        shown = as_declared.rpartition(".")[0], path.rpartition(".")[0]
-        return nearest_key(as_declared).replace(*shown)
+    """Return advice about an unknown key: the key probably meant, else the keys of its section."""
     known = [key.path for key in keys()]
     section, _, name = path.rpartition(".")
     if path in known:  # written with its dots, as a key of a YAML file
         return f"dots are for the command line; here nest it: {section}: {{{name}: ...}}"
-    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    if meant := _meant(path, siblings, known):
-        return f"did you mean {' or '.join(meant)}?"
+    above = declared(section.split("."))
+    siblings = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == above]
+    same_name = [key for key in known if key.rpartition(".")[2] == name]
+    nested = [key for key in same_name if key.startswith(path.partition(".")[0] + ".")]
+    close = [f"{section}.{sibling}".lstrip(".") for sibling in difflib.get_close_matches(name, siblings, 2)]
+    if meant := nested or close or same_name:
+        return f"did you mean {' or '.join(meant[:2])}?"
     return f"{section or 'the top level'} has {', '.join(siblings)}"
 
 
 def nearest_word(key: Key, value: object) -> str:
-    """Advice on a wrong value of a key that takes some words: the one or two probably meant."""
+    """Return advice about a wrong value of a key that takes some words: the one or two probably meant."""
     words = {word.removeprefix("list of ").strip("()") for word in key.values.split(" | ")} - set(WORDS.values())
     wrong = [word for word in (value if isinstance(value, list) else [value]) if isinstance(word, str)]
     close = [meant for word in wrong if word not in words for meant in difflib.get_close_matches(word, words, 2)]
     return f": did you mean {' or '.join(close)}?" if close else ""
 
 
-def show(value: object) -> str:
-    """A value as a message or an override writes it."""
-    if isinstance(value, Section):
-        value = value.model_dump(mode="json")
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
-
-
-def counted(count: int, what: str) -> str:
-    """`1 rank`, `2 ranks`, `3 processes`."""
-    plural = f"{what}es" if what.endswith("s") else f"{what}s"
-    return f"{count} {what if count == 1 else plural}"
-
-
-def describe(field: FieldInfo) -> str:
-    """What a field's value may be: `int >= 1`, `k1 | abs`, `list of text`, `float > 0 | null`."""
-    return _describe(field.annotation, field.metadata)
-
-
-def _describe(annotation: object, metadata: Iterable[object] = ()) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    for item in metadata:
-        if isinstance(item, OneOf):
-            return " | ".join(item.names)
-    if origin is Annotated:
-        inner = [limit for item in args[1:] for limit in (item.metadata if isinstance(item, FieldInfo) else [item])]
-        return _describe(args[0], [*inner, *metadata])
-    if origin in (Union, UnionType):
-        return " | ".join("null" if option is NoneType else _describe(option, metadata) for option in args)
-    if origin is Literal:
-        return " | ".join(str(option) for option in args)
-    if origin is tuple:
-        return _describe_list(args, metadata)
-    if origin is dict:
-        return "keys with " + _describe(args[1])
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+def describe(schema: dict[str, Any]) -> str:
+    """Return the values that a JSON schema allows, in words: `int >= 1`, `k1 | abs`, `float > 0 | null`."""
+    if "anyOf" in schema:
+        return " | ".join(map(describe, schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        return " | ".join(schema.get("enum") or [schema["const"]])
+    if "$ref" in schema:
         return "section"
-    return WORDS[annotation] + _bounds(metadata)
+    if "prefixItems" in schema:
+        items = schema["prefixItems"]
+        return f"list of {len(items)}: each {describe(items[0])}"
+    if "items" in schema:
+        item = describe(schema["items"])
+        count = "non-empty " if "minItems" in schema else ""
+        return f"{count}list of {f'({item})' if ' | ' in item else item}"
+    if "additionalProperties" in schema:
+        values = schema["additionalProperties"]
+        return "keys with " + ("any value" if values is True else describe(values))
+    return WORDS[schema["type"]] + _limits(schema)
 
 
-def _describe_list(args: tuple, metadata: Iterable[object]) -> str:
-    if args[-1] is not ...:
-        return f"list of {len(args)}: each {_describe(args[0])}"
-    empty_is_wrong = any(isinstance(item, MinLen) for item in metadata)
-    item = _describe(args[0])
-    return f"{'non-empty ' if empty_is_wrong else ''}list of {f'({item})' if ' | ' in item else item}"
+def _limits(schema: dict[str, Any]) -> str:
+    """Return ` >= 1`, ` in (0, 1]`."""
+    found = [(*words, schema[name]) for name, *words in LIMITS if schema.get(name, UNREACHED) < UNREACHED]
+    if len(found) == 2:
+        (_, opening, low), (_, closing, high) = found
+        return f" in {opening}{low:g}, {high:g}{closing}"
+    return "".join(f" {sign} {limit:g}" for sign, _, limit in found)
 
 
-def _bounds(metadata: Iterable[object]) -> str:
-    """` >= 1`, ` in (0, 1]`: the outermost, that is last, limit of each side, below UNREACHED."""
-    low = high = None
-    for item in metadata:
-        match item:
-            case Ge(ge=limit):
-                low = (">=", f"[{limit}")
-            case Gt(gt=limit):
-                low = (">", f"({limit}")
-            case Le(le=int() | float() as limit) if limit < UNREACHED:
-                high = ("<=", f"{limit}]")
-            case Lt(lt=limit):
-                high = ("<", f"{limit})")
-    if low and high:
-        return f" in {low[1]}, {high[1]}"
-    if low:
-        return f" {low[0]} {low[1][1:]}"
-    return f" {high[0]} {high[1][:-1]}" if high else ""
+def config_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that takes CONFIG [key=value ...]."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=description, epilog=config_help(), formatter_class=layout)
+    parser.add_argument("config", metavar="CONFIG", help="YAML file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="overrides of single keys")
+    return parser
 
 
-def _section(annotation: object) -> type[Section] | None:
-    for option in (annotation, *(get_args(annotation) if get_origin(annotation) is not dict else ())):
-        if isinstance(option, type) and issubclass(option, Section):
-            return option
-    return None
-
-
-def _named_section(annotation: object) -> type[Section] | None:
-    """Of a table of sections by names that the user gives."""
-    return _section(get_args(annotation)[1]) if get_origin(annotation) is dict else None
-
-
-def _meant(path: str, siblings: Mapping[str, str], known: list[str]) -> list[str]:
-    """Keys that one may mean by an unknown one: of its section those with all of its words, or that nearly of its name;
-    that of its name elsewhere; of its section those with its last word; that nearly of its name elsewhere.
+def config_help(width: int = 140) -> str:
+    """Return every key of the YAML, by section, in aligned columns.
 
     Args:
-        siblings: the section's keys by their names.
+        width: columns of text.
     """
-    name = path.rpartition(".")[2]
-    words = name.split("_")
-    return (
-        [key for sibling, key in siblings.items() if set(words) <= set(sibling.split("_"))]
-        or [siblings[close] for close in difflib.get_close_matches(name, siblings, 1, 0.8)]
-        or _elsewhere(path, known, 1.0)
-        or [key for sibling, key in siblings.items() if sibling.split("_")[-1] == words[-1]]
-        or _elsewhere(path, known, 0.8)
+    intro = (
+        "CONFIG is a YAML file of these keys; key=value on the command line overrides one, such as "
+        "actor.optim.lr=1e-6. `base: OTHER.yaml` (a path or a list, relative to the file) in CONFIG takes over the "
+        "keys that OTHER.yaml sets. All other paths are relative to the current directory."
     )
+    sections = [key for key in keys() if "." not in key.path]
+    return "\n\n".join([textwrap.fill(intro, width), *(_section_help(section, width) for section in sections)])
 
 
-def _elsewhere(path: str, known: list[str], cutoff: float) -> list[str]:
-    """The key of a name that is like it by `cutoff` in another section: of several such sections one below the same
-    top level."""
-    by_name: dict[str, list[str]] = {}
-    for key in known:
-        by_name.setdefault(key.rpartition(".")[2], []).append(key)
-    names = difflib.get_close_matches(path.rpartition(".")[2], by_name, 1, cutoff)
-    found = [key for name in names for key in by_name[name]]
-    return sorted(found, key=lambda key: not key.startswith(path.partition(".")[0] + "."))[:1]
+def _section_help(section: Key, width: int) -> str:
+    rows = []
+    for key in keys():
+        if key.path.startswith(f"{section.path}.") and (not key.section or key.default is None):
+            default = "required" if key.default is REQUIRED else show(key.default)
+            values, meaning = key.values, key.meaning
+            if len(values) > WIDEST_VALUES:  # before the meaning, as it would stretch the column
+                values, meaning = "one of", f"[{values}] {meaning}"
+            rows.append((key.path, values, default, meaning))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [f"{section.path}: {section.meaning}"]
+    for row in rows:
+        start = f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]:{widths[2]}}  "
+        indent = " " * len(start)
+        lines.append(textwrap.fill(start + row[3], width, subsequent_indent=indent, break_on_hyphens=False))
+    return "\n".join(lines)

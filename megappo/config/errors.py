@@ -1,22 +1,26 @@
-"""The error of a run that cannot start as configured."""
+"""The error of a run that cannot start as configured, and the texts that such errors are made of."""
 
+import json
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from megappo.errors import EXIT_CONFIG, ActionableError
 
 LONGEST_VALUE = 80
 """Characters of a wrong value that an error repeats."""
 LONGEST_ERROR = 1000
-"""Characters of an error that are printed; of a longer one (a path of thousands, say) the middle is left out."""
+"""Characters of an error that are printed; the middle of a longer one (a path of thousands, perhaps) is left out."""
 MOST_ERRORS = 20
-"""Errors that are printed of one config."""
+"""Errors of one config that are printed."""
+MOST_DIVISORS_TRIED = 10**6
 
 
 class ConfigError(ActionableError, ValueError):
     """Everything wrong with a config, found together.
 
     Attributes:
-        errors: one printable line each, naming the key, what was found, what was expected and what to do.
+        errors: one printable line each, with the key, its value, what was expected and the remedy.
     """
 
     exit_code = EXIT_CONFIG
@@ -32,10 +36,9 @@ class ConfigError(ActionableError, ValueError):
 
 
 def printable(text: str) -> str:
-    """The text on one line that any terminal shows as it is: what is not printable is escaped, a long middle left out.
+    """Return the text on one line that any terminal shows as it is.
 
-    Paths and arguments of the command line may hold anything, bytes that are not UTF-8 (lone surrogates to Python)
-    too.
+    Unprintable characters are escaped: paths and arguments of the command line may hold bytes that are not UTF-8.
     """
     if len(text) > LONGEST_ERROR:
         end = LONGEST_ERROR // 2
@@ -44,10 +47,32 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """The text as an error repeats it."""
+    """Return the text as an error repeats it."""
     return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "..."
 
 
+def show(value: object) -> str:
+    """Return a value as a message or an override writes it."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 rank`, `2 ranks`, `3 processes`."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{count} {noun if count == 1 else plural}"
+
+
 def looked_in(path: str | Path) -> str:
-    """Where a path that is not there was looked for, to follow it in an error, if the path itself does not say."""
+    """Return the folder in which a missing relative path was searched, to follow it in an error."""
     return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+
+
+def nearest_divisors(number: int, size: int) -> str:
+    """Return the divisors of `number` just below and above `size`, for advice; of huge numbers, the small ones."""
+    below = range(min(size - 1, MOST_DIVISORS_TRIED), 0, -1)
+    above = range(size + 1, min(number, MOST_DIVISORS_TRIED) + 1)
+    nearest = [next((str(one) for one in sizes if number % one == 0), "") for sizes in (below, above)]
+    return " or ".join(filter(None, nearest))

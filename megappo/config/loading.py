@@ -4,30 +4,31 @@ Relative paths in a `base:` are relative to the file that names them. All other 
 trainer.output_dir, reward files) are relative to the directory the program is started in.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from megappo.config.bases import read_file
-from megappo.config.coercion import EXPLAINED
-from megappo.config.describe import NAME, REQUIRED, Key, declared, keys, nearest_key, nearest_word, show
-from megappo.config.errors import MOST_ERRORS, ConfigError, shorten
-from megappo.config.extensions import run_extensions
-from megappo.config.origins import Origins
-from megappo.config.reading import KeyPath, Layer, read_override
+from megappo.config.describe import declared, keys, nearest_key, nearest_word
+from megappo.config.errors import MOST_ERRORS, ConfigError, looked_in, shorten, show
+from megappo.config.layers import KeyPath, Layer, Origins, read_file, read_override
 from megappo.config.schema import Config
+from megappo.config.values import EXPLAINED, FilePaths
+from megappo.user_modules import home_of, share_all
 
 SHOWN = (EXPLAINED, "less_than_equal")
-"""Types of pydantic's errors whose texts say more than the expected values."""
+"""Types of pydantic's errors whose texts add to the expected values."""
+REQUIRED_SECTIONS: tuple[str, ...] = tuple(name for name, field in Config.model_fields.items() if field.is_required())
 
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, before_extensions: Callable[[], None] | None = None
 ) -> Config:
-    """Read a run's config. Whether its keys agree with each other is `trainer.preflight.check_run`'s to tell.
+    """Read a run's config. `preflight.arrangement.check_run` checks whether its keys agree with each other.
 
     Args:
         path: YAML file. `base:` in it names one file or a list, merged deeply below it.
@@ -40,25 +41,26 @@ def load_config(
     layer = read_file(Path(path))
     for override in overrides:
         layer = read_override(override).over(layer)
-    errors, origins = list(layer.errors), Origins(str(path), layer.origins)
-    errors += map(origins.located, run_extensions(layer.values, before_extensions))
-    keys.cache_clear()  # there may be more values to choose from now
+    origins = Origins(str(path), layer.places)
+    errors = [*layer.errors, *map(origins.located, run_extensions(layer.values, before_extensions))]
+    keys.cache_clear()  # an extension may have added values to choose from
     try:
-        config = Config.written(layer.values, origins)
+        values: dict[str, Any] = {name: {} for name in REQUIRED_SECTIONS}
+        config = Config.written(values | layer.values, origins)
     except ValidationError as error:
         errors += _schema_errors(error, layer, origins)
     if errors:
-        raise ConfigError(*errors)
+        raise ConfigError(*dict.fromkeys(errors))  # a file may be the base of several
     return config
 
 
 def dump_config(config: Config) -> str:
-    """The resolved config as YAML that `load_config` reads back equal."""
+    """Return the resolved config as YAML that `load_config` reads back equal."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
 def changes_since(file: Path, config: Config) -> list[str]:
-    """`key: old -> new` of each key whose value differs from what `dump_config` wrote to a file.
+    """Return `key: old -> new` for each key whose value differs from the one that `dump_config` wrote to a file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -66,16 +68,13 @@ def changes_since(file: Path, config: Config) -> list[str]:
     before = read_file(file)
     if before.errors:
         raise ConfigError(*before.errors)
-    old, new = (dict(leaves(values)) for values in (before.values, config.model_dump(mode="json")))
-    return [
-        f"{key}: {show(old.get(key))} -> {show(new.get(key))}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]
+    old, new = dict(leaves(before.values)), dict(leaves(config.model_dump(mode="json")))
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return [f"{key}: {show(old.get(key))} -> {show(new.get(key))}" for key in changed]
 
 
 def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The dotted keys of nested sections, and their values."""
+    """Yield the dotted keys of nested sections, and their values."""
     for name, value in section.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -83,44 +82,77 @@ def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
             yield prefix + name, value
 
 
+def run_extensions(values: Mapping[str, Any], before: Callable[[], None] | None = None) -> list[str]:
+    """Run the files of trainer.extensions, each once in a process, and return their errors, one line each.
+
+    Args:
+        values: of a whole config. Values of a wrong type are left to the schema.
+        before: called once before the first file.
+    """
+    trainer = values.get("trainer")
+    given = trainer.get("extensions", ()) if isinstance(trainer, dict) else ()
+    try:
+        files = TypeAdapter(FilePaths).validate_python(given)
+    except ValidationError:
+        return []
+    if files and before:
+        before()
+    errors = []
+    for file in files:
+        if not Path(file).is_file():
+            errors.append(
+                f"trainer.extensions: no file {shorten(file)}{looked_in(file)}: create it or correct the path"
+            )
+            continue
+        path = str(Path(file).resolve())
+        try:
+            _run(path)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too, and exceptions that libraries keep from `except Exception`
+            text = traceback.format_exception_only(error)[-1].strip()
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+            where = f" (line {lines[-1]})" if lines else ""
+            errors.append(f"trainer.extensions: {file} raised {shorten(text)}{where}: correct the file")
+    share_all()
+    return errors
+
+
+@functools.cache
+def _run(path: str) -> None:
+    """Import a file, with the modules of its folder in place of another's."""
+    if not path.endswith(".py"):
+        raise ImportError(f"{Path(path).name} is no Python file")
+    home = home_of(str(Path(path).parent))
+    home.enter()
+    home.load(path)
+
+
 def _schema_errors(error: ValidationError, layer: Layer, origins: Origins) -> list[str]:
-    """One line per wrong key; pydantic may report several for one value of a union or list."""
+    """Return one line per wrong key; pydantic may report several for one value of a union or list."""
     known = {key.path: key for key in keys()}
     lines: dict[KeyPath, str] = {}
     for problem in error.errors(include_url=False, include_context=False):
         path = tuple(str(part) for part in problem["loc"])
-        if len(lines) > MOST_ERRORS:  # finding the nearest of all keys takes its time
+        dotted = ".".join(path)
+        if len(lines) > MOST_ERRORS:
             break
+        if problem["type"] == "extra_forbidden":
+            lines[path] = f"{origins.of(path)}: {dotted}: unknown key; {nearest_key(dotted)}"
+            continue
         if problem["type"] == "missing" and declared(path) in known:  # a list too short misses an item, not a key
-            lines.update(_missing(known, path, origins) if layer.complete else {})
-        elif problem["type"] == "extra_forbidden":
-            lines[path] = f"{origins.of(path)}: {'.'.join(path)}: unknown key; {nearest_key('.'.join(path))}"
-        elif (path := _key_path(known, path)) not in lines or problem["type"] in SHOWN:
+            place = origins.of(path[:-1]) if len(path) > 2 else origins.file
+            if layer.is_complete:
+                lines[path] = f"{place}: {dotted}: must be set ({known[declared(path)].meaning})"
+            continue
+        while declared(path) not in known:  # pydantic goes on into list items and union members
+            path = path[:-1]
+        is_shown = problem["type"] in SHOWN
+        if path not in lines or is_shown:
             key, value = known[declared(path)], _at(layer.values, path)
-            why = f" ({problem['msg']})" if problem["type"] in SHOWN else ""
-            found = shorten(show(value)) + why + nearest_word(key, value)
+            found = shorten(show(value)) + (f" ({problem['msg']})" if is_shown else "") + nearest_word(key, value)
             lines[path] = f"{origins.of(path)}: {'.'.join(path)}: expected {key.values}, found {found}"
     return list(lines.values())
-
-
-def _missing(known: dict[str, Key], path: KeyPath, origins: Origins) -> dict[KeyPath, str]:
-    """Of a missing section, the keys in it that have no default."""
-    section = declared(path)
-    required = [
-        key
-        for key in known.values()
-        if key.default is REQUIRED and not key.section and f"{key.path}.".startswith(f"{section}.")
-    ]
-    named = {key: key.path.replace(section, ".".join(path)) for key in required}
-    place = origins.of(path[:-1]) if NAME in section.split(".") else origins.file
-    return {tuple(name.split(".")): f"{place}: {name}: must be set ({key.description})" for key, name in named.items()}
-
-
-def _key_path(known: dict[str, Key], path: KeyPath) -> KeyPath:
-    """The key an error belongs to: pydantic goes on into list items and union members."""
-    while declared(path) not in known:
-        path = path[:-1]
-    return path
 
 
 def _at(values: Any, path: KeyPath) -> object:

@@ -1,8 +1,8 @@
-"""The methods of PPO: each estimator's, policy loss's and length penalty's function, and what it reads, needs.
+"""Methods of PPO: advantage estimators, policy losses and length penalties, each with its function, keys and needs.
 
-One entry each, in tables that may be added to until the config is read. The values that the config's keys may have, the
-checks for keys that nothing reads and what a step does follow from it. Without torch: functions of this package are
-named, and imported when they are called.
+One entry per method, in tables that extensions may add to until the config is read. The values of the config's keys,
+the checks for keys that nothing reads, and the work of a step follow from these entries. This module does not import
+torch: functions of this package are named here, and imported when they are called.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ CLIP_RANGE = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 @dataclass(frozen=True)
 class Method:
-    """What estimators and policy losses have in common, and all that there is to a length penalty.
+    """A method: a length penalty, or the part that estimators and policy losses share.
 
     Attributes:
         source: the function.
@@ -33,14 +33,14 @@ class Method:
 
 @dataclass(frozen=True)
 class Estimator(Method):
-    """An algorithm.adv_estimator: its function takes some of the inputs of `megappo.ppo.advantages.estimate`.
+    """An algorithm.adv_estimator. Its function takes some of the inputs of `megappo.ppo.advantages.estimate`.
 
     Attributes:
-        needs_values: and so a critic, or a shared backbone.
-        compares_responses: to a prompt, with each other; there must be several.
-        needs_greedy_baseline: the score of the greedy response to each prompt.
-        needs_score_components: several scores of each response, as the reward function gives them, and not their sum.
-        whitens: the method whitens the advantages over the whole batch.
+        needs_values: it needs values, from a critic or a shared backbone.
+        compares_responses: it compares the responses to a prompt, so there must be several.
+        needs_greedy_baseline: it needs the score of the greedy response to each prompt.
+        needs_score_components: it takes the several scores of each response, not their sum.
+        whitens: it whitens the advantages over the whole batch.
     """
 
     needs_values: bool = False
@@ -52,13 +52,13 @@ class Estimator(Method):
 
 @dataclass(frozen=True)
 class PolicyLoss(Method):
-    """An actor.policy_loss: its function takes `megappo.ppo.policy_losses.PolicyInputs` and the actor section.
+    """An actor.policy_loss. Its function takes `megappo.ppo.policy_losses.PolicyInputs` and the actor section.
 
     Attributes:
-        loss_agg_mode: the averaging that belongs to the method, for a config that leaves it open.
-        clips_below: the ratio is clipped to 1 - epsilon, so that epsilon must be below 1.
-        selection: chooses tokens of the whole mini-batch that the loss treats apart, which takes a forward pass of
-            their own; a function as `megappo.ppo.covariance.select_for_clip_cov`.
+        loss_agg_mode: the averaging that belongs to the method, for a config that sets none.
+        clips_below: it clips the ratio to 1 - epsilon, so epsilon must be below 1.
+        selection: a function as `megappo.ppo.covariance.select_for_clip_cov` that selects tokens of the whole
+            mini-batch for special treatment by the loss. It takes a forward pass of its own.
     """
 
     loss_agg_mode: str | None = None
@@ -97,7 +97,7 @@ ESTIMATORS = Table(
         "optimal_token_baseline": Estimator(f"{ESTIMATES}:optimal_token_baseline", compares_responses=True),
     },
 )
-"""By algorithm.adv_estimator."""
+"""Estimators by algorithm.adv_estimator."""
 
 SHAPING = "megappo.ppo.reward_shaping"
 LENGTH_PENALTIES = Table(
@@ -108,7 +108,7 @@ LENGTH_PENALTIES = Table(
         "linear": Method(f"{SHAPING}:linear_penalty", ("length_penalty_factor",)),
     },
 )
-"""By reward.length_penalty: of (response_lengths [B], max_response_length, the reward section), what to add [B]."""
+"""Penalties by reward.length_penalty: (response_lengths [B], max_response_length, reward section) -> addend [B]."""
 
 BY_SEQUENCE = "seq-mean-token-mean"
 POLICY_LOSSES = Table(
@@ -134,4 +134,4 @@ POLICY_LOSSES = Table(
         "dro": PolicyLoss(f"{LOSSES}:dro", ("dro_beta",)),
     },
 )
-"""By actor.policy_loss."""
+"""Losses by actor.policy_loss."""

@@ -1,4 +1,4 @@
-"""Reading small files that a user names, whatever the path leads to: in bounded time, or with the reason why not."""
+"""Read small files that a user names, or report why they cannot be read, whatever the path leads to."""
 
 import json
 import os
@@ -14,14 +14,14 @@ LARGEST_JSON = 16 * 2**20
 
 
 class TextFileError(ActionableError, ValueError):
-    """Why a file is not read, and what to do about it; the path is left to the caller."""
+    """The reason why a file is not read, and the remedy. The caller adds the path."""
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Raises:
-        TextFileError: it is missing, no file (a folder, a pipe, a device), too large, not to be read, or not UTF-8.
+        TextFileError: it is missing, not a file (a folder, a pipe, a device), too large, unreadable, or not UTF-8.
     """
     try:
         info = os.stat(path)  # first: to open a pipe would wait for a writer
@@ -43,7 +43,7 @@ def read_text(path: Path, most_bytes: int) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file that holds one JSON object.
+    """Return the content of a file that holds one JSON object.
 
     Raises:
         TextFileError: as `read_text`, or it is not valid JSON, or not an object.

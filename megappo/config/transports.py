@@ -23,7 +23,7 @@ class Transport:
             the weights itself, and must be one of the actor's ranks.
         needs_other_gpu: the rank that sends must not be on the engine's GPUs, as both are in a group of NCCL's.
         each_stage: with `sender`: where this holds for all engines, each pipeline stage of the actor has one, for its
-            own tensors: `Link.addresses` has them all, `TensorSpec.sender` says whose a tensor is.
+            own tensors: `Link.addresses` has them all, `TensorSpec.sender` names the owner of a tensor.
         each_rank: without `sender`, on GPUs: all of the engine's ranks make its end if they are the actor's, so that
             each hands over what is on its own GPU: with `Link.peers`, and on all but the first with None for a client.
         adapters: the same way for the adapters alone of a model whose other weights engines have (actor.lora): their

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from megappo.config.data_files import OTHER_KIND, ending
+from megappo.config.data_section import OTHER_KIND, ending
 from megappo.data.file_formats import (
     BUFFER_BYTES,
     HEAD_BYTES,

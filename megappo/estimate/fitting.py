@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from megappo.config.checks import longest_request, longest_row
+from megappo.config.eval_sets import longest_request, longest_row
 from megappo.config.loading import leaves
 from megappo.config.schema import Config
 from megappo.estimate.gpu_memory import Cluster, MemoryEstimate
@@ -48,7 +48,7 @@ def fits(estimate: MemoryEstimate) -> bool:
 
 def _has_room(estimate: MemoryEstimate) -> bool:
     is_external = bool(estimate.config.rollout.engines)  # on unknown GPUs
-    return is_external or estimate.engine.cache_tokens >= longest_request(estimate.config)
+    return is_external or estimate.engine.cache_tokens >= longest_request(estimate.config).tokens
 
 
 def remedies(plan: RunPlan, cluster: Cluster) -> dict[str, object] | None:

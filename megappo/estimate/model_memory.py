@@ -6,8 +6,8 @@ The estimates are for TransformerEngine's layers, whose attention keeps no score
 from megappo.architecture.architecture import Architecture
 from megappo.architecture.dtypes import DTYPES
 from megappo.architecture.parameters import LOGITS_AT_A_TIME, StageSize, padded_vocab_size
-from megappo.config.kinds import TensorKind
 from megappo.config.schema import Optim, Parallel
+from megappo.config.values import TensorKind
 from megappo.placement.layout import Layout
 
 FP32_COPIES = 3

@@ -4,8 +4,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from megappo.architecture.dtypes import DTYPES
-from megappo.config.kinds import TensorKind
 from megappo.config.schema import Parallel, Trained
+from megappo.config.values import TensorKind
 from megappo.estimate.model_memory import activation_bytes, head_bytes, micro_batches_in_flight, state_bytes
 from megappo.estimate.shapes import Shape
 from megappo.placement.batch_split import BatchSplit

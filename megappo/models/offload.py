@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
-from megappo.config.kinds import TensorKind
+from megappo.config.values import TensorKind
 from megappo.models.megatron_engine import MegatronEngine
 from megappo.models.train_engine import TrainedEngine
 from megappo.placement.uses import DeviceUse

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megappo.config.bases import read_file
+from megappo.config.layers import read_file
 
 CHECKPOINTS = "checkpoints"
 CONFIG_FILE = "config.yaml"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megappo.config.checks import longest_row
+from megappo.config.eval_sets import longest_row
 from megappo.placement.run_plan import RunPlan
 
 Range = tuple[int, int]

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from megappo.config.checks import longest_row, nearest_divisors
-from megappo.config.describe import counted
-from megappo.config.errors import shorten
+from megappo.config.errors import counted, nearest_divisors, shorten
+from megappo.config.eval_sets import longest_row
 from megappo.config.schema import Config, Parallel
 from megappo.placement.components import ComponentSpec, Training
 
@@ -50,8 +49,6 @@ def _parallel_errors(key: str, parallel: Parallel) -> Iterator[str]:
 
 def _optimizer_errors(config: Config, training: Training) -> Iterator[str]:
     key, optim, steps = f"{training.key}.optim", training.section.optim, training.optimizer_steps(config)
-    if optim.lr >= 1:
-        yield f"{key}.lr {optim.lr} is what Adam would change every weight by in a step: lower it, to 1e-4 or less"
     if optim.min_lr > optim.lr:
         yield f"{key}.min_lr {optim.min_lr} is above {key}.lr {optim.lr}: lower it"
     if optim.min_lr and optim.lr_decay_style == "constant":

@@ -11,8 +11,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from megappo.architecture.families import HeadKind
 from megappo.architecture.parsing import read_architecture
-from megappo.config.kinds import TensorKind
 from megappo.config.schema import Config, Lora, Parallel, Trained
+from megappo.config.values import TensorKind
 from megappo.table import Table
 
 Value = TypeVar("Value")

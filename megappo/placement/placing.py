@@ -2,11 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 
-from megappo.config.checks import nearest_divisors
-from megappo.config.describe import counted
-from megappo.config.errors import ConfigError
-from megappo.config.kinds import LARGEST_PORT
+from megappo.config.errors import ConfigError, counted, nearest_divisors
 from megappo.config.schema import Config, Parallel
+from megappo.config.values import LARGEST_PORT
 from megappo.placement.components import ComponentSpec, components_of
 from megappo.placement.layout import Layout
 from megappo.placement.ranks import by_node, format_ranks, is_everywhere, parse_ranks, rank_ranges

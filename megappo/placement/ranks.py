@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from megappo.config.describe import counted
-from megappo.config.errors import shorten
-from megappo.config.kinds import MOST_RANKS
+from megappo.config.errors import counted, shorten
+from megappo.config.values import MOST_RANKS
 
 
 def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-from megappo.config.kinds import TensorKind
+from megappo.config.values import TensorKind
 from megappo.placement.components import ComponentSpec
 
 DeviceUse = Mapping[TensorKind, bool]

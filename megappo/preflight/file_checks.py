@@ -12,10 +12,9 @@ from megappo.architecture.config_json import end_tokens
 from megappo.architecture.fit import adapter_errors, dense_stage_errors, engine_fit_errors, fit_errors
 from megappo.architecture.model_folder import check_companions, other_kind, tensor_files
 from megappo.architecture.parsing import ArchitectureError, read_architecture
-from megappo.config.checks import context_errors, requests
-from megappo.config.data_files import OTHER_KIND, ending
+from megappo.config.data_section import OTHER_KIND, ending
 from megappo.config.errors import looked_in, shorten
-from megappo.config.eval_sets import eval_sets
+from megappo.config.eval_sets import context_errors, eval_sets, longest_request
 from megappo.config.schema import Config
 from megappo.config.text_files import TextFileError
 from megappo.placement.components import ComponentSpec, Setting, components_of
@@ -97,12 +96,13 @@ def _fit_errors(config: Config, key: str, architecture: Architecture, specs: lis
     file, window = architecture.file, architecture.sliding_window
     positions = architecture.max_positions
     yield from context_errors(config, f"{key}: {file}'s max_position_embeddings", positions, "lower these")
-    for (prompt_key, prompt), (response_key, response), _ in requests(config):
-        if window and prompt + response > window:
-            yield (
-                f"{key}: {file}'s sliding_window {window} is below {prompt_key} {prompt} + {response_key} {response}: "
-                "lower these, as neither trainer nor engine limits attention to a window"
-            )
+    longest = longest_request(config)
+    if window and longest.tokens > window:
+        yield (
+            f"{key}: {file}'s sliding_window {window} is below {longest.prompt_key} {longest.prompt} + "
+            f"{longest.response_key} {longest.response}: lower these, as neither trainer nor engine limits attention "
+            "to a window"
+        )
 
 
 def _data_file(key: str, path: Path) -> Iterator[str]:

@@ -9,12 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from megappo.config.algorithm_checks import (
-    late_scores_errors,
-    metric_errors,
-    num_scores_errors,
-    step_scores_errors,
-)
+from megappo.config.checks import late_scores_errors, metric_errors, num_scores_errors, step_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING, Task, played_tasks
 from megappo.config.schema import Config

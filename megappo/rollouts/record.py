@@ -14,9 +14,8 @@ from megappo.batch.rows import Rows
 from megappo.batch.rows_file import RowsFile, RowsFileError, write_rows
 from megappo.batch.step_batch import Batch
 from megappo.checkpoint.durable import put_durably
-from megappo.config.algorithm_checks import step_scores_errors
-from megappo.config.describe import show
-from megappo.config.errors import ConfigError
+from megappo.config.checks import step_scores_errors
+from megappo.config.errors import ConfigError, show
 from megappo.config.schema import Config
 from megappo.data.prompts import Prompt, PromptDataset
 from megappo.userland.spec import BUILTIN, parse_spec

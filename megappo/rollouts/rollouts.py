@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from megappo.batch.exchange import Exchange
-from megappo.config.algorithm_checks import late_scores_errors
+from megappo.config.checks import late_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.eval_sets import TRAINING
 from megappo.config.schema import Config

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from megappo.config.algorithm_checks import step_scores_errors
+from megappo.config.checks import step_scores_errors
 from megappo.config.errors import ConfigError
 from megappo.config.schema import Config
 from megappo.rollouts.sampler import Sample

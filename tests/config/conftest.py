@@ -57,7 +57,7 @@ def run_folder(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def model_config(run_folder) -> Callable[..., None]:
-    """Writes the model's config.json anew: the valid one's values with others over them; ... takes one out."""
+    """Write the model's config.json: the valid values with others over them; ... removes one."""
 
     def write(**changes: object) -> None:
         values = {key: value for key, value in (HF_CONFIG | changes).items() if value is not ...}
@@ -68,8 +68,9 @@ def model_config(run_folder) -> Callable[..., None]:
 
 @pytest.fixture
 def refusals(run_folder, capsys) -> Callable[..., list[str]]:
-    """What the command prints about a run on 4 ranks that cannot be: each line in order, asserted to be an error that
-    says where the key was written, and what to do."""
+    """Return the lines that the command prints about a run on 4 ranks that cannot be.
+
+    Each is asserted to be an error with the place of the key and a remedy."""
 
     def refusals(*arguments: str, config: str = "run.yaml") -> list[str]:
         start = time.process_time()  # others may use the machine, too
@@ -93,15 +94,15 @@ def check_refusal(line: str) -> None:
     assert REMEDY.search(line[place.end() :]), line
     assert line.isprintable() and len(line) < 1200
     if place["line"]:
-        said = ["", *Path(place["file"]).read_text(errors="replace").split("\n")][int(place["line"])]
+        written = ["", *Path(place["file"]).read_text(errors="replace").split("\n")][int(place["line"])]
         dotted = re.findall(r"^[a-z_]+(?=:)|[a-z_]+(?:\.[a-z_]+)+", line[place.end() :])
         named = {name for key in dotted for name in key.split(".")}
-        assert not named or named & set(re.findall(r"[a-z_]+", said)), (line, said)
+        assert not named or named & set(re.findall(r"[a-z_]+", written)), (line, written)
 
 
 @pytest.fixture
 def accepted(run_folder, capsys) -> Callable[..., str]:
-    """What the command prints about a run on 4 ranks in which nothing is wrong."""
+    """Return the output of the command about a valid run on 4 ranks."""
 
     def accepted(*arguments: str, config: str = "run.yaml") -> str:
         code = plan.main([config, *arguments, "--world-size", "4"])

@@ -1,4 +1,4 @@
-"""Keys that contradict each other, and files that they name in vain, told of the line that sets one of them."""
+"""Contradicting keys and missing files: errors with the line that sets one of the keys."""
 
 import os
 
@@ -8,7 +8,7 @@ import yaml
 from megappo import plan
 
 CONTRADICTIONS = {
-    "critic.lora.rank=4": "critic.lora needs model.layer_spec torch, found auto: set that, as what",
+    "critic.lora.rank=4": "critic.lora needs model.layer_spec torch, found auto: set it, as the inputs",
     "actor.ppo_mini_batch_size=100": (
         "actor.ppo_mini_batch_size 100 does not divide data.train_batch_size 256: 64 or 128 would"
     ),
@@ -64,7 +64,7 @@ CONTRADICTIONS = {
         'algorithm.kl_ctrl.type "adaptive" has no effect, as algorithm.use_kl_in_reward is false: drop it, or change '
         "algorithm.use_kl_in_reward"
     ),
-    "algorithm.kl_ctrl={type: adaptive, kl_coef: 0}": "algorithm.kl_ctrl.kl_coef 0 stays 0 however adaptive",
+    "algorithm.kl_ctrl={type: adaptive, kl_coef: 0}": "algorithm.kl_ctrl.kl_coef 0 stays 0, as",
     "actor.tau_pos=2": "actor.tau_pos 2.0 has no effect, as actor.policy_loss clip does not read it: drop it",
     "reward.overlong_buffer=4": "reward.overlong_buffer 4 has no effect, as reward.length_penalty none does not read",
     "algorithm.use_kl_in_reward=false placement.ref=0": (
@@ -109,10 +109,10 @@ CONTRADICTIONS = {
         "reward.overlong_buffer 2000 is longer than rollout.max_response_length 1024: shorten it"
     ),
     "algorithm.kl_penalty=full actor.parallel.pipeline=2": (
-        "algorithm.kl_penalty full needs actor.parallel.pipeline 1, found 2"
+        "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs actor.parallel.pipeline 1, found 2"
     ),
     "algorithm.use_kl_in_reward=false actor.use_kl_loss=true actor.kl_loss_type=full placement.ref=0-3": (
-        "actor.kl_loss_type full needs the reference on the actor's ranks: drop placement.ref"
+        "KL kind full (algorithm.kl_penalty or actor.kl_loss_type) needs the reference on the actor's ranks: drop "
     ),
     "algorithm.rollout_correction={level: token, mode: mask, threshold_lower: 3}": (
         "algorithm.rollout_correction.threshold_lower 3.0 must be below algorithm.rollout_correction.threshold 2.0"
@@ -121,10 +121,12 @@ CONTRADICTIONS = {
         "algorithm.rollout_correction.normalize true has no effect, as algorithm.rollout_correction.level is none"
     ),
     "algorithm.rollout_correction.reject={token_k3: [0.1, 0.2]}": (
-        "algorithm.rollout_correction.reject token_k3 [0.1, 0.2] must be one number, the largest k3: drop the lower"
+        "algorithm.rollout_correction.reject: expected keys with float > 0 | list of 2: each float > 0, found "
+        '{"token_k3": [0.1, 0.2]} (token_k3 must be one number, the largest k3: drop the lower)'
     ),
     "algorithm.rollout_correction.reject={seq_mean_k1: 0.9}": (
-        "algorithm.rollout_correction.reject seq_mean_k1 0.9 leaves no ratio: set two ascending bounds, or one above 1"
+        "algorithm.rollout_correction.reject: expected keys with float > 0 | list of 2: each float > 0, found "
+        '{"seq_mean_k1": 0.9} (seq_mean_k1 leaves no ratio: set two ascending bounds, or one above 1)'
     ),
     "algorithm.use_kl_in_reward=false actor.use_kl_loss=true actor.kl_loss_type=k3+ actor.kl_loss_unbiased=true": (
         "actor.kl_loss_unbiased true needs actor.kl_loss_type k1 or k3, found k3+: choose k3"
@@ -140,7 +142,7 @@ CONTRADICTIONS = {
         "trainer.replay_rollouts: rec (looked in "
     ),
     "trainer.replay_rollouts=rec trainer.eval_interval=0 trainer.record_rollouts=new": (
-        "trainer.record_rollouts writes rollouts, which trainer.replay_rollouts only reads: drop one of them"
+        "trainer.replay_rollouts only reads rollouts, and trainer.record_rollouts or trainer.rollout_only would write"
     ),
     "actor.kl_loss_unbiased=true": "actor.kl_loss_unbiased true has no effect, as actor.use_kl_loss is false: drop it",
     "algorithm.rollout_correction={level: token, mode: mask, threshold: 1}": (
@@ -172,7 +174,7 @@ CONTRADICTIONS = {
     "rollout.environment=json.decoder:JSONDecoder reward.normalize=batch": (
         'reward.normalize "batch" changes the sum of an episode\'s rewards, not those of its turns'
     ),
-    "reward.function=null": "reward.function null leaves responses without a score: name one, or a rollout.environment",
+    "reward.function=null": "reward.function and rollout.environment leave responses without a score: name a",
     "algorithm.gae_level=turn": "algorithm.gae_level turn needs several turns: name a rollout.environment",
     "algorithm.mask_truncated=true algorithm.bootstrap_truncated=true": (
         "algorithm.mask_truncated and algorithm.bootstrap_truncated are both true: drop one"
@@ -240,9 +242,10 @@ CONTRADICTIONS = {
         'critic.model_path "model" has no effect, as this run builds no critic: drop it'
     ),
     "algorithm.rollout_correction.reject_geometric=[1.1, 2]": (
-        "algorithm.rollout_correction.reject_geometric [1.1, 2.0] must enclose 1: set such as [0.999, 1.001]"
+        "algorithm.rollout_correction.reject_geometric: expected list of 2: each float > 0 | null, found [1.1, 2] "
+        "(they must enclose 1: set such as [0.999, 1.001])"
     ),
-    "rollout.top_k=0": "rollout.top_k 0 keeps no token: set -1 (off) or at least 1",
+    "rollout.top_k=0": "rollout.top_k: expected int >= -1, found 0 (it keeps no token: set -1 (off) or at least 1)",
     "rollout.max_total_tokens=2049": (
         "rollout.max_total_tokens 2049 is below the 2050 tokens that an engine needs for data.max_prompt_length 1024 "
         "and rollout.max_response_length 1024 (their sum + 2, and the prompt + 7): raise it"
@@ -259,23 +262,23 @@ CONTRADICTIONS = {
         "eval.datasets.val: one of data.val_files is called 'val', too: rename it, or drop one of them"
     ),
     "eval.datasets={a: {files: val.jsonl, n: 4}}": (
-        "eval.datasets.a.n 4 asks for as many times the same response to each prompt of a, as rollout.val_temperature "
+        "eval.datasets.a.n 4 requests the same response to each prompt of a as many times, as rollout.val_temperature "
         "is 0 and top_k -1: raise rollout.val_temperature, or set eval.datasets.a.n to 1"
     ),
-    "rollout.val_n=2": "rollout.val_n 2 asks for as many times the same response to each prompt of val, as",
-    "eval.datasets={a: {files: val.jsonl, top_k: 0}}": "eval.datasets.a.top_k 0 keeps no token: set -1 (off) or at",
+    "rollout.val_n=2": "rollout.val_n 2 requests the same response to each prompt of val as many times, as",
+    "eval.datasets={a: {files: val.jsonl, top_k: 0}}": "eval.datasets.a.top_k: expected int >= -1 | null, found 0 (it",
     "trainer.eval_checkpoint=out": 'trainer.eval_checkpoint "out" has no effect, as trainer.eval_only is false:',
     "trainer.eval_only=true data.val_files=[]": "trainer.eval_only needs data.val_files or eval.datasets, found none",
     "trainer.eval_only=true trainer.rollout_only=true": (
-        "trainer.rollout_only is of runs that have steps, and trainer.eval_only has none: drop one of them"
+        "trainer.eval_only has no steps, which trainer.rollout_only, trainer.record_rollouts and"
     ),
     "trainer.eval_only=true trainer.eval_checkpoint=absent": "trainer.eval_checkpoint: no folder absent (looked in /",
     "trainer.eval_only=true trainer.eval_checkpoint=model": (
         "trainer.eval_checkpoint: model is no checkpoint of a run: name a folder step_XXXXXXXX with state.json, or set"
     ),
-    "rollout.val_top_k=0": "rollout.val_top_k 0 keeps no token: set -1 (off) or at least 1",
+    "rollout.val_top_k=0": "rollout.val_top_k: expected int >= -1, found 0 (it keeps no token: set -1 (off) or",
     "eval.datasets={a: {files: val.jsonl, reward: {math: 0}}}": (
-        "eval.datasets.a.reward {'math': 0.0} has no function of a weight but 0: name one"
+        "eval.datasets.a.reward {'math': 0.0} names no function with a weight other than 0: name one"
     ),
     "eval.datasets={a: {files: val.jsonl, prompt_key: label}}": (
         "eval.datasets.a.prompt_key and eval.datasets.a.label_key are both 'label': name two different fields"
@@ -388,7 +391,7 @@ FILES = {
     "data.train_files=absent.jsonl": "data.train_files: no file absent.jsonl (looked in /",
     "data.train_files={train.jsonl: 0}": "data.train_files: every weight is 0: raise one",
     "data.train_files={train.jsonl: 1, absent.jsonl: 1}": "data.train_files: no file absent.jsonl (looked in /",
-    "data.order_by=''": "data.order_by '' names no field: name one, or set it to null",
+    "data.order_by=''": 'data.order_by: expected text | null, found "" (it names no field: name one, or',
     "data.val_files=[val.jsonl, val.jsonl]": (
         "data.val_files: several are called 'val', under which each would be reported: rename or merge them"
     ),
@@ -439,8 +442,8 @@ def test_a_run_that_cannot_be(run_folder, refusals, overrides, message):
     assert error.startswith(f"command line: {message}")
     (run_folder / "bad.yaml").write_text("base: run.yaml\n" + as_document(keys))
     (in_file,) = refusals(config="bad.yaml")
-    place, _, told = in_file.partition(": ")
-    assert (place.rpartition(":")[0], told) == ("bad.yaml", error.partition(": ")[2])
+    place, _, text = in_file.partition(": ")
+    assert (place.rpartition(":")[0], text) == ("bad.yaml", error.partition(": ")[2])
 
 
 def yaml_aware_split(overrides: str) -> list[str]:
@@ -454,7 +457,7 @@ def yaml_aware_split(overrides: str) -> list[str]:
 
 
 def as_document(overrides: list[str]) -> str:
-    """Overrides as YAML of a key a line, but for what is written as a mapping."""
+    """Return overrides as YAML with one key a line; a mapping stays on its line."""
     document: dict = {}
     for override in overrides:
         key, _, value = override.partition("=")
@@ -495,7 +498,7 @@ def test_the_first_of_two_keys_is_named_by_whoever_wrote_it_last(run_folder, ref
     assert error.startswith("command line: placement.critic: the 3 ranks 0-2 do not divide")
 
 
-def test_keys_at_their_defaults_are_told_of_the_file(refusals, capsys):
+def test_an_error_about_defaults_names_the_file(refusals, capsys):
     assert refusals("rollout.max_response_length=3071") == [
         "run.yaml:7: model.path: model/config.json's max_position_embeddings 4096 is below the 4097 tokens that an "
         "engine needs for data.max_prompt_length 1024 and rollout.max_response_length 3071 (their sum + 2, and the "
@@ -523,7 +526,7 @@ def test_a_context_that_is_just_long_enough_is_valid(accepted):
     accepted("rollout.max_response_length=3070", "rollout.max_total_tokens=4096")
 
 
-def test_without_held_out_files_there_is_no_evaluation_and_that_is_said(accepted):
+def test_without_held_out_files_the_plan_reports_no_evaluation(accepted):
     assert "evaluation: none" not in accepted()
     assert "  evaluation: none (data.val_files names none)\n" in accepted("data.val_files=[]")
     assert "  evaluation: none (data.val_files names none)\n" in accepted(

@@ -97,7 +97,7 @@ def test_what_is_not_supported_is_refused_before_ranks_start(refusals, model_con
     assert error.startswith(f"run.yaml:7: model.path: {message}")
 
 
-def test_all_that_is_not_supported_is_told_at_once(refusals, model_config):
+def test_all_unsupported_settings_are_reported_at_once(refusals, model_config):
     model_config(attention_bias=True, rope_scaling={"type": "yarn"}, num_key_value_heads=3)
     assert len(refusals()) == 3
 
@@ -225,7 +225,7 @@ def test_a_mixture_of_experts_that_cannot_be_laid_out(refusals, model_config, ov
     assert error.partition(": ")[2].startswith(message)
 
 
-def test_what_a_mixture_of_experts_must_say_and_have(refusals, accepted, model_config):
+def test_settings_that_a_mixture_of_experts_must_have(refusals, accepted, model_config):
     model_config(**EXPERTS | {"shared_expert_intermediate_size": 32})
     assert refusals("actor.parallel.expert=2", "actor.parallel.tensor=2") == [
         "command line: actor.parallel.sequence must be true with actor.parallel.tensor 2, as model/config.json is of a "
@@ -300,7 +300,7 @@ def test_latent_attention_that_does_not_divide(refusals, model_config):
 
 
 @pytest.mark.parametrize("lacking", ["q_lora_rank", "first_k_dense_replace", "n_shared_experts", "n_routed_experts"])
-def test_what_latent_attention_must_say(refusals, model_config, lacking):
+def test_settings_that_latent_attention_must_have(refusals, model_config, lacking):
     model_config(**DEEPSEEK | {lacking: ...})
     (error,) = refusals()
     assert error.startswith(f"run.yaml:7: model.path: model/config.json lacks {lacking}: ")

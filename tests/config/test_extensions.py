@@ -1,4 +1,4 @@
-"""Files of trainer.extensions run once, before the config is read; a fault of one is told like any other error."""
+"""Files of trainer.extensions run once, before the config is read. A fault of one is an error like any other."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
     extension = tmp_path / "mine.py"
     extension.write_text(REGISTERS.format(name="own"))
     code = "import sys; from megappo.config.loading import load_config as load\n"
-    code += "from megappo.config.help import config_help; config_help()\n"  # as a command's parser does first
+    code += "from megappo.config.describe import config_help; config_help()\n"  # as a command's parser does first
     code += "for _ in range(2): assert load(sys.argv[1]).algorithm.adv_estimator == 'own'\n"
     code += "try: load(sys.argv[1], ['algorithm.adv_estimator=owm'])\nexcept Exception as error: print(error)"
     done = subprocess.run(
@@ -41,7 +41,7 @@ def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (None, "no file"),
         ("x = 1\nraise OSError('gone')\n", "raised OSError: gone (line 2): correct the file"),
@@ -50,26 +50,26 @@ def test_what_an_extension_registers_is_a_value_of_its_key(tmp_path):
         ("raise ValueError\n", "raised ValueError (line 1): correct the file"),
         (
             "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E\n",
-            "cannot be read: ZeroDivisionError) (line 3)",
+            "raised mine.E: <exception str() failed> (line 3): correct the file",
         ),
         (
             "class E(Exception):\n    def __str__(self): return None\nraise E\n",
-            "E: (its message cannot be read: TypeErr",
+            "raised mine.E: <exception str() failed> (line 3)",
         ),
         (
             "import asyncio\nraise asyncio.CancelledError('by whom')\n",
-            "raised CancelledError: by whom (line 2): correct",
+            "raised asyncio.exceptions.CancelledError: by whom (line 2)",
         ),
         ("import sys\nsys.exit()\n", "raised SystemExit (line 2): correct the file"),
-        ("raise OSError(chr(0xd800) + chr(27) + '\\n')\n", "raised OSError: \\ud800\\x1b\\n (line 1)"),
+        ("raise OSError(chr(0xd800) + chr(27) + '\\n')\n", "raised OSError: \\ud800\\x1b (line 1)"),
         (REGISTERS.format(name="gae"), "the advantage estimator 'gae' exists already"),
     ],
 )
-def test_a_fault_of_an_extension_is_told_with_its_key(tmp_path, text, said):
+def test_a_fault_of_an_extension_is_reported_with_its_key(tmp_path, text, message):
     extension = tmp_path / "mine.py"
     if text is not None:
         extension.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_config(config_file(tmp_path, extension))
     [error] = [line for line in caught.value.errors if "trainer.extensions" in line]
-    assert said in error and str(extension)[:20] in error and error.startswith(str(tmp_path)), error
+    assert message in error and str(extension)[:20] in error and error.startswith(str(tmp_path)), error

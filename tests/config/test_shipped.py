@@ -20,7 +20,7 @@ def test_there_are_configs():
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_it_loads_and_plans(path, tmp_path, monkeypatch):
-    """Where the test runs nothing but its model and data may be missing."""
+    """Only the model and the data may be missing here."""
     monkeypatch.chdir(CONFIGS.parent)
     config = load_config(path)
     world_size = smallest_world(config) or 8

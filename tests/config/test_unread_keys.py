@@ -5,10 +5,11 @@ import re
 
 import pytest
 
+from megappo.config.checks import unread_errors
 from megappo.config.describe import keys
 from megappo.config.loading import load_config
-from megappo.config.schema import Config, Critic
-from megappo.config.unread import unread_errors
+from megappo.config.schema import Actor, Algorithm, Config, Critic, Reward
+from megappo.config.section import ReadIf
 
 GRPO = "algorithm.adv_estimator=grpo rollout.n=4"
 UNREAD = {
@@ -58,8 +59,8 @@ NO_PATH = "variables and unknown home folders are not expanded: write the whole 
 EMPTY = "it is empty: name a path, or write null where there is none"
 
 
-def told(override: str) -> str:
-    """What a path of PATHS is refused with."""
+def path_error(override: str) -> str:
+    """Return the error of a path of PATHS."""
     return NO_PATH if "$" in override or "~" in override else EMPTY
 
 
@@ -74,7 +75,7 @@ PATHS = (
 )
 
 
-@pytest.mark.parametrize(("overrides", "message"), (UNREAD | NUMBERS | {one: told(one) for one in PATHS}).items())
+@pytest.mark.parametrize(("overrides", "message"), (UNREAD | NUMBERS | {one: path_error(one) for one in PATHS}).items())
 def test_a_mistake_is_refused_with_its_key(refusals, overrides, message):
     (error,) = refusals(*re.split(r" (?=[a-z_.]+=)", overrides))
     set_keys = [word.partition("=")[0] for word in overrides.split(" ")]
@@ -107,8 +108,17 @@ def test_a_base_may_hold_keys_of_a_method_that_is_not_chosen(run_folder, accepte
 def test_every_condition_names_keys_that_there_are(run_folder):
     known, config = {key.path for key in keys()}, load_config(run_folder / "run.yaml")
     assert list(unread_errors(config)) == []
-    for section in [Config, *(key.section for key in keys() if key.section)]:
-        for condition in section.read_if:
-            assert set(condition.switches.split()) <= known and condition.reads(config, "name") in (True, False)
-            assert set(condition.but.split()) <= set(Critic.model_fields)
-            assert set(condition.keys.split()) & set(section.model_fields), "a shared condition has those of several"
+    sections = [Config, *(key.section for key in keys() if key.section)]
+    fields = [field for section in sections for field in section.model_fields.values()]
+    conditions = [item for field in fields for item in field.metadata if isinstance(item, ReadIf)]
+    assert len(conditions) > 30
+    for condition in conditions:
+        assert set(condition.switches) <= known and bool(condition.holds(config)) in (True, False)
+        assert set(condition.always) <= set(Critic.model_fields)
+
+
+def test_a_method_reads_keys_of_its_section():
+    for section in (Actor, Algorithm, Reward):
+        assert section.method_key in section.model_fields
+        for method in section.methods.values():
+            assert set(method.reads) <= set(section.model_fields)

@@ -10,7 +10,7 @@ from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.batch.rows import Rows
-from megappo.config.plausibility import config_warnings
+from megappo.config.checks import config_warnings
 from megappo.config.schema import Config
 from megappo.placement.components import components_of
 from megappo.ppo.kl import kl_controller

@@ -8,8 +8,8 @@ import pytest
 import torch
 from policy_oracles import policy_loss
 
-from megappo.config.kinds import Aggregation
 from megappo.config.schema import Actor, Algorithm
+from megappo.config.values import Aggregation
 from megappo.ppo import conventions as module
 from megappo.ppo.aggregation import AGGREGATIONS
 from megappo.ppo.conventions import DEFAULT, PRESETS, Conventions, Whitening

@@ -14,7 +14,7 @@ from spawn import run_ranks
 
 from megappo.batch.exchange import Exchange
 from megappo.config.algorithm_section import RolloutCorrection
-from megappo.config.kinds import Rejection
+from megappo.config.values import Rejection
 from megappo.observe.metrics import Metric, reduce_ranks
 from megappo.ppo.corrections import rollout_is_weights
 

@@ -13,7 +13,7 @@ from policy_oracles import all_conventions, on_grid
 from ragged import CASES, Case, cases
 
 from megappo.config.algorithm_section import KLCtrl
-from megappo.config.kinds import KLKind
+from megappo.config.values import KLKind
 from megappo.ppo.conventions import DEFAULT, KL_KINDS, PRESETS, Conventions
 from megappo.ppo.kl import VERL_NAMES, AdaptiveKLController, kl_controller, kl_estimate
 

@@ -241,7 +241,7 @@ def test_plan_tries_them_together(tmp_path, file):
     ]
     for none, shown in (("{exact_match: 0}", "{'exact_match': 0.0}"), ("{}", "{}")):
         [error] = errors_of(plan_here(tmp_path, "run.yaml", f"reward.function={none}"))
-        assert f"reward.function {shown} has no function of a weight but 0: name one" in error
+        assert f"reward.function {shown} names no function with a weight other than 0: name one" in error
 
 
 PREDICTIONS = """

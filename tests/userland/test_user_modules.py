@@ -103,7 +103,7 @@ def test_a_package_of_the_working_folder_is_found(tmp_path: Path, monkeypatch: p
 
 EXTENSIONS = """
 import multiprocessing, sys
-from megappo.config.extensions import run_extensions
+from megappo.config.loading import run_extensions
 if __name__ == "__main__":
     assert run_extensions({"trainer": {"extensions": sys.argv[1:]}}) == []
     from megappo.config.methods import LENGTH_PENALTIES
